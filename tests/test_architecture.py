@@ -359,6 +359,7 @@ WITHOUT_UNIT = [
     "optim.ema",
     "train.seed",
     "train.checkpointing",
+    "train.neftune_alpha",
     "parallel.nodes",
     "parallel.reshard_after_forward",
     "parallel.max_restarts",

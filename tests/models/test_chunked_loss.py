@@ -74,7 +74,12 @@ def chunked_loss(model: nn.Module) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("kind", MODELS)
+FAST = ("llama", "granite", "opt")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS]
+)
 def test_chunks_have_the_loss_and_the_gradients_of_whole_logits(kind: str) -> None:
     expected, by_whole = gradients(model_of(kind), whole_loss)
     model = model_of(kind)
@@ -149,7 +154,7 @@ def test_a_head_with_an_adapter_a_trained_and_a_frozen_head_get_their_gradients(
     assert max(float((by_chunks[name] - by_whole[name]).abs().max()) for name in by_whole) <= 1e-6 * largest
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_in_bf16_the_gradients_are_those_of_whole_logits_within_rounding(kind: str) -> None:
     """The weights of bf16 compute exist in forward only."""
 

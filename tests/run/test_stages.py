@@ -214,6 +214,32 @@ def test_an_adapter_goes_on_as_it_is(tmp_path: Path) -> None:
     assert difference(found, weights) <= 1e-6
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
+def test_modules_that_are_trained_whole_go_on_with_their_adapter(tmp_path: Path) -> None:
+    adapter = {"type": "lora", "rank": 4, "modules_to_save": ["lm_head", r"model\.norm"]}
+    changes: dict[str, Any] = {"train__steps": 2, "stages": two({}, {"optim.lr": 1e-30})}
+    cfg = text_config(make_text(tmp_path / "text"), adapter=adapter, **changes)
+    weights, second = handed_over(tmp_path, cfg)
+    assert second.config.model == cfg.model
+    found = train(alone(), second.config, make_run(tmp_path, second.config, "second")).weights
+    assert difference(found, weights) <= 1e-6
+
+
+@pytest.mark.slow
+def test_an_adapter_from_singular_values_begins_anew_on_the_base_with_the_former_in_it(tmp_path: Path) -> None:
+    adapter = {"type": "lora", "rank": 4, "init": "pissa"}
+    changes: dict[str, Any] = {"train__steps": 2, "stages": two({}, {"optim.lr": 1e-4})}
+    cfg = text_config(make_text(tmp_path / "text"), adapter=adapter, **changes)
+    _, second = handed_over(tmp_path, cfg)
+    assert second.config.model.path.endswith("tiny-merged")
+    assert second.config.adapter == cfg.adapter
+    first, following = (BaseWeights(families.make(one, tmp_path / "cache")) for one in (cfg, second.config))
+    layer = "language_model.model.layers.0.mlp.up_proj"
+    assert not torch.equal(first.layer(layer), following.layer(layer))
+    train(alone(), second.config, make_run(tmp_path, second.config, "second"))
+
+
 @pytest.mark.parametrize("family", ["flux2", "causal_lm", "bagel"])
 def test_another_adapter_begins_on_the_base_with_the_former_in_it(tmp_path: Path, family: str) -> None:
     changes: dict[str, Any] = {"train__steps": 2, "stages": two({}, {"adapter.type": "dora"})}

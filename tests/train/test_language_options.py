@@ -23,6 +23,8 @@ from trainer.models import families
 from trainer.models.build import build_model
 from trainer.models.parts.neftune import EmbeddingNoise
 from trainer.models.state_dict import BaseWeights
+from trainer.plan.store import key_of
+from trainer.plan.trace import units_of
 from trainer.run.events import SampleEvent, ValidationEvent
 from trainer.run.folder import RunDir
 from trainer.train.loop import Trainer
@@ -69,7 +71,11 @@ def trained_logits(cfg: RunConfig, run: RunDir) -> Tensor:
     ("targets", "suffixes"),
     [
         ([], ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
-        ([r".*layers\.[02]\.mlp\.up_proj", "q_proj"], ["0.mlp.up_proj", "2.mlp.up_proj", "q_proj"]),
+        pytest.param(
+            [r".*layers\.[02]\.mlp\.up_proj", "q_proj"],
+            ["0.mlp.up_proj", "2.mlp.up_proj", "q_proj"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_folder_of_peft_names_its_layers_by_their_ends_and_holds_the_tokenizer(
@@ -88,6 +94,7 @@ def test_a_folder_of_peft_names_its_layers_by_their_ends_and_holds_the_tokenizer
     torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(folder)), expected, atol=2e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_rank_stabilized_adapter_is_the_trained_one_in_peft(bench: Bench) -> None:
     from peft import AutoPeftModelForCausalLM
 
@@ -101,8 +108,17 @@ def test_a_rank_stabilized_adapter_is_the_trained_one_in_peft(bench: Bench) -> N
 # Modules that are trained whole
 
 
-@pytest.mark.parametrize("architecture", ["qwen3-1.7b", "qwen3-8b"])
-@pytest.mark.parametrize("modules", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head", r"model\.norm"]])
+@pytest.mark.parametrize(
+    ("architecture", "modules"),
+    [
+        ("qwen3-1.7b", ["lm_head"]),
+        ("qwen3-8b", ["embed_tokens", "lm_head", r"model\.norm"]),
+        pytest.param("qwen3-1.7b", ["embed_tokens"], marks=pytest.mark.slow),
+        pytest.param("qwen3-1.7b", ["embed_tokens", "lm_head", r"model\.norm"], marks=pytest.mark.slow),
+        pytest.param("qwen3-8b", ["embed_tokens"], marks=pytest.mark.slow),
+        pytest.param("qwen3-8b", ["lm_head"], marks=pytest.mark.slow),
+    ],
+)
 def test_modules_trained_whole_are_exported_as_peft_does_and_merged(
     bench: Bench, architecture: str, modules: list[str]
 ) -> None:
@@ -151,6 +167,7 @@ def test_two_ranks_that_stop_and_go_on_end_with_whole_modules_bit_for_bit(bench:
     assert all(torch.equal(rest.weights[name], straight.weights[name]) for name in straight.weights)
 
 
+@pytest.mark.slow
 def test_a_folder_of_peft_with_whole_modules_is_gone_on_from(bench: Bench, tmp_path: Path) -> None:
     cfg, run = bench.run("begun", **KINDS["untied"], export__dtype="fp32", optim__lr=1e-2)
     weights = train(alone(), cfg, run).weights
@@ -186,7 +203,7 @@ def test_modules_that_do_not_exist_are_refused(bench: Bench, adapter: dict[str, 
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize("format", ["auto", "comfyui", "kohya", "diffusers"])
+@pytest.mark.parametrize("format", ["auto", *(pytest.param(f, marks=pytest.mark.slow) for f in ("comfyui", "kohya"))])
 def test_formats_without_a_place_for_whole_modules_are_refused_before_training(tmp_path: Path, format: str) -> None:
     adapter = {"type": "lora", "rank": 4, "modules_to_save": ["norm_out"]}
     cfg = run_config(make_pictures(tmp_path / "pictures", 2), adapter=adapter, export__format=format)
@@ -212,6 +229,31 @@ def test_whole_modules_of_an_image_model_are_exported(tmp_path: Path, format: st
     (name,) = (name for name in weights if "norm_out.linear.weight" in name)
     prefix = "base_model.model." if format == "peft" else ""
     assert torch.equal(stored[f"{prefix}norm_out.linear.weight"], weights[name].bfloat16())
+
+
+@pytest.mark.slow
+def test_a_module_of_bagel_is_saved_whole_under_its_published_name(tmp_path: Path) -> None:
+    adapter = {"type": "lora", "rank": 4, "modules_to_save": ["text_embedding"]}
+    cfg = run_config(make_pictures(tmp_path / "pictures", 2), model__family="bagel", adapter=adapter, train__steps=1)
+    run = make_run(tmp_path, cfg, "run")
+    weights = train(alone(), cfg, run).weights
+    (file,) = export(cfg, run, tmp_path / "cache", weights)
+    stored = load_file(file.path / "adapter_model.safetensors")
+    (trained,) = (weights[name] for name in weights if name.endswith("text_embedding.weight"))
+    assert torch.equal(stored["base_model.model.language_model.model.embed_tokens.weight"], trained.bfloat16())
+    settings = json.loads((file.path / "adapter_config.json").read_text())
+    assert settings["modules_to_save"] == ["embed_tokens"]
+
+
+def test_the_plan_counts_modules_that_are_trained_whole(bench: Bench) -> None:
+    counts = []
+    for adapter in ({"type": "lora", "rank": 4}, WHOLE):
+        cfg = bench.config(adapter=adapter)
+        family = families.make(cfg, bench.root / "cache")
+        units = units_of(build_model(cfg, family).module, family.shard.blocks, torch.bfloat16)
+        counts.append(sum(p.numbers for unit in units for p in unit.parameters if p.is_trained))
+    assert counts[1] - counts[0] == BYTES * 64
+    assert key_of(bench.config(adapter={"type": "lora", "rank": 4})) != key_of(cfg)
 
 
 # New tokens
@@ -255,8 +297,14 @@ def test_rows_that_a_model_holds_in_reserve_are_used_for_new_tokens(bench: Bench
     assert torch.equal(rows[BYTES + 3 :], spare[3:])
 
 
-@pytest.mark.parametrize("architecture", ["qwen3-1.7b", "qwen3-8b"])
-@pytest.mark.parametrize("what", ["adapter", "merged", "full"])
+@pytest.mark.parametrize(
+    ("architecture", "what"),
+    [
+        ("qwen3-8b", "adapter"),
+        pytest.param("qwen3-1.7b", "adapter", marks=pytest.mark.slow),
+        *(pytest.param(f"qwen3-{s}b", w, marks=pytest.mark.slow) for s in ("1.7", "8") for w in ("merged", "full")),
+    ],
+)
 def test_an_export_with_new_tokens_is_the_trained_model(bench: Bench, architecture: str, what: str) -> None:
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -274,6 +322,7 @@ def test_an_export_with_new_tokens_is_the_trained_model(bench: Bench, architectu
     assert tokenizer.decode([BYTES + 2]) == "<think>"
 
 
+@pytest.mark.slow
 def test_documents_are_read_with_the_new_tokens_and_their_rows_are_trained(bench: Bench, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("<tool>one</tool> and <tool>two</tool>. " * 40, encoding="utf-8")

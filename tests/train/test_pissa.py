@@ -105,6 +105,7 @@ def test_a_run_starts_as_its_base_and_exports_an_ordinary_lora_of_it(bench: Benc
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, atol=5e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_base_in_four_bits_holds_the_residual_which_is_closer_to_the_weight(bench: Bench, tmp_path: Path) -> None:
     """QPiSSA. Of weights whose singular values fall, as a trained model's, less is left to round."""
     tiny = families.make(bench.config(), bench.root / "cache").folder
@@ -152,6 +153,7 @@ def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(ben
     assert all(torch.equal(rest.weights[name], straight.weights[name]) for name in straight.weights)
 
 
+@pytest.mark.slow
 def test_a_run_whose_factors_are_gone_is_neither_resumed_nor_exported(bench: Bench, tmp_path: Path) -> None:
     cfg, run = bench.run("gone", **KINDS["fp32"], train__steps=1)
     train(alone(), cfg, run)
