@@ -224,9 +224,9 @@ class TextStream:
         epoch, num_empty, is_empty = position.epoch, 0, position == replace(START, epoch=position.epoch)
         while current:
             begin = current.begin
-            pieces += current.pieces
             if begin.epoch != epoch:
                 epoch, num_empty, is_empty = begin.epoch, self._empty(num_empty, is_empty), True
+            pieces += current.pieces
             rows = best_fit([len(piece.tokens) for piece in pieces], self._length)
             order = random_order(len(rows), self._seed, "text rows", epoch, begin.window)
             # The next window is tokenized little by little, as rows are taken: at once, it would keep a step waiting.
