@@ -59,6 +59,7 @@ from trainer.data.text_files import TextFolder
 from trainer.data.text_source import encoder_of, example_of
 from trainer.data.text_stream import TextStream
 from trainer.models import families
+from trainer.models.parts.chunked_loss import sum_losses_in_chunks
 from trainer.rng import SampleRng
 
 logging.disable_progress_bar()
@@ -84,7 +85,9 @@ family = families.make(config.config, RUNS / "cache")
 # %%
 stream = TextStream([TextFolder((tasks,))], encoder_of(family), seed=0, length=256, packing="whole")
 row = example_of(next(stream.rows())[0])
-model = torch.nn.ModuleDict({"language_model": AutoModelForCausalLM.from_pretrained(family.folder)})
+network = AutoModelForCausalLM.from_pretrained(family.folder)
+sum_losses_in_chunks(network)  # as in training: the logits of all tokens are never held at once
+model = torch.nn.ModuleDict({"language_model": network})
 
 
 @torch.no_grad()
