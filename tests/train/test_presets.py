@@ -336,4 +336,4 @@ def test_the_preset_from_text_to_chat_trains_its_three_stages_on_two_ranks(chat_
     assert ends[0].metrics["margins"] == pytest.approx(0, abs=1e-6)
     assert not [event.message for event in events if isinstance(event, WarningEvent)]
     assert_exported(done.stdout)
-    assert sorted(path.name for path in run.export.iterdir()) == ["my-chat"]
+    assert sorted(path.name for path in run.export.iterdir()) == ["my-chat-merged"]
