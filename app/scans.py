@@ -261,7 +261,7 @@ class _Scan(Watcher):
 
 
 def _conversation(file: Path) -> tuple[tuple[str, str], ...]:
-    """(role, content) of the first messages of a file's first row, shortened; nothing if it is no conversation."""
+    """(role, content) of the first messages of a file's first row, shortened; () for other rows."""
     with text_files.reading(file):
         messages = (text_files.first_row(file) or {}).get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):

@@ -17,15 +17,16 @@ from app import notebook
 RUNS = notebook.RUNS
 STEPS = 160  # of the base
 TUNE_STEPS = 40  # of the LoRA
+TALK_STEPS = 60  # of the conversations
 PAIR_STEPS = 12  # on preferences
 DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 
 # %% [markdown]
 # ## Text
 #
-# `data.path` is a folder or file of text: a `.txt` is one document, a `.jsonl` has one per line, and a `.npy` holds
-# token ids. A line has either `text`, all of which is learned, or `prompt` and `completion`, of which only the
-# completion is learned.
+# `data.path` is a folder or file of text: a `.txt` is one document, a `.jsonl` or `.parquet` has one per row, and a
+# `.npy` holds token ids. A row has `text`, all of which is learned; `prompt` and `completion`, of which only the
+# completion is learned; or `messages`, a conversation of which only the assistant's words are learned.
 
 # %%
 rooms = Path(notebook.__file__).parents[2] / "trainer"
@@ -54,7 +55,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from trainer.data.text_source import example_of
+from trainer.data.text_files import TextFolder
+from trainer.data.text_source import encoder_of, example_of
 from trainer.data.text_stream import TextStream
 from trainer.models import families
 from trainer.rng import SampleRng
@@ -80,7 +82,7 @@ family = families.make(config.config, RUNS / "cache")
 # document each belongs to.
 
 # %%
-stream = TextStream([tasks], family.tokenize, family.end_of_text, family.vocabulary, seed=0, length=256)
+stream = TextStream([TextFolder((tasks,))], encoder_of(family), seed=0, length=256, packing="whole")
 row = example_of(next(stream.rows())[0])
 model = torch.nn.ModuleDict({"language_model": AutoModelForCausalLM.from_pretrained(family.folder)})
 
@@ -209,6 +211,50 @@ assert losses[-1] < losses[0] / 2, "the LoRA learned little"
 for moment, written in notebook.texts(run).items():
     for _, text in written:
         print(f"{moment}: {' '.join(text.split())}")
+
+# %% [markdown]
+# ## Conversations
+#
+# A *chat template* writes a conversation as one text, with marks around each message. The model brings its own; without
+# one, `data.chat_template` names a template of this project (`chatml`, `gemma`, `llama-3`, `mistral`) or a .jinja file.
+# Only the words of the assistant are learned, in every turn, with the mark that ends the turn: from it the model learns
+# to stop.
+
+# %%
+from itertools import compress
+
+talks = RUNS / "talks.jsonl"
+answer = "In two inks, on yellow paper."
+turns = [
+    [{"role": "user", "content": f"Draw a {thing}."}, {"role": "assistant", "content": answer}] for thing in things
+]
+talks.write_text("".join(f"{json.dumps({'messages': one})}\n" for one in turns), encoding="utf-8")
+tokens, learned = family.encode_chat(turns[0])
+print(family.tokenizer.decode(tokens))
+print("learned:", family.tokenizer.decode(list(compress(tokens, learned))))
+assert sum(learned) == len(answer) + len("<|im_end|>"), "more than the assistant's words is learned"
+
+# %% [markdown]
+# Documents of this kind are never cut at the end of a row: `data.packing` is `whole` for prompts and conversations. In
+# the samples each prompt is a user's message, and the model answers through the template.
+
+# %%
+chat = RUNS / "chat.yaml"
+chat.write_text(f"""
+name: chat
+model: {{family: causal_lm, path: {notebook.exported(base)}}}
+adapter: {{type: none}}
+data: {{path: {talks}, length: 256}}
+optim: {{lr: 4.0e-3, beta2: 0.95}}
+train: {{steps: {TALK_STEPS}, batch_size: 4, micro_batch: 4, precision: fp32}}
+parallel: {{device: {DEVICE}}}
+sample: {{every: {TALK_STEPS}, prompts: ["Draw a fox."], tokens: 60, temperature: 0}}
+""")
+talking = notebook.start(notebook.config(chat), RUNS)
+print("The run has", await notebook.ended(talking))
+*_, [(_, written)] = notebook.texts(talking).values()
+print(written)
+assert written == f"Draw a fox.\n\n{answer}", "the model did not learn to answer and to stop"
 
 # %% [markdown]
 # ## In other programs

@@ -83,7 +83,8 @@ sample: 3
             "preset.yaml:6: adapter.rnk: unknown field; did you mean 'rank'?",
             "preset.yaml:7: adapter.rank: is 0, must be >= 1 and <= 1024",
             "preset.yaml:8: adapter.rank_pattern.attn.to_q: needs a whole number, not 'many'",
-            "preset.yaml:11: data.folders[0].path: is needed: Folder of images with captions.",
+            "preset.yaml:11: data.folders[0].path: is needed: Folder of images with captions; for a language model, "
+            "a folder or file of text.",
             "preset.yaml:11: data.folders[0].weight: is 0, must be > 0 and <= 1000",
             "preset.yaml:12: data.folders[1].wieght: unknown field; did you mean 'weight'?",
             "preset.yaml:14: train.steps: needs a whole number, not 'abc'",
@@ -181,7 +182,11 @@ sample: 3
             ("train={stps: 1}", "train.stps: unknown field; did you mean 'steps'?"),
             ("cluster.program=opt", "cluster.program: 'opt' is not a path from the root; begin with /"),
             ("a\nb=1", "'a\\nb': unknown field"),
-            ("data.folders=[{weight: 2}]", "data.folders[0].path: is needed: Folder of images with captions."),
+            (
+                "data.folders=[{weight: 2}]",
+                "data.folders[0].path: is needed: Folder of images with captions; for a language model, "
+                "a folder or file of text.",
+            ),
             ("train=fast", "train: needs a section of fields, not 'fast'"),
         ],
     )
@@ -319,6 +324,18 @@ class TestValues:
         )
         assert read(DATA + whole, "adapter.rank=1").notes == ()
 
+    def test_a_beta_of_the_other_kind_of_data_is_advised_against(self) -> None:
+        text = "model: {family: causal_lm}\ndata: {path: pairs.jsonl}\n"
+        assert read(f"{text}objective: {{dpo_beta: 0.1}}\n").notes == ()
+        assert read(f"{text}objective: {{dpo_beta: 2000}}\n").notes == (
+            "preset.yaml:3: objective.dpo_beta: 2000 is large for text; 0.01 to 0.5 is usual, 0.1 most often",
+        )
+        images = f"{DATA}objective: {{dpo_beta: 0.1}}\n"
+        assert read(images, "data.rejected=worse").notes == (
+            "preset.yaml:2: objective.dpo_beta: 0.1 is of the size that is usual for text; for images, whose errors "
+            "are means over all latents, 2000 to 5000 is usual",
+        )
+
     def test_one_key_of_a_field_that_the_new_type_lacks_is_refused_where_it_was_given(self) -> None:
         assert refusal(DATA, "adapter.rank_pattern.attn.to_q=4", "adapter={type: boft}") == [
             "command line: adapter.rank_pattern: is not a field of adapter.type boft; remove it or change the type"
@@ -356,6 +373,12 @@ class TestPaths:
         assert read(f"{DATA}model: {{path: tiny}}\n").config.model.path == "tiny"
         assert read(f"{DATA}model: {{path: ./tiny}}\n").config.model.path == str(folder / "tiny")
         assert read(DATA, "model.path=org/name").config.model.path == "org/name"
+
+    def test_the_name_of_a_chat_template_is_not_taken_for_a_path(self, folder: Path) -> None:
+        (folder / "chatml").touch()
+        assert read("data: {path: text, chat_template: chatml}\n").config.data.chat_template == "chatml"
+        own = read("data: {path: text, chat_template: own.jinja}\n").config.data.chat_template
+        assert own == str(folder / "own.jinja")
 
 
 FOREIGN = [

@@ -138,14 +138,14 @@ def test_plain_text_that_is_longer_than_a_row_fills_rows_and_its_rest_is_packed(
 
 
 @pytest.mark.parametrize(
-    ("too_long", "kept", "told"),
+    ("too_long", "kept", "reported"),
     [
         ("drop", ["xy|"], [("a.jsonl:1", "longer than data.length 8"), ("a.jsonl:1", "longer than data.length 8")]),
         ("cut", ["abcdefgh", "xy|"], [("a.jsonl:2", "longer than data.length 8 before anything is learned")]),
     ],
 )
 def test_a_prompt_or_conversation_that_is_longer_than_a_row_is_left_out_or_cut(
-    tmp_path: Path, too_long: str, kept: list[str], told: list[tuple[str, str]]
+    tmp_path: Path, too_long: str, kept: list[str], reported: list[tuple[str, str]]
 ) -> None:
     rows = [
         {"prompt": "abc", "completion": "defghij"},
@@ -160,7 +160,7 @@ def test_a_prompt_or_conversation_that_is_longer_than_a_row_is_left_out_or_cut(
 
     found = rows_of(stream(tmp_path, length=8, shuffle_window=1, too_long=too_long, left_out=left_out))
     assert sorted(documents_of(found)) == kept
-    assert left == told
+    assert left == reported
 
 
 def test_what_teaches_nothing_is_left_out_and_reported(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_parquet_file_is_read_as_the_lines_of_the_same_rows(tmp_path: Path) ->
 
 def test_only_the_row_groups_and_columns_that_are_needed_are_read(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
-    rows = [{"text": f"row {number}", "picture": b"p" * 1000} for number in range(40)]
+    rows = [{"text": f"row {number}", "image": b"p" * 1000} for number in range(40)]
     write_parquet(file, rows, row_group_size=10)
     content = bytearray(file.read_bytes())
     for group in (0, 1):  # what was read before is not read again
@@ -321,7 +321,7 @@ def test_a_file_that_is_no_parquet_file_is_refused(tmp_path: Path, content: byte
         kinds(find_files(tmp_path))
 
 
-def test_what_files_hold_is_told_by_their_first_rows(tmp_path: Path) -> None:
+def test_the_first_row_of_a_file_shows_what_it_holds(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "a"}]
     write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     assert kinds(find_files(tmp_path)) == {"text"}
@@ -343,3 +343,30 @@ def test_a_conversation_that_cannot_be_used_is_named_with_its_line(tmp_path: Pat
     texts = TextStream([TextFolder(find_files(tmp_path))], encoder, 0, 8, epochs=1)
     assert refusal(texts) == f"{tmp_path}/a.jsonl:2: the reason"
     assert START.as_place() == {"epoch": 0, "window": 0, "document": 0, "token": 0, "file": 0, "offset": 0}
+
+
+def test_an_epoch_may_be_empty_where_less_than_one_document_occurs_in_it(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "ab"}])
+    for packing in ("whole", "split"):
+        texts = stream([TextFolder(find_files(tmp_path), 0.25)], length=4, packing=packing, epochs=12)
+        assert documents_of(rows_of(texts)) == ["ab|"] * 3
+    (tmp_path / "a.jsonl").write_text("")
+    assert "no document holds any text" in refusal(stream([TextFolder(find_files(tmp_path), 0.25)], epochs=None))
+
+
+def test_the_next_window_is_tokenized_little_by_little(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "abcdefg"}] * 60)
+    counts: list[int] = []
+
+    def counted(text: str) -> list[int]:
+        counts[-1] += 1
+        return tokenize(text)
+
+    folders = [TextFolder(find_files(tmp_path))]
+    texts = TextStream(folders, Encoder(counted, END, VOCABULARY), 0, 16, 20, epochs=2, packing="whole")
+    rows = texts.rows()
+    for _ in range(60):
+        counts.append(0)
+        next(rows)
+    # 20 documents fill 10 rows: the first window at once, each later one 2 documents per row, the last none.
+    assert counts == [20, *[2] * 9, *[2] * 40, 2, *[0] * 9]

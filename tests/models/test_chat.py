@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from trainer.config.errors import InputError
-from trainer.models.parts.chat import TEMPLATES, Chat, encode_spans, read_template, template_names
+from trainer.config.load import load_config
+from trainer.launcher import preflight
+from trainer.models.parts.chat import (
+    TEMPLATES,
+    Chat,
+    check_template,
+    encode_spans,
+    read_template,
+    template_names,
+    without_marks,
+)
 from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, train_tokenizer
 
 SPECIAL = ("<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
@@ -131,10 +141,8 @@ def test_tokens_and_learned_ones_are_those_of_transformers(tokenizer: Any, name:
 def test_without_marks_a_template_tells_the_same_by_the_beginnings_of_the_conversation(
     tokenizer: Any, tmp_path: Path, name: str
 ) -> None:
-    source = read_template(name)
-    for mark in ("{% generation %}", "{% endgeneration %}", "{%- generation -%}", "{%- endgeneration -%}"):
-        source = source.replace(mark, "{#- -#}")
-    assert "generation %" not in source
+    source = without_marks(read_template(name))
+    assert "generation" not in source.replace("add_generation_prompt", "")
     assert show(tokenizer, chat(tokenizer, tmp_path, source).encode(TURNS)) == SHOWN[name]
 
 
@@ -244,12 +252,12 @@ def test_what_is_no_conversation_of_texts_is_refused_with_the_message(
     [
         (
             FORGETS,
-            "message 1: the chat template leaves out or changes what the user says, so that it cannot be told which "
-            "tokens are the assistant's; set data.chat_template to a template that keeps every message",
+            "message 1: the chat template leaves out or changes what the user says, so that the assistant's tokens "
+            "cannot be identified; set data.chat_template to a template that keeps every message",
         ),
         (
             SHOUTS,
-            "the chat template changes what the assistant says, so that it cannot be told which tokens are its own; "
+            "the chat template changes what the assistant says, so that its tokens cannot be identified; "
             f"set data.chat_template to a template with {MARK}",
         ),
         ("{{ messages[0].content.__class__.__mro__ }}", "the chat template refuses this conversation (access to "),
@@ -288,6 +296,20 @@ def test_a_template_that_cannot_be_used_is_named(tokenizer: Any, tmp_path: Path)
         "data.chat_template: the model's tokenizer has no chat template, which conversations need; "
         f"name one of {names}, or a .jinja file"
     )
+
+
+def test_a_template_is_checked_before_a_rank_starts(tmp_path: Path) -> None:
+    for name in template_names():
+        check_template(name)
+    (tmp_path / "own.jinja").write_text("{% generation %}\n{% for message in messages %}{% endgeneration %}")
+    (tmp_path / "a.jsonl").write_text('{"messages": []}\n')
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("model: {family: causal_lm}\ndata: {path: a.jsonl, chat_template: own.jinja}\n")
+    with pytest.raises(
+        InputError, match=r"own\.jinja is not a jinja template \(line 2: Encountered unknown tag"
+    ) as caught:
+        preflight.check(load_config(preset))
+    assert f"correct it, or name one of {', '.join(template_names())}" in str(caught.value)
 
 
 def test_a_token_that_holds_a_letter_of_a_span_is_learned() -> None:

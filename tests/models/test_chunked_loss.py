@@ -91,6 +91,34 @@ def test_chunks_have_the_loss_and_the_gradients_of_whole_logits(kind: str) -> No
     assert torch.equal(model(**inputs()).logits, model_of(kind)(**inputs()).logits)
 
 
+def token_losses(model: nn.Module) -> Tensor:
+    given = predictions()
+    logits = model(**inputs()).logits.flatten(0, 1)[given["predicted"]].float()
+    return logits.exp().sum(dim=1).log() - logits.gather(1, given["targets"][:, None])[:, 0]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "cohere", "opt"])
+def test_weights_may_depend_on_the_losses_of_all_chunks(kind: str) -> None:
+    """The derivative of the square of their sum by each loss is twice the sum."""
+    expected, by_whole = gradients(model_of(kind), lambda model: token_losses(model).sum().square())
+    model, seen = model_of(kind), list[Tensor]()
+    sum_losses_in_chunks(model, tokens=3)
+
+    def weigh(losses: Tensor) -> Tensor:
+        seen.append(losses)
+        return 2 * losses.sum().expand(len(losses))
+
+    found, by_chunks = gradients(model, lambda model: model(**inputs(), **predictions() | {"token_weights": weigh}))
+    torch.testing.assert_close(seen[0], token_losses(model_of(kind)).detach(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(found, 2 * expected, atol=0, rtol=1e-5)
+    largest = max(float(gradient.abs().max()) for gradient in by_whole.values())
+    assert max(float((by_chunks[name] - by_whole[name]).abs().max()) for name in by_whole) <= 1e-6 * largest
+    with torch.no_grad():
+        torch.testing.assert_close(
+            3 * model(**inputs(), **predictions() | {"token_weights": weigh}), found, atol=0, rtol=1e-6
+        )
+
+
 def test_no_more_logits_are_held_than_those_of_a_chunk() -> None:
     model, seen = model_of("qwen3"), list[int]()
     sum_losses_in_chunks(model, tokens=3)

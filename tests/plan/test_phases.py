@@ -38,6 +38,16 @@ def test_a_run_has_all_its_parts_and_needs_what_the_fullest_takes(model: str) ->
     assert found.need == max(phase.need for phase in found.phases) == found.fullest.need
 
 
+def test_pairs_are_planned_with_both_images_and_the_forward_of_the_reference() -> None:
+    pairs = planned("flux2 klein-4b", "objective.dpo_beta=2000", "data.rejected=elsewhere")
+    twice = planned("flux2 klein-4b", "train.micro_batch=2", "train.batch_size=8")
+    assert pairs.training.peak == twice.training.peak
+    assert pairs.flops == pytest.approx(1.5 * twice.flops)
+    again = ("train.checkpointing=full", "train.batch_size=8")
+    pairs = planned("flux2 klein-4b", "objective.dpo_beta=2000", "data.rejected=elsewhere", *again)
+    assert pairs.flops == pytest.approx(4 / 3 * 2 * planned("flux2 klein-4b", *again).flops)
+
+
 def test_nothing_is_drawn_without_prompts_and_nothing_exported_where_that_is_not_wanted() -> None:
     assert SAMPLING not in peaks("flux2 klein-4b", "sample.prompts=[a fox]")
     assert EXPORT not in peaks("flux2 klein-4b", "export.what=none")

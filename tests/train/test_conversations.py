@@ -16,8 +16,10 @@ from tests.distributed import run_ranks
 from tests.runs import alone, difference, make_run, text_config, train
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.data.loader import BatchSizes
 from trainer.data.text_source import TextSource
 from trainer.distributed.world import World
+from trainer.export import export
 from trainer.models import families
 from trainer.run.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
@@ -177,6 +179,21 @@ def test_samples_of_a_run_on_conversations_are_answers(bench: Bench, chat: str, 
     assert drawn.text.startswith("1 + 1\n\n" if is_answer else "1 + 1")
 
 
+def test_an_exported_model_brings_the_chat_template_it_was_trained_with(bench: Bench) -> None:
+    from transformers import AutoTokenizer
+
+    changes = {"adapter__type": "none", "data__chat_template": "llama-3", "data__length": 512, "train__steps": 1}
+    cfg, run = bench.run("exported", **changes)
+    train(alone(), cfg, run)
+    tokenizer = AutoTokenizer.from_pretrained(export(cfg, run, bench.root / "cache")[0].path)
+    text = tokenizer.apply_chat_template(talk(0), tokenize=False)
+    assert text == (
+        "<|start_header_id|>user<|end_header_id|>\n\n0 + 1<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nIt is 1.<|eot_id|>"
+    )
+    assert "{% generation %}" not in tokenizer.chat_template
+
+
 # What is left out
 
 
@@ -219,3 +236,16 @@ def test_a_config_whose_conversations_cannot_be_read_is_refused(bench: Bench, tm
         with pytest.raises(InputError) as caught:
             train(alone(), cfg, make_run(tmp_path, cfg, next(iter(changes))))
         assert message in str(caught.value)
+
+
+def test_held_out_prompts_that_are_all_too_long_stop_a_run_of_today_but_not_one_of_an_earlier_recipe(
+    bench: Bench, tmp_path: Path
+) -> None:
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "a" * 300, "completion": "b"}), encoding="utf-8")
+    cfg = bench.config(data__validation=str(tmp_path / "held.jsonl"))
+    source = TextSource(cfg, families.make(cfg, bench.root / "cache"), alone())  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"held\.jsonl: every document is left out \(1 longer than data\.length 256"):
+        source.batch_sampler(BatchSizes(1), None)
+    source.follow_recipe(2)
+    source.batch_sampler(BatchSizes(1), None)
+    assert source.num_held_out == 2

@@ -237,7 +237,5 @@ def test_an_epoch_without_a_document_has_no_length(tmp_path: Path) -> None:
     cfg = text_config(tmp_path, data={"folders": folders, "length": 48}, train__epochs=3)
     with pytest.raises(InputError) as refused:
         Trainer(cfg, make_run(tmp_path, cfg, "run"), alone(), tmp_path / "cache", lambda event: None)
-    assert str(refused.value) in (
-        "train.epochs: the first epoch holds no document; raise the weights, or set train.steps",
-        f"{tmp_path / 'rare' / 'a.txt'}: no document holds any text; write some, or give others",
-    )
+    message = "train.epochs: the first epoch holds no document; raise the weights, or set train.steps"
+    assert str(refused.value) == message

@@ -17,7 +17,7 @@ from tests.bench import Bench
 from tests.benchmarks.preference_time import learn
 from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, difference, make_run, make_text, run_config, steps_of, train
-from trainer.adapters import initial_value
+from trainer.adapters import initial_value, switched_off
 from trainer.checkpoint.config_changes import changes, refused
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
@@ -226,6 +226,38 @@ def in_two_parts(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[float]
     return [event.loss for event in steps_of(events)], train(world, cfg, run)
 
 
+def reference_losses(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[float], list[float]]:
+    """The loss of each token of a rank's first row, before and after two steps, with the adapter switched off; and with
+    it at the end."""
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", lambda event: None)
+    batch = {**trainer.family.collate(trainer.loader.micro_batches(0)[0].examples[:1]), "weight": torch.ones(1)}
+    found: list[Tensor] = []
+
+    def note(losses: Tensor) -> Tensor:
+        found.append(losses)
+        return losses
+
+    with torch.no_grad():
+        for steps in (2, 0):
+            with switched_off(trainer.model):
+                trainer.family.weighted_loss(trainer.model, batch, note)
+            with torch.enable_grad():
+                for _ in range(steps):
+                    trainer.train_step()
+        trainer.family.weighted_loss(trainer.model, batch, note)
+    trainer.close()
+    assert torch.equal(found[0], found[1])
+    return found[1].tolist(), found[2].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_of_a_sharded_model_stays_its_base_bit_for_bit(bench: Bench, kind: str) -> None:
+    changes = {"parallel__devices": 2, "parallel__strategy": "full", "optim__lr": 1e-2}
+    for base, trained in run_ranks(2, reference_losses, *bench.run(f"base-{kind}", **KINDS[kind] | changes)):
+        assert max(abs(one - other) for one, other in zip(base, trained, strict=True)) > 1e-3
+
+
 @pytest.mark.slow
 def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(bench: Bench) -> None:
     changes = {"parallel__devices": 2, "parallel__strategy": "full"}
@@ -381,6 +413,9 @@ def test_other_text_is_refused_with_a_beta_and_pairs_without_one(bench: Bench, t
         ({"data__packing": "split"}, "data.packing: split cannot be combined with objective.dpo_beta, which compares"),
         ({"data__too_long": "cut"}, "data.too_long: cut cannot be combined with objective.dpo_beta, which compares"),
         ({"adapter__type": "none"}, "objective.dpo_beta: compares the model with itself without its adapter, but"),
+        ({"adapter__modules_to_save": ["lm_head"]}, "adapter.modules_to_save: would change the model that"),
+        ({"adapter__init": "pissa"}, "adapter.init: pissa takes a part of the model that objective.dpo_beta compares"),
+        ({"train__neftune_alpha": 5}, "train.neftune_alpha: would also disturb the model that objective.dpo_beta"),
     ],
 )
 def test_settings_that_cannot_be_combined_are_refused(bench: Bench, changes: dict[str, Any], message: str) -> None:

@@ -48,7 +48,7 @@ class Slot:
         annotation: The type, without Annotated.
         limits: Bounds of a number.
         unit: Unit of a number.
-        path: "file", "folder", "model" or empty, as in `sections.option`.
+        path: "file", "folder", "model", "template" or empty, as in `sections.option`.
         help: The field's description.
         title: The field's name in words; empty where its key reads well.
         keywords: Other words for it, by which it is searched for.

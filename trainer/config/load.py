@@ -23,7 +23,7 @@ from trainer.config.errors import InputError, Problem, RuleError
 from trainer.config.fields import ROOT, Slot, name, nearest, shown, slot
 from trainer.config.installation import CHECKOUT, PRESETS
 from trainer.config.schema import RunConfig, advice
-from trainer.config.sections import MODEL_WORDS, NAME_HELP, NAME_PATTERN, half_character
+from trainer.config.sections import MODEL_WORDS, NAME_HELP, NAME_PATTERN, TEMPLATE_SUFFIX, half_character
 from trainer.config.yaml12 import Loc
 
 MOST_GUESSES = 20
@@ -425,7 +425,7 @@ def _dotted(fields: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
 
 
 def _resolved(here: Slot | None, value: Any, folder: Path) -> Any:
-    """Return the value with absolute paths. The name of a model is kept unless it exists as a path."""
+    """Return the value with absolute paths. Names of models and of our own chat templates are kept."""
     if isinstance(value, list):
         return [_resolved(here.child(0) if here else None, item, folder) for item in value]
     if isinstance(value, dict):
@@ -434,6 +434,8 @@ def _resolved(here: Slot | None, value: Any, folder: Path) -> Any:
         return value
     path = _absolute(value, folder)
     if here.path == "model" and (value in MODEL_WORDS or not os.path.exists(path)):
+        return value
+    if here.path == "template" and not value.endswith(TEMPLATE_SUFFIX):
         return value
     return path
 

@@ -19,6 +19,8 @@ from pydantic_core import PydanticCustomError
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 NAME_HELP = "1 to 64 letters, digits, '_', '.' or '-', not beginning with '.' or '-'"
 MODEL_WORDS = ("tiny", "demo", "random")
+TEMPLATE_SUFFIX = ".jinja"
+"""Ends the path of a chat template; one of our own is named without it."""
 TRIGGER_PLACE = "[trigger]"
 """Stands for `data.trigger` in captions and prompts."""
 DEMO = Path(__file__).parents[1] / "assets" / "demo"
@@ -74,7 +76,7 @@ def option(
     *,
     title: str | None = None,
     unit: str = "",
-    path: Literal["", "file", "folder", "model"] = "",
+    path: Literal["", "file", "folder", "model", "template"] = "",
     keywords: str = "",
     **limits: Any,
 ) -> Any:
@@ -85,7 +87,7 @@ def option(
         title: Its name in words, where `weight_decay` read as "Weight decay" is not enough.
         unit: The unit shown in the form and in errors.
         path: Marks a file or folder: a relative path in a preset is relative to the preset. A "model" may also be a hub
-            id or one of MODEL_WORDS; it is taken for a path when it exists.
+            id or one of MODEL_WORDS; it is taken for a path when it exists. A "template" ends in TEMPLATE_SUFFIX.
         keywords: Words by which other programs, or newcomers, know it, for the form's search.
         limits: pydantic's limits (`ge`, `gt`, `le`, `lt`, `pattern`).
     """
@@ -369,7 +371,9 @@ class DataConfig(Section):
     too_long: Literal["drop", "cut"] = option("drop", title="Too long for a sequence", keywords="truncate max length")
     """With whole packing, what happens to a prompt with completion or a conversation that is longer than `data.length`:
     left out with a warning, or cut at its end. Plain text is cut into several sequences."""
-    chat_template: str | None = option(None, title="Chat template", keywords="chatml jinja conversation messages")
+    chat_template: str | None = option(
+        None, title="Chat template", path="template", keywords="chatml jinja conversation messages"
+    )
     """Template that renders conversations: chatml, gemma, llama-3, mistral, or a .jinja file. Empty: the template of
     the model's tokenizer."""
     system: str = option("", title="System message", keywords="system prompt chat conversation")

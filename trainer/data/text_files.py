@@ -87,7 +87,7 @@ def count_documents(file: Path) -> int | None:
 
 
 def kinds(files: Sequence[Path]) -> frozenset[Kind]:
-    """What the files hold, by the first row of each. Rows that cannot be read count as text."""
+    """The kinds of documents in the files, by the first row of each. Rows that cannot be read count as text."""
     found = set()
     for file in files:
         with reading(file):
@@ -118,7 +118,7 @@ def check_preferences(files: Sequence[Path], compares: bool) -> None:
 
 
 def kind_of(keys: Mapping[str, Any] | Sequence[str]) -> Kind:
-    """What a row with these keys holds."""
+    """The kind of document in a row with these keys."""
     if "chosen" in keys and "rejected" in keys:
         return PREFERENCE
     if "messages" in keys:

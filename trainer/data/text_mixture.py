@@ -58,6 +58,12 @@ class Mixture:
         """Whether there is one folder, each of whose documents occurs once per epoch."""
         return len(self._folders) == 1 and self._folders[0].turns == (1.0,)
 
+    @property
+    def empty_epochs(self) -> int:
+        """Number of epochs in a row that may lack documents where there are some: less than one occurs per epoch."""
+        most = max(sum(folder.turns) for folder in self._folders)
+        return 0 if most >= 1 else math.ceil(1 / most)
+
     def documents(self, epoch: int, cursors: tuple[Cursor, ...]) -> Iterator[Entry]:
         """The documents of an epoch, from the cursors on: always one of the folder of which the least was read."""
         if len(self._folders) == 1:

@@ -30,7 +30,7 @@ from trainer.data.text_files import (
     sizes,
 )
 from trainer.data.text_rows import key_of, num_rows
-from trainer.data.text_stream import START, PackedRow, Packing, StreamPosition, TextStream
+from trainer.data.text_stream import START, LeftOutError, PackedRow, Packing, StreamPosition, TextStream
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import TextFamily
@@ -70,16 +70,17 @@ class TextSource(DataSource):
         check_preferences((*files, *self._held_out_files), cfg.objective.dpo_beta is not None)
         self._batch_sampler: TextBatchSampler | None = None
         self._rows_of_an_epoch = math.nan
-        self.follow_recipe(RECIPE)
+        self._recipe = RECIPE
+        self._refused: InputError | None = None
+        self._read_held_out()
 
     def follow_recipe(self, recipe: int) -> None:
         self._recipe = recipe
-        files = self._held_out_files
-        rows = self._stream((TextFolder(files),), 1, LeftOut(self._emit)).rows() if files else ()
-        self._held_out = tuple(row for row, _ in rows)
-        self.num_held_out = len(self._held_out)
+        self._read_held_out()
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> TextBatchSampler:
+        if self._refused:
+            raise self._refused
         step, position = (saved.step, self._position_in(saved)) if saved else (0, START)
         stream = self._stream(self._folders, None, LeftOut(self._emit))
         self._batch_sampler = TextBatchSampler(stream, sizes, step, position)
@@ -97,6 +98,18 @@ class TextSource(DataSource):
     @property
     def samples_of_an_epoch(self) -> float:
         return self._rows_of_an_epoch
+
+    def _read_held_out(self) -> None:
+        """Read the held-out rows. If this recipe leaves out all of them, that is an error once the run follows it."""
+        files, self._refused = self._held_out_files, None
+        self._held_out: tuple[PackedRow, ...] = ()
+        if files:
+            try:
+                stream = self._stream((TextFolder(files),), 1, LeftOut(self._emit))
+                self._held_out = tuple(row for row, _ in stream.rows())
+            except LeftOutError as error:
+                self._refused = error
+        self.num_held_out = len(self._held_out)
 
     def example(self, item: PackedRow) -> Example:
         return example_of(item)

@@ -6,9 +6,10 @@ continues exactly. Every rank reads the same stream and takes its own rows, so t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice
 from typing import Literal
 
 import numpy as np
@@ -106,13 +107,32 @@ LeftOut = Callable[[int, str, str], None]
 """Takes a document that is left out: its epoch, where it is, and why. Held-out text has an epoch, too."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Window:
+    """Documents that are packed together.
+
+    Attributes:
+        begin: Where it begins, and which of its rows is the next.
+        num_documents: Number of its documents.
+        pieces: What is packed, tokenized when it is taken.
+    """
+
+    begin: StreamPosition
+    num_documents: int
+    pieces: Iterator[Piece]
+
+
+class LeftOutError(InputError):
+    """Every document is left out."""
+
+
 class TextStream:
     """The documents of some folders, epoch after epoch, each in another order.
 
     The files of an epoch are shuffled, and so is each window of consecutive documents. A window is held in memory as in
     the file; a .txt is one document and read whole, a .npy stays on the disk. With split packing, windows of one folder
-    end with a file, and documents are tokenized one by one; with whole packing a window is tokenized at once. Empty
-    documents are skipped, and so are those with an empty completion.
+    end with a file, and documents are tokenized one by one; with whole packing two windows are held, one of them as
+    tokens. Empty documents are skipped, and so are those with an empty completion.
 
     A StreamPosition is valid for the same arguments and unchanged files (equal `text_files.digest`). Iterating raises
     InputError naming the file, and the line of a .jsonl, when something cannot be used or nothing can be learned.
@@ -198,19 +218,42 @@ class TextStream:
         A plain text that is longer than a row fills rows, and its rest is packed; of a prompt or conversation that is
         longer, `too_long` decides.
         """
+        windows = self._whole_windows(position)
+        current: _Window | None = next(windows, None)
+        pieces: list[Piece] = []
+        epoch, num_empty, is_empty = position.epoch, 0, position == replace(START, epoch=position.epoch)
+        while current:
+            begin = current.begin
+            pieces += current.pieces
+            if begin.epoch != epoch:
+                epoch, num_empty, is_empty = begin.epoch, self._empty(num_empty, is_empty), True
+            rows = best_fit([len(piece.tokens) for piece in pieces], self._length)
+            order = random_order(len(rows), self._seed, "text rows", epoch, begin.window)
+            # The next window is tokenized little by little, as rows are taken: at once, it would keep a step waiting.
+            following, ahead = next(windows, None), list[Piece]()
+            for number in range(begin.row, len(rows)):
+                is_empty = False
+                row = self._packed([pieces[index] for index in rows[order[number]]])
+                yield row, replace(begin, row=number + 1, document=0, token=0)
+                if following:
+                    ahead += islice(following.pieces, math.ceil(following.num_documents / len(rows)))
+            current, pieces = following, ahead
+        self._empty(num_empty, is_empty)
+
+    def _whole_windows(self, position: StreamPosition) -> Iterator[_Window]:
+        """The windows of all epochs, shuffled; at least one of each epoch, which may be empty."""
         for epoch, start in self._epochs_from(position):
-            is_empty = start == replace(START, epoch=epoch)
+            begin: StreamPosition | None = None
             for window, begin in self._windows(start):
                 order = random_order(len(window), self._seed, "text window", epoch, begin.window)
-                pieces = [piece for number in order for piece in self._fitting(window[number](), epoch)]
-                rows = best_fit([len(piece.tokens) for piece in pieces], self._length)
-                order = random_order(len(rows), self._seed, "text rows", epoch, begin.window)
-                for number in range(begin.row, len(rows)):
-                    is_empty = False
-                    row = self._packed([pieces[index] for index in rows[order[number]]])
-                    yield row, replace(begin, row=number + 1, document=0, token=0)
-            if is_empty:
-                raise self._nothing()
+                readers = [window[number] for number in order]
+                yield _Window(begin, len(readers), self._pieces_of(readers, epoch))
+            if begin is None:
+                yield _Window(start, 0, iter(()))
+
+    def _pieces_of(self, readers: Sequence[Reader], epoch: int) -> Iterator[Piece]:
+        for reader in readers:
+            yield from self._fitting(reader(), epoch)
 
     def _fitting(self, document: Document, epoch: int) -> Iterator[Piece]:
         """The pieces of a document for whole packing; none if it is left out."""
@@ -261,27 +304,33 @@ class TextStream:
 
     def _documents(self, position: StreamPosition) -> Iterator[tuple[Document, StreamPosition]]:
         """Documents with at least two unused tokens from `position` on, each with the position of its first one."""
+        num_empty = 0
         for epoch, start in self._epochs_from(position):
             is_empty = start == replace(START, epoch=epoch)
             for document, at in self._epoch(start):
                 is_empty = False
                 yield document, at
-            if is_empty:
-                raise self._nothing()
+            num_empty = self._empty(num_empty, is_empty)
 
     def _epochs_from(self, position: StreamPosition) -> Iterator[tuple[int, StreamPosition]]:
         """Each epoch from that of `position` on, with the position to start at."""
         for epoch in count(position.epoch) if self._epochs is None else range(position.epoch, self._epochs):
             yield epoch, position if epoch == position.epoch else replace(START, epoch=epoch)
 
+    def _empty(self, num_empty: int, is_empty: bool) -> int:
+        """Number of empty epochs in a row after one more epoch. Raises InputError where there is nothing to learn."""
+        num_empty = num_empty + 1 if is_empty else 0
+        if num_empty > self._mixture.empty_epochs:
+            raise self._nothing()
+        return num_empty
+
     def _nothing(self) -> InputError:
-        """The error of an epoch without anything to learn."""
         files = [file for folder in self._folders for file in folder.files]
         others = f" and {len(files) - 1} other files" if len(files) > 1 else ""
         if not self._reasons:
             return InputError(f"{files[0]}{others}: no document holds any text; write some, or give others")
         left_out = "; ".join(f"{number} {why}, the first {first}" for why, (first, number) in self._reasons.items())
-        return InputError(
+        return LeftOutError(
             f"{files[0]}{others}: every document is left out ({left_out}); raise data.length, set data.too_long: cut, "
             "or correct the files"
         )

@@ -107,6 +107,8 @@ def _write_folder(
     for name, config in family.changed_configs.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    for name, text in family.changed_files.items():
+        (path / name).write_text(text, "utf-8")
     return max(differences)
 
 

@@ -230,6 +230,11 @@ class ModelFamily(ABC):
         return {}
 
     @property
+    def changed_files(self) -> Mapping[str, str]:
+        """{file in the model's folder: text} of files with other content in training than in the folder."""
+        return {}
+
+    @property
     def peft_fields(self) -> Mapping[str, str] | None:
         """Fields of peft's adapter config, for models whose adapters only peft reads; None for others."""
         return None

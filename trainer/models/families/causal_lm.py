@@ -19,7 +19,7 @@ from trainer.config.errors import InputError, not_one_of
 from trainer.config.sections import MODEL_WORDS, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig
 from trainer.models.base import PREFERENCE_FIELDS, TextFamily, Weigh
 from trainer.models.objectives import Batch, Loss
-from trainer.models.parts.chat import Chat, Encoded, encode_spans
+from trainer.models.parts.chat import Chat, Encoded, encode_spans, read_template, without_marks
 from trainer.models.parts.chunked_loss import sum_losses_in_chunks
 from trainer.models.parts.folder import (
     TRANSFORMERS_STEM,
@@ -223,6 +223,11 @@ class CausalLM(TextFamily):
         path = self.config.path
         base = str(self.folder) if path in MODEL_WORDS else path
         return {"base_model_name_or_path": base, "task_type": "CAUSAL_LM"}
+
+    @property
+    def changed_files(self) -> Mapping[str, str]:
+        """The chat template of the config, so that other programs ask the model as it was trained."""
+        return {} if self._template is None else {"chat_template.jinja": without_marks(read_template(self._template))}
 
     def component_folder(self, component: str) -> Path:
         return self.folder

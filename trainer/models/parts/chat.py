@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import InputError, not_one_of
+from trainer.config.sections import TEMPLATE_SUFFIX
 
 TEMPLATES = Path(__file__).parents[1] / "chat_templates"
 """Templates of our own, which `data.chat_template` names."""
-SUFFIX = ".jinja"
-MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-END_MARKER = re.compile(r"\{%-?\s*endgeneration\s*-?%\}")
+MARKER = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
+END_MARKER = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
 """The marks in a template around what the assistant writes."""
 OPEN, CLOSE = "\ue0f0", "\ue0f1"
 """Private characters around the numbers of sentinels; no published text holds them."""
@@ -36,7 +36,7 @@ Encoded = tuple[list[int], list[bool]]
 
 def template_names() -> tuple[str, ...]:
     """The names of our own templates, as `chatml`."""
-    return tuple(sorted(file.stem for file in TEMPLATES.glob(f"*{SUFFIX}")))
+    return tuple(sorted(file.stem for file in TEMPLATES.glob(f"*{TEMPLATE_SUFFIX}")))
 
 
 def read_template(named: str) -> str:
@@ -45,13 +45,21 @@ def read_template(named: str) -> str:
     Raises:
         InputError: There is no such template or file.
     """
-    file = Path(named).expanduser() if named.endswith(SUFFIX) else TEMPLATES / f"{named}{SUFFIX}"
-    if not named.endswith(SUFFIX) and named not in template_names():
-        raise InputError(f"data.chat_template: {not_one_of(named, (*template_names(), f'a {SUFFIX} file'))}")
+    file = Path(named).expanduser() if named.endswith(TEMPLATE_SUFFIX) else TEMPLATES / f"{named}{TEMPLATE_SUFFIX}"
+    if not named.endswith(TEMPLATE_SUFFIX) and named not in template_names():
+        raise InputError(f"data.chat_template: {not_one_of(named, (*template_names(), f'a {TEMPLATE_SUFFIX} file'))}")
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"data.chat_template: {file} cannot be read ({error}); name another {SUFFIX} file") from error
+        raise InputError(
+            f"data.chat_template: {file} cannot be read ({error}); name another {TEMPLATE_SUFFIX} file"
+        ) from error
+
+
+def without_marks(template: str) -> str:
+    """The same template without the marks of the assistant's turns, for programs that do not know them."""
+    # Comments remove the same blanks around them.
+    return END_MARKER.sub(r"{#\1 \2#}", MARKER.sub(r"{#\1 \2#}", template))
 
 
 def check_template(named: str) -> None:
@@ -67,7 +75,7 @@ def _check_jinja(named: str, template: str) -> None:
     from jinja2 import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    # The marks of the assistant's turns are a tag that transformers adds; here a block of jinja's own stands for it.
+    # The marks are a tag that transformers adds; here a block of jinja's own stands for it.
     source = END_MARKER.sub("{% endif %}", MARKER.sub("{% if 1 %}", template))
     try:
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
@@ -84,7 +92,7 @@ def encode_spans(tokenizer: Any, text: str, spans: Sequence[Span]) -> Encoded:
     Args:
         tokenizer: A fast tokenizer of transformers.
         text: The text.
-        spans: What of it is learned, in order.
+        spans: The learned parts of it, in order.
     """
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     learned, number = [], 0
@@ -99,11 +107,11 @@ def encode_spans(tokenizer: Any, text: str, spans: Sequence[Span]) -> Encoded:
 
 @dataclass(frozen=True)
 class Turns:
-    """What a template writes around the content of a question and of its answer.
+    """The text that a template writes around the content of a question and of its answer.
 
     Attributes:
-        header: What it writes before an answer that is yet to come.
-        end: What it writes after an answer, without blanks at its end.
+        header: The text before an answer that is yet to come.
+        end: The text after an answer, without blanks at its end.
     """
 
     header: str
@@ -139,16 +147,26 @@ class Chat:
         if self._named is None and not self._tokenizer.chat_template:
             raise InputError(
                 "data.chat_template: the model's tokenizer has no chat template, which conversations need; "
-                f"name one of {', '.join(template_names())}, or a {SUFFIX} file"
+                f"name one of {', '.join(template_names())}, or a {TEMPLATE_SUFFIX} file"
             )
         if not self._tokenizer.is_fast:
             raise InputError(
                 "model.path: its tokenizer cannot tell which letters a token holds, which conversations need; "
                 "use a model with a tokenizer.json"
             )
-        text: str = read_template(self._named) if self._named else self._tokenizer.get_chat_template()
+        text: str = read_template(self._named) if self._named else self._own_template()
         _check_jinja(self._named or "the model's own", text)
         return text
+
+    def _own_template(self) -> str:
+        """The tokenizer's template; of several with names, the one named default."""
+        try:
+            return str(self._tokenizer.get_chat_template())
+        except ValueError as error:
+            raise InputError(
+                f"data.chat_template: the model's tokenizer has several chat templates ({error}); name one of "
+                f"{', '.join(template_names())}, or a {TEMPLATE_SUFFIX} file"
+            ) from error
 
     @cached_property
     def turns(self) -> Turns:
@@ -167,7 +185,7 @@ class Chat:
     def encode(self, messages: object, tools: object = None) -> Encoded:
         """Tokenize a conversation. Learned are the assistant's turns, each with the token that ends it.
 
-        What follows the last turn of the assistant is left out: nothing is learned from it.
+        Messages after the last turn of the assistant are left out: nothing is learned from them.
 
         Args:
             messages: The conversation, as in transformers.
@@ -199,10 +217,6 @@ class Chat:
         """The part of a generated text before the end of the assistant's turn."""
         return text.partition(self.turns.stop)[0] if self.turns.stop else text
 
-    def rendered(self, messages: object, tools: object = None) -> str:
-        """The text of a conversation that the template makes."""
-        return self._render(self._with_system(checked_messages(messages)), checked_tools(tools))
-
     def _encoded(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Encoded:
         whole = self._render(messages, tools)
         if MARKER.search(self.template) and (encoded := self._by_marks(messages, tools, whole)):
@@ -210,19 +224,23 @@ class Chat:
         spans = self._by_prefixes(messages, tools, whole) or self._by_sentinels(messages, tools, whole)
         if not _hold(messages, whole, spans):
             raise InputError(
-                "the chat template changes what the assistant says, so that it cannot be told which tokens are its "
-                "own; set data.chat_template to a template with {% generation %} marks"
+                "the chat template changes what the assistant says, so that its tokens cannot be identified; "
+                "set data.chat_template to a template with {% generation %} marks"
             )
         return self._with_end(encode_spans(self._tokenizer, whole, spans))
 
     def _by_marks(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> Encoded | None:
         """By the template's own marks; None where they do not hold what the assistant says."""
-        found = self._apply(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        found = self._apply(
+            messages,
+            tools,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
+        )
         learned = [bool(one) for one in found["assistant_masks"]]
-        own = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        if list(found["input_ids"]) != list(own["input_ids"]):
-            return None
-        spans = _runs(own["offset_mapping"], learned)
+        spans = _runs(found["offset_mapping"], learned)
         return self._with_end((list(found["input_ids"]), learned)) if _hold(messages, whole, spans) else None
 
     def _by_prefixes(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> list[Span]:
@@ -285,8 +303,8 @@ class Chat:
             if message["role"] != ASSISTANT and content.strip() and begins[-1] < 0 and ends[-1] < 0:
                 raise InputError(
                     f"message {number + 1}: the chat template leaves out or changes what the {message['role']} says, "
-                    "so that it cannot be told which tokens are the assistant's; set data.chat_template to a template "
-                    "that keeps every message"
+                    "so that the assistant's tokens cannot be identified; set data.chat_template to a template that "
+                    "keeps every message"
                 )
         return begins, ends
 
@@ -333,7 +351,7 @@ class Chat:
         text: str = self._apply(messages, tools, tokenize=False, add_generation_prompt=is_open)
         return text
 
-    def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: bool) -> Any:
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> Any:
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages), tools=tools or None, chat_template=self.template, **options
