@@ -17,12 +17,15 @@ from tests.runs import Outcome, alone, make_pictures, make_run, make_text, run_c
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.encode import StopRequested
+from trainer.data.text_files import TextFolder
+from trainer.data.text_source import encoder_of
 from trainer.data.text_stream import TextStream
 from trainer.distributed.world import World
 from trainer.models import families
 from trainer.run.events import AnyEvent, EventReader, LengthEvent, StageEvent, StatusEvent, latest_steps
 from trainer.run.folder import RunDir
 from trainer.run.length import RunLength
+from trainer.run.manifest import RECIPE
 from trainer.run.report import write_report
 from trainer.train.loop import Trainer
 
@@ -32,17 +35,15 @@ COSINE = {"optim__schedule": "cosine", "optim__warmup": 2}
 def rows_of(cfg: RunConfig, cache: Path) -> int:
     """Rows of one epoch, counted by hand."""
     family: Any = families.make(cfg, cache)
-    files = sorted(Path(str(cfg.data.path)).iterdir())
+    folder = TextFolder(tuple(sorted(Path(str(cfg.data.path)).iterdir())))
     stream = TextStream(
-        files,
-        family.tokenize,
-        family.end_of_text,
-        family.vocabulary,
+        (folder,),
+        encoder_of(family, RECIPE),
         cfg.train.seed,
         cfg.data.length,
         cfg.data.shuffle_window,
         epochs=1,
-        begin=family.begin_of_text,
+        packing="whole",
     )
     return sum(1 for _ in stream.rows())
 
@@ -227,3 +228,14 @@ def test_stages_in_epochs_count_their_steps_one_after_the_other(tmp_path: Path) 
     assert f"{sum(lengths)} of {sum(lengths)}" in run.report.read_text(encoding="utf-8")
     again = launch_py(tmp_path, "--resume", "run")
     assert again.returncode == 0, again.stderr
+
+
+def test_an_epoch_without_a_document_has_no_length(tmp_path: Path) -> None:
+    (tmp_path / "rare").mkdir()
+    (tmp_path / "rare" / "a.txt").write_text("A text that occurs in one of a hundred epochs.", encoding="utf-8")
+    folders = [{"path": str(tmp_path / "rare"), "weight": 0.01}]
+    cfg = text_config(tmp_path, data={"folders": folders, "length": 48}, train__epochs=3)
+    with pytest.raises(InputError) as refused:
+        Trainer(cfg, make_run(tmp_path, cfg, "run"), alone(), tmp_path / "cache", lambda event: None)
+    message = "train.epochs: the first epoch holds no document; raise the weights, or set train.steps"
+    assert str(refused.value) == message

@@ -92,6 +92,8 @@ class TextSource(DataSource):
         key = key_of(self._cfg, self._family, self.digest, self._recipe)
         stream = self._stream(self._folders, 1, LeftOut(lambda event: None))
         self._rows_of_an_epoch = num_rows(stream.rows(), key, context)
+        if not self._rows_of_an_epoch:  # weights below 1, of few documents
+            raise InputError("train.epochs: the first epoch holds no document; raise the weights, or set train.steps")
         return max(1, math.ceil(epochs * self._rows_of_an_epoch))
 
     @property

@@ -223,11 +223,8 @@ class Trainer:
         saved = None if newest is None else self._resume(newest)
         self._recipe = RECIPE if saved is None else saved.recipe
         self._batch_sizes = BatchSizes.after(saved, cfg.train.batch_size)
-        batches = self.data.batch_sampler(self._batch_sizes, saved)
+        self.loader = self._make_loader(saved)
         self.num_steps = self._find_length(context)
-        self.loader: Loader[Any] = Loader(
-            batches, self.data.example, world.rank, world.size, cfg.train.micro_batch, self.data.loss_weight
-        )
         self.log.model_loaded(self.loaded, self.parameters, time.perf_counter() - started, self.step)
         self.log.show_plan(cfg, cache, self.step)
 
@@ -595,6 +592,12 @@ class Trainer:
         if saved.data and saved.data != self.data.digest:
             self.log.warn(self.data.changed_message, self.step)
         return saved
+
+    def _make_loader(self, saved: Progress | None) -> Loader[Any]:
+        """The loader of this rank, which begins at the position that was resumed."""
+        world, data, micro_batch = self.world, self.data, self.cfg.train.micro_batch
+        batches = data.batch_sampler(self._batch_sizes, saved)
+        return Loader(batches, data.example, world.rank, world.size, micro_batch, data.loss_weight)
 
     def _find_length(self, context: RankContext) -> int:
         """The optimizer steps of the run, which are announced. The number of ranks does not change them. Collective.
