@@ -21,7 +21,8 @@ RECIPE = 3
 results do not change. In recipe 1, a lokr layer of two whole matrices is scaled by alpha / rank, `data.caption_dropout`
 also drops captions of regularization images, models that read the original size of an image get the size of its bucket
 for enlarged images, and samples use Euler's method, whatever sampler the model's folder names. In recipes 1 and 2,
-documents share the rows of every language model, also of those whose documents then see each other."""
+documents share the rows of every language model, also of those whose documents then see each other, and a config.json
+that asks for a load-balancing loss of routers does not get it."""
 REMEDY = "remove this checkpoint, so that the one before it is taken"
 _NAME = re.compile(r"step-\d{6,}")
 

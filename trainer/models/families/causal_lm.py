@@ -421,6 +421,8 @@ class CausalLM(TextFamily):
 
     def follow_recipe(self, recipe: int) -> None:
         self._recipe = recipe
+        if recipe < 3 and self.objective.router_weight is None:
+            self._router_weight = 0.0
 
     @cached_property
     def packs_documents(self) -> bool:
