@@ -275,6 +275,11 @@ class ModelFamily(ABC):
         """The tensors of an export's files by the names of `build(component)`."""
         return WeightFiles.read(files)
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Class names of the blocks whose linear layers are stored in fewer bits."""
+        return self.shard.blocks
+
     def follow(self, cfg: RunConfig) -> None:
         """Take what depends on other sections of the config; nothing by default. Called once, by `families.make`."""
         return

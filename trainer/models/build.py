@@ -286,7 +286,7 @@ def _stored_formats(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -
     modulation, and the layers that `quantize.formats` names.
     """
     quantize = cfg.quantize
-    linear = [name for name in _block_layers(model, family.shard.blocks) if family.mode(cfg, name) != "full"]
+    linear = [name for name in _block_layers(model, family.blocks) if family.mode(cfg, name) != "full"]
     formats = dict.fromkeys(filter(family.is_target, linear), quantize.format)
     for pattern, format in quantize.formats.items():
         named = adapters.match_names(linear, (pattern,), "quantize.formats", cfg.model.family)

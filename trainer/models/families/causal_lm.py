@@ -234,6 +234,10 @@ class CausalLM(TextFamily):
         self._turned = turned_layers(self._empty)
         self._empty = turn_layers(self._empty)
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        return self._declared_blocks
+
     @cached_property
     def adapter_targets(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
         uncalled = self._sight.uncalled if self._sight else ()
@@ -438,7 +442,10 @@ class CausalLM(TextFamily):
     def generate(self, model: nn.ModuleDict, prompt: str, cfg: SampleConfig, rng: SampleRng) -> str:
         ids = [*self.begin_of_text, *self.tokenize(prompt)] or [self.end_of_text]
         tokens = torch.tensor(ids, device=rng.device)
-        generated = continue_text(model[COMPONENT], tokens, cfg.tokens, cfg.temperature, self.end_of_text, rng)
+        is_cached = self._sight is not None and self._sight.is_cached
+        generated = continue_text(
+            model[COMPONENT], tokens, cfg.tokens, cfg.temperature, self.end_of_text, rng, is_cached
+        )
         return str(self.tokenizer.decode(generated.tolist()))
 
     @classmethod
