@@ -22,6 +22,7 @@ from trainer.models.parts.next_token import (
     next_token_loss,
     restarting_positions,
 )
+from trainer.models.parts.tiny_configs import tiny_config
 from trainer.parallel.fsdp_rules import check_calls
 from trainer.parallel.load import fill_rows
 from trainer.parallel.mesh import device_mesh
@@ -160,6 +161,22 @@ def test_the_likeliest_text_is_the_one_transformers_writes(kind: str) -> None:
     expected = model.generate(tokens[None], max_new_tokens=9, do_sample=False, eos_token_id=end)[0, len(tokens) :]
     found = continue_text(model, tokens, 9, 0.0, end, SampleRng(0, [0]))
     assert found.tolist() == [token for token in expected.tolist() if token != end]
+
+
+@pytest.mark.parametrize("kind", ["openai-gpt", "mamba", "opt"])
+def test_a_class_with_another_cache_or_none_writes_the_likeliest_text_too(kind: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(AutoConfig.for_model(kind))).eval()
+    tokens = documents()[0]
+    expected = tokens
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+        for _ in range(6):
+            expected = torch.cat([expected, model(input_ids=expected[None], use_cache=False).logits[0, -1:].argmax(-1)])
+    assert continue_text(model, tokens, 6, 0.0, -1, SampleRng(0, [0])).tolist() == expected[len(tokens) :].tolist()
 
 
 def test_a_text_ends_before_its_end_and_the_model_is_called_as_often_as_without_it() -> None:

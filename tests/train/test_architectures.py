@@ -349,9 +349,16 @@ def test_the_loss_of_the_routers_of_a_row_is_that_of_transformers_and_is_weighed
 def test_the_weight_of_the_routers_is_that_of_the_config_if_it_asks_for_it(root: Path) -> None:
     folder = root / "asks"
     write_mixture(folder, 4, output_router_logits=True, router_aux_loss_coef=0.02)
-    family = families.make(config_of(root, "mixtral", model__path=str(folder)), root / "cache")
-    assert family._router_weight == 0.02  # type: ignore[attr-defined]
-    assert families.make(config_of(root, "mixtral"), root / "cache")._router_weight == 0.0  # type: ignore[attr-defined]
+    rows = first_rows(config_of(root, "mixtral"), root)
+    path = {"model__path": str(folder)}
+    plain, _ = loss_of(root, "mixtral", rows, **path, objective__router_weight=0.0)
+    given, _ = loss_of(root, "mixtral", rows, **path, objective__router_weight=0.02)
+    asked, family = loss_of(root, "mixtral", rows, **path)
+    assert asked == given > plain
+    family.follow_recipe(2)  # of a run that began before
+    with torch.no_grad():
+        loss = family.loss(model_of(family), batch_of(family, rows), SampleRng(0, [0, 1, 2, 3]))
+    assert float(loss.total / loss.weight) == plain
 
 
 def test_a_model_without_routers_has_no_weight_for_them(root: Path) -> None:

@@ -294,8 +294,14 @@ class ModelFamily(ABC):
         """The tensors of an export's files by the names of `build(component)`."""
         return WeightFiles.read(files)
 
-    def follow(self, cfg: RunConfig) -> None:  # noqa: B027  most families depend on their own sections only
-        """Take what depends on other sections of the config. Called once, by `families.make`."""
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Class names of the blocks whose linear layers are stored in fewer bits."""
+        return self.shard.blocks
+
+    def follow(self, cfg: RunConfig) -> None:
+        """Take what depends on other sections of the config; nothing by default. Called once, by `families.make`."""
+        return
 
     def computed_buffers(self, component: str) -> Mapping[str, Tensor]:
         """Buffers that `build(component)` computes on construction and no file holds, by name, on the CPU."""

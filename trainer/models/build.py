@@ -354,7 +354,7 @@ def _stored_formats(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -
     saved = saved_names(model, cfg, family)
     linear = [
         name
-        for name in _block_layers(model, family.shard.blocks)
+        for name in _block_layers(model, family.blocks)
         if family.mode(cfg, name) != "full" and not is_inside(name, saved)
     ]
     formats = dict.fromkeys(filter(family.is_target, linear), quantize.format)

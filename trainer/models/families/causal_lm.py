@@ -251,6 +251,10 @@ class CausalLM(TextFamily):
         self._turned = turned_layers(self._empty)
         self._empty = turn_layers(self._empty)
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        return self._declared_blocks
+
     @cached_property
     def adapter_targets(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
         uncalled = self._sight.uncalled if self._sight else ()
@@ -523,6 +527,8 @@ class CausalLM(TextFamily):
 
     def follow_recipe(self, recipe: int) -> None:
         self._recipe = recipe
+        if recipe < 3 and self.objective.router_weight is None:
+            self._router_weight = 0.0
 
     @cached_property
     def packs_documents(self) -> bool:
@@ -544,7 +550,8 @@ class CausalLM(TextFamily):
 
     def _continued(self, model: nn.ModuleDict, ids: Sequence[int], cfg: SampleConfig, rng: SampleRng) -> str:
         tokens = torch.tensor(ids, device=rng.device)
-        generated = continue_text(model[COMPONENT], tokens, cfg.tokens, cfg.temperature, self._ends, rng)
+        is_cached = self._sight is not None and self._sight.is_cached
+        generated = continue_text(model[COMPONENT], tokens, cfg.tokens, cfg.temperature, self._ends, rng, is_cached)
         return str(self.tokenizer.decode(generated.tolist()))
 
     @cached_property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 import warnings
@@ -14,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.models.parts.next_token import build_language_model, construct, restarting_positions
+from trainer.models.parts.next_token import (
+    build_language_model,
+    construct,
+    forward_parameters,
+    restarting_positions,
+    text_cache,
+)
 from trainer.models.parts.tiny_configs import tiny_config
 
 log = logging.getLogger(__name__)
@@ -38,11 +43,13 @@ class Sight:
         others: Whether a document sees those before it in its row, where positions restart with each.
         uncalled: Linear layers, by `layer_pattern`, that the class never calls: it does not use them, or multiplies by
             their weights itself, past any adapter and any coding.
+        is_cached: Whether transformers' cache of keys and values gives the logits that the whole text gives.
     """
 
     later: bool
     others: bool
     uncalled: frozenset[str] = frozenset()
+    is_cached: bool = True
 
 
 def sight(config: Any, attention: str) -> Sight | None:
@@ -100,7 +107,22 @@ def _try(model: Any) -> Sight | None:
         return None
     packed, other_end, alone = logits
     uncalled = frozenset(map(layer_pattern, layers)) - called
-    return Sight(_differ(packed[:-1], other_end[:-1]), _differ(packed[first:], alone), uncalled)
+    later, others = _differ(packed[:-1], other_end[:-1]), _differ(packed[first:], alone)
+    return Sight(later, others, uncalled, _is_cached(model, tokens[:, :first]))
+
+
+def _is_cached(model: Any, tokens: Tensor) -> bool:
+    try:
+        cache = text_cache(model)
+        if cache is None:
+            return False
+        whole = model(input_ids=tokens, use_cache=False).logits[0, -1].float()
+        model(input_ids=tokens[:, :-1], use_cache=True, **cache)
+        last = model(input_ids=tokens[:, -1:], use_cache=True, **cache).logits[0, -1].float()
+    except Exception as error:  # noqa: BLE001 - a class that needs a cache of its own
+        log.info(f"{type(model).__name__} does not use a DynamicCache ({type(error).__name__}: {error})")
+        return False
+    return not _differ(whole, last)
 
 
 def _note(called: set[str], name: str, *_: Any) -> None:
@@ -114,8 +136,7 @@ def position_ids(model: nn.Module, documents: Tensor) -> Mapping[str, Tensor]:
         model: A model of transformers, sharded or not.
         documents: (B, L) index of the document of each token.
     """
-    # Sharding makes a class of its own, which inherits `forward`; mixed precision replaces the method of the module.
-    parameters = inspect.signature(type(model).forward).parameters
+    parameters = forward_parameters(model)
     takes = "position_ids" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {"position_ids": restarting_positions(documents)} if takes else {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -33,7 +34,12 @@ def causal_class(config: Any) -> Any:
 def text_config(config: Any) -> Any:
     """Return the config of the text part of a model that also sees or hears; others are returned as they are."""
     text = config.get_text_config(decoder=True)
-    return text if text is not config and causal_class(text) is not None else config
+    if text is config or causal_class(text) is None:
+        return config
+    text = copy.deepcopy(text)
+    # Whether the head is the embedding is for the class of the whole model to say.
+    text.tie_word_embeddings = config.to_dict().get("tie_word_embeddings", text.tie_word_embeddings)
+    return text
 
 
 def build_whole(config: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -141,7 +141,13 @@ def next_token_loss(logits: Tensor, tokens: Tensor, learned: Tensor, weight: Ten
 
 @torch.no_grad()
 def continue_text(
-    model: Any, tokens: Tensor, count: int, temperature: float, ends: Collection[int], rng: SampleRng
+    model: Any,
+    tokens: Tensor,
+    count: int,
+    temperature: float,
+    ends: Collection[int],
+    rng: SampleRng,
+    is_cached: bool = True,
 ) -> Tensor:
     """Generate token ids that follow `tokens`.
 
@@ -154,27 +160,44 @@ def continue_text(
         temperature: Temperature of the distribution; 0 takes the likeliest token.
         ends: Ids that end the text.
         rng: Random numbers of this text.
+        is_cached: Whether keys and values are kept; else every token costs a pass over the whole text.
 
     Returns:
         (up to `count`,) ids, without the one that ends the text.
     """
-    from transformers import DynamicCache
-
-    parameters = inspect.signature(type(model).forward).parameters  # sharding makes a class that inherits `forward`
-    # transformers 5.24 renamed the argument to `cache`; some classes have neither, and read the text again each time.
-    name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
-    cache: dict[str, Any] = {name: DynamicCache(config=model.config), "use_cache": True} if name else {}
-    last: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    cache = text_cache(model) if is_cached else None
+    arguments: dict[str, Any] = {"use_cache": False} if cache is None else {**cache, "use_cache": True}
+    if "logits_to_keep" in forward_parameters(model):
+        arguments["logits_to_keep"] = 1
     text, inputs, ids = tokens[None], tokens[None], []
     draws = rng.generators("text")
     for _ in range(count):
-        logits = model(input_ids=inputs, **cache, **last).logits[0, -1]
+        logits = model(input_ids=inputs, **arguments).logits[0, -1]
         drawn = draw_token(logits.float(), temperature, draws[0]).view(1, 1)
         text = torch.cat([text, drawn], dim=1)
-        inputs = drawn if name else text
+        inputs = text if cache is None else drawn
         ids.append(int(drawn))
     length = next((number for number, token in enumerate(ids) if token in ends), count)
     return torch.tensor(ids[:length], dtype=tokens.dtype)
+
+
+def text_cache(model: Any) -> dict[str, Any] | None:
+    """Make an empty cache of keys and values as the argument that takes it; None for a class without such an argument.
+
+    transformers 5.24 renamed the argument to `cache`.
+    """
+    from transformers import DynamicCache
+
+    names = [name for name in ("cache", "past_key_values") if name in forward_parameters(model)]
+    return {names[0]: DynamicCache(config=model.config)} if names else None
+
+
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a model's `forward`, by name.
+
+    Sharding makes a class of its own, which inherits `forward`; mixed precision replaces the method of the module.
+    """
+    return inspect.signature(type(model).forward).parameters
 
 
 def draw_token(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
