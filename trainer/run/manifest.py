@@ -16,11 +16,13 @@ from trainer.config.errors import InputError
 from trainer.run.folder import RunDir
 
 MANIFEST = "manifest.json"
-RECIPE = 2
+RECIPE = 3
 """Version of the training recipe for a new run or stage. A resumed run keeps the recipe it began with, so that its
 results do not change. In recipe 1, a lokr layer of two whole matrices is scaled by alpha / rank, `data.caption_dropout`
 also drops captions of regularization images, models that read the original size of an image get the size of its bucket
-for enlarged images, and samples use Euler's method, whatever sampler the model's folder names."""
+for enlarged images, and samples use Euler's method, whatever sampler the model's folder names. In recipes 1 and 2, a
+model that draws and answers has one mean over images and answers, images in buckets, and samples without the published
+guidance by images and in one step more."""
 REMEDY = "remove this checkpoint, so that the one before it is taken"
 _NAME = re.compile(r"step-\d{6,}")
 

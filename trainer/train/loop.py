@@ -24,7 +24,7 @@ from trainer.checkpoint.restore import newest_intact, restore
 from trainer.checkpoint.save import Checkpointer, TrainState
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data.loader import BatchSizes, Loader
+from trainer.data.loader import BatchSizes, Loader, MicroBatch
 from trainer.data.open import open_data
 from trainer.distributed.context import RankContext
 from trainer.distributed.straggler import Stragglers
@@ -66,7 +66,7 @@ from trainer.run.events import (
     ValidationEvent,
 )
 from trainer.run.folder import Request, RunDir
-from trainer.run.manifest import RECIPE, Progress
+from trainer.run.manifest import RECIPE, Progress, complete, progress_of
 from trainer.run.preemption import Preemption
 from trainer.run.prompts import check_prompts, clear_prompts, prompts_in_force, requested_prompts
 from trainer.train.log import RunLog
@@ -147,6 +147,8 @@ class Trainer:
         self.step = self.samples_seen = self.skipped = self._skipped_in_a_row = 0
         self.log = RunLog(run, world, emit, before)
         self.family = families.make(cfg, cache)
+        self._recipe = self._recipe_of_run()
+        self.family.follow_recipe(self._recipe)
         for warning in self.family.warnings(cfg):
             self.log.warn(warning)
         built = build_model(cfg, self.family)
@@ -179,7 +181,6 @@ class Trainer:
         self.oom_context = OomContext(self.model, self.family.shard.blocks, cfg.train.compile, world.heartbeat)
         self._validated = (-1, math.nan)  # the step, its validation loss
         saved = None if newest is None else self._resume(newest)
-        self._recipe = RECIPE if saved is None else saved.recipe
         self._batch_sizes = BatchSizes.after(saved, cfg.train.batch_size)
         batches = self.data.batch_sampler(self._batch_sizes, saved)
         self.loader: Loader[Any] = Loader(
@@ -245,6 +246,7 @@ class Trainer:
         total = torch.zeros((), device=world.device)
         weight = torch.zeros((), device=world.device)
         parts = torch.zeros(len(self.family.losses), 2, device=world.device)
+        shares = self._shares(micro_batches)
         for i, micro_batch in enumerate(micro_batches):
             if len(micro_batches) > 1:  # it visits every module, and a single pass always reduces
                 sync_gradients(self.model, i == len(micro_batches) - 1, self._shards_gradients)
@@ -254,11 +256,12 @@ class Trainer:
             self.clock.mark(FORWARD)
             self.oom_context.enter(BACKWARD)
             # FSDP averages over ranks; the loss of the step is a sum over them.
-            (loss.total * (world.size / batch_size)).backward()  # type: ignore[no-untyped-call]
+            mine = loss.total / batch_size if shares is None else loss.parts_with(shares)
+            (mine * world.size).backward()  # type: ignore[no-untyped-call]
             self.clock.mark(BACKWARD)
             total += loss.total.detach()
             weight += loss.weight
-            parts += 0 if loss.parts is None else loss.parts
+            parts += 0 if loss.parts is None else loss.parts.detach()
         agreed = self._agree(float(total), float(weight), parts.flatten().tolist())
         self.oom_context.enter(OPTIMIZER)
         grad_norm, lr = self._update(agreed)
@@ -268,6 +271,24 @@ class Trainer:
         self._log_step(agreed, lr, grad_norm, began)
         self.oom_context.enter("the end of a step")
         return agreed
+
+    def _shares(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+        """Weight of each sum of `Loss.parts` in the loss of the step, for a family with `loss_weights`.
+
+        Each mean is over the whole step, so its denominator must be known before the first backward.
+        """
+        weights = self.family.loss_weights
+        if not weights:
+            return None
+        counts = [0.0] * len(weights)
+        for micro_batch in micro_batches:
+            for example, weight in zip(micro_batch.examples, micro_batch.weights, strict=True):
+                if weight:
+                    counts = [a + b for a, b in zip(counts, self.family.loss_counts(example), strict=True)]
+        with self.clock.communication():
+            totals = self.world.sum(counts)
+        shares = [weight / total if total else 0.0 for weight, total in zip(weights, totals, strict=True)]
+        return torch.tensor(shares, device=self.world.device)
 
     def _loss(self, examples: Sequence[Example], weights: Sequence[float], rng: SampleRng) -> Loss:
         """The loss of examples that share a batch key; the weight of padding is 0."""
@@ -308,7 +329,7 @@ class Trainer:
             if self._own_s and (sentence := self.stragglers.add(own_s)):
                 self.log.warn(sentence, self.step)
         return Agreed(
-            loss=math.nan if non_finite else total / weight,
+            loss=math.nan if non_finite else self._step_loss(total, weight, parts),
             weight=weight,
             non_finite=int(non_finite),
             stop=bool(stop),
@@ -330,7 +351,7 @@ class Trainer:
         """
         cfg = self.cfg.optim
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if agreed.weight != self.cfg.train.batch_size:
+        if not self.family.loss_weights and agreed.weight != self.cfg.train.batch_size:
             torch._foreach_mul_(gradients, self.cfg.train.batch_size / agreed.weight)
         grad_norm = clip_gradients(self.parameters, cfg.clip_norm)
         lr = learning_rate(self.step, cfg, self.cfg.train.steps)
@@ -386,6 +407,14 @@ class Trainer:
             )
         )
 
+    def _step_loss(self, total: float, weight: float, parts: Sequence[float]) -> float:
+        """The loss of all ranks' `Loss.total`, `weight` and `parts`, each summed."""
+        weights = self.family.loss_weights
+        if not weights:
+            return total / weight
+        counted = zip(weights, parts[::2], parts[1::2], strict=True)
+        return sum(weight * part / count for weight, part, count in counted if count)
+
     def _means(self, parts: Sequence[float]) -> dict[str, float]:
         """The mean of each named loss that had items. parts: `Loss.parts`, flattened and summed over the ranks."""
         named = zip(self.family.losses, parts[::2], parts[1::2], strict=True)
@@ -412,7 +441,7 @@ class Trainer:
                 weight += float(loss.weight)
                 parts += 0 if loss.parts is None else loss.parts.cpu()
         total, weight, *sums = self.world.sum([total, weight, *parts.flatten().tolist()])
-        mean = total / weight
+        mean = self._step_loss(total, weight, sums)
         self._validated = (self.step, mean)
         perplexity = perplexity_of(mean) if self.data.unit == "tokens" else math.nan
         self.log.emit(ValidationEvent(step=self.step, loss=mean, perplexity=perplexity, losses=self._means(sums)))
@@ -519,6 +548,12 @@ class Trainer:
             reshard(self.model)
         for dropout in self._dropouts:
             dropout.train()
+
+    def _recipe_of_run(self) -> int:
+        """The recipe that the run began with: the data are encoded by it, before the checkpoint is read."""
+        saved = complete(self.run.checkpoints) if self.world.rank == 0 else []
+        recipe: int = self.world.gather(progress_of(saved[-1]).recipe if saved else RECIPE)[0]
+        return recipe
 
     def _newest_checkpoint(self) -> Path | None:
         newest, problems = newest_intact(self.run.checkpoints, self.world)
