@@ -25,7 +25,7 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data import question_files
 from trainer.data.loader import BatchSizes, ImageBatchSampler, ImageItem
-from trainer.data.mixed_source import MixedBatchSampler, QuestionItem
+from trainer.data.mixed_batches import DrawnItem, MixedBatchSampler, QuestionItem
 from trainer.export import export
 from trainer.models import families
 from trainer.models.base import MultimodalFamily

@@ -282,8 +282,8 @@ class DataConfig(Section):
     folders: tuple[DataFolder, ...] = option((), title="More folders", keywords="dataset concepts")
     """More folders of training data, each with a weight."""
     resolution: Whole = option(1024, ge=16, le=4096, unit="pixels", keywords="image size bucket width height")
-    """Images are scaled to about this value squared in pixels, and keep their aspect ratio. A model
-    that draws and answers draws images whose longest side is at most this, and whose shortest is at least half of it."""
+    """Images are scaled to about this value squared in pixels, and keep their aspect ratio. A model that
+    draws and answers draws images whose longest side is at most this, and whose shortest is at least half of it."""
     seen_resolution: Whole = option(980, title="Size of seen images", ge=14, le=4096, unit="pixels")
     """For a model that answers questions about images: longest side of an image that it looks at. Small images are
     enlarged until their shortest side is 27/70 of it, which are 378 of 980 pixels."""

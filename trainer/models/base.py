@@ -475,8 +475,8 @@ class SequencePart:
     """A part of a sequence of text and images.
 
     Attributes:
-        content: The text, the RGB image that is looked at in `seen_size`, or the latents of `encode_image`; None for a
-            gap. To count tokens, an image is its (width, height).
+        content: The text or its token ids, the RGB image that is looked at in `seen_size`, or the latents of
+            `encode_image`; None for a gap. To count tokens, an image is its (width, height).
     """
 
     kind: PartKind
@@ -487,8 +487,8 @@ class MultimodalFamily(ImageFamily):
     """A model that draws images and writes text, in one network that reads sequences of both.
 
     An example is the joint result of `encode_image` and `encode_text`, the result of `encode_sequence`, or that of
-    `pack_examples`. An image with references also holds "reference_0" and so on, their latents, and "seen_0" and so on,
-    the result of `encode_seen`.
+    `pack_examples`; an example of one drawn image may also hold "mask". The inputs of a sample may hold, for each image
+    before the edit, "reference_0" and so on, its latents, and "seen_0" and so on, the result of `encode_seen`.
     """
 
     data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA

@@ -326,14 +326,17 @@ class BagelFamily(MultimodalFamily):
             cfg = cfg.model_copy(update={"image_guidance": 1.0})
         device = device_of(encoder)
         source = self._source(text, device)
-        height, width = source[0].latents.shape[1:] if source else (side // LATENT_PIXELS for side in cfg.size[::-1])
+        height, width = (side // LATENT_PIXELS for side in cfg.size[::-1])
+        if references := references_of(text):  # an edit has the size of its source
+            height, width = references[0].shape[1:]
         captions = [text["caption"], text["caption"][:0] if negative is None else negative["caption"]]
         with_text, without_text = ([TextPiece(ids.to(device))] if len(ids) else [] for ids in captions)
 
         def velocity_of(latents: Tensor, sigma: Tensor, condition: Sequence[Piece]) -> Tensor:
             packed = pack([[*condition, DrawnPiece(latents[0], sigma[0])]], self.marks, self.sizes)
             _, velocities = model[COMPONENT](**packed.arguments)
-            return velocities[-(height * width // PATCH**2) :].float()
+            found: Tensor = velocities[-(height * width // PATCH**2) :].float()
+            return found
 
         def predict(latents: Tensor, sigma: Tensor) -> Tensor:
             found = velocity_of(latents, sigma, [*source, *with_text])
@@ -349,13 +352,17 @@ class BagelFamily(MultimodalFamily):
         scheduler = euler_scheduler(SAMPLER, steps, device, sigmas=spaced_sigmas(steps))
         return decode_latents(encoder, denoise(scheduler, noise, predict))
 
-    def _source(self, text: Example, device: torch.device) -> list[Any]:
-        """The pieces of the images before the edit: of each its clean latents, then the view of it."""
-        zero, pieces = torch.zeros((), device=device), []  # type: ignore[var-annotated]
-        for number, latents in enumerate(references_of(text)):
-            pieces.append(DrawnPiece(latents.to(device), zero, clean=True))
-            pieces.append(SeenPiece(text[f"seen_{number}"].to(device)))
-        return pieces
+    def _source(self, text: Example, device: torch.device) -> tuple[Piece, ...]:
+        """The image before the edit: its clean latents, then the view of it."""
+        zero = torch.zeros((), device=device)
+        return tuple(
+            piece
+            for number, latents in enumerate(references_of(text))
+            for piece in (
+                DrawnPiece(latents.to(device), zero, clean=True),
+                SeenPiece(text[f"seen_{number}"].to(device)),
+            )
+        )
 
     @torch.no_grad()
     def answer(self, model: nn.ModuleDict, image: Image.Image, question: str, cfg: SampleConfig, rng: SampleRng) -> str:

@@ -1,9 +1,9 @@
 """BAGEL's examples: what they hold, the sequences they stand for, and the sums of their losses.
 
-Keys of an example: "latents" (C, h, w) with "caption" (t,) for an image that is drawn, perhaps with "mask" (h, w),
-"reference_0" (C, h, w) and "seen_0" (3, H, W); "0.text", "1.seen" and so on for a sequence, numbered in order, by the
-kinds of `PartKind`; these keys after the global sample index and a slash for a pack, "17/latents". A Batch holds the
-examples one by one: "0.latents", "0.caption", "1.0.text" and so on.
+Keys of an example: "latents" (C, h, w) with "caption" (t,) for an image that is drawn; "0.text", "1.seen" and so on for
+a sequence, numbered in order, by the kinds of `PartKind`; for both perhaps "mask" (h, w). A pack has these keys after
+the global sample index and a slash, "17/latents". A Batch holds the examples one by one: "0.latents", "1.0.text" and so
+on.
 """
 
 from __future__ import annotations
@@ -117,9 +117,6 @@ def sequences_of_example(example: Example, item: int = 0) -> Iterator[PackedSequ
 
 
 def _image_parts(example: Example) -> Iterator[tuple[str, Tensor]]:
-    for number in range(sum(key.startswith(("reference_", "without_")) for key in example)):
-        for kind, name in (("clean", f"reference_{number}"), ("seen", f"seen_{number}")):
-            yield (kind, example[name]) if name in example else ("gap", example["caption"][:0])
     if len(example["caption"]):
         yield "text", example["caption"]
     yield "drawn", example["latents"]
@@ -127,7 +124,8 @@ def _image_parts(example: Example) -> Iterator[tuple[str, Tensor]]:
 
 def _sequence_parts(example: Example) -> Iterator[tuple[str, Tensor]]:
     for key, tensor in example.items():
-        yield key.partition(".")[2], tensor
+        if key != "mask":
+            yield key.partition(".")[2], tensor
 
 
 def clean_pieces(sequence: PackedSequence) -> list[Piece]:
