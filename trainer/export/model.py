@@ -88,7 +88,8 @@ def _write_folder(
         folder = path if len(trained) == 1 else path / component
         folder.mkdir(parents=True)
         source = family.component_folder(component)
-        _write_config(source / "config.json", folder / "config.json", DTYPES[cfg.export.dtype])
+        if (source / "config.json").is_file():  # a family may read folders without one
+            _write_config(source / "config.json", folder / "config.json", DTYPES[cfg.export.dtype])
         for file in (source / name for name in family.companion_files):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)

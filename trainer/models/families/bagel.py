@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -69,7 +70,7 @@ from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, 
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.run.manifest import RECIPE
-from trainer.weights.files import Fused, WeightFiles
+from trainer.weights.files import Fused, WeightFiles, safetensors_in
 
 COMPONENT = "transformer"
 WEIGHTS = "ema"
@@ -142,8 +143,9 @@ class BagelFamily(MultimodalFamily):
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
-        self._folder = open_folder(model, ARCHITECTURES, self._write_tiny)
-        config = self._folder.read("config.json")
+        folder = open_folder(model, ARCHITECTURES, self._write_tiny)
+        self._folder = replace(folder, expects=f"a folder of BAGEL with {', '.join(FOLDER)}")
+        config = _config(self._folder)
         self.sizes = _sizes(self._folder, config)
         self._vae = _vae_config(config)
         self._recipe = RECIPE
@@ -172,14 +174,28 @@ class BagelFamily(MultimodalFamily):
 
     def component_config(self, component: str) -> Mapping[str, Any]:
         """The configs of the folder. The network here has no dropout, whatever they ask for."""
-        return {name: self._folder.read(name) for name in ("config.json", *NEEDED)}
+        return {"config.json": _config(self._folder)} | {name: self._folder.read(name) for name in NEEDED}
 
     def build(self, component: str) -> Bagel:
         with torch.device("meta"):
             return Bagel(self.sizes)
 
     def weights(self, component: str) -> WeightFiles:
+        self._check_vision_layers()
         return self._folder.denoiser_weights("", self.build(component), self.layout(component), WEIGHTS)
+
+    def _check_vision_layers(self) -> None:
+        """Refuse a config of the encoder that already lacks the layer which is never run."""
+        count = self.sizes.vision.num_layers
+        begin = f"vit_model.vision_model.encoder.layers.{count}."
+        stored = WeightFiles.read(safetensors_in(self.folder, WEIGHTS)).entries
+        if any(name.startswith(begin) for name in stored):
+            raise InputError(
+                f"{self.folder / 'vit_config.json'}: num_hidden_layers is {count + 1}, and {WEIGHTS}.safetensors has "
+                f"all of these layers. The model never runs the last one, and the file of the published model does not "
+                f"hold it: set num_hidden_layers to {count + 2} if the last layer was left out of both, or else remove "
+                f"the tensors {begin}* from the file"
+            )
 
     def layout(self, component: str) -> tuple[Fused, ...]:
         return published_layout(self.build(component))
@@ -439,6 +455,13 @@ def _shortened(guided: Tensor, norm: Tensor, guided_norm: Tensor) -> Tensor:
     return guided * (norm / (guided_norm + 1e-8)).clamp(max=1)
 
 
+def _config(folder: ModelFolder) -> dict[str, Any]:
+    """The folder's config.json. The original program needs none: without it the published values hold."""
+    if (folder.path / "llm_config.json").is_file() and not (folder.path / "config.json").exists():
+        return dict(BagelFamily.published(DEFAULT_ARCHITECTURE)["config.json"])
+    return folder.read("config.json")
+
+
 def _sizes(folder: ModelFolder, config: Mapping[str, Any]) -> BagelSizes:
     llm, vision = (_complete(folder, name, needed) for name, needed in NEEDED.items())
     if config.get("latent_patch_size", PATCH) != PATCH:
@@ -502,6 +525,8 @@ def _described(sizes: BagelSizes) -> str:
     return f"{sizes.num_layers} layers of width {sizes.width}, {sizes.vision.num_layers} of its encoder"
 
 
+FOLDER = ("llm_config.json", "vit_config.json", f"{WEIGHTS}.safetensors", VAE_FILE, "a tokenizer")
+"""What a folder of the model has."""
 NEEDED = {
     "llm_config.json": (
         "hidden_size",
