@@ -13,7 +13,7 @@ from PIL import Image
 from tests.bench import Bench
 from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
-from tests.runs import alone, difference, make_pictures, make_run, run_config, steps_of, train
+from tests.runs import alone, difference, make_pictures, run_config, steps_of, train
 from tests.train.test_bagel import TOLERANCE, seen
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
@@ -25,7 +25,8 @@ from trainer.models import families
 from trainer.models.base import MultimodalFamily
 from trainer.run import manifest
 from trainer.run.events import SampleEvent
-from trainer.train.loop import Trainer
+from trainer.run.folder import RunDir
+from trainer.train.loop import Agreed, Trainer
 
 BUDGET = 400
 
@@ -85,16 +86,22 @@ def test_any_number_of_ranks_trains_the_sequences_that_one_process_trains(bench:
     assert last.loss == pytest.approx(last.losses["images"] + last.losses["text"], rel=1e-6)
 
 
-def step_gradients(world: World, cfg: RunConfig, root: Path) -> dict[str, torch.Tensor]:
-    """The whole gradients of the first step, before clipping."""
-    trainer = Trainer(cfg, make_run(root, cfg, f"gradients-{world.size}"), world, root / "cache", lambda event: None)
-    found: dict[str, torch.Tensor] = {}
-    trainer._update = lambda agreed: (found.update(whole_gradients(trainer.model)), (0.0, 0.0))[1]  # type: ignore[method-assign, func-returns-value]
+class Undone(Trainer):
+    """A trainer that keeps the gradients of a step, and changes no weights."""
+
+    def _update(self, agreed: Agreed) -> tuple[float, float]:
+        self.gradients = whole_gradients(self.model)
+        return 0.0, 0.0
+
+
+def step_gradients(world: World, cfg: RunConfig, run: RunDir) -> dict[str, torch.Tensor]:
+    """The whole gradients of the first step."""
+    trainer = Undone(cfg, run, world, run.path.parent / "cache", lambda event: None)
     try:
         trainer.train_step()
+        return trainer.gradients
     finally:
         trainer.close()
-    return found
 
 
 @pytest.mark.slow
@@ -103,8 +110,8 @@ def test_the_gradients_of_a_packed_step_are_the_same_on_one_two_and_four_ranks(b
     for ranks in (1, 2, 4):
         strategy = "none" if ranks == 1 else "full"
         changes = {"adapter__type": "none", "data__pack_tokens": BUDGET, "parallel__strategy": strategy}
-        cfg = bench.config(**changes, parallel__devices=ranks)
-        found.append(run_ranks(ranks, step_gradients, cfg, bench.root)[0])
+        cfg, run = bench.run(f"gradients-{ranks}", **changes, parallel__devices=ranks)
+        found.append(run_ranks(ranks, step_gradients, cfg, run)[0])
     largest = max(float(gradient.abs().max()) for gradient in found[0].values())
     for other in found[1:]:
         assert other.keys() == found[0].keys()
