@@ -51,9 +51,7 @@ def edited(image: Path) -> Image.Image:
 (RUNS / "edited").mkdir(exist_ok=True)
 for image in shipped[:-8]:
     edited(image).save(RUNS / "edited" / image.name)
-    before, after = (
-        {"image": f"{name}/{image.name}", "as": way} for name, way in (("to-draw", "both"), ("edited", "drawn"))
-    )
+    before, after = {"image": f"to-draw/{image.name}", "as": "both"}, {"image": f"edited/{image.name}", "as": "drawn"}
     rows.append({"sequence": [before, {"text": INSTRUCTION}, after]})
 questions = RUNS / "questions.jsonl"
 questions.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -152,10 +150,10 @@ notebook.Table(["part", "numbers"], [[part, f"{count:,}"] for part, count in par
 # %% [markdown]
 # ## Train
 #
-# The loss of images is the mean squared error of the velocity over all latent tokens of the step, that of texts the mean
-# cross-entropy over all learned tokens. The gradient is that of their sum, weighted by `objective.mse_weight` and
-# `objective.text_weight`; the chart also shows each of them. A rank whose pass has no question still runs every layer of
-# the network, because the other rank waits for its shard.
+# The loss of images is the mean squared error of the velocity over all latent tokens of the step, that of texts the
+# mean cross-entropy over all learned tokens. The gradient is that of their sum, weighted by `objective.mse_weight` and
+# `objective.text_weight`; the chart also shows each of them. A rank whose pass has no question still runs every layer
+# of the network, because the other rank waits for its shard.
 
 # %%
 run = notebook.start(config, RUNS)
@@ -237,9 +235,10 @@ print(f"{len(before)} tensors; {len(before) - len(same)} were trained, {len(same
 # %% [markdown]
 # ## What drawing alone does to editing
 #
-# A fine-tune on captioned images alone does not train edits. Does the network keep them? The loss of the eight edits that
-# were kept aside, with the same noise each time: of the random network, after the run, and after a shorter run on
-# captioned images alone which continues from it.
+# A fine-tune on captioned images alone does not train edits. Does the network keep them? Here is the loss of the eight
+# edits that were kept aside, with the same noise each time: of the random network, after the run, and after a shorter
+# run on captioned images alone which continues from it. If the last is higher, drawing alone has unlearned editing, and
+# edits belong into the data.
 
 # %%
 from trainer.models.base import SequencePart

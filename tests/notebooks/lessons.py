@@ -151,7 +151,7 @@ LESSONS = {
             r"text: \d\.\d+ in the first five steps, \d\.\d+ in the last five",
             r"image +question +step 0 +step 30 +0000-rat +What is it\?",
             r"111 tensors; \d+ were trained, \d+ are the same bit for bit",
-            r"random +\d\.\d+ +after drawing, answering and editing +0\.\d+ +after 7 more steps of drawing alone +0\.\d+",
+            r"random +\d\.\d+ +after drawing, answering and editing +0\.\d+ +after 7 more steps of drawing alone +0\.",
             r"13\.\d+ GiB on each GPU\. Fits",
         ),
     ),

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.config.sections import (
     MODEL_WORDS,
     CompleteSample,
@@ -225,6 +226,11 @@ class BagelFamily(MultimodalFamily):
             )
         return Marks(*(known[mark] for mark in MARKS))
 
+    def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
+        ignored = cfg.data.max_aspect != type(cfg.data).model_fields["max_aspect"].default and self._recipe >= 3
+        message = "data.max_aspect: has no effect; images of any shape are drawn whole, without buckets"
+        return (*super().warnings(cfg), *([message] if ignored else []))
+
     def text_encoder(self, load: LoadModule) -> Any:
         """Return None: the network reads token ids."""
         return None
@@ -399,14 +405,16 @@ class BagelFamily(MultimodalFamily):
         """A question about an image of that size, which takes more memory than drawing it.
 
         The image has any shape with about as many patches: if sides were rounded, twice the pixels would not be
-        twice the patches.
+        twice the patches. What is much more than the encoder's grid is a question about several images.
         """
         patch, longest = self.sizes.vision.patch_size, self.sizes.vision.max_side
         count, sides = width * height / patch**2, range(1, longest + 1)
-        rows, columns = min(product(sides, sides), key=lambda grid: abs(grid[0] * grid[1] - count))
-        ids = torch.zeros(text_tokens, dtype=torch.int64)
+        images = max(1, round(count / longest**2))
+        rows, columns = min(product(sides, sides), key=lambda grid: abs(grid[0] * grid[1] - count / images))
         pixels = torch.zeros(3, rows * patch, columns * patch)
-        return {"0.seen": pixels, "1.text": ids, "2.learned": ids.new_zeros(BLANK_ANSWER)}
+        ids = torch.zeros(text_tokens, dtype=torch.int64)
+        seen = {f"{number}.seen": pixels for number in range(images)}
+        return {**seen, f"{images}.text": ids, f"{images + 1}.learned": ids.new_zeros(BLANK_ANSWER)}
 
     @classmethod
     def published(cls, architecture: str) -> dict[str, Any]:
