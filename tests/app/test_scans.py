@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from app import scans
 from app.scans import ScanResult, Scans
@@ -124,3 +125,16 @@ def test_questions_are_read_beside_the_images_and_named_with_their_line(pictures
     asked.write_text("none", encoding="utf-8")
     again = Scans()
     assert complete(lambda: again.of(cfg)).problems[0].startswith(f"{asked}:1: not a JSON object")
+
+
+def test_images_of_a_model_without_buckets_are_neither_sorted_into_them_nor_called_cropped(pictures: Path):
+    Image.new("RGB", (300, 20)).save(pictures / "wide.png")
+    (pictures / "wide.txt").write_text("wide", encoding="utf-8")
+
+    def found(family: str) -> ScanResult:
+        cfg, seen = run_config(pictures, model__family=family), Scans()
+        return complete(lambda: seen.of(cfg))
+
+    assert any("cropped" in warning for warning in found("flux2").warnings)
+    others = found("bagel")
+    assert (others.buckets, others.warnings, len(others.images)) == ({}, (), 4)

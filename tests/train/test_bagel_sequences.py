@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -282,3 +283,34 @@ def test_other_models_refuse_the_fields_of_sequences(bench: Bench) -> None:
         cfg = run_config(bench.data, **{f"data__{field}": value})
         with pytest.raises(InputError, match=rf"data\.{field}: has no effect for flux2"):
             families.make(cfg, bench.root / "cache")
+
+
+def test_a_run_of_another_model_that_wrote_the_former_weight_of_text_can_still_be_read(bench: Bench) -> None:
+    families.make(run_config(bench.data, objective__text_weight=0.25), bench.root / "cache")
+    with pytest.raises(InputError, match=r"objective\.text_weight: is not used by this kind of model"):
+        families.make(run_config(bench.data, objective__text_weight=0.5), bench.root / "cache")
+
+
+def test_a_mask_and_several_references_go_with_an_edit(bench: Bench, edits: tuple[Path, Path], tmp_path: Path) -> None:
+    after, before = edits
+    references, masks = tmp_path / "references", tmp_path / "masks"
+    references.mkdir()
+    masks.mkdir()
+    for file in after.glob("*.png"):
+        for number in range(2):
+            shutil.copy(before / file.name, references / f"{file.stem}_{number}.png")
+        with Image.open(file) as image:
+            Image.new("L", image.size, 255).save(masks / file.name)
+    changes: dict[str, Any] = {
+        "data__path": str(after),
+        "data__references": str(references),
+        "data__masks": str(masks),
+        "data__questions": None,
+        "data__latents_dropout": 0,
+        "data__vision_dropout": 1,
+        "data__caption_dropout": 1,
+    }
+    source = source_of(bench, **changes)
+    (item,) = source.batch_sampler(BatchSizes(1), None).batch(0)
+    assert kinds_of(source, item) == ["clean", "gap", "clean", "gap", "drawn"]
+    assert source.example(item)["mask"].eq(1).all()

@@ -118,6 +118,8 @@ class ModelFamily(ABC):
     """Whether the model can take reference images (`data.references`) as input."""
     size_multiple: ClassVar[int] = 1
     """Width and height of images are multiples of this many pixels."""
+    in_buckets: ClassVar[bool] = True
+    """Whether images are cropped to the buckets of `data.resolution`; else `ImageFamily.drawn_size` scales each."""
     longest_side: ClassVar[int | None] = None
     """Most pixels of the longest side of an image; None for no limit."""
     weights_stem: ClassVar[str] = DIFFUSERS_STEM

@@ -120,6 +120,7 @@ class BagelFamily(MultimodalFamily):
     }
     objective_fields = FLOW_FIELDS | {"mse_weight", "text_weight", "token_weight"}
     reads_references = True
+    in_buckets = False
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
     model_files: ClassVar = {"llm_config.json": ("", ""), "vit_config.json": ("", "")}
