@@ -135,6 +135,6 @@ def test_images_of_a_model_without_buckets_are_neither_sorted_into_them_nor_call
         cfg, seen = run_config(pictures, model__family=family), Scans()
         return complete(lambda: seen.of(cfg))
 
-    assert any("cropped" in warning for warning in found("flux2").warnings)
+    assert any("to the crop" in warning for warning in found("flux2").warnings)
     others = found("bagel")
     assert (others.buckets, others.warnings, len(others.images)) == ({}, (), 4)
