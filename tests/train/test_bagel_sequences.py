@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -276,6 +277,15 @@ def test_a_run_that_began_with_a_former_recipe_keeps_its_loss(bench: Bench) -> N
     (step,) = steps_of(found.events)
     assert step.loss == pytest.approx((step.losses["images"] + 0.25 * step.losses["text"]) / 2, rel=1e-6)
     assert manifest.progress_of(manifest.complete(run.checkpoints)[-1]).recipe == 2
+
+
+def test_a_run_on_questions_alone_has_the_digest_that_former_versions_wrote(bench: Bench) -> None:
+    questions = bench.data / "only.jsonl"
+    row = {"image": "00.png", "question": "what?", "answer": "a red one"}
+    questions.write_text(f"{json.dumps(row)}\n", encoding="utf-8")
+    source = source_of(bench, data__questions=str(questions))
+    rows = [(str(bench.data / "00.png"), "what?", "a red one")]
+    assert source.digest == hashlib.sha256(f"{source._images.digest} 0.5 {rows}".encode()).hexdigest()
 
 
 def test_other_models_refuse_the_fields_of_sequences(bench: Bench) -> None:

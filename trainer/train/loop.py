@@ -79,7 +79,7 @@ SKIPS_IN_A_ROW = 20
 
 @dataclass(frozen=True)
 class Agreed:
-    """The result of the one small reduction of a step, equal on all ranks.
+    """The result of the small reduction after the passes of a step, equal on all ranks.
 
     Attributes:
         loss: Mean over the examples; NaN where it was not finite on some rank.
@@ -275,7 +275,8 @@ class Trainer:
     def _shares(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
         """Weight of each sum of `Loss.parts` in the loss of the step, for a family with `loss_weights`.
 
-        Each mean is over the whole step, so its denominator must be known before the first backward.
+        Each mean is over the whole step, so its denominator must be known before the first backward. It follows from
+        the examples, which a rank has read only for itself: one more small reduction, for such families alone.
         """
         weights = self.family.loss_weights
         if not weights:
@@ -300,7 +301,7 @@ class Trainer:
         return self.family.loss(self.model, on_device, rng)
 
     def _agree(self, total: float, weight: float, parts: Sequence[float]) -> Agreed:
-        """Reduce once per step: loss, weight, and the flags that all ranks must act on together.
+        """Reduce once after the passes: loss, weight, and the flags that all ranks must act on together.
 
         Args:
             parts: `Loss.parts` of this rank, flattened.
