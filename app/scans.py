@@ -205,7 +205,7 @@ class _Scan(Watcher):
             found,
             warnings=(
                 *dataset.warnings,
-                *image_warnings.of_buckets(dataset.images, sizes),
+                *(image_warnings.of_buckets(dataset.images, sizes) if sizes else ()),
                 *questions.warnings,
             ),
             num_questions=len(questions.train),
@@ -280,8 +280,11 @@ def _said(message: Mapping[str, object]) -> str:
 
 
 def _sizes(config: RunConfig) -> tuple[tuple[int, int], ...]:
-    """The (width, height) of all buckets. Raises InputError for a resolution below the model's."""
+    """The (width, height) of all buckets; none for a model without. Raises InputError for a resolution below the
+    model's."""
     data, known = config.data, families.of(config.model.family)
+    if known and not known.in_buckets:
+        return ()
     multiple = known.size_multiple if known else DEFAULT_MULTIPLE
     return bucket_sizes(data.resolution, multiple, data.max_aspect, known.longest_side if known else None)
 

@@ -1,14 +1,16 @@
 # %% [markdown]
 # # 9. Drawing and answering
 #
-# BAGEL is one network that does two things: it draws an image from a caption, and it answers questions about an
-# image. Other programs that train it on several GPUs stop at its first backward pass. Here a tiny one with random
-# weights learns both at once, on two ranks, from the images that come with ShardStudio.
+# BAGEL is one network that draws an image from a caption, answers questions about an image, and edits an image. Other
+# programs that train it on several GPUs stop at its first backward pass. Here a tiny one with random weights learns all
+# of it at once, on two ranks, from the images that come with ShardStudio.
 
 # %% tags=["parameters"]
 import json
 import shutil
 from pathlib import Path
+
+from PIL import Image, ImageOps
 
 from app import notebook
 
@@ -19,8 +21,11 @@ DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 # %% [markdown]
 # ## Two kinds of data
 #
-# To draw, the network needs images with captions, like every image model here. To answer, it needs a `.jsonl` file
-# with an image, a question and an answer in each line. Both are made from the 32 shipped pictograms:
+# To draw, the network needs images with captions, like every image model here. To answer and to edit, it needs a
+# `.jsonl` file. A line is a question (an image, a question and an answer), or a sequence of text and images in any
+# order: an edit is the image before it, which the network sees both as latents and through its image encoder, then the
+# instruction, then the image that is drawn. All are made from the 32 shipped pictograms; edits of the last eight are
+# kept for a measurement:
 
 # %%
 shipped = sorted(Path(notebook.config("quickstart").config.data.path).glob("*.png"))
@@ -33,9 +38,24 @@ for image in shipped:
     (folder / image.name).with_suffix(".txt").write_text(f"a {thing}, two inks on yellow paper")
     rows.append({"image": f"to-draw/{image.name}", "question": "What is it?", "answer": f"A {thing}."})
     rows.append({"image": f"to-draw/{image.name}", "question": "On what paper?", "answer": "On yellow paper."})
+
+INSTRUCTION = "by night"
+
+
+def edited(image: Path) -> Image.Image:
+    """The edit: the same pictogram with its colours inverted."""
+    with Image.open(image) as before:
+        return ImageOps.invert(before.convert("RGB"))
+
+
+(RUNS / "edited").mkdir(exist_ok=True)
+for image in shipped[:-8]:
+    edited(image).save(RUNS / "edited" / image.name)
+    before, after = {"image": f"to-draw/{image.name}", "as": "both"}, {"image": f"edited/{image.name}", "as": "drawn"}
+    rows.append({"sequence": [before, {"text": INSTRUCTION}, after]})
 questions = RUNS / "questions.jsonl"
 questions.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-notebook.Table(["image", "question", "answer"], [list(row.values()) for row in rows[:4]])
+print(*(json.dumps(row) for row in (*rows[:2], rows[-1])), sep="\n")
 
 # %% [markdown]
 # And the config. `understanding`, `generation`, `vision` and `connectors` are the parts of the network, each of which
@@ -49,8 +69,7 @@ model:
   family: bagel
   train: {{understanding: full, generation: full, connectors: full, vision: frozen}}
 adapter: {{type: none}}
-data: {{path: {folder}, questions: {questions}, question_share: 0.5, resolution: 64, validation: 4}}
-objective: {{text_weight: 0.25}}
+data: {{path: {folder}, questions: {questions}, question_share: 0.5, resolution: 64}}
 optim: {{lr: 3.0e-3, ema: 0.95}}
 train: {{steps: {STEPS}, batch_size: 16, micro_batch: 8, precision: fp32, checkpointing: full}}
 parallel: {{devices: 2, device: {DEVICE}, strategy: full}}
@@ -84,7 +103,6 @@ config = notebook.config(preset)
 
 # %%
 import torch
-from PIL import Image
 
 from trainer.models import families
 from trainer.models.parts.bagel_packing import DrawnPiece, SeenPiece, TextPiece, pack
@@ -132,26 +150,22 @@ notebook.Table(["part", "numbers"], [[part, f"{count:,}"] for part, count in par
 # %% [markdown]
 # ## Train
 #
-# The loss of an image is the mean squared error of its velocity, that of a question the mean cross-entropy of the
-# answer's tokens. The gradient is that of their weighted sum; the chart also shows each of them. A rank whose pass has
-# no question still runs every layer of the network, because the other rank waits for its shard.
+# The loss of images is the mean squared error of the velocity over all latent tokens of the step, that of texts the
+# mean cross-entropy over all learned tokens. The gradient is that of their sum, weighted by `objective.mse_weight` and
+# `objective.text_weight`; the chart also shows each of them. A rank whose pass has no question still runs every layer
+# of the network, because the other rank waits for its shard.
 
 # %%
 run = notebook.start(config, RUNS)
 notebook.dashboard(run)
 
 # %% [markdown]
-# Wait for the end:
-
-# %%
-print("The run has", await notebook.ended(run))
-
-# %% [markdown]
-# Both losses fell:
+# Wait for the end. Both losses fell:
 
 # %%
 from trainer.run.events import EventReader, latest_steps, losses_by_name
 
+print("The run has", await notebook.ended(run))
 steps = latest_steps(EventReader(run.events_file).read())
 losses = losses_by_name(steps)
 for name, values in losses.items():
@@ -162,29 +176,23 @@ for name, values in losses.items():
 # %% [markdown]
 # ### Exercise 2
 #
-# Of each batch half are questions. What was the loss of the last step, from its two losses and `objective.text_weight`?
+# What was the loss of the last step, from its two losses? Both weights are 1, as published.
 
 # %%
 last = steps[-1]
-print(f"images {last.losses['images']:.4f}, text {last.losses['text']:.4f}, text_weight 0.25")
+print(f"images {last.losses['images']:.4f}, text {last.losses['text']:.4f}")
 answer_2 = ...
 notebook.exercise(
     answer_2,
-    right=(last.losses["images"] + 0.25 * last.losses["text"]) / 2,
-    hint="The mean over all samples, of which half are images, with the weight of answers.",
+    right=last.losses["images"] + last.losses["text"],
+    hint="Each is a mean of its own; the loss is their weighted sum.",
 )
 
 # %% [markdown]
 # ## Its answers
 #
-# Three questions, before and after. (Its *images* show nothing: the autoencoder of the tiny model is random too. That
-# it learns to draw shows in the velocity's error.)
-
-# %%
-notebook.gallery({"": {image.stem: folder / image.name for image in shipped[:3]}}, size=64)
-
-# %% [markdown]
-# It was asked before the first step and after the last:
+# Three questions, asked before the first step and after the last. (Its *images* show nothing: the autoencoder of the
+# tiny model is random too. That it learns to draw shows in the velocity's error.)
 
 # %%
 answers = {moment: [text for _, text in written] for moment, written in notebook.texts(run).items()}
@@ -212,6 +220,54 @@ same = {name for name in before if torch.equal(before[name], after[name])}
 assert before.keys() == after.keys()
 assert all(name in same for name in before if name.startswith("vit_model."))
 print(f"{len(before)} tensors; {len(before) - len(same)} were trained, {len(same)} are the same bit for bit")
+
+# %% [markdown]
+# ## What drawing alone does to editing
+#
+# A fine-tune on captioned images alone does not train edits. Does the network keep them? Here is the loss of the eight
+# edits that were kept aside, with the same noise each time: of the random network, after the run, and after a shorter
+# run on captioned images alone which continues from it. If the last is higher, drawing alone has unlearned editing, and
+# edits belong into the data.
+
+# %%
+from trainer.models.base import SequencePart
+from trainer.rng import SampleRng
+from trainer.weights.files import read_tensor
+
+
+def loaded(module, files, blocks=()):
+    module = module.to_empty(device="cpu").requires_grad_(False)
+    module.load_state_dict({name: read_tensor(entry) for name, entry in files.entries.items()})
+    return module
+
+
+def editing_loss(path: Path) -> float:
+    """Mean squared error of the velocity of the edits that were kept aside, by the network in a folder."""
+    one = families.make(notebook.config(preset, f"model.path={path}").config, RUNS / "cache")
+    network = torch.nn.ModuleDict({name: loaded(one.build(name), one.weights(name)) for name in one.components})
+    autoencoder, examples = one.image_encoder(loaded), []
+    for image in shipped[-8:]:
+        before, after = Image.open(image).convert("RGB").resize((64, 64)), edited(image).resize((64, 64))
+        clean, drawn = (one.encode_image(autoencoder, picture)["latents"] for picture in (before, after))
+        parts = [("clean", clean), ("seen", before), ("text", INSTRUCTION), ("drawn", drawn)]
+        examples.append(one.encode_sequence([SequencePart(*part) for part in parts]))
+    batch = one.collate(examples) | {"weight": torch.ones(8)}
+    with torch.no_grad():
+        total, count = one.loss(network, batch, SampleRng(0, range(8))).parts[0]
+    return float(total / count)
+
+
+# %% [markdown]
+# The run on images alone is a quarter as long:
+
+# %%
+measured = {"random": editing_loss(family.folder), "after drawing, answering and editing": editing_loss(exported)}
+changes = ["name=drawing", "data.questions=null", f"train.steps={STEPS // 4}", "sample.every=0"]
+alone = notebook.start(notebook.config(preset, f"model.path={exported}", *changes), RUNS)
+print("The run has", await notebook.ended(alone))
+measured[f"after {STEPS // 4} more steps of drawing alone"] = editing_loss(notebook.exported(alone))
+assert measured["random"] > measured["after drawing, answering and editing"]
+notebook.Table(["network", "loss of the edits"], [[name, f"{loss:.3f}"] for name, loss in measured.items()])
 
 # %% [markdown]
 # ## BAGEL-7B-MoT

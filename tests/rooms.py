@@ -37,7 +37,7 @@ ROOMS = {
     "benchmark": "__main__ config distributed launcher metrics optim parallel run train",
     "app": "benchmark config data launcher metrics models parallel plan run",
     "launch": "app",
-    "notebooks": "adapters app checkpoint config data models parallel rng run",
+    "notebooks": "adapters app checkpoint config data models parallel rng run weights",
 }
 """{room: the rooms it imports}, from the ground up: a room imports only rooms above its own line."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from app import scans
 from app.scans import ScanResult, Scans
@@ -160,3 +161,16 @@ def test_token_ids_are_not_counted_and_a_damaged_table_is_a_problem(tmp_path: Pa
     (tmp_path / "b.parquet").write_bytes(b"none")
     (problem,) = text_scan(tmp_path).problems
     assert problem.startswith(f"{tmp_path}/b.parquet: not a parquet file, or damaged (")
+
+
+def test_images_of_a_model_without_buckets_are_neither_sorted_into_them_nor_called_cropped(pictures: Path):
+    Image.new("RGB", (300, 20)).save(pictures / "wide.png")
+    (pictures / "wide.txt").write_text("wide", encoding="utf-8")
+
+    def found(family: str) -> ScanResult:
+        cfg, seen = run_config(pictures, model__family=family), Scans()
+        return complete(lambda: seen.of(cfg))
+
+    assert any("to the crop" in warning for warning in found("flux2").warnings)
+    others = found("bagel")
+    assert (others.buckets, others.warnings, len(others.images)) == ({}, (), 4)

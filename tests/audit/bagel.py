@@ -25,13 +25,12 @@ from transformers import Qwen2TokenizerFast
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from tests.audit.check import Check
-from tests.audit.reference import Draws, largest_difference, mean_square, scaled_latents, seed_of
+from tests.audit.reference import Draws, largest_difference, scaled_latents, seed_of
 from tests.audit.run import TALL, WIDE, Model, Once, picture_data, started, write_picture
 
 MODEL = Model("bagel", "bagel")
 CAPTIONS = ("a red fox", "")
 QUESTIONS = (("How many dogs?", "two"), ("What colour is the fox's tail?", "red, with a white end"))
-TEXT_WEIGHT = 0.25
 LATENT_SIDE = 64
 """Patches of the largest picture that is drawn, per side."""
 Apply = Callable[[Tensor, str], Tensor]
@@ -39,11 +38,34 @@ Apply = Callable[[Tensor, str], Tensor]
 
 @dataclass(frozen=True)
 class Piece:
-    """tokens: (n, D), with marks.  latents: (n,) which of them are of latents.  is_picture: all see all."""
+    """tokens: (n, D), with marks.  latents: (n,) which of them are of latents.  is_picture: all see all.  is_noisy: no
+    other piece sees it, and the next has its position. A picture that was left out has no tokens."""
 
     tokens: Tensor
     latents: Tensor
     is_picture: bool
+    is_noisy: bool = False
+
+
+@dataclass(frozen=True)
+class Noisy:
+    """A picture to draw: latents and noise (C, h, w), and the share of noise."""
+
+    latents: Tensor
+    noise: Tensor
+    sigma: Tensor
+
+
+Part = tuple[str, Any]
+"""(text, learned, seen, clean, drawn or gap; the text, the picture, its latents, a `Noisy`, or nothing)."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """images: (latent tokens,) squared errors.  texts: (labels,) cross-entropies, of each learned text."""
+
+    images: Tensor
+    texts: tuple[Tensor, ...]
 
 
 class Bagel:
@@ -62,28 +84,48 @@ class Bagel:
         return scaled_latents(self.vae, image)
 
     @torch.no_grad()
-    def picture_loss(self, latents: Tensor, caption: str, draws: Draws) -> float:
-        """The squared error of the velocity. An empty caption leaves no text at all."""
-        noise = draws.normal("noise", tuple(latents.shape))
-        sigma = torch.sigmoid(torch.special.ndtri(torch.tensor([draws.quantile])))
-        noisy = patched((1 - sigma) * latents + sigma * noise, 2)
+    def losses(self, parts: Sequence[Part]) -> Losses:
+        """The losses of a sequence of text and pictures in any order."""
+        pieces = [self.piece(*part) for part in parts]
+        states = self.run(pieces).split([len(piece.tokens) for piece in pieces])
+        images, texts = [torch.zeros(0)], []
+        for (kind, content), state in zip(parts, states, strict=True):
+            if kind == "drawn":
+                target = patched(content.noise - content.latents, 2)
+                images.append((self.velocity(state) - target).square().mean(1))
+            if kind == "learned":
+                labels = torch.tensor([*self.ids(content), self.mark("<|im_end|>")])
+                logits = self.linear(self.rms(state[:-1], "language_model.model.norm"), "language_model.lm_head")
+                texts.append(F.cross_entropy(logits, labels, reduction="none"))
+        return Losses(torch.cat(images), tuple(texts))
+
+    def velocity(self, states: Tensor) -> Tensor:
+        """(patches, values of a patch). states: of a drawn picture with its marks."""
+        return self.linear(self.rms(states[1:-1], "language_model.model.norm_moe_gen"), "llm2vae")
+
+    def piece(self, kind: str, content: Any) -> Piece:
+        if kind in ("text", "learned"):
+            return self.text(self.ids(content))
+        if kind == "seen":
+            return self.picture(self.looked_at(content))
+        if kind == "clean":
+            return self.picture(self.latent_tokens(content, torch.zeros(1)), of_latents=True)
+        if kind == "drawn":
+            noisy = (1 - content.sigma) * content.latents + content.sigma * content.noise
+            return self.picture(self.latent_tokens(noisy, content.sigma), of_latents=True, is_noisy=True)
+        return Piece(self.embedded([]), torch.zeros(0, dtype=torch.bool), is_picture=True)
+
+    def latent_tokens(self, latents: Tensor, sigma: Tensor) -> Tensor:
+        """(patches, D). latents: (C, h, w).  sigma: (1,)."""
         waves = get_timestep_embedding(sigma, 256, flip_sin_to_cos=True, downscale_freq_shift=0)
         time = self.linear(F.silu(self.linear(waves, "time_embedder.mlp.0")), "time_embedder.mlp.2")
         rows, columns = (side // 2 for side in latents.shape[1:])
-        tokens = self.linear(noisy, "vae2llm") + time + self.places(rows, columns, LATENT_SIDE)
-        pieces = [self.text(self.ids(caption))] if caption else []
-        states = self.run([*pieces, self.picture(tokens, is_noisy=True)])[-len(tokens) - 1 : -1]
-        predicted = self.linear(self.rms(states, "language_model.model.norm_moe_gen"), "llm2vae")
-        return mean_square(predicted, patched(noise - latents, 2))
+        return self.linear(patched(latents, 2), "vae2llm") + time + self.places(rows, columns, LATENT_SIDE)
 
-    @torch.no_grad()
-    def answer_loss(self, image: Image.Image, question: str, answer: str) -> float:
-        """The mean cross-entropy of the answer's tokens and its end."""
-        pieces = [self.picture(self.looked_at(image), is_noisy=False), self.text(self.ids(question))]
-        labels = [*self.ids(answer), self.mark("<|im_end|>")]
-        states = self.run([*pieces, self.text(self.ids(answer))])[-len(labels) - 1 : -1]
-        logits = self.linear(self.rms(states, "language_model.model.norm"), "language_model.lm_head")
-        return float(F.cross_entropy(logits.double(), torch.tensor(labels)))
+    def noisy(self, latents: Tensor, draws: Draws) -> Noisy:
+        """The timestep is the sigmoid of a standard normal number, without shift."""
+        sigma = torch.sigmoid(torch.special.ndtri(torch.tensor([draws.quantile])))
+        return Noisy(latents, draws.normal("noise", tuple(latents.shape)), sigma)
 
     def looked_at(self, image: Image.Image) -> Tensor:
         """The tokens of a picture after SigLIP, whose last layer is left out, and the connector."""
@@ -108,16 +150,17 @@ class Bagel:
     def run(self, pieces: Sequence[Piece]) -> Tensor:
         """The states after the last layer, (tokens, D). Text moves on one position per token, a picture one in all."""
         x = torch.cat([piece.tokens for piece in pieces])
-        noisy = torch.cat([piece.latents for piece in pieces])
+        generated = torch.cat([piece.latents for piece in pieces])
         owner = torch.tensor([n for n, piece in enumerate(pieces) for _ in piece.tokens])
         whole = torch.tensor([piece.is_picture for piece in pieces])[owner]
-        seen = torch.ones(len(x), len(x)).tril().bool() | ((owner[:, None] == owner) & whole[:, None])
+        same, hidden = owner[:, None] == owner, torch.tensor([piece.is_noisy for piece in pieces])[owner]
+        seen = (torch.ones(len(x), len(x)).tril().bool() | (same & whole[:, None])) & (same | ~hidden)
         rotation = self.rotation(positions_of(pieces))
 
         def expert(apply: Apply, x: Tensor, name: str) -> Tensor:
             """Text and pictures that are looked at have one expert, latents the other."""
             of_latents, other = (apply(x, name.format(suffix)) for suffix in ("_moe_gen", ""))
-            return torch.where(noisy.view(-1, *[1] * (other.dim() - 1)), of_latents, other)
+            return torch.where(generated.view(-1, *[1] * (other.dim() - 1)), of_latents, other)
 
         for number in range(self.llm["num_hidden_layers"]):
             layer = f"language_model.model.layers.{number}"
@@ -150,11 +193,11 @@ class Bagel:
         tokens = self.embedded([self.mark("<|im_start|>"), *ids, self.mark("<|im_end|>")])
         return Piece(tokens, torch.zeros(len(tokens), dtype=torch.bool), is_picture=False)
 
-    def picture(self, tokens: Tensor, is_noisy: bool) -> Piece:
+    def picture(self, tokens: Tensor, of_latents: bool = False, is_noisy: bool = False) -> Piece:
         """Its marks are read by the expert of text."""
         first, last = (self.embedded([self.mark(f"<|vision_{end}|>")]) for end in ("start", "end"))
-        latents = torch.tensor([False, *[is_noisy] * len(tokens), False])
-        return Piece(torch.cat([first, tokens, last]), latents, is_picture=True)
+        latents = torch.tensor([False, *[of_latents] * len(tokens), False])
+        return Piece(torch.cat([first, tokens, last]), latents, is_picture=True, is_noisy=is_noisy)
 
     def places(self, rows: int, columns: int, side: int) -> Tensor:
         """Sines and cosines of the rows and columns of a picture's patches."""
@@ -199,7 +242,7 @@ def positions_of(pieces: Sequence[Piece]) -> Tensor:
     for piece in pieces:
         count = len(piece.tokens)
         positions += [begin] * count if piece.is_picture else range(begin, begin + count)
-        begin += 1 if piece.is_picture else count
+        begin += (not piece.is_noisy) if piece.is_picture else count
     return torch.tensor(positions)
 
 
@@ -247,7 +290,8 @@ def compare(folder: Path) -> Figures:
     asked = folder / "questions.jsonl"
     asked.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
     path = MODEL.write(folder / "cache")
-    data = {**picture_data(folder), "questions": str(asked)}
+    # Sizes at which no picture is scaled.
+    data = {**picture_data(folder), "questions": str(asked), "resolution": 96, "seen_resolution": 96}
     with started(
         MODEL, path, folder, {"data": data, "train": {"batch_size": 4, "micro_batch": 4, "steps": 1}}
     ) as trainer:
@@ -258,16 +302,33 @@ def compare(folder: Path) -> Figures:
     latents = [reference.latents(image) for image in images]
     apart, losses = 0.0, []
     for index, example in zip(step.indices, step.examples, strict=True):
-        if "question" in example:
-            number = [reference.ids(question) for question, _ in QUESTIONS].index(example["question"].tolist())
-            losses.append(TEXT_WEIGHT * reference.answer_loss(images[number], *QUESTIONS[number]))
+        if "latents" not in example:
+            asked_ids = example["1.text"].tolist()
+            number = [reference.ids(question) for question, _ in QUESTIONS].index(asked_ids)
+            question, answer = QUESTIONS[number]
+            losses.append(reference.losses([("seen", images[number]), ("text", question), ("learned", answer)]))
             continue
         number = [reference.ids(caption) for caption in CAPTIONS].index(example["caption"].tolist())
         apart = max(apart, largest_difference({"": example["latents"]}, {"": latents[number]}))
-        losses.append(reference.picture_loss(latents[number], CAPTIONS[number], Draws(seed, index)))
+        drawn = reference.noisy(latents[number], Draws(seed, index))
+        losses.append(reference.losses(drawing(CAPTIONS[number], drawn)))
     caption = (folder / "unseen" / "0.txt").read_text()
-    alone = reference.picture_loss(reference.latents(unseen), caption, Draws(seed_of(seed, "validation"), 0))
-    return Figures(apart, abs(one / alone - 1), abs(batch / (sum(losses) / len(losses)) - 1))
+    drawn = reference.noisy(reference.latents(unseen), Draws(seed_of(seed, "validation"), 0))
+    alone = step_loss([reference.losses(drawing(caption, drawn))])
+    return Figures(apart, abs(one / alone - 1), abs(batch / step_loss(losses) - 1))
+
+
+def drawing(caption: str, drawn: Noisy) -> list[Part]:
+    """An empty caption leaves no text at all."""
+    return [*([("text", caption)] if caption else []), ("drawn", drawn)]
+
+
+def step_loss(losses: Sequence[Losses], mse_weight: float = 1.0, ce_weight: float = 1.0) -> float:
+    """As published: the mean of all latent tokens of the step and the mean of all its labels, each with its weight."""
+    images = torch.cat([one.images for one in losses])
+    texts = torch.cat([torch.zeros(0), *(text for one in losses for text in one.texts)])
+    both = ((mse_weight, images), (ce_weight, texts))
+    return sum(weight * float(found.mean()) for weight, found in both if len(found))
 
 
 COMPARED = Once(compare)

@@ -39,8 +39,10 @@ OBJECTIVE: dict[str, Any] = {
     "zero_terminal_snr": "on",
     "min_snr_gamma": 5.0,
     "guidance": 3.5,
+    "mse_weight": 2.0,
     "text_weight": 2.0,
     "router_weight": 0.01,
+    "token_weight": "sqrt",
 }
 OPTIONS: dict[str, Any] = {
     "architecture": "huge",

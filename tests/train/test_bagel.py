@@ -24,8 +24,8 @@ from trainer.checkpoint.restore import StoredWeights
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data import question_files
-from trainer.data.loader import BatchSizes, ImageBatchSampler, ImageItem
-from trainer.data.mixed_source import MixedBatchSampler, QuestionItem
+from trainer.data.loader import BatchSizes, ImageBatchSampler
+from trainer.data.mixed_batches import DrawnItem, MixedBatchSampler, QuestionItem
 from trainer.export import export
 from trainer.models import families
 from trainer.models.base import MultimodalFamily
@@ -131,13 +131,14 @@ def test_both_losses_fall_in_thirty_steps(bench: Bench) -> None:
     assert len(found) == 30
     for name, most in (("images", 0.85), ("text", 0.5)):
         assert mean(found[-5:], name) < most * mean(found[:5], name)
-    weighted = [(event.losses["images"] + 0.25 * event.losses["text"]) / 2 for event in found]
+    weighted = [event.losses["images"] + event.losses["text"] for event in found]
     assert [event.loss for event in found] == pytest.approx(weighted, abs=1e-5)
 
 
-def test_the_weight_of_answers_is_the_configs(bench: Bench) -> None:
-    (event,) = steps_of(bench.trained_here("heavy", objective__text_weight=2.0, train__steps=1).events)
-    assert event.loss == pytest.approx((event.losses["images"] + 2 * event.losses["text"]) / 2, abs=1e-5)
+def test_the_weights_of_images_and_answers_are_the_configs(bench: Bench) -> None:
+    changes = {"objective__text_weight": 2.0, "objective__mse_weight": 0.5}
+    (event,) = steps_of(bench.trained_here("heavy", **changes, train__steps=1).events)
+    assert event.loss == pytest.approx(0.5 * event.losses["images"] + 2 * event.losses["text"], abs=1e-5)
 
 
 def test_a_run_continues_with_the_questions_and_pictures_it_would_have_had(bench: Bench) -> None:
@@ -180,7 +181,7 @@ def test_pictures_and_answers_are_samples_on_every_number_of_ranks(bench: Bench)
         assert (run.path / samples[2].path).read_text() == samples[2].text
         answers.append([(event.step, event.prompt, event.text) for event in samples])
         (held_out,) = [event for event in events if isinstance(event, ValidationEvent)]
-        assert held_out.loss == pytest.approx((held_out.losses["images"] + 0.25 * held_out.losses["text"]) / 2)
+        assert held_out.loss == pytest.approx(held_out.losses["images"] + held_out.losses["text"])
     assert answers[0] == answers[1]
 
 
@@ -283,7 +284,7 @@ def test_an_image_that_cannot_be_read_may_be_left_out(bench: Bench) -> None:
     rows = [{"image": name, "question": "q", "answer": "a"} for name in ("none.png", "00.png")]
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     found = question_files.of_config(bench.config(data__questions=str(file), data__bad_image="warn").data)
-    assert [one.image.path.name for one in found.train] == ["00.png"]
+    assert [image.path.name for row in found.train for image in row.images] == ["00.png"]
     assert found.warnings[0].startswith(f"left out: {file}:1: ")
 
 
@@ -299,7 +300,7 @@ def test_questions_are_spread_evenly_and_do_not_depend_on_the_batch_size() -> No
 
     ones = [sampler(1).batch(step)[0] for step in range(24)]
     assert [isinstance(item, QuestionItem) for item in ones] == [False, False, False, True] * 6
-    assert {item.index for item in ones if isinstance(item, ImageItem)} == set(range(5))
+    assert {item.image.index for item in ones if isinstance(item, DrawnItem)} == set(range(5))
     assert {item.number for item in ones if isinstance(item, QuestionItem)} == set(range(4))
     fours = sampler(4)
     assert [item for step in range(6) for item in fours.batch(step)] == ones
@@ -311,12 +312,15 @@ def test_questions_are_spread_evenly_and_do_not_depend_on_the_batch_size() -> No
     ("size", "resolution", "expected"),
     [((64, 64), 64, (64, 64)), ((640, 320), 64, (88, 48)), ((1000, 100), 1024, (128, 16)), ((3, 3), 64, (8, 8))],
 )
-def test_a_picture_is_looked_at_in_whole_patches_within_the_grid(
+def test_a_picture_of_a_former_run_is_looked_at_in_whole_patches_within_the_grid(
     bench: Bench, size: tuple[int, int], resolution: int, expected: tuple[int, int]
 ) -> None:
-    family = families.make(bench.config(), bench.root / "cache")
+    cfg = bench.config(data__resolution=resolution)
+    family = families.make(cfg, bench.root / "cache")
     assert isinstance(family, MultimodalFamily)
-    assert family.seen_size(*size, resolution) == expected
+    family.follow_recipe(2)
+    assert family.seen_size(*size, cfg.data) == expected
+    assert family.drawn_size(*size, resolution) is None
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ def load(name: str, *overrides: str) -> RunConfig:
 def small(name: str, root: Path, *overrides: str) -> tuple[str, ...]:
     asks = bool(load(name).data.questions)  # and a picture in addition, so that all that is trained is used
     questions = (f"data.questions={root / 'questions.jsonl'}", "train.batch_size=2") if asks else ()
-    return (*SMALL, f"data.path={root / 'pictures'}", *questions, *overrides)
+    packs = ("data.pack_tokens=64",) if load(name).data.pack_tokens else ()
+    return (*SMALL, f"data.path={root / 'pictures'}", *questions, *packs, *overrides)
 
 
 def command(name: str, root: Path, *overrides: str) -> list[str]:

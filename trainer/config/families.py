@@ -54,6 +54,7 @@ class FamilyFacts:
     sample_fields: tuple[str, ...]
     reads_references: bool
     size_multiple: int
+    in_buckets: bool
     longest_side: int | None
     distilled: tuple[Distilled, ...]
     model_files: Mapping[str, tuple[str, str]]

@@ -487,6 +487,12 @@ def _data_rules(cfg: RunConfig) -> Iterator[Problem]:
             "has no effect without data.path and data.questions; name both, or leave it out",
             depends_on=("data.path", "data.folders", "data.questions"),
         )
+    if data.pack_tokens is not None and data.regularization_weight != 1:
+        yield Problem(
+            "data.pack_tokens",
+            f"a pack has one weight, but data.regularization_weight is {data.regularization_weight:g}; set that to 1",
+            depends_on=("data.regularization_weight",),
+        )
     if isinstance(data.validation, int) and data.validation < 0:
         yield Problem("data.validation", f"{data.validation} is not a folder or a number of images >= 0")
     yield from _companion_rules(data)

@@ -315,7 +315,11 @@ class DataConfig(Section):
     folders: tuple[DataFolder, ...] = option((), title="More folders", keywords="dataset concepts mixture")
     """More folders of training data, each with a weight."""
     resolution: Whole = option(1024, ge=16, le=4096, unit="pixels", keywords="image size bucket width height")
-    """Images are scaled to about this value squared in pixels, and keep their aspect ratio."""
+    """Images are scaled to about this value squared in pixels, and keep their aspect ratio. A model that
+    draws and answers draws images whose longest side is at most this, and whose shortest is at least half of it."""
+    seen_resolution: Whole = option(980, title="Size of seen images", ge=14, le=4096, unit="pixels")
+    """For a model that answers questions about images: longest side of an image that it looks at. Small images are
+    enlarged until their shortest side is 27/70 of it, which are 378 of 980 pixels."""
     max_aspect: Number = option(2.0, title="Most elongated shape", ge=1, le=8, keywords="aspect ratio bucket crop")
     """Aspect ratio (longest : shortest side) of the most elongated bucket. Images beyond it are cropped. 1 = squares
     only."""
@@ -326,7 +330,14 @@ class DataConfig(Section):
     """How often each image occurs per epoch."""
     caption_dropout: Number = option(0.0, title="Captions left out", ge=0, le=1)
     """Share of samples that are trained with an empty caption, so that the model still works with classifier-free
-    guidance. Captions of `data.regularization` are never dropped."""
+    guidance. Captions of `data.regularization` are never dropped. In an edit or a sequence with drawn images: share of
+    the texts before them that are left out."""
+    latents_dropout: Number = option(0.3, title="Latents of sources left out", ge=0, le=1)
+    """For a model that draws and answers: share of the source images whose latents are left out of an edit, or of a
+    sequence with drawn images."""
+    vision_dropout: Number = option(0.3, title="Views of sources left out", ge=0, le=1)
+    """For a model that draws and answers: share of the source images whose visual features are left out of an edit, or
+    of a sequence with drawn images."""
     missing_caption: Literal["stop", "empty"] = option("stop", title="Image without caption")
     """When an image has no caption: stop and name the image, or train it with an empty caption."""
     bad_image: Literal["stop", "warn"] = option("stop", title="Broken image")
@@ -383,11 +394,24 @@ class DataConfig(Section):
     """System message for conversations that have none."""
     shuffle_window: Whole = option(1024, ge=1, le=1000000, unit="documents")
     """Number of consecutive documents that are shuffled among themselves; they are held in memory."""
-    questions: str | None = option(None, title="File of questions", path="file")
-    """Questions about images, for a model that answers them: a .jsonl file whose lines have image (a path relative to
-    this file), question and answer. If `data.validation` is a number, as many questions are held out too."""
+    questions: str | None = option(
+        None,
+        title="Questions, edits and sequences",
+        path="file",
+        keywords="vqa instruction edit interleaved multi-turn conversation thinking parquet",
+    )
+    """For a model that draws and answers: a .jsonl file whose lines are questions (image, question, answer),
+    conversations about images, or sequences of text and images in any order; or a .parquet file, or a folder of them,
+    with edits or captioned images. Paths are relative to the file. If `data.validation` is a number, as many rows are
+    held out too."""
     question_share: Number = option(0.5, title="Share of questions", gt=0, lt=1)
-    """Share of the samples that are questions, if there are captioned images as well."""
+    """Share of the samples that are rows of `data.questions`, if there are captioned images as well."""
+    pack_tokens: Whole | None = option(
+        None, title="Tokens per pack", ge=16, le=1048576, unit="tokens", keywords="packing balance expected_num_tokens"
+    )
+    """For a model that draws and answers: whole sequences are packed until they have about this many tokens, and such
+    a pack counts as one sample of `train.batch_size`, so that all ranks do equal work. Empty: every sequence is a
+    sample."""
 
     @property
     def companions(self) -> dict[str, str | None]:
@@ -427,8 +451,15 @@ class ObjectiveConfig(Section):
     weighting."""
     guidance: Number = option(1.0, title="Guidance in training", ge=0, le=100)
     """Guidance value that a guidance-distilled model receives as input during training."""
-    text_weight: Number = option(0.25, title="Weight of text", gt=0, le=100)
-    """Loss weight of text answers, for models that learn both text and images. Images have weight 1."""
+    mse_weight: Number = option(1.0, title="Weight of images", ge=0, le=100)
+    """Weight of the mean loss of drawn images, for models that learn both text and images."""
+    text_weight: Number = option(1.0, title="Weight of text", ge=0, le=100, keywords="ce_weight")
+    """Weight of the mean loss of learned text, for models that learn both text and images."""
+    token_weight: Literal["token", "item", "sqrt"] = option(
+        "token", title="Weight of a token", keywords="ce_loss_reweighting sample square"
+    )
+    """What counts the same in these two means: every token (token), or every image and every text whatever its length
+    (item). sqrt is between them for text: a token of a text of n tokens has the weight 1 / sqrt(n)."""
     router_weight: Number | None = option(None, title="Weight of balanced experts", ge=0, le=10)
     """Weight of the loss that spreads tokens evenly over the experts of a mixture (arXiv 2101.03961); 0.001 to 0.01 is
     usual. Empty: as the model's config.json has it."""
@@ -578,6 +609,10 @@ class SampleConfig(Section):
     """Denoising steps. Empty: 28, or the number a distilled model was made for."""
     guidance: Number | None = option(None, ge=0, le=100, keywords="cfg scale")
     """Guidance scale of the samples. Empty: 4. A distilled model is always sampled without guidance."""
+    image_guidance: Number | None = option(None, title="Guidance by images", ge=0, le=100, keywords="cfg_img_scale")
+    """For a model that draws and answers: scale of the second guidance, away from what it draws without the source
+    image. Empty: as published, 2 with an image of `sample.references`, and 1.5 without one, where it multiplies the
+    guidance by text. 1 = off."""
     seed: Whole = option(0, title="Seed of the samples", ge=0, le=2**31 - 1)
     """Seed of the samples. All sets start from the same noise, so that they can be compared."""
     scheduler: Literal["auto", "euler"] = option("auto", title="Sampler", keywords="scheduler euler dpm")
@@ -605,7 +640,11 @@ class CompleteSample(SampleConfig):
     guidance: Number
 
 
-FORMER_DEFAULTS: Mapping[str, object] = {"sample.steps": 28, "sample.guidance": 4.0}
+FORMER_DEFAULTS: Mapping[str, object] = {
+    "objective.text_weight": 0.25,
+    "sample.steps": 28,
+    "sample.guidance": 4.0,
+}
 """{field: its former default}: earlier versions wrote these values into run folders when the field was not set."""
 
 

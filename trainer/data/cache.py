@@ -19,7 +19,8 @@ from safetensors.torch import load, save
 
 from trainer.config import files
 from trainer.config.errors import InputError
-from trainer.config.files import make_private_if_new, opened
+from trainer.config.files import make_private_if_new
+from trainer.data.parquet_images import opened_image
 from trainer.models.objectives import Example
 
 T = TypeVar("T")
@@ -230,7 +231,7 @@ def _encode_first_usable(
 
 def _digest(file: Path) -> str:
     try:
-        with opened(file) as stream:
+        with opened_image(file) as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}); restore or remove it") from error

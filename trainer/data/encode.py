@@ -21,7 +21,7 @@ from trainer.data.buckets import bucket_sizes, choose_bucket
 from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, key_of, missing
 from trainer.data.captions import measure
 from trainer.data.image_files import CaptionedImage, scan
-from trainer.data.image_io import ImageFile, is_invisible, load_mask, load_rgb, read_header
+from trainer.data.image_io import ImageFile, is_invisible, load_mask, load_resized, load_rgb, read_header
 from trainer.data.image_source import EncodedData, EncodedImage, EncodedPrompt, with_trigger
 from trainer.data.prompts import CACHE_VERSION, origin_of, text_keys
 from trainer.distributed.context import RankContext
@@ -37,7 +37,9 @@ class StopRequested(Exception):
     """Raised on all ranks when a stop is requested while encoding. Encoded examples stay in the cache."""
 
 
-def encode_data(family: ImageFamily, load: LoadModule, context: RankContext) -> EncodedData:
+def encode_data(
+    family: ImageFamily, load: LoadModule, context: RankContext, others: Sequence[ImageFile] = ()
+) -> EncodedData:
     """Encode everything a run needs that is not cached yet: each image and each caption once, by one of the ranks.
 
     Collective.
@@ -46,6 +48,7 @@ def encode_data(family: ImageFamily, load: LoadModule, context: RankContext) -> 
         family: Encodes images and captions.
         load: Loads an encoder of the family.
         context: This rank's part of the run.
+        others: Images without captions that are encoded too.
 
     Raises:
         StopRequested: A stop was requested; raised on every rank.
@@ -56,7 +59,7 @@ def encode_data(family: ImageFamily, load: LoadModule, context: RankContext) -> 
     for field, given in (("data.references", cfg.data.references), ("sample.references", cfg.sample.references)):
         if given and not family.reads_references:
             raise InputError(f"{field}: models of family {cfg.model.family} read no reference images; remove the field")
-    return _DataEncoder(family, load, context, ExampleCache(context.cache / "examples")).encode()
+    return _DataEncoder(family, load, context, ExampleCache(context.cache / "examples")).encode(others)
 
 
 @dataclass(frozen=True)
@@ -70,16 +73,17 @@ class _DataEncoder:
     def _crew(self) -> Crew:
         return _crew(self.context.world, self.context.cache)
 
-    def encode(self) -> EncodedData:
+    def encode(self, others: Sequence[ImageFile]) -> EncodedData:
         dataset = scan(self.context.cfg.data)
-        for warning in (*dataset.warnings, *image_warnings.of_buckets(dataset.images, self._sizes)):
+        in_buckets = [image for image in dataset.images if self._own_size(image) is None]
+        for warning in (*dataset.warnings, *image_warnings.of_buckets(in_buckets, self._sizes)):
             self.context.emit(WarningEvent(message=warning))
         images = (*dataset.train, *dataset.validation)
         samples = [read_header(Path(file)) for file in self.context.cfg.sample.references]
         texts = self._encode_texts(images)
-        alike = [*images, *(r for image in images for r in image.references), *samples]
-        pairs = [(image.rejected, self._bucket(image)) for image in images if image.rejected]
-        keys = self._encode_images([*((image, self._bucket(image)) for image in alike), *pairs])
+        alike = [*images, *(r for image in images for r in image.references), *samples, *others]
+        pairs = [(image.rejected, self._size(image)) for image in images if image.rejected]
+        keys = self._encode_images([*((image, self._size(image)) for image in alike), *pairs])
         latents = _usable(alike, keys[: len(alike)])
         rejected = _usable([image for image, _ in pairs], keys[len(alike) :])
         masks = self._encode_masks([image for image in images if image.path in latents], latents)
@@ -93,6 +97,7 @@ class _DataEncoder:
             self.family.dropped_text,
             self._origin,
             self.family.reads_original_size,
+            {image.path: latents[image.path] for image in others if image.path in latents},
         )
 
     @cached_property
@@ -109,11 +114,11 @@ class _DataEncoder:
         lost = [sample.path for sample in samples if sample.path not in latents]
         if lost:
             raise InputError(f"sample.references: {lost[0]} cannot be read; replace it")
-        references: list[str | None] = [latents[sample.path] for sample in samples]
-        references = references or [None] * len(self._prompts)
+        if not samples:
+            return tuple(EncodedPrompt(prompt, texts[prompt], None) for prompt in self._prompts)
         return tuple(
-            EncodedPrompt(prompt, texts[prompt], reference)
-            for prompt, reference in zip(self._prompts, references, strict=True)
+            EncodedPrompt(prompt, texts[prompt], latents[sample.path], sample)
+            for prompt, sample in zip(self._prompts, samples, strict=True)
         )
 
     def _encode_texts(self, images: Sequence[CaptionedImage]) -> dict[str, str]:
@@ -138,14 +143,21 @@ class _DataEncoder:
         data, family = self.context.cfg.data, self.family
         return bucket_sizes(data.resolution, family.size_multiple, data.max_aspect, family.longest_side)
 
-    def _bucket(self, image: ImageFile) -> tuple[int, int]:
-        return choose_bucket(image.width, image.height, self._sizes)
+    def _own_size(self, image: ImageFile) -> tuple[int, int] | None:
+        return self.family.drawn_size(image.width, image.height, self.context.cfg.data.resolution)
+
+    def _size(self, image: ImageFile) -> tuple[int, int]:
+        return self._own_size(image) or choose_bucket(image.width, image.height, self._sizes)
+
+    def _scaling(self, image: ImageFile) -> tuple[str, ...]:
+        """The part of a key for images in their own sizes, which are not cropped."""
+        return () if self._own_size(image) is None else ("whole",)
 
     def _encode_images(self, sized: Sequence[tuple[ImageFile, tuple[int, int]]]) -> list[str | None]:
         """Encode images in (width, height). Returns the key of each, None where it cannot be used."""
         digests = content_keys([image.path for image, _ in sized], self._crew)
         keys = [
-            key_of(self._origin, "image", digest, size, *_conversion(image))
+            key_of(self._origin, "image", digest, size, *_conversion(image), *self._scaling(image))
             for digest, (image, size) in zip(digests, sized, strict=True)
         ]
         sized_by_key = dict(zip(keys, sized, strict=True))
@@ -165,7 +177,7 @@ class _DataEncoder:
     def _load_and_encode(self, encoder: Any, invisible: list[Path], item: tuple[ImageFile, tuple[int, int]]) -> Example:
         """Encode an image of (image file, bucket size). Images without a visible pixel are added to `invisible`."""
         image, size = item
-        pixels = load_rgb(image, size)
+        pixels = load_rgb(image, size) if self._own_size(image) is None else load_resized(image, size)
         if is_invisible(image, pixels):
             invisible.append(image.path)
         return self.family.encode_image(encoder, pixels)

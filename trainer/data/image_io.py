@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +17,11 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.terminal import shortened
 from trainer.data import colour, png_chunks
 from trainer.data.colour import Profile
+from trainer.data.parquet_images import opened_image
 from trainer.data.text_files import MOST_DEEP, too_deep
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
@@ -93,7 +93,13 @@ def load_rgb(file: ImageFile, size: tuple[int, int]) -> Image.Image:
         InputError: The pixels cannot be decoded, or their size is not that of `file`; the message names the file.
     """
     with _naming_file(file.path):
-        return _in_srgb(_upright(file), file, size)
+        return _in_srgb(_upright(file), file, _covering(size))
+
+
+def load_resized(file: ImageFile, size: tuple[int, int]) -> Image.Image:
+    """Load as `load_rgb`, but whole: each side is scaled by itself. For sizes that nearly keep the aspect ratio."""
+    with _naming_file(file.path):
+        return _in_srgb(_upright(file), file, lambda image: image.resize(size, Image.Resampling.BICUBIC))
 
 
 def load_preview(file: ImageFile, side: int) -> Image.Image:
@@ -110,7 +116,7 @@ def load_preview(file: ImageFile, side: int) -> Image.Image:
             image.draft(image.mode, (side, side))  # a JPEG is decoded at an eighth, a quarter or half of its size
             image.load()
         small = _reduced(image, max(1, max(image.size) // (2 * side)), keeps_cmyk=file.profile == "used")
-        return _in_srgb(ImageOps.exif_transpose(small), file, size)
+        return _in_srgb(ImageOps.exif_transpose(small), file, _covering(size))
 
 
 def is_invisible(file: ImageFile, loaded: Image.Image) -> bool:
@@ -189,7 +195,7 @@ def _upright(file: ImageFile) -> Image.Image:
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[PillowImageFile, IO[bytes]]]:
     """Open an image and its file; only the header is read, and the limits on its pixels are checked."""
-    with files.opened(path) as file:
+    with opened_image(path) as file:
         image = _identified(file)
         pixels = image.width * image.height
         is_buffered = image.format in _BUFFERED
@@ -220,14 +226,19 @@ def _identified(file: IO[bytes]) -> PillowImageFile:
     raise UnidentifiedImageError
 
 
-def _in_srgb(image: Image.Image, file: ImageFile, size: tuple[int, int]) -> Image.Image:
-    """Convert an upright image to sRGB of exactly this size."""
+def _in_srgb(image: Image.Image, file: ImageFile, scale: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """Scale an upright image and convert it to sRGB."""
     profile = image.info.get("icc_profile")
     if file.profile != "used" or profile is None:
-        return ImageOps.fit(_as_rgb(image), size, Image.Resampling.LANCZOS)
+        return scale(_as_rgb(image))
     pixels = image if image.mode == "CMYK" else _as_rgb(image)
     # Convert after scaling: a megapixel instead of up to MAX_PIXELS.
-    return colour.to_srgb(ImageOps.fit(pixels, size, Image.Resampling.LANCZOS), profile)
+    return colour.to_srgb(scale(pixels), profile)
+
+
+def _covering(size: tuple[int, int]) -> Callable[[Image.Image], Image.Image]:
+    """Scale to cover `size`, and crop."""
+    return lambda image: ImageOps.fit(image, size, Image.Resampling.LANCZOS)
 
 
 def _require_shown(path: Path, image: PillowImageFile) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from trainer.config.sections import TRIGGER_PLACE, DataConfig
 from trainer.data.cache import ExampleCache, key_of
 from trainer.data.epochs import num_images
 from trainer.data.image_files import CaptionedImage
-from trainer.data.image_io import png
+from trainer.data.image_io import ImageFile, png
 from trainer.data.loader import BatchSizes, ImageBatchSampler, ImageItem
 from trainer.data.prompts import PromptEncoder
 from trainer.data.source import DataSource, Draw, SampleDrawer
@@ -46,11 +47,13 @@ class EncodedImage:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A sample prompt with its trigger filled in, and the cache keys of its embeddings and its reference's latents."""
+    """A sample prompt with its trigger filled in, the cache keys of its embeddings and its reference's latents, and the
+    file of the reference."""
 
     text: str
     key: str
     reference: str | None
+    file: ImageFile | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class EncodedData:
         dropped_text: `ImageFamily.dropped_text`.
         origin: The part of every key that the encoders are in (`prompts.origin_of`).
         with_size: Whether an example also holds "original_size" (2,), height and width of the image's file.
+        others: {file: key of its latents} of images that do not belong to captions or prompts.
     """
 
     cache: ExampleCache
@@ -78,6 +82,7 @@ class EncodedData:
     dropped_text: Callable[[Example, Example], Example]
     origin: str
     with_size: bool = False
+    others: Mapping[Path, str] = field(default_factory=dict)
 
     def example(self, item: ImageItem) -> Example:
         """One training example: latents with the embeddings of the caption, or of the empty one if it is dropped."""
@@ -195,14 +200,14 @@ class ImageDrawer(SampleDrawer):
         self.prompts = tuple(prompt.text for prompt in data.prompts)
         self._sample, self._family, self._load, self._data = cfg.sample, family, load, data
         self._config, self._encoder = cfg.data, encoder
-        self._references = [prompt.reference for prompt in data.prompts]
+        self._references = [(prompt.reference, prompt.file) for prompt in data.prompts]
 
     def change_prompts(self, prompts: Sequence[str]) -> None:
         texts = with_trigger(prompts, self._config)
         keys = self._encoder.encode(texts)
-        references = self._references if self._sample.references else [None] * len(texts)
+        references = self._references if self._sample.references else [(None, None)] * len(texts)
         changed = zip(texts, references, strict=True)
-        encoded = tuple(EncodedPrompt(text, keys[text], reference) for text, reference in changed)
+        encoded = tuple(EncodedPrompt(text, keys[text], *reference) for text, reference in changed)
         self._data = replace(self._data, prompts=encoded)
         self.prompts = tuple(texts)
 
@@ -218,10 +223,14 @@ class ImageDrawer(SampleDrawer):
         negative = self._data.cache.read(self._data.negative)
 
         def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> bytes:
-            text = self._data.prompt(index)
+            text = self._data.prompt(index) | self._inputs(self._data.prompts[index])
             return png(self._family.sample(model, autoencoder, text, negative, self._sample, rng))
 
         return draw
+
+    def _inputs(self, prompt: EncodedPrompt) -> Example:
+        """More inputs of a sample than `EncodedData.prompt` has."""
+        return {}
 
 
 def with_trigger(prompts: Sequence[str], data: DataConfig) -> list[str]:

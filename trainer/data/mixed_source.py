@@ -1,49 +1,39 @@
-"""Data of a run that trains on images to draw and questions to answer: two streams in one order."""
+"""Data of a run that trains on images to draw and on rows of text and images."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 from PIL import Image
 from torch import nn
 
 from trainer.config.schema import RunConfig
-from trainer.data import question_files
 from trainer.data.epochs import num_images, num_mixed
-from trainer.data.image_io import ImageFile, load_rgb, read_header
-from trainer.data.image_source import EncodedData, ImageDrawer, ImageSource
-from trainer.data.loader import BatchSampler, BatchSizes, ImageBatchSampler, ImageItem
-from trainer.data.question_files import Question
+from trainer.data.image_io import ImageFile, load_resized, load_rgb, read_header
+from trainer.data.image_source import EncodedData, EncodedImage, EncodedPrompt, ImageDrawer, ImageSource
+from trainer.data.loader import BatchSampler, BatchSizes, ImageBatchSampler
+from trainer.data.mixed_batches import DrawnItem, MixedBatchSampler, MixedItem, Pack, PackedBatchSampler, QuestionItem
+from trainer.data.prompts import PromptEncoder
+from trainer.data.question_files import Questions
+from trainer.data.sequence_rows import AnyRow, ImagePart, Part, Row, TextPart
 from trainer.data.source import DataSource, Draw, SampleDrawer
 from trainer.distributed.context import RankContext
-from trainer.models.base import MultimodalFamily
+from trainer.models.base import LoadModule, MultimodalFamily, PartKind, SequencePart, references_of
 from trainer.models.objectives import Example
-from trainer.rng import SampleRng
+from trainer.rng import SampleRng, derived_seed
 from trainer.run.events import Emit, WarningEvent
 from trainer.run.manifest import Progress
 
-
-@dataclass(frozen=True)
-class QuestionItem:
-    """An item of a batch that is a question.
-
-    Attributes:
-        number: Index of the question among those that are trained.
-    """
-
-    number: int
+Dropped = Callable[[str, int], bool]
+"""dropped(kind, number) returns whether the condition with this number is left out of a sample."""
 
 
 class MixedSource(DataSource):
-    """Encoded images with captions, and questions, whose images are read as they are needed.
-
-    Raises:
-        InputError: Questions that cannot be used.
-    """
+    """Encoded images with captions, and rows, whose seen images are read as they are needed."""
 
     unit = "images"
     changed_message = (
@@ -51,59 +41,192 @@ class MixedSource(DataSource):
         "differs"
     )
 
-    def __init__(self, cfg: RunConfig, family: MultimodalFamily, data: EncodedData, emit: Emit) -> None:
-        self._cfg, self._family = cfg, family
+    def __init__(
+        self, cfg: RunConfig, family: MultimodalFamily, data: EncodedData, questions: Questions, emit: Emit
+    ) -> None:
+        self._cfg, self._family, self._data = cfg, family, data
         self._images = ImageSource(cfg, family, data)
-        self._questions = question_files.of_config(cfg.data)
-        for warning in self._questions.warnings:
+        self._train, self._validation = (self._usable(rows) for rows in (questions.train, questions.validation))
+        for warning in questions.warnings:
             emit(WarningEvent(message=warning))
-        self.digest = _digest(self._images.digest, self._questions.train, cfg.data.question_share)
-        self.num_held_out = len(data.validation) + len(self._questions.validation)
+        self.digest = _digest(self._images.digest, self._train, cfg)
+        self.num_held_out = len(data.validation) + len(self._validation)
+        self._samples_of_an_epoch = math.nan
+
+    def _usable(self, rows: Sequence[AnyRow]) -> tuple[AnyRow, ...]:
+        """Without the rows that have an image which could not be encoded, and was left out with a warning."""
+        return tuple(row for row in rows if all(image.path in self._data.others for image in row.encoded))
 
     def follow_recipe(self, recipe: int) -> None:
         self._images.follow_recipe(recipe)
 
-    def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> BatchSampler[ImageItem | QuestionItem]:
-        cfg, train, single = self._cfg, self._questions.train, BatchSizes(1)
-        questions = ImageBatchSampler(lambda item: None, [1.0] * len(train), single, cfg.train.seed) if train else None
+    def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> BatchSampler[MixedItem | Pack]:
+        mixed, budget = self._mixed(sizes, saved), self._cfg.data.pack_tokens
+        return mixed if budget is None else PackedBatchSampler(mixed.item, self.count_tokens, budget, sizes)
+
+    def _mixed(self, sizes: BatchSizes, saved: Progress | None) -> MixedBatchSampler:
+        """The samples in their order, not packed."""
+        cfg, train, single = self._cfg, self._train, BatchSizes(1)
+        rows = ImageBatchSampler(lambda item: None, [1.0] * len(train), single, cfg.train.seed) if train else None
         images = self._images.batch_sampler(single, saved) if self._images.data.train or not train else None
-        return MixedBatchSampler(images, questions, cfg.data.question_share, sizes)
+        return MixedBatchSampler(images, rows, cfg.data.question_share, sizes)
 
     def num_samples(self, epochs: float, context: RankContext) -> int:
-        """An epoch is one pass over the images, with as many questions as `data.question_share` asks for between them;
-        without images, one pass over the questions."""
-        if not self._images.data.train:
-            return num_images([1.0] * len(self._questions.train), epochs)
-        images = self._images.num_samples(epochs, context)
-        return num_mixed(images, self._share)
+        """An epoch is one pass over the images, with as many rows as `data.question_share` asks for between them;
+        without images, one pass over the rows."""
+        if self._images.data.train:
+            share = self._cfg.data.question_share if self._train else 0.0
+            samples = num_mixed(self._images.num_samples(epochs, context), share)
+        else:
+            samples = num_images([1.0] * len(self._train), epochs)
+        if (budget := self._cfg.data.pack_tokens) is not None:
+            single = BatchSizes(1)
+            packs = PackedBatchSampler(self._mixed(single, None).item, self.count_tokens, budget, single)
+            samples = packs.num_packs(samples)
+        self._samples_of_an_epoch = samples / epochs
+        return samples
 
     @property
     def samples_of_an_epoch(self) -> float:
-        if not self._images.data.train:
-            return float(len(self._questions.train))
-        return self._images.samples_of_an_epoch / (1 - self._share)
+        return self._samples_of_an_epoch
 
-    @property
-    def _share(self) -> float:
-        """Share of questions among the samples of a run with images."""
-        return self._cfg.data.question_share if self._questions.train else 0.0
-
-    def example(self, item: ImageItem | QuestionItem) -> Example:
+    def example(self, item: MixedItem | Pack) -> Example:
+        if isinstance(item, Pack):
+            return self._family.pack_examples({one.index: self.example(one) for one in item.items})
         if isinstance(item, QuestionItem):
-            return self._question_example(self._questions.train[item.number])
-        return self._images.example(item)
+            row = self._train[item.number]
+            return self._row_example(row, derived_seed(self._cfg.train.seed, "row", item.index), self._dropped(item))
+        example = self._images.example(item.image)
+        return self._with_references(example, self._images.data.train[item.image.index], self._dropped(item))
 
-    def loss_weight(self, item: ImageItem | QuestionItem) -> float:
-        return 1.0 if isinstance(item, QuestionItem) else self._images.loss_weight(item)
+    def loss_weight(self, item: MixedItem | Pack) -> float:
+        return self._images.loss_weight(item.image) if isinstance(item, DrawnItem) else 1.0
 
     def held_out(self, index: int) -> Example:
         if index < self._images.num_held_out:
-            return self._images.held_out(index)
-        return self._question_example(self._questions.validation[index - self._images.num_held_out])
+            example = self._images.held_out(index)
+            return self._with_references(example, self._data.validation[index], _nothing)
+        row = self._validation[index - self._images.num_held_out]
+        return self._row_example(row, derived_seed(self._cfg.train.seed, "held out", index), _nothing)
 
-    def _question_example(self, question: Question) -> Example:
-        image = _load_seen(question.image, self._family, self._cfg)
-        return self._family.encode_question(image, question.question, question.answer)
+    def count_tokens(self, item: MixedItem) -> int:
+        """Tokens of an item. Only headers of images are read."""
+        if isinstance(item, QuestionItem):
+            row, seed = self._train[item.number], derived_seed(self._cfg.train.seed, "row", item.index)
+            row_parts = self._row_parts(row, seed, self._dropped(item))
+            return self._family.count_tokens([self._measured(*part) for part in row_parts])
+        encoded, dropped = self._images.data.train[item.image.index], self._dropped(item)
+        image = encoded.image
+        parts = [SequencePart("drawn", self._drawn_size(image))]
+        if image.caption and not item.image.dropped:
+            parts.append(SequencePart("text", image.caption))
+        for number, reference in enumerate(image.references):
+            parts += [] if dropped("latents", number) else [SequencePart("clean", self._drawn_size(reference))]
+            parts += [] if dropped("vision", number) else [SequencePart("seen", self._seen_size(reference))]
+        return self._family.count_tokens(parts)
+
+    def _dropped(self, item: MixedItem) -> Dropped:
+        data, seed = self._cfg.data, self._cfg.train.seed
+        shares = {"text": data.caption_dropout, "latents": data.latents_dropout, "vision": data.vision_dropout}
+
+        def dropped(kind: str, number: int) -> bool:
+            return derived_seed(seed, "condition", item.index, kind, number) < int(shares[kind] * 2**63)
+
+        return dropped
+
+    def _with_references(self, example: Example, encoded: EncodedImage, dropped: Dropped) -> Example:
+        """An edit as a sequence: of each reference its clean latents and the view of it, the caption, the image."""
+        references = references_of(example)
+        if not references:
+            return example
+        parts: list[SequencePart] = []
+        for number, latents in enumerate(references):
+            file = encoded.image.references[number]
+            without = SequencePart("gap")
+            parts.append(without if dropped("latents", number) else SequencePart("clean", latents))
+            parts.append(without if dropped("vision", number) else SequencePart("seen", self._load(file)))
+        if len(example["caption"]):
+            parts.append(SequencePart("text", example["caption"]))
+        parts.append(SequencePart("drawn", example["latents"]))
+        mask = {"mask": example["mask"]} if "mask" in example else {}
+        return self._family.encode_sequence(parts) | mask
+
+    def _row_example(self, row: AnyRow, seed: int, dropped: Dropped) -> Example:
+        def content(kind: PartKind, content: str | ImageFile | None, looked_at: int) -> SequencePart:
+            if not isinstance(content, ImageFile):
+                return SequencePart(kind, content)
+            if kind == "seen":
+                return SequencePart(kind, self._load(content, looked_at))
+            return SequencePart(kind, self._data.cache.read(self._data.others[content.path])["latents"])
+
+        return self._family.encode_sequence([content(*part) for part in self._row_parts(row, seed, dropped)])
+
+    def _measured(self, kind: PartKind, content: str | ImageFile | None, looked_at: int) -> SequencePart:
+        """A part of a row to count its tokens."""
+        if not isinstance(content, ImageFile):
+            return SequencePart(kind, content)
+        size = self._seen_size(content, looked_at) if kind == "seen" else self._drawn_size(content)
+        return SequencePart(kind, size)
+
+    def _row_parts(
+        self, row: AnyRow, seed: int, dropped: Dropped
+    ) -> list[tuple[PartKind, str | ImageFile | None, int]]:
+        """(kind, text or image, number of seen images of the sequence) of each part of a sample.
+
+        Only what an image is drawn from is left out: answers are learned with all that they are about.
+        """
+        draws = count()
+        sequence = row.sequence(lambda choices: derived_seed(seed, next(draws)) % choices)
+        draws_images = any(isinstance(part, ImagePart) and part.way == "drawn" for part in sequence)
+        looked_at = 1 if draws_images else sum(isinstance(part, ImagePart) for part in sequence)
+        drop = dropped if draws_images else _nothing
+        kinds = (found for number, part in enumerate(sequence) for found in _kinds(part, number, drop))
+        return [(kind, content, looked_at) for kind, content in kinds]
+
+    def _load(self, image: ImageFile, looked_at: int = 1) -> Image.Image:
+        return load_seen(image, self._family, self._cfg, looked_at)
+
+    def _seen_size(self, image: ImageFile, looked_at: int = 1) -> tuple[int, int]:
+        return self._family.seen_size(image.width, image.height, self._cfg.data, looked_at)
+
+    def _drawn_size(self, image: ImageFile) -> tuple[int, int]:
+        size = self._family.drawn_size(image.width, image.height, self._cfg.data.resolution)
+        assert size is not None, "runs that pack began with a recipe in which each image has its own size"
+        return size
+
+
+def _nothing(kind: str, number: int) -> bool:
+    """Leave nothing out."""
+    return False
+
+
+def _kinds(part: Part, number: int, dropped: Dropped) -> Iterator[tuple[PartKind, str | ImageFile | None]]:
+    """The parts that the model reads for a part of a row. number: index of the part."""
+    if isinstance(part, TextPart):
+        if part.learned or part.kept or not dropped("text", number):
+            yield ("learned" if part.learned else "text"), part.texts[0]
+        return
+    if part.way == "drawn":
+        yield "drawn", part.image
+    if part.way in ("clean", "both"):
+        yield ("gap", None) if not part.kept and dropped("latents", number) else ("clean", part.image)
+    if part.way in ("seen", "both"):
+        yield ("gap", None) if not part.kept and dropped("vision", number) else ("seen", part.image)
+
+
+class EditDrawer(ImageDrawer):
+    """Draws images for prompts, and edits of their references, which the model also looks at."""
+
+    def __init__(
+        self, cfg: RunConfig, family: MultimodalFamily, load: LoadModule, data: EncodedData, encoder: PromptEncoder
+    ) -> None:
+        super().__init__(cfg, family, load, data, encoder)
+        self._run, self._multimodal = cfg, family
+
+    def _inputs(self, prompt: EncodedPrompt) -> Example:
+        if prompt.file is None:
+            return {}
+        return {"seen_0": self._multimodal.encode_seen(load_seen(prompt.file, self._multimodal, self._run))}
 
 
 class MixedDrawer(SampleDrawer):
@@ -144,56 +267,29 @@ class MixedDrawer(SampleDrawer):
             if index < self._num_images:
                 assert draw_image is not None
                 return draw_image(model, index, rng)
-            image = _load_seen(self._question_images[index - self._num_images], self._family, self._cfg)
+            image = load_seen(self._question_images[index - self._num_images], self._family, self._cfg)
             return self._family.answer(model, image, self.prompts[index], self._cfg.sample, rng).encode()
 
         return draw
 
 
-class MixedBatchSampler:
-    """Batches of two streams. The n-th question of the run is the same whatever the batch sizes.
-
-    Args:
-        images: One image per step; None where there are none.
-        questions: One question per step; None where there are none.
-        question_share: Share of questions among the items of the whole run, evenly spread.
-        sizes: The batch sizes.
-    """
-
-    def __init__(
-        self,
-        images: BatchSampler[ImageItem] | None,
-        questions: BatchSampler[ImageItem] | None,
-        question_share: float,
-        sizes: BatchSizes,
-    ) -> None:
-        self.sizes = sizes
-        self._images, self._questions, self._share = images, questions, question_share
-        self._step, self._batch = -1, ()  # type: tuple[int, tuple[ImageItem | QuestionItem, ...]]
-
-    def batch(self, step: int) -> tuple[ImageItem | QuestionItem, ...]:
-        """The items of an optimizer step, counted from 0. Fast for the same and the next step, else it counts up."""
-        if step != self._step:
-            indices = range(self.sizes.before(step), self.sizes.before(step + 1))
-            self._step, self._batch = step, tuple(map(self._item, indices))
-        return self._batch
-
-    def _item(self, index: int) -> ImageItem | QuestionItem:
-        """The item with this global index in the run."""
-        if self._questions is None:
-            assert self._images is not None
-            return self._images.batch(index)[0]
-        num_questions = index if self._images is None else math.floor(index * self._share)
-        if self._images is None or math.floor((index + 1) * self._share) > num_questions:
-            return QuestionItem(self._questions.batch(num_questions)[0].index)
-        return self._images.batch(index - num_questions)[0]
+def load_seen(image: ImageFile, family: MultimodalFamily, cfg: RunConfig, looked_at: int = 1) -> Image.Image:
+    """Load an image in the size that the model sees it in. looked_at: as `MultimodalFamily.seen_size`."""
+    size = family.seen_size(image.width, image.height, cfg.data, looked_at)
+    in_buckets = family.drawn_size(image.width, image.height, cfg.data.resolution) is None
+    return load_rgb(image, size) if in_buckets else load_resized(image, size)
 
 
-def _load_seen(image: ImageFile, family: MultimodalFamily, cfg: RunConfig) -> Image.Image:
-    """Load the image of a question in the size that the model sees it in."""
-    return load_rgb(image, family.seen_size(image.width, image.height, cfg.data.resolution))
+def _digest(images: str, rows: Sequence[AnyRow], cfg: RunConfig) -> str:
+    """Digest of images and rows, which for questions alone is that of former versions."""
+    texts = [_as_question(row) or repr(row) for row in rows]
+    budget = "" if cfg.data.pack_tokens is None else f" {cfg.data.pack_tokens}"
+    return hashlib.sha256(f"{images} {cfg.data.question_share} {texts}{budget}".encode()).hexdigest()
 
 
-def _digest(images: str, questions: tuple[Question, ...], question_share: float) -> str:
-    rows = [(str(one.image.path), one.question, one.answer) for one in questions]
-    return hashlib.sha256(f"{images} {question_share} {rows}".encode()).hexdigest()
+def _as_question(row: AnyRow) -> tuple[str, str, str] | None:
+    """(image, question, answer) of a row of that form."""
+    match row:
+        case Row((ImagePart(image, "seen", False), TextPart((asked,), False, False), TextPart((said,), True, False))):
+            return str(image.path), asked, said
+    return None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from trainer.data import question_files
 from trainer.data.encode import encode_data
 from trainer.data.image_source import ImageDrawer, ImageSource
-from trainer.data.mixed_source import MixedDrawer, MixedSource
+from trainer.data.mixed_source import EditDrawer, MixedDrawer, MixedSource
 from trainer.data.prompts import PromptEncoder
 from trainer.data.source import DataSource, SampleDrawer
 from trainer.data.text_source import TextDrawer, TextSource
@@ -29,10 +30,12 @@ def open_data(family: ModelFamily, load: LoadModule, context: RankContext) -> tu
         case TextFamily():
             return TextSource(cfg, family, context.world, context.emit), TextDrawer(cfg, family)
         case MultimodalFamily():
-            data = encode_data(family, load, context)
+            questions = question_files.of_config(cfg.data)
+            rows = (*questions.train, *questions.validation)
+            data = encode_data(family, load, context, [image for row in rows for image in row.encoded])
             encoder = PromptEncoder(family, context, data.cache, data.origin)
-            mixed = MixedSource(cfg, family, data, context.emit)
-            return mixed, MixedDrawer(cfg, family, ImageDrawer(cfg, family, load, data, encoder))
+            mixed = MixedSource(cfg, family, data, questions, context.emit)
+            return mixed, MixedDrawer(cfg, family, EditDrawer(cfg, family, load, data, encoder))
         case ImageFamily():
             data = encode_data(family, load, context)
             encoder = PromptEncoder(family, context, data.cache, data.origin)

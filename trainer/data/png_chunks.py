@@ -19,7 +19,7 @@ def with_late_metadata(file: IO[bytes]) -> bytes | None:
 
     Damaged chunks end the search, as in Pillow. Raises OSError for metadata that is cut off.
     """
-    size = os.fstat(file.fileno()).st_size
+    size = file.seek(0, os.SEEK_END)
     offset, pixels_at, pixels_length, late = _SIGNATURE_BYTES, None, None, []
     while (chunk := _chunk(file, offset)) is not None:
         length, kind = chunk

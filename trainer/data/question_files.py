@@ -1,115 +1,169 @@
-"""Reads questions about images, with their answers. Imports neither torch nor numpy."""
+"""Reads `data.questions`: rows with text and images, and what is wrong with them. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from trainer.config.errors import InputError
-from trainer.config.sections import DataConfig, half_character
+from trainer.config.sections import DataConfig
 from trainer.data.image_files import MAX_SHOWN_PROBLEMS, MOST_WRONG_ROWS
 from trainer.data.image_io import ImageFile, read_header
+from trainer.data.parquet_images import SUFFIX, member, open_parquet
+from trainer.data.sequence_rows import AnyRow, ImageProblem, parquet_row, parsed
 from trainer.data.text_files import rows
 
-FIELDS = ("image", "question", "answer")
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question about an image, and the answer that is learned."""
-
-    image: ImageFile
-    question: str
-    answer: str
+PARQUET = {"image_list": "instruction_list", "image": "captions"}
+"""{column of images: column of their texts}, in both published kinds of parquet files."""
 
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions of a config.
+    """The rows of a config.
 
     Attributes:
-        train: The questions to train on.
-        validation: The last questions of the file, set aside.
+        train: The rows to train on.
+        validation: The last rows of the file, set aside.
         warnings: Messages about rows that were left out.
     """
 
-    train: tuple[Question, ...]
-    validation: tuple[Question, ...]
+    train: tuple[AnyRow, ...]
+    validation: tuple[AnyRow, ...]
     warnings: tuple[str, ...]
 
 
 def of_config(cfg: DataConfig) -> Questions:
-    """Read the questions of `data.questions`; none if the field is empty. Only headers of images are read.
+    """Read the rows of `data.questions`; none if the field is empty. Only headers of images are read.
 
     Raises:
         InputError: Lists all problems, the first 20 of them in words.
     """
     if cfg.questions is None:
         return Questions((), (), ())
-    file = Path(cfg.questions).expanduser()
-    questions, problems, warnings = _read(file, cfg.bad_image == "warn")
-    hidden = len(problems) - MAX_SHOWN_PROBLEMS
+    source = Path(cfg.questions).expanduser()
+    found = _Found(leaves_out=cfg.bad_image == "warn")
+    for file in _files(source, found):
+        (_read_parquet if file.suffix == SUFFIX else _read_lines)(file, found)
+    problems, hidden = found.problems, len(found.problems) - MAX_SHOWN_PROBLEMS
     if problems:
         raise InputError("\n".join(problems[:MAX_SHOWN_PROBLEMS] + ([f"and {hidden} more"] if hidden > 0 else [])))
+    questions = found.rows
     count = cfg.validation if isinstance(cfg.validation, int) else 0
     if count >= len(questions):
         raise InputError(
-            f"data.validation: {count} of the {len(questions)} questions of {file} leaves none to train on; "
+            f"data.validation: {count} of the {len(questions)} questions of {source} leaves none to train on; "
             + (f"use at most {len(questions) - 1}" if questions else "write some into it")
         )
     border = len(questions) - count
-    return Questions(tuple(questions[:border]), tuple(questions[border:]), tuple(warnings))
+    return Questions(tuple(questions[:border]), tuple(questions[border:]), tuple(found.warnings))
 
 
-def _read(file: Path, leaves_out: bool) -> tuple[list[Question], list[str], list[str]]:
-    """Questions, problems and warnings. leaves_out: whether an unreadable image is a warning, not a problem."""
+@dataclass
+class _Found:
+    """What was read so far.
+
+    Attributes:
+        leaves_out: Whether an unreadable image is a warning, not a problem.
+    """
+
+    leaves_out: bool
+    rows: list[AnyRow] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    headers: dict[Path, ImageFile] = field(default_factory=dict)
+
+    def header(self, path: Path) -> ImageFile:
+        """The header of an image. Raises ImageProblem."""
+        if path not in self.headers:
+            try:
+                self.headers[path] = read_header(path)
+            except InputError as error:
+                raise ImageProblem(str(error)) from error
+        return self.headers[path]
+
+    def add(self, place: str, read: Callable[[], AnyRow]) -> None:
+        """Add a row, or what is wrong with it. place: its file and line."""
+        try:
+            self.rows.append(read())
+        except ImageProblem as error:
+            message = f"{place}: {error}"
+            if self.leaves_out:
+                self.warnings.append(f"left out: {message}")
+            else:
+                self.problems.append(f"{message}, or set data.bad_image: warn")
+        except InputError as error:
+            self.problems.append(f"{place}: {error}")
+
+    def has_enough(self, file: Path) -> bool:
+        """Whether so many rows are wrong that the rest need not be read."""
+        if len(self.problems) < MOST_WRONG_ROWS:
+            return False
+        self.problems.append(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
+        return True
+
+
+def _files(source: Path, found: _Found) -> list[Path]:
+    """The file, or the parquet files of the folder."""
+    if not source.is_dir():
+        return [source]
+    files = sorted(file for file in source.rglob(f"*{SUFFIX}") if file.is_file())
+    if not files:
+        found.problems.append(f"data.questions: {source}: no parquet files in this folder; name a .jsonl file")
+    return files
+
+
+def _read_lines(file: Path, found: _Found) -> None:
     try:
-        lines = [(number, offset, line) for number, offset, line in rows(file)]
+        for number, offset, line in rows(file):
+            if found.has_enough(file):
+                return
+            try:
+                text = line.decode().removeprefix("\ufeff")
+            except UnicodeDecodeError as error:
+                found.problems.append(f"{file}: byte {offset + error.start} is not UTF-8; save the file as UTF-8")
+                continue
+            read_image = partial(_image_of_line, found, file.parent)
+            found.add(f"{file}:{number}", partial(parsed, text, read_image))
     except InputError as error:
-        return [], [str(error)], []
+        found.problems.append(str(error))
     except OSError as error:
-        return [], [f"data.questions: {file}: cannot be read ({error.strerror}); name a .jsonl file"], []
-    questions: list[Question] = []
-    problems: list[str] = []
-    warnings: list[str] = []
-    images: dict[Path, ImageFile] = {}
-    for number, offset, line in lines:
-        if len(problems) >= MOST_WRONG_ROWS:
-            problems.append(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
-            break
-        try:
-            path, question, answer = _row(line.decode().removeprefix("\ufeff"), file.parent)
-        except UnicodeDecodeError as error:
-            problems.append(f"{file}: byte {offset + error.start} is not UTF-8; save the file as UTF-8")
-            continue
-        except InputError as error:
-            problems.append(f"{file}:{number}: {error}")
-            continue
-        try:
-            if path not in images:
-                images[path] = read_header(path)
-        except InputError as error:
-            message = f"{file}:{number}: {error}"
-            (warnings if leaves_out else problems).append(
-                f"left out: {message}" if leaves_out else f"{message}, or set data.bad_image: warn"
-            )
-            continue
-        questions.append(Question(images[path], question, answer))
-    return questions, problems, warnings
+        found.problems.append(f"data.questions: {file}: cannot be read ({error.strerror}); name a .jsonl file")
 
 
-def _row(line: str, folder: Path) -> tuple[Path, str, str]:
-    """Image, question and answer. Raises InputError with the reason and the remedy, without file and line."""
+def _image_of_line(found: _Found, folder: Path, path: str) -> ImageFile:
+    return found.header(Path(os.path.normpath(folder / path)))
+
+
+def _read_parquet(file: Path, found: _Found) -> None:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"not a JSON object ({error}); each line is one, with {', '.join(FIELDS)}") from error
-    for name in FIELDS:
-        value = row.get(name) if isinstance(row, dict) else None
-        if not isinstance(value, str) or not value.strip():
-            raise InputError(f'no "{name}"; each line is a JSON object with {", ".join(FIELDS)}, all texts')
-        if half := half_character(value):
-            raise InputError(f'"{name}" {half}')
-    return Path(os.path.normpath(folder / row["image"])), row["question"].strip(), row["answer"].strip()
+        for number, row in _parquet_rows(file):
+            if found.has_enough(file):
+                return
+
+            def image_of(column: str, index: int, number: int = number) -> ImageFile:
+                return found.header(member(file, number, column, index))
+
+            found.add(f"{file}: row {number}", partial(parquet_row, row, image_of))
+    except InputError as error:
+        found.problems.append(str(error))
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number from 0, {column: value}) of every row; of a column of images, the number of them."""
+    with open_parquet(file) as parquet:
+        names = set(parquet.schema_arrow.names)
+        images = next((column for column, text in PARQUET.items() if {column, text} <= names), None)
+        if images is None:
+            known = " or ".join(f"{column} and {text}" for column, text in PARQUET.items())
+            raise InputError(f"{file}: has the columns {', '.join(sorted(names))}; expected {known}")
+        number = 0
+        for group in range(parquet.num_row_groups):
+            table = parquet.read_row_group(group, columns=[images, PARQUET[images]])
+            for pictures, texts in zip(table.column(images), table.column(PARQUET[images]), strict=True):
+                count = len(pictures) if images == "image_list" and pictures.is_valid else 1
+                yield number, {images: count, PARQUET[images]: texts.as_py()}
+                number += 1

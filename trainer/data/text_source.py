@@ -76,7 +76,6 @@ class TextSource(DataSource):
 
     def follow_recipe(self, recipe: int) -> None:
         self._recipe = recipe
-        self._family.follow_recipe(recipe)
         self._read_held_out()
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> TextBatchSampler:

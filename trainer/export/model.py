@@ -94,7 +94,8 @@ def _write_folder(
         folder.mkdir(parents=True)
         source = family.component_folder(component)
         dtype = DTYPES[cfg.export.dtype]
-        _write_config(family, component, folder / "config.json", dtype)
+        if (source / "config.json").is_file():  # a family may read folders without one
+            _write_config(family, component, folder / "config.json", dtype)
         copy_files(source, family.companion_files, folder)
         family.write_tokenizer(folder)
         stem = family.weights_stem if component == family.components[0] else ENCODER_STEM

@@ -230,7 +230,7 @@ def _missing_files(cfg: RunConfig) -> Iterator[Problem]:
                 hint = similar_name(Path(file)) or "; name an image"
                 yield Problem(f"sample.{field}[{index}]", f"no file '{file}'{hint}")
     questions = cfg.data.questions
-    if questions and not os.path.isfile(questions):
+    if questions and not os.path.exists(questions):
         hint = similar_name(Path(questions)) or "; name a .jsonl file"
         yield Problem("data.questions", f"no file '{questions}'{hint}")
 

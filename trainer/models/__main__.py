@@ -29,6 +29,7 @@ def facts(family: str) -> FamilyFacts:
         sample_fields=tuple(sorted(kind.sample_fields)),
         reads_references=kind.reads_references,
         size_multiple=kind.size_multiple,
+        in_buckets=kind.in_buckets,
         longest_side=kind.longest_side,
         distilled=kind.distilled,
         model_files=kind.model_files,

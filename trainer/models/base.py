@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from trainer.config.errors import InputError, not_one_of
 from trainer.config.families import Distilled
 from trainer.config.schema import RunConfig
-from trainer.config.sections import CompleteSample, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig, Section
+from trainer.config.sections import (
+    FORMER_DEFAULTS,
+    CompleteSample,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    SampleConfig,
+    Section,
+)
 from trainer.models import distilled
 from trainer.models.objectives import Batch, Example, Loss, Shift
 from trainer.models.parts.dropout import configured_dropout, dropout_warning
@@ -49,14 +57,16 @@ TEXT_SAMPLE = frozenset({"tokens", "temperature"})
 """Fields of `sample` that only models that write text read."""
 CHAT_SAMPLE = frozenset({"chat"})
 """Fields of `sample` that only language models read."""
-QUESTION_DATA = frozenset({"questions", "question_share"})
-"""Fields of `data` that only models that answer questions about images read."""
 REJECTED_DATA = frozenset({"rejected"})
 """Fields of `data` that only models which are trained on preferences between images read."""
-QUESTION_SAMPLE = frozenset({"questions", "images"})
-"""Fields of `sample` that only models that answer questions about images read."""
 Weigh = Callable[[Tensor], Tensor]
 """(losses of tokens (n,), fp32, without gradient) -> the weight of each, (n,)."""
+QUESTION_DATA = frozenset(
+    {"questions", "question_share", "seen_resolution", "latents_dropout", "vision_dropout", "pack_tokens"}
+)
+"""Fields of `data` that only models that draw and answer read."""
+QUESTION_SAMPLE = frozenset({"questions", "images", "image_guidance"})
+"""Fields of `sample` that only models that draw and answer read."""
 Mode = Literal["frozen", "adapter", "full"]
 """How a component, module or parameter is trained."""
 
@@ -103,6 +113,9 @@ class ModelFamily(ABC):
     name: regular expressions of the part's modules}. Together the parts cover all modules with weights."""
     losses: ClassVar[tuple[str, ...]] = ()
     """Names of the losses whose weighted sum is trained, if there are several."""
+    loss_weights: tuple[float, ...] = ()
+    """Weight of each of `losses`: the loss of a step is the sum of weight x mean, each mean over all that has this loss
+    in the whole step. Empty: a step has one mean, of `Loss.total`."""
     trains_on: ClassVar[Literal["images", "text"]]
     """The kind of data that a run feeds to the model."""
     data_fields: ClassVar[frozenset[str]]
@@ -113,6 +126,8 @@ class ModelFamily(ABC):
     """Whether the model can take reference images (`data.references`) as input."""
     size_multiple: ClassVar[int] = 1
     """Width and height of images are multiples of this many pixels."""
+    in_buckets: ClassVar[bool] = True
+    """Whether images are cropped to the buckets of `data.resolution`; else `ImageFamily.drawn_size` scales each."""
     longest_side: ClassVar[int | None] = None
     """Most pixels of the longest side of an image; None for no limit."""
     weights_stem: ClassVar[str] = DIFFUSERS_STEM
@@ -171,6 +186,9 @@ class ModelFamily(ABC):
         self.config = model
         self.objective = objective
         self.cache = cache
+
+    def follow_recipe(self, recipe: int) -> None:  # noqa: B027  most families are the same in every recipe
+        """Train and draw by the recipe that a resumed run began with (`manifest.RECIPE`). Called before all else."""
 
     @classmethod
     def trained_names(cls) -> tuple[str, ...]:
@@ -341,6 +359,10 @@ class ModelFamily(ABC):
             rng: Source of timestep and noise.
         """
 
+    def loss_counts(self, example: Example) -> tuple[float, ...]:
+        """How much an example adds to the denominator of each mean of `losses`, for a family with `loss_weights`."""
+        return ()
+
     @classmethod
     @abstractmethod
     def published(cls, architecture: str) -> dict[str, Any]:
@@ -418,6 +440,11 @@ class ImageFamily(ModelFamily):
         empty if captions of any length are read whole. Loads tokenizers, but no encoder.
         """
 
+    def drawn_size(self, width: int, height: int, resolution: int) -> tuple[int, int] | None:
+        """Width and height in pixels to which an image of this size is scaled, for models that have a size for each
+        image; None for models that train in the buckets of `data.resolution`."""
+        return None
+
     def longer_text(self, length: TextLength) -> str | None:
         """The setting, as in a preset, that makes the encoder read more of the text, all of it if possible; None if
         there is none."""
@@ -483,10 +510,30 @@ class ImageFamily(ModelFamily):
         """
 
 
-class MultimodalFamily(ImageFamily):
-    """A model that draws images from captions and answers questions about images, in one network.
+PartKind = Literal["text", "learned", "seen", "clean", "drawn", "gap"]
+"""A text that is read, a text that is learned, an image that is looked at, the latents of an image that is not noisy,
+the latents of an image that is drawn, and the position of an image that was left out."""
 
-    An example is the joint result of `encode_image` and `encode_text`, or the result of `encode_question`.
+
+@dataclass(frozen=True)
+class SequencePart:
+    """A part of a sequence of text and images.
+
+    Attributes:
+        content: The text or its token ids, the RGB image that is looked at in `seen_size`, or the latents of
+            `encode_image`; None for a gap. To count tokens, an image is its (width, height).
+    """
+
+    kind: PartKind
+    content: str | Image.Image | Tensor | tuple[int, int] | None = None
+
+
+class MultimodalFamily(ImageFamily):
+    """A model that draws images and writes text, in one network that reads sequences of both.
+
+    An example is the joint result of `encode_image` and `encode_text`, the result of `encode_sequence`, or that of
+    `pack_examples`; an example of one drawn image may also hold "mask". The inputs of a sample may hold, for each image
+    before the edit, "reference_0" and so on, its latents, and "seen_0" and so on, the result of `encode_seen`.
     """
 
     data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA - REJECTED_DATA
@@ -495,16 +542,38 @@ class MultimodalFamily(ImageFamily):
     diffusers_adapters = frozenset()
 
     @abstractmethod
-    def seen_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
-        """Width and height in pixels in which the model sees an image. resolution: `data.resolution`."""
+    def seen_size(self, width: int, height: int, cfg: DataConfig, count: int = 1) -> tuple[int, int]:
+        """Width and height in pixels in which the model sees an image.
+
+        Args:
+            cfg: The config's section `data`.
+            count: Number of images that the sequence holds, if it draws none.
+        """
 
     @abstractmethod
-    def encode_question(self, image: Image.Image, question: str, answer: str) -> Example:
-        """Encode an answer about an RGB image of `seen_size` as an example. Called on a thread."""
+    def encode_seen(self, image: Image.Image) -> Tensor:
+        """Encode an RGB image of `seen_size`, on the CPU."""
+
+    @abstractmethod
+    def encode_sequence(self, parts: Sequence[SequencePart]) -> Example:
+        """Encode a sequence as an example. Called on a thread."""
+
+    @abstractmethod
+    def count_tokens(self, parts: Sequence[SequencePart]) -> int:
+        """Tokens of a sequence, with all marks."""
+
+    @abstractmethod
+    def pack_examples(self, examples: Mapping[int, Example]) -> Example:
+        """Join the examples of several samples into one. examples: {global sample index: example}."""
 
     @abstractmethod
     def answer(self, model: nn.ModuleDict, image: Image.Image, question: str, cfg: SampleConfig, rng: SampleRng) -> str:
         """Answer a question about an RGB image of `seen_size`. The number of model calls depends only on `cfg`."""
+
+    def encode_question(self, image: Image.Image, question: str, answer: str) -> Example:
+        """Encode an answer about an RGB image of `seen_size` as an example."""
+        parts = [SequencePart("seen", image), SequencePart("text", question), SequencePart("learned", answer)]
+        return self.encode_sequence(parts)
 
     def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
         raise InputError(f"{file}: diffusers has no loader for adapters of this model")
@@ -546,9 +615,6 @@ class TextFamily(ModelFamily):
     def packs_documents(self) -> bool:
         """Whether documents may share a row without seeing each other. Raises InputError if tokens see later ones."""
         return True
-
-    def follow_recipe(self, recipe: int) -> None:
-        """Keep to the recipe that a run began with (`manifest.RECIPE`)."""
 
     @property
     @abstractmethod
@@ -642,7 +708,8 @@ class TextFamily(ModelFamily):
 def check_unread(section: str, given: Section, read: Collection[str]) -> None:
     """Refuse fields of a section that are set but not read, since they would be ignored."""
     for field, value in given:
-        if field not in read and value != type(given).model_fields[field].default:
+        unset = (type(given).model_fields[field].default, FORMER_DEFAULTS.get(f"{section}.{field}"))
+        if field not in read and value not in unset:
             raise InputError(
                 f"{section}.{field}: is not used by this kind of model; leave it out. "
                 f"It reads {', '.join(f'{section}.{name}' for name in sorted(read)) or 'nothing of this section'}"

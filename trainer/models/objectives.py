@@ -29,13 +29,14 @@ class Loss:
     """The loss of one pass.
 
     The loss of a step is the sum of `total` over all ranks and passes divided by the sum of `weight`: an item with a
-    smaller weight moves the model less, whatever else is in its batch.
+    smaller weight moves the model less, whatever else is in its batch. For a family with `loss_weights` it is the sum
+    of weight x mean over its losses, each mean the sum of the first column of `parts` divided by that of the second.
 
     Attributes:
         total: Sum of weighted item losses, a scalar with gradient.
         weight: Number of items without padding, a scalar.
-        parts: (number of losses, 2) for a family with several losses: sum of each loss and number of its items, both
-            without the weight of the loss. None for other families.
+        parts: (number of losses, 2) for a family with several losses: sum of each loss and number of its items or
+            tokens, both without the weight of the loss. The sums have gradients. None for other families.
         errors: (B,) error of each item before its weight, with gradient, for models of images.
         metrics: (number of metrics, 2) for an objective that measures more than its loss: sum of each metric and number
             of its items.
@@ -48,6 +49,11 @@ class Loss:
     errors: Tensor | None = None
     metrics: Tensor | None = None
     tokens: Tensor | None = None
+
+    def parts_with(self, shares: Tensor) -> Tensor:
+        """The sum of the losses of `parts`, a scalar with gradient. shares: (number of losses,) weight of each sum."""
+        assert self.parts is not None, "a family with loss_weights returns parts"
+        return self.parts[:, 0] @ shares
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainer.config.amounts import GIB
+from trainer.config.families import of as families_of
 from trainer.config.families import trains_on
 from trainer.config.schema import RunConfig
 from trainer.config.sections import RankAdapter
@@ -20,10 +21,13 @@ BITS = {"nf4": 4.25, "int8": 8.25, "fp8": 8.0}
 
 def size_of(cfg: RunConfig) -> Size:
     """Return the input of a pass; reference images add pixels, and both images of a pair are in one pass. Tokens of
-    text count as pixels."""
+    text count as pixels, and a packed token as the pixels of a drawn one, the largest."""
     if trains_on(cfg) == "text":
         return Size(cfg.data.length, cfg.train.micro_batch)
-    references = 1 if cfg.data.references else 0
+    if cfg.data.pack_tokens is not None:
+        known = families_of(cfg.model.family)
+        return Size(cfg.data.pack_tokens * (known.size_multiple if known else 1) ** 2, cfg.train.micro_batch)
+    references = _images_per_reference(cfg) if cfg.data.references else 0
     pair = 1 if cfg.objective.dpo_beta is None else 2
     return Size((1 + references) * cfg.data.resolution**2, pair * cfg.train.micro_batch)
 
@@ -33,7 +37,14 @@ def sample_size_of(cfg: RunConfig) -> Size:
     if trains_on(cfg) == "text":
         return Size(cfg.sample.tokens, 1)
     width, height = cfg.sample.size
-    return Size((2 if cfg.sample.references else 1) * width * height, 1)
+    references = _images_per_reference(cfg) if cfg.sample.references else 0
+    return Size((1 + references) * width * height, 1)
+
+
+def _images_per_reference(cfg: RunConfig) -> int:
+    """Images that the model reads of a reference: models that answer questions also look at it."""
+    known = families_of(cfg.model.family)
+    return 2 if known and known.reads("data.questions") else 1
 
 
 def rank_of(cfg: RunConfig) -> int:

@@ -23,8 +23,9 @@ also drops captions of regularization images, models that read the original size
 for enlarged images, and samples use Euler's method, whatever sampler the model's folder names. In recipes 1 and 2, a
 prompt and its completion are tokenized apart, rows of `messages` are not read, and documents are packed as
 `data.packing: split` does, also for models whose documents then see each other; a config.json that asks for a
-load-balancing loss of routers does not get it; a third stage that goes on with the
-adapter of the second does so on the run's own model, not on the one that the second was given."""
+load-balancing loss of routers does not get it; a third stage that goes on with the adapter of the second does so on the
+run's own model, not on the one that the second was given; a model that draws and answers has one mean over images and
+answers, images in buckets, and samples without the published guidance by images and in one step more."""
 REMEDY = "remove this checkpoint, so that the one before it is taken"
 _NAME = re.compile(r"step-\d{6,}")
 

@@ -103,6 +103,7 @@ def draw(run: RunDir, cfg: RunConfig, world: World) -> Path:
     family = families.make(cfg, cache)
     built = build_model(cfg, family)
     recipe = manifest.RECIPE if source.parent != run.checkpoints else manifest.progress_of(source).recipe
+    family.follow_recipe(recipe)
     drawer = _drawer(cfg, family, world, cache)
     drawer.follow_recipe(recipe)
     read_factors(cfg, initial_file(run))

@@ -24,7 +24,7 @@ from trainer.checkpoint.restore import newest_intact, restore
 from trainer.checkpoint.save import Checkpointer, TrainState
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data.loader import BatchSizes, Loader
+from trainer.data.loader import BatchSizes, Loader, MicroBatch
 from trainer.data.open import open_data
 from trainer.distributed.context import RankContext
 from trainer.distributed.straggler import Stragglers
@@ -69,7 +69,7 @@ from trainer.run.events import (
     ValidationEvent,
 )
 from trainer.run.folder import Request, RunDir
-from trainer.run.manifest import RECIPE, Progress
+from trainer.run.manifest import RECIPE, Progress, complete, progress_of
 from trainer.run.preemption import Preemption
 from trainer.run.prompts import check_prompts, clear_prompts, prompts_in_force, requested_prompts
 from trainer.train.log import RunLog
@@ -82,7 +82,7 @@ SKIPS_IN_A_ROW = 20
 
 @dataclass(frozen=True)
 class Agreed:
-    """The result of the one small reduction of a step, equal on all ranks.
+    """The result of the small reduction after the passes of a step, equal on all ranks.
 
     Attributes:
         loss: Mean over the examples; NaN where it was not finite on some rank.
@@ -134,7 +134,7 @@ class _Sums:
         self.tokens += (loss.weight if loss.tokens is None else loss.tokens).to(self.total)
         measured = [part for part in (loss.parts, loss.metrics) if part is not None]
         if measured:
-            self.parts += torch.cat(measured).to(self.total)
+            self.parts += torch.cat(measured).detach().to(self.total)
 
     def numbers(self) -> list[float]:
         """Total, weight, tokens and the flattened parts."""
@@ -187,6 +187,8 @@ class Trainer:
         self.log = RunLog(run, world, emit, before)
         self.family = families.make(cfg, cache)
         self.objective = preferences.make(cfg, self.family)
+        self._recipe = self._recipe_of_run()
+        self.family.follow_recipe(self._recipe)
         for warning in (*self.family.warnings(cfg), *self.objective.warnings(cfg)):
             self.log.warn(warning)
         built = build_model(cfg, self.family)
@@ -221,7 +223,6 @@ class Trainer:
         self.oom_context = OomContext(self.model, self.family.shard.blocks, cfg.train.compile, world.heartbeat)
         self._validated = (-1, math.nan)  # the step, its validation loss
         saved = None if newest is None else self._resume(newest)
-        self._recipe = RECIPE if saved is None else saved.recipe
         self._batch_sizes = BatchSizes.after(saved, cfg.train.batch_size)
         self.loader = self._make_loader(saved)
         self.num_steps = self._find_length(context)
@@ -283,6 +284,7 @@ class Trainer:
         micro_batches = self.loader.micro_batches(self.step)
         self.clock.mark(DATA)
         sums = _Sums.zero(self._num_parts, torch.empty(0, device=world.device))
+        shares = self._shares(micro_batches)
         for i, micro_batch in enumerate(micro_batches):
             if len(micro_batches) > 1:  # it visits every module, and a single pass always reduces
                 sync_gradients(self.model, i == len(micro_batches) - 1, self._shards_gradients)
@@ -292,7 +294,8 @@ class Trainer:
             self.clock.mark(FORWARD)
             self.oom_context.enter(BACKWARD)
             # FSDP averages over ranks; the loss of the step is a sum over them.
-            (loss.total * (world.size / batch_size)).backward()  # type: ignore[no-untyped-call]
+            mine = loss.total / batch_size if shares is None else loss.parts_with(shares)
+            (mine * world.size).backward()  # type: ignore[no-untyped-call]
             self.clock.mark(BACKWARD)
             sums.add(loss)
         agreed = self._agree(*sums.numbers())
@@ -304,6 +307,25 @@ class Trainer:
         self._log_step(agreed, lr, grad_norm, began)
         self.oom_context.enter("the end of a step")
         return agreed
+
+    def _shares(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+        """Weight of each sum of `Loss.parts` in the loss of the step, for a family with `loss_weights`.
+
+        Each mean is over the whole step, so its denominator must be known before the first backward. It follows from
+        the examples, which a rank has read only for itself: one more small reduction, for such families alone.
+        """
+        weights = self.family.loss_weights
+        if not weights:
+            return None
+        counts = [0.0] * len(weights)
+        for micro_batch in micro_batches:
+            for example, weight in zip(micro_batch.examples, micro_batch.weights, strict=True):
+                if weight:
+                    counts = [a + b for a, b in zip(counts, self.family.loss_counts(example), strict=True)]
+        with self.clock.communication():
+            totals = self.world.sum(counts)
+        shares = [weight / total if total else 0.0 for weight, total in zip(weights, totals, strict=True)]
+        return torch.tensor(shares, device=self.world.device)
 
     def _loss(self, examples: Sequence[Example], weights: Sequence[float], rng: SampleRng) -> Loss:
         """The loss of examples that share a batch key; the weight of padding is 0."""
@@ -318,7 +340,7 @@ class Trainer:
         return self.objective.loss(self.family, self.model, on_device, rng)
 
     def _agree(self, total: float, weight: float, tokens: float, *parts: float) -> Agreed:
-        """Reduce once per step: loss, weight, and the flags that all ranks must act on together.
+        """Reduce once after the passes: loss, weight, and the flags that all ranks must act on together.
 
         Args:
             total, weight, tokens, parts: `_Sums.numbers` of this rank.
@@ -338,7 +360,8 @@ class Trainer:
         ]
         with self.clock.communication():
             total, weight, tokens, non_finite, stop, preempted, save, sample, saved, *others = world.sum(mine)
-        own_s, (losses, metrics) = others[: world.size], self._means(others[world.size :])
+        own_s, parts = others[: world.size], tuple(others[world.size :])
+        losses, metrics = self._means(parts)
         if is_rank0:
             # Cleared only where this step answers it: a request that came since waits for the next step.
             answered: dict[Request, float] = {"stop": stop, "save": save, "sample": sample}
@@ -348,7 +371,7 @@ class Trainer:
             if self._own_s and (sentence := self.stragglers.add(own_s)):
                 self.log.warn(sentence, self.step)
         return Agreed(
-            loss=math.nan if non_finite else total / weight,
+            loss=math.nan if non_finite else self._step_loss(total, weight, parts),
             weight=weight,
             tokens=tokens,
             non_finite=int(non_finite),
@@ -372,7 +395,7 @@ class Trainer:
         """
         cfg = self.cfg.optim
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if agreed.weight != self.cfg.train.batch_size:
+        if not self.family.loss_weights and agreed.weight != self.cfg.train.batch_size:
             torch._foreach_mul_(gradients, self.cfg.train.batch_size / agreed.weight)
         grad_norm = clip_gradients(self.parameters, cfg.clip_norm)
         lr = learning_rate(self.step, cfg, self.num_steps)
@@ -443,6 +466,14 @@ class Trainer:
         )
         return of_losses, of_metrics
 
+    def _step_loss(self, total: float, weight: float, parts: Sequence[float]) -> float:
+        """The loss of all ranks' total, weight and parts of `_Sums`, each summed."""
+        weights = self.family.loss_weights
+        if not weights:
+            return total / weight
+        counted = zip(weights, parts[::2], parts[1::2], strict=False)  # metrics follow
+        return sum(weight * part / count for weight, part, count in counted if count)
+
     def _is_stopping(self) -> bool:
         """Whether a request, a signal or the death of torchrun stops the run. Only rank 0 sees requests."""
         requested = self.world.rank == 0 and self.run.requested("stop")
@@ -460,7 +491,7 @@ class Trainer:
                 rng = SampleRng(derived_seed(self.cfg.train.seed, "validation"), (index % count,), self.world.device)
                 sums.add(self._loss((example,), (mine,), rng))
         total, weight, _, *parts = self.world.sum(sums.numbers())
-        mean, (losses, metrics) = total / weight, self._means(parts)
+        mean, (losses, metrics) = self._step_loss(total, weight, parts), self._means(parts)
         self._validated = (self.step, mean)
         is_entropy = self.data.unit == "tokens" and not self.objective.metrics
         perplexity = perplexity_of(mean) if is_entropy else math.nan
@@ -569,6 +600,12 @@ class Trainer:
             reshard(self.model)
         for module in (*self._dropouts, *self._noises):
             module.train()
+
+    def _recipe_of_run(self) -> int:
+        """The recipe that the run began with: the data are encoded by it, before the checkpoint is read."""
+        saved = complete(self.run.checkpoints) if self.world.rank == 0 else []
+        recipe: int = self.world.gather(progress_of(saved[-1]).recipe if saved else RECIPE)[0]
+        return recipe
 
     def _newest_checkpoint(self) -> Path | None:
         newest, problems = newest_intact(self.run.checkpoints, self.world)

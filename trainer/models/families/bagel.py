@@ -1,8 +1,6 @@
-"""BAGEL: one network that draws images from captions and answers questions about images (arXiv 2505.14683).
+"""BAGEL: one network that draws images and writes text, in sequences of both (arXiv 2505.14683).
 
-Example keys of an image: "latents" (C, H/8, W/8) fp32, normalised; "caption" (t,) int64 token ids, t = 0 without a
-caption. Example keys of a question: "pixels" (3, H, W) fp32 in [-1, 1], "question" (t,) and "answer" (t,) token ids. A
-Batch holds the examples one by one ("0.latents", "0.caption", "1.pixels" and so on); the loss packs them.
+`parts/bagel_sequences.py` says what its examples hold.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -21,12 +19,19 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from trainer.config.errors import InputError
-from trainer.config.sections import MODEL_WORDS, CompleteSample, ModelConfig, ObjectiveConfig, SampleConfig
-from trainer.models.base import FLOW_FIELDS, LoadModule, MultimodalFamily, TextLength
-from trainer.models.objectives import Batch, Example, Loss, Shift, add_noise, draw_sigma, squared_error, velocity
+from trainer.config.schema import RunConfig
+from trainer.config.sections import (
+    MODEL_WORDS,
+    CompleteSample,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    SampleConfig,
+)
+from trainer.models.base import FLOW_FIELDS, LoadModule, MultimodalFamily, SequencePart, TextLength, references_of
+from trainer.models.objectives import Batch, Example, Loss, Shift
 from trainer.models.parts.bagel_network import (
     BAGEL_7B_MOT,
     BLOCKS,
@@ -40,13 +45,21 @@ from trainer.models.parts.bagel_packing import (
     PATCH,
     DrawnPiece,
     Marks,
-    Packed,
     Piece,
     SeenPiece,
     TextPiece,
     pack,
     sequences_of,
     unpatched,
+)
+from trainer.models.parts.bagel_sequences import (
+    add_noise_to,
+    clean_pieces,
+    joined,
+    loss_counts,
+    loss_parts,
+    sequences_in,
+    size_within,
 )
 from trainer.models.parts.flow_matching import denoise, euler_scheduler, spaced_sigmas
 from trainer.models.parts.folder import ModelFolder, check_architecture, fill_random, open_folder, write_tiny
@@ -57,7 +70,8 @@ from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, n
 from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, vae_config
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
-from trainer.weights.files import Fused, WeightFiles
+from trainer.run.manifest import RECIPE
+from trainer.weights.files import Fused, WeightFiles, safetensors_in
 
 COMPONENT = "transformer"
 WEIGHTS = "ema"
@@ -69,7 +83,17 @@ LATENT_PIXELS = 8
 SAMPLER = {"shift": 3.0}
 """Timestep shift of the published sampler."""
 GUIDED_ABOVE = 0.4
-"""Share of noise above which the published sampler applies guidance."""
+"""Share of noise above which the published app applies guidance to a prompt; to an edit it always does."""
+IMAGE_GUIDANCE = 2.0
+"""Guidance by images of an edit in the published app."""
+PROMPT_GUIDANCE = 1.5
+"""Guidance by images of a prompt without one in the published app, where it multiplies the guidance by text."""
+SHORTEST_SEEN = 378 / 980
+"""Shortest side of an image that is looked at, of `data.seen_resolution`."""
+SHORTEST_DRAWN = 512 / 1024
+"""Shortest side of an image that is drawn, of `data.resolution`."""
+MOST_SEEN = 2_007_040
+"""Most pixels of the images that a conversation looks at, together."""
 BLANK_ANSWER = 64
 """Tokens of the answer in memory plans."""
 ARCHITECTURES = {"7b-mot": BAGEL_7B_MOT}
@@ -94,7 +118,9 @@ class BagelFamily(MultimodalFamily):
             r"vision\.layers\.\d+\.(to_q|to_k|to_v|to_out|up|down)",
         )
     }
-    objective_fields = FLOW_FIELDS | {"text_weight"}
+    objective_fields = FLOW_FIELDS | {"mse_weight", "text_weight", "token_weight"}
+    reads_references = True
+    in_buckets = False
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
     model_files: ClassVar = {"llm_config.json": ("", ""), "vit_config.json": ("", "")}
@@ -119,12 +145,22 @@ class BagelFamily(MultimodalFamily):
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
-        self._folder = open_folder(model, ARCHITECTURES, self._write_tiny)
-        config = self._folder.read("config.json")
+        folder = open_folder(model, ARCHITECTURES, self._write_tiny)
+        self._folder = replace(folder, expects=f"a folder of BAGEL with {', '.join(FOLDER)}")
+        config = _config(self._folder)
         self.sizes = _sizes(self._folder, config)
         self._vae = _vae_config(config)
+        self._recipe = RECIPE
         described = {name: _described(sizes) for name, sizes in ARCHITECTURES.items()}
         check_architecture(model, self._folder, described, _described(self.sizes))
+
+    def follow_recipe(self, recipe: int) -> None:
+        self._recipe = recipe
+
+    @property
+    def loss_weights(self) -> tuple[float, ...]:  # type: ignore[override]
+        """Empty before recipe 3, which had one mean over images and answers."""
+        return () if self._recipe < 3 else (self.objective.mse_weight, self.objective.text_weight)
 
     @property
     def model_spec(self) -> str:
@@ -140,14 +176,28 @@ class BagelFamily(MultimodalFamily):
 
     def component_config(self, component: str) -> Mapping[str, Any]:
         """The configs of the folder. The network here has no dropout, whatever they ask for."""
-        return {name: self._folder.read(name) for name in ("config.json", *NEEDED)}
+        return {"config.json": _config(self._folder)} | {name: self._folder.read(name) for name in NEEDED}
 
     def build(self, component: str) -> Bagel:
         with torch.device("meta"):
             return Bagel(self.sizes)
 
     def weights(self, component: str) -> WeightFiles:
+        self._check_vision_layers()
         return self._folder.denoiser_weights("", self.build(component), self.layout(component), WEIGHTS)
+
+    def _check_vision_layers(self) -> None:
+        """Refuse a config of the encoder that already lacks the layer which is never run."""
+        count = self.sizes.vision.num_layers
+        begin = f"vit_model.vision_model.encoder.layers.{count}."
+        stored = WeightFiles.read(safetensors_in(self.folder, WEIGHTS)).entries
+        if any(name.startswith(begin) for name in stored):
+            raise InputError(
+                f"{self.folder / 'vit_config.json'}: num_hidden_layers is {count + 1}, and {WEIGHTS}.safetensors has "
+                f"all of these layers. The model never runs the last one, and the file of the published model does not "
+                f"hold it: set num_hidden_layers to {count + 2} if the last layer was left out of both, or else remove "
+                f"the tensors {begin}* from the file"
+            )
 
     def layout(self, component: str) -> tuple[Fused, ...]:
         return published_layout(self.build(component))
@@ -177,6 +227,11 @@ class BagelFamily(MultimodalFamily):
             )
         return Marks(*(known[mark] for mark in MARKS))
 
+    def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
+        ignored = cfg.data.max_aspect != type(cfg.data).model_fields["max_aspect"].default and self._recipe >= 3
+        message = "data.max_aspect: has no effect; images of any shape are drawn whole, without buckets"
+        return (*super().warnings(cfg), *([message] if ignored else []))
+
     def text_encoder(self, load: LoadModule) -> Any:
         """Return None: the network reads token ids."""
         return None
@@ -198,16 +253,54 @@ class BagelFamily(MultimodalFamily):
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
         return {"latents": encode_latents(encoder, image)[0].cpu()}
 
-    def seen_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
-        """Whole patches; never larger than the image, the encoder's grid or the area `resolution`^2."""
-        patch, longest = self.sizes.vision.patch_size, self.sizes.vision.max_side
-        scale = min(1.0, resolution / math.sqrt(width * height), longest * patch / max(width, height))
-        columns, rows = (min(longest, max(1, round(side * scale / patch))) for side in (width, height))
-        return columns * patch, rows * patch
+    def drawn_size(self, width: int, height: int, resolution: int) -> tuple[int, int] | None:
+        if self._recipe < 3:
+            return None
+        longest = min(resolution, self.longest_side) // self.size_multiple * self.size_multiple
+        shortest = round(longest * SHORTEST_DRAWN)
+        return size_within((width, height), longest, shortest, self.size_multiple, math.inf)
 
-    def encode_question(self, image: Image.Image, question: str, answer: str) -> Example:
-        pixels = pixels_of(image, torch.device("cpu"))[0]
-        return {"pixels": pixels, "question": self._ids(question), "answer": self._ids(answer)}
+    def seen_size(self, width: int, height: int, cfg: DataConfig, count: int = 1) -> tuple[int, int]:
+        patch, side = self.sizes.vision.patch_size, self.sizes.vision.max_side
+        if self._recipe < 3:  # never larger than the image, the encoder's grid or the area `resolution`^2
+            scale = min(1.0, cfg.resolution / math.sqrt(width * height), side * patch / max(width, height))
+            columns, rows = (min(side, max(1, round(length * scale / patch))) for length in (width, height))
+            return columns * patch, rows * patch
+        longest = min(cfg.seen_resolution // patch, side) * patch
+        shortest = round(longest * SHORTEST_SEEN)
+        return size_within((width, height), longest, shortest, patch, MOST_SEEN / count)
+
+    def encode_seen(self, image: Image.Image) -> Tensor:
+        return pixels_of(image, torch.device("cpu"))[0]
+
+    def encode_sequence(self, parts: Sequence[SequencePart]) -> Example:
+        return {f"{number}.{part.kind}": self._content(part) for number, part in enumerate(parts)}
+
+    def _content(self, part: SequencePart) -> Tensor:
+        match part.content:
+            case str():
+                return self._ids(part.content)
+            case Image.Image():
+                return self.encode_seen(part.content)
+            case Tensor():
+                return part.content
+        return torch.zeros(0, dtype=torch.int64)
+
+    def count_tokens(self, parts: Sequence[SequencePart]) -> int:
+        total = 0
+        for part in parts:
+            if isinstance(part.content, str):
+                total += len(self._ids(part.content)) + 2
+            elif isinstance(part.content, tuple):
+                side = self.sizes.vision.patch_size if part.kind == "seen" else self.size_multiple
+                total += (part.content[0] // side) * (part.content[1] // side) + 2
+        return total
+
+    def pack_examples(self, examples: Mapping[int, Example]) -> Example:
+        return joined(examples)
+
+    def loss_counts(self, example: Example) -> tuple[float, ...]:
+        return loss_counts(example, self.objective.token_weight)
 
     def batch_key(self, example: Example) -> Hashable:
         """Return one key: all examples may share a batch."""
@@ -217,39 +310,29 @@ class BagelFamily(MultimodalFamily):
         return {f"{n}.{key}": tensor for n, example in enumerate(examples) for key, tensor in example.items()}
 
     def sample_rows(self, batch: Batch) -> Mapping[str, Tensor]:
-        items = _items(batch)
-        clean = {n: DrawnPiece(item["latents"], torch.zeros(())) for n, item in enumerate(items) if "latents" in item}
-        rows = sequences_of(_sequences(items, clean), self.marks, self.sizes)
+        sequences = sequences_in(batch)
+        rows = sequences_of([clean_pieces(one) for one in sequences], self.marks, self.sizes)
+        items = torch.tensor([one.item for one in sequences])
+        seen, drawn = items[rows.seen], items[rows.drawn]
         return {
-            r"layers\.\d+\.understanding\..+": torch.cat([rows.text, rows.seen]),
-            r"layers\.\d+\.generation\..+|latent_(in|out)|timestep\..+": rows.drawn,
+            r"layers\.\d+\.understanding\..+": torch.cat([items[rows.text], seen]),
+            r"layers\.\d+\.generation\..+|latent_(in|out)|timestep\..+": drawn,
             # The encoder runs on every rank; without an image, on one empty row.
-            r"vision(_connector)?\..+": rows.seen if len(rows.seen) else torch.zeros(1, dtype=torch.int64),
-            "text_out": rows.predicted,
+            r"vision(_connector)?\..+": seen if len(seen) else torch.zeros(1, dtype=torch.int64),
+            "text_out": items[rows.predicted],
         }
 
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        """Mean squared error of an image's velocity, and mean cross-entropy of a question's answer."""
+        """Mean squared error of the velocity of each latent token, and cross-entropy of each token of learned text."""
         weight = batch["weight"]
-        items = _items(batch)
-        images = {n: self._noisy(item["latents"], rng.of(n)) for n, item in enumerate(items) if "latents" in item}
-        drawn = {n: image.piece for n, image in images.items()}
-        packed = pack(_sequences(items, drawn), self.marks, self.sizes)
-        logits, velocities = model[COMPONENT](**packed.arguments)
-        errors = _answer_errors(logits, packed, [len(item.get("answer", ())) + 1 for item in items])
-        begin = 0
-        for n, image in images.items():
-            end = begin + image.num_patches
-            error = image.error(velocities[begin:end], items[n].get("mask"))
-            errors = errors.index_add(0, packed.arguments["text"].new_tensor([n]), error)
-            begin = end
-        kinds = errors.new_tensor([[n in images, n not in images] for n in range(len(items))])
-        summed = errors * weight
-        parts = torch.stack([summed.detach() @ kinds, (weight > 0).to(kinds.dtype) @ kinds], dim=1)
-        weights = kinds @ errors.new_tensor([1.0, self.objective.text_weight])
-        # A pass may hold no image to draw, but ranks wait for each other in all parts of the network.
-        total = (summed * weights).sum() + velocities[:0].float().sum()
-        return Loss(total, weight.count_nonzero(), parts)
+        noisy = add_noise_to(sequences_in(batch), self.objective, self.shift, rng)
+        packed = pack(noisy.pieces, self.marks, self.sizes)
+        outputs = model[COMPONENT](**packed.arguments)
+        is_former = self._recipe < 3
+        token_weight = "item" if is_former else self.objective.token_weight
+        parts = loss_parts(noisy, packed, outputs, weight, token_weight)
+        weights = parts.new_tensor((1.0 if is_former else self.objective.mse_weight, self.objective.text_weight))
+        return Loss(parts[:, 0] @ weights, weight.count_nonzero(), parts)
 
     @torch.no_grad()
     def draw(
@@ -262,28 +345,47 @@ class BagelFamily(MultimodalFamily):
         rng: SampleRng,
     ) -> Image.Image:
         """Draw with the published sampler's guidance: off near the end, and never longer than the unguided velocity."""
+        if self._recipe < 3:
+            cfg = cfg.model_copy(update={"image_guidance": 1.0})
         device = device_of(encoder)
-        width, height = (side // LATENT_PIXELS for side in cfg.size)
-        caption = text["caption"].to(device)
-        other = caption[:0] if negative is None else negative["caption"].to(device)
+        source = self._source(text, device)
+        height, width = (side // LATENT_PIXELS for side in cfg.size[::-1])
+        if references := references_of(text):  # an edit has the size of its source
+            height, width = references[0].shape[1:]
+        captions = [text["caption"], text["caption"][:0] if negative is None else negative["caption"]]
+        with_text, without_text = ([TextPiece(ids.to(device))] if len(ids) else [] for ids in captions)
 
-        def velocity_of(latents: Tensor, sigma: Tensor, caption: Tensor) -> Tensor:
-            packed = pack([_drawing(caption, DrawnPiece(latents[0], sigma[0]))], self.marks, self.sizes)
+        def velocity_of(latents: Tensor, sigma: Tensor, condition: Sequence[Piece]) -> Tensor:
+            packed = pack([[*condition, DrawnPiece(latents[0], sigma[0])]], self.marks, self.sizes)
             _, velocities = model[COMPONENT](**packed.arguments)
-            return unpatched(velocities.float(), height, width)[None]
+            found: Tensor = velocities[-(height * width // PATCH**2) :].float()
+            return found
 
         def predict(latents: Tensor, sigma: Tensor) -> Tensor:
-            positive = velocity_of(latents, sigma, caption)
-            if cfg.guidance <= 1 or float(sigma) <= GUIDED_ABOVE:
-                return positive
-            without = velocity_of(latents, sigma, other)
-            guided = without + cfg.guidance * (positive - without)
-            shortened: Tensor = guided * (positive.norm() / (guided.norm() + 1e-8)).clamp(max=1)
-            return shortened
+            found = velocity_of(latents, sigma, [*source, *with_text])
+            if cfg.guidance > 1 and (source or float(sigma) > GUIDED_ABOVE):
+                without = velocity_of(latents, sigma, [*source, *without_text])
+                unseen = velocity_of(latents, sigma, with_text) if source and _image_guidance(cfg, True) > 1 else found
+                found = _guided(found, without, unseen, cfg, bool(source))
+            return unpatched(found, height, width)[None]
 
         noise = rng.normal("sample", (self._vae["latent_channels"], height, width)).to(device)
-        scheduler = euler_scheduler(SAMPLER, cfg.steps, device, sigmas=spaced_sigmas(cfg.steps))
+        # The published app counts both ends of the steps.
+        steps = cfg.steps if self._recipe < 3 else max(1, cfg.steps - 1)
+        scheduler = euler_scheduler(SAMPLER, steps, device, sigmas=spaced_sigmas(steps))
         return decode_latents(encoder, denoise(scheduler, noise, predict))
+
+    def _source(self, text: Example, device: torch.device) -> tuple[Piece, ...]:
+        """The image before the edit: its clean latents, then the view of it."""
+        zero = torch.zeros((), device=device)
+        return tuple(
+            piece
+            for number, latents in enumerate(references_of(text))
+            for piece in (
+                DrawnPiece(latents.to(device), zero, clean=True),
+                SeenPiece(text[f"seen_{number}"].to(device)),
+            )
+        )
 
     @torch.no_grad()
     def answer(self, model: nn.ModuleDict, image: Image.Image, question: str, cfg: SampleConfig, rng: SampleRng) -> str:
@@ -304,14 +406,16 @@ class BagelFamily(MultimodalFamily):
         """A question about an image of that size, which takes more memory than drawing it.
 
         The image has any shape with about as many patches: if sides were rounded, twice the pixels would not be
-        twice the patches.
+        twice the patches. What is much more than the encoder's grid is a question about several images.
         """
         patch, longest = self.sizes.vision.patch_size, self.sizes.vision.max_side
         count, sides = width * height / patch**2, range(1, longest + 1)
-        rows, columns = min(product(sides, sides), key=lambda grid: abs(grid[0] * grid[1] - count))
-        ids = torch.zeros(text_tokens, dtype=torch.int64)
+        images = max(1, round(count / longest**2))
+        rows, columns = min(product(sides, sides), key=lambda grid: abs(grid[0] * grid[1] - count / images))
         pixels = torch.zeros(3, rows * patch, columns * patch)
-        return {"pixels": pixels, "question": ids, "answer": ids.new_zeros(BLANK_ANSWER)}
+        ids = torch.zeros(text_tokens, dtype=torch.int64)
+        seen = {f"{number}.seen": pixels for number in range(images)}
+        return {**seen, f"{images}.text": ids, f"{images + 1}.learned": ids.new_zeros(BLANK_ANSWER)}
 
     @classmethod
     def published(cls, architecture: str) -> dict[str, Any]:
@@ -324,14 +428,6 @@ class BagelFamily(MultimodalFamily):
     def _ids(self, text: str) -> Tensor:
         return torch.tensor(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
 
-    def _noisy(self, latents: Tensor, rng: SampleRng) -> _Noisy:
-        """Add noise to an image. latents: (C, h, w).  rng: the image's random numbers."""
-        num_patches = latents.shape[1] * latents.shape[2] // PATCH**2
-        sigma = draw_sigma(self.objective, self.shift, num_patches, rng)
-        noise = rng.normal("noise", latents.shape)
-        noisy = add_noise(latents[None], noise, sigma)[0]
-        return _Noisy(DrawnPiece(noisy, sigma[0]), velocity(latents, noise[0]), num_patches)
-
     def _write_tiny(self) -> Path:
         configs = self.tiny()
         return write_tiny(self.cache, "bagel", TINY_VERSION, configs, lambda folder: _write_tiny(folder, configs))
@@ -340,47 +436,39 @@ class BagelFamily(MultimodalFamily):
 FAMILY = BagelFamily
 
 
-@dataclass(frozen=True)
-class _Noisy:
-    """A noisy image to train on. target: its velocity, (C, h, w)."""
-
-    piece: DrawnPiece
-    target: Tensor
-    num_patches: int
-
-    def error(self, velocities: Tensor, mask: Tensor | None) -> Tensor:
-        """The image's error, (1,). velocities: (patches, values of a patch).  mask: (h, w), the loss's."""
-        prediction = unpatched(velocities.float(), *self.target.shape[1:])
-        return squared_error(prediction[None], self.target[None], None if mask is None else mask[None])
+def _image_guidance(cfg: CompleteSample, has_source: bool) -> float:
+    if cfg.image_guidance is not None:
+        return cfg.image_guidance
+    return IMAGE_GUIDANCE if has_source else PROMPT_GUIDANCE
 
 
-def _items(batch: Batch) -> list[Example]:
-    items: list[Example] = [{} for _ in batch["weight"]]
-    for key, tensor in batch.items():
-        number, dot, name = key.partition(".")
-        if dot:
-            items[int(number)][name] = tensor
-    return items
+def _guided(found: Tensor, without: Tensor, unseen: Tensor, cfg: CompleteSample, has_source: bool) -> Tensor:
+    """The published app's guidance, never longer than the velocity without guidance.
+
+    Args:
+        found: Velocity given text and image, (tokens, values of a token).
+        without: Velocity given the image alone.
+        unseen: Velocity given the text alone.
+        cfg: Scales of both guidances.
+        has_source: For an edit each token is shortened by itself, before the guidance by images; else all together.
+    """
+    scale = _image_guidance(cfg, has_source)
+    by_text = without + cfg.guidance * (found - without)
+    if has_source:
+        by_text = _shortened(by_text, found.norm(dim=-1, keepdim=True), by_text.norm(dim=-1, keepdim=True))
+    guided = unseen + scale * (by_text - unseen) if scale > 1 else by_text
+    return guided if has_source else _shortened(guided, found.norm(), guided.norm())
 
 
-def _sequences(items: Sequence[Example], drawn: Mapping[int, DrawnPiece]) -> list[list[Piece]]:
-    """The pieces of each item. drawn: {index of an item: the image that it is trained to draw}."""
-    return [_drawing(item["caption"], drawn[n]) if n in drawn else _looking(item) for n, item in enumerate(items)]
+def _shortened(guided: Tensor, norm: Tensor, guided_norm: Tensor) -> Tensor:
+    return guided * (norm / (guided_norm + 1e-8)).clamp(max=1)
 
 
-def _drawing(caption: Tensor, image: DrawnPiece) -> list[Piece]:
-    return [*([TextPiece(caption)] if len(caption) else []), image]
-
-
-def _looking(item: Example) -> list[Piece]:
-    return [SeenPiece(item["pixels"]), TextPiece(item["question"]), TextPiece(item["answer"], learned=True)]
-
-
-def _answer_errors(logits: Tensor, packed: Packed, lengths: Sequence[int]) -> Tensor:
-    """Mean cross-entropy of each answer, 0 for an image: (B,). lengths: tokens of the answers with their ends."""
-    losses = F.cross_entropy(logits.float(), packed.labels, reduction="none")
-    sums = losses.new_zeros(len(lengths)).index_add(0, packed.label_sequences, losses)
-    return sums / sums.new_tensor(lengths)
+def _config(folder: ModelFolder) -> dict[str, Any]:
+    """The folder's config.json. The original program needs none: without it the published values hold."""
+    if (folder.path / "llm_config.json").is_file() and not (folder.path / "config.json").exists():
+        return dict(BagelFamily.published(DEFAULT_ARCHITECTURE)["config.json"])
+    return folder.read("config.json")
 
 
 def _sizes(folder: ModelFolder, config: Mapping[str, Any]) -> BagelSizes:
@@ -446,6 +534,8 @@ def _described(sizes: BagelSizes) -> str:
     return f"{sizes.num_layers} layers of width {sizes.width}, {sizes.vision.num_layers} of its encoder"
 
 
+FOLDER = ("llm_config.json", "vit_config.json", f"{WEIGHTS}.safetensors", VAE_FILE, "a tokenizer")
+"""What a folder of the model has."""
 NEEDED = {
     "llm_config.json": (
         "hidden_size",

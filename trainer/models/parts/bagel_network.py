@@ -1,9 +1,9 @@
 """BAGEL's network: a decoder that reads text and images and draws latents, in one sequence (arXiv 2505.14683).
 
-Each token is text, a patch of a seen image, or a patch of noisy latents. All tokens attend to each other as the mask
-allows; every other weight belongs to one of two experts: `understanding` for text and seen images, `generation` for
-latents. Tokens are kept in that order, so that no layer scatters or gathers; the mask and `positions` hold where a
-token is in its sequence.
+Each token is text, a patch of a seen image, or a patch of latents, noisy or clean. All tokens attend to each other as
+the mask allows; every other weight belongs to one of two experts: `understanding` for text and seen images,
+`generation` for latents. Tokens are kept in that order, so that no layer scatters or gathers; the mask and `positions`
+hold where a token is in its sequence.
 
 Shapes: T text tokens, P patches of seen images, N patches of latents, S = T + P + N, D the width.
 """
@@ -139,7 +139,7 @@ class Bagel(nn.Module):
             patch_rows: `rows` for the patches of each seen image.
             patch_back: `back` for these patches.
             patch_mask: (images, 1, L) whether an entry of `patch_rows` is a patch, not padding.
-            latents: (N, latent numbers), noisy, by row, column and channel.
+            latents: (N, latent numbers), noisy or clean, by row, column and channel.
             latent_cells: (N,) cell in the image's grid, row x `latent_side` + column.
             sigma: (N,) share of noise, 0 = data, 1 = noise.
             positions: (S,) positions for rotary embeddings.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -52,18 +52,26 @@ class SeenPiece:
 
 @dataclass(frozen=True)
 class DrawnPiece:
-    """An image that is drawn.
+    """Latents of an image: one that is drawn, or a clean one that later pieces see.
 
     Attributes:
-        latents: (C, H, W), noisy, sides in multiples of 2.
-        sigma: () share of noise.
+        latents: (C, H, W), sides in multiples of 2; noisy if it is drawn.
+        sigma: () share of noise; 0 for a clean image.
+        clean: Whether later pieces see it. An image that is drawn is seen only by itself, and takes no position: the
+            next piece has its position again.
     """
 
     latents: Tensor
     sigma: Tensor
+    clean: bool = False
 
 
-Piece = TextPiece | SeenPiece | DrawnPiece
+@dataclass(frozen=True)
+class GapPiece:
+    """The position of an image that was left out of a condition. It has no tokens."""
+
+
+Piece = TextPiece | SeenPiece | DrawnPiece | GapPiece
 
 
 @dataclass(frozen=True)
@@ -74,18 +82,20 @@ class Packed:
         arguments: Arguments of the network's `forward`.
         labels: (K,) the token that each of its logits must predict.
         label_sequences: (K,) index of the sequence of each label.
+        lengths: Number of labels of each learned text, in order: its tokens and its end.
     """
 
     arguments: dict[str, Tensor]
     labels: Tensor
     label_sequences: Tensor
+    lengths: tuple[int, ...]
 
 
 def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) -> Packed:
     """Pack sequences that do not see each other. All tensors of the pieces must be on one device.
 
     The tokens of a text have one position each; all of an image is at one position. As in the model's training, an
-    image that is being drawn is seen only by its own piece, and is therefore the last piece.
+    image that is being drawn is seen only by its own piece, and what follows has its position.
 
     Raises:
         ValueError: An image is larger than the model's grid.
@@ -112,7 +122,8 @@ def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) 
     arguments |= dict(zip(("patch_rows", "patch_back"), _rows(range(len(seen)), seen), strict=True))
     arguments["patch_mask"] = _is_token(arguments["patch_rows"], arguments["patch_back"])[:, None]
     labels = torch.cat([one[:0], *(part.content[1:] for _, part in learned)])
-    return Packed(arguments, labels, _owners(one, (part for _, part in learned), skipped=1))
+    lengths = tuple(len(part) - 1 for _, part in learned)
+    return Packed(arguments, labels, _owners(one, (part for _, part in learned), skipped=1), lengths)
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,7 @@ class Owners:
     Attributes:
         text: (text tokens,).
         seen: (patches of seen images,).
-        drawn: (patches of drawn images,).
+        drawn: (patches of latents,).
         predicted: (K,).
     """
 
@@ -199,7 +210,7 @@ class _Part:
 def _collected(
     sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes
 ) -> tuple[list[_Part], list[_Part], list[_Part]]:
-    """The parts of texts, of seen images and of drawn images."""
+    """The parts of texts, of seen images and of latents."""
     texts: list[_Part] = []
     seen: list[_Part] = []
     drawn: list[_Part] = []
@@ -207,6 +218,9 @@ def _collected(
         index = position = 0
         for number, piece in enumerate(pieces):
             at = _At(sequence, number, index, position)
+            if isinstance(piece, GapPiece):
+                position += 1
+                continue
             if isinstance(piece, TextPiece):
                 texts.append(_text(piece, at, marks))
                 index, position = index + len(texts[-1]), position + len(texts[-1])
@@ -214,7 +228,7 @@ def _collected(
             images = seen if isinstance(piece, SeenPiece) else drawn
             images.append(_seen(piece, at, sizes) if isinstance(piece, SeenPiece) else _drawn(piece, at, sizes))
             texts += _marked(images[-1], at, marks)
-            index, position = index + len(images[-1]) + 2, position + 1
+            index, position = index + len(images[-1]) + 2, position + (0 if images[-1].is_noisy else 1)
     return texts, seen, drawn
 
 
@@ -272,23 +286,23 @@ def _text(piece: TextPiece, at: _At, marks: Marks) -> _Part:
 def _seen(piece: SeenPiece, at: _At, sizes: BagelSizes) -> _Part:
     size = sizes.vision.patch_size
     rows, columns = (side // size for side in piece.pixels.shape[1:])
-    return _image(patched(piece.pixels, size), at, rows, columns, sizes.vision.max_side, None)
+    return _image(patched(piece.pixels, size), at, rows, columns, sizes.vision.max_side)
 
 
 def _drawn(piece: DrawnPiece, at: _At, sizes: BagelSizes) -> _Part:
     rows, columns = (side // PATCH for side in piece.latents.shape[1:])
-    return _image(patched(piece.latents), at, rows, columns, sizes.latent_side, piece.sigma)
+    part = _image(patched(piece.latents), at, rows, columns, sizes.latent_side)
+    return replace(part, sigma=piece.sigma, is_noisy=not piece.clean)
 
 
-def _image(patches: Tensor, at: _At, rows: int, columns: int, side: int, sigma: Tensor | None) -> _Part:
-    """The part of an image. side: cells per side of the largest grid."""
+def _image(patches: Tensor, at: _At, rows: int, columns: int, side: int) -> _Part:
+    """The part of an image without noise. side: cells per side of the largest grid."""
     if max(rows, columns) > side:
         raise ValueError(f"an image of {rows} x {columns} patches is larger than the model's {side} x {side}")
     steps = torch.arange(len(patches), device=patches.device)
     grid = steps // columns * side + steps % columns
     positions = torch.full_like(steps, at.position)
-    noise = patches.new_zeros(()) if sigma is None else sigma
-    return _Part(at, patches, at.index + 1 + steps, positions, grid, noise, True, sigma is not None)
+    return _Part(at, patches, at.index + 1 + steps, positions, grid, patches.new_zeros(()), in_image=True)
 
 
 def _marked(image: _Part, at: _At, marks: Marks) -> list[_Part]:

@@ -1,0 +1,232 @@
+"""Rows with text and images: what each form becomes, and what is said of one that cannot be used."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from trainer.config.errors import InputError
+from trainer.config.sections import DataConfig
+from trainer.data import question_files
+from trainer.data.image_io import load_resized, read_header
+from trainer.data.question_files import Questions
+from trainer.data.sequence_rows import EditChain, Part, TextPart
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, size in (("a", (64, 48)), ("b", (32, 32))):
+        Image.new("RGB", size, "red").save(tmp_path / f"{name}.png")
+    return tmp_path
+
+
+def read(file: Path, **changes: Any) -> Questions:
+    return question_files.of_config(DataConfig(questions=str(file), **changes))
+
+
+def written(folder: Path, *rows: Any) -> Path:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def described(parts: Sequence[Part]) -> list[tuple[str, ...]]:
+    """Each text with whether it is learned and kept, each image with its way."""
+    return [
+        (part.texts[0], *(["learned"] if part.learned else []), *(["kept"] if part.kept else []))
+        if isinstance(part, TextPart)
+        else (part.image.path.name, part.way, *(["kept"] if part.kept else []))
+        for part in parts
+    ]
+
+
+def first(choices: int) -> int:
+    return 0
+
+
+def test_every_form_of_a_row_becomes_a_sequence(folder: Path) -> None:
+    file = written(
+        folder,
+        {"image": "a.png", "question": " What is it? ", "answer": "A fox."},
+        {
+            "image": ["a.png", "b.png"],
+            "conversations": [
+                {"from": "human", "value": "<image>\n<image> Which is red?"},
+                {"from": "gpt", "value": "The first."},
+                {"from": "human", "value": "Sure?"},
+                {"from": "gpt", "value": "Yes."},
+            ],
+        },
+        {
+            "images": ["b.png"],
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Look: <image>"},
+                {"role": "assistant", "content": "Red."},
+            ],
+        },
+        {
+            "sequence": [
+                {"text": "Think.", "keep": True},
+                {"image": "a.png", "as": "both"},
+                {"text": ["Make it blue.", "Blue, please."]},
+                {"text": "It becomes blue.", "learned": True},
+                {"image": "b.png", "as": "drawn"},
+                {"image": "b.png", "as": "clean", "keep": True},
+                {"image": "b.png"},
+            ]
+        },
+        {"sequence": [{"text": "Only text.", "learned": True}]},
+    )
+    assert [described(row.sequence(first)) for row in read(file).train] == [
+        [("a.png", "seen"), ("What is it?",), ("A fox.", "learned")],
+        [
+            ("a.png", "seen"),
+            ("b.png", "seen"),
+            ("Which is red?",),
+            ("The first.", "learned"),
+            ("Sure?",),
+            ("Yes.", "learned"),
+        ],
+        [("Be brief.",), ("Look:",), ("b.png", "seen"), ("Red.", "learned")],
+        [
+            ("Think.", "kept"),
+            ("a.png", "both"),
+            ("Make it blue.",),
+            ("It becomes blue.", "learned"),
+            ("b.png", "drawn"),
+            ("b.png", "clean", "kept"),
+            ("b.png", "seen"),
+        ],
+        [("Only text.", "learned")],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"image": "c.png", "conversations": [{"from": "human", "value": "<image>?"}]}, "c.png: cannot be read"),
+        (
+            {"image": ["a.png", "b.png"], "conversations": [{"from": "human", "value": "<image>?"}]},
+            "2 images, but 1 <image>; write one where each image belongs",
+        ),
+        (
+            {"image": "a.png", "conversations": [{"from": "human", "value": "<image><image>"}]},
+            "turn 1 has more <image> than the row has images, 1",
+        ),
+        (
+            {"conversations": [{"from": "robot", "value": "hm"}]},
+            "turn 1 of conversations: needs from, one of gpt, human, assistant, user, system, and value, a text",
+        ),
+        ({"video": "a.mp4", "conversations": []}, "videos are not read; give its frames as images"),
+        ({"messages": [{"role": "user", "content": "hm"}]}, "nothing in it is learned"),
+        ({"sequence": [{"text": "hm"}]}, "nothing in it is learned"),
+        ({"sequence": [{"text": "hm", "image": "a.png"}]}, "part 1 of sequence: needs either text or image"),
+        ({"sequence": [{"image": "a.png", "as": "paint"}]}, "part 1 of sequence: as: 'paint' is not one of seen"),
+        ({"sequence": [{"image": "a.png", "way": "seen"}]}, "part 1 of sequence: 'way' is not one of as, image, keep"),
+        ({"sequence": [{"text": "a", "learned": 1}]}, "part 1 of sequence: learned is true or false, not 1"),
+        ({"sequence": [{"text": []}]}, "part 1 of sequence: text is not a text or a list of alternatives"),
+        ({"sequence": "a"}, '"sequence" is not a list of parts with text or image'),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_with_file_and_line(folder: Path, row: Any, message: str) -> None:
+    file = written(folder, {"sequence": [{"text": "good", "learned": True}]}, row)
+    with pytest.raises(InputError) as error:
+        read(file)
+    assert str(error.value).startswith(f"{file}:2: ")
+    assert message in str(error.value)
+
+
+def test_a_conversation_whose_image_is_missing_may_be_left_out(folder: Path) -> None:
+    turns = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "Red."}]
+    file = written(folder, *({"image": f"{name}.png", "conversations": turns} for name in "ca"))
+    found = read(file, bad_image="warn")
+    assert len(found.train) == 1
+    assert found.warnings[0].startswith(f"left out: {file}:1: ")
+
+
+def bytes_of(color: str, size: tuple[int, int]) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", size, color).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def parquet(file: Path, **columns: list[Any]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), file, row_group_size=2)
+    return file
+
+
+def test_published_parquet_files_hold_edits_and_captioned_images(tmp_path: Path) -> None:
+    colors = ("red", "green", "blue")
+    parquet(
+        tmp_path / "edits.parquet",
+        image_list=[[bytes_of(color, (16 + n, 16)) for color in colors] for n in range(3)],
+        instruction_list=[[["make it green", "green"], ["make it blue"]]] * 3,
+    )
+    parquet(
+        tmp_path / "images.parquet",
+        image=[bytes_of("red", (20, 16)), bytes_of("blue", (24, 16))],
+        captions=[json.dumps({"short": "red", "long": "all red"}), "{}"],
+    )
+    found = read(tmp_path).train
+    assert [type(row).__name__ for row in found] == ["EditChain"] * 3 + ["Row"] * 2
+    last = found[2]
+    assert isinstance(last, EditChain)
+    assert [image.width for image in last.images] == [18, 18, 18]
+    assert described(last.sequence(first)) == [("0", "both"), ("make it green",), ("1", "drawn")]
+    assert load_resized(last.images[1], (2, 2)).getpixel((0, 0)) == (0, 128, 0)
+    assert described(found[3].sequence(lambda count: count - 1)) == [("all red",), ("0", "drawn")]
+    assert described(found[4].sequence(first)) == [(" ",), ("0", "drawn")]
+
+
+def test_the_samples_of_a_chain_of_edits_are_those_of_the_published_program(tmp_path: Path) -> None:
+    Image.new("RGB", (16, 16)).save(tmp_path / "0.png")
+    image = read_header(tmp_path / "0.png")
+    chain = EditChain((image,) * 4, (("one",), ("two",), ("three",)))
+    counts = Counter(texts_of(chain, first, more) for first in range(3) for more in product_of(first))
+    # From each image: one edit; two edits one after the other; two at once, but not to the last image.
+    assert counts == {
+        ("one",): 1,
+        ("one", "two"): 1,
+        ("one. two.",): 1,
+        ("two",): 1,
+        ("two", "three"): 1,
+        ("two.",): 1,
+        ("three",): 1,
+    }
+
+
+def product_of(first: int) -> list[tuple[int, ...]]:
+    """The further picks: the number of edits, and whether two are made at once."""
+    return [(0,), (1, 0), (1, 1)] if first < 2 else [(0,)]
+
+
+def texts_of(chain: EditChain, first: int, more: Sequence[int]) -> tuple[str, ...]:
+    """The instructions of the sample with these picks; there is one alternative of each."""
+    numbers = iter((first, *more))
+    parts = chain.sequence(lambda choices: next(numbers, 0))
+    return tuple(part.texts[0] for part in parts if isinstance(part, TextPart))
+
+
+def test_a_parquet_file_of_another_kind_is_refused_with_its_columns(tmp_path: Path) -> None:
+    file = parquet(tmp_path / "a.parquet", picture=[b"a"], text=["b"])
+    with pytest.raises(InputError) as error:
+        read(file)
+    assert str(error.value) == (
+        f"{file}: has the columns picture, text; expected image_list and instruction_list or image and captions"
+    )
+    with pytest.raises(InputError, match=r"row 0: 2 images in image_list and 2 instructions"):
+        image = bytes_of("red", (16, 16))
+        read(parquet(tmp_path / "b.parquet", image_list=[[image, image]], instruction_list=[["a", "b"]]))
+    broken = tmp_path / "c.parquet"
+    broken.write_text("no parquet")
+    with pytest.raises(InputError, match="cannot be read as parquet"):
+        read(broken)

@@ -1,0 +1,81 @@
+"""Images inside parquet files: a path of such an image is `shard.parquet/ROW/COLUMN/NUMBER`. Imports no torch."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import InputError
+from trainer.config.files import opened
+
+SUFFIX = ".parquet"
+GROUPS_KEPT = 4
+"""Row groups of one column that stay in memory."""
+
+
+def parquet_module() -> Any:
+    """Import `pyarrow.parquet`. Raises InputError if it is not installed."""
+    try:
+        return importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise InputError("parquet files need the package pyarrow; pip install pyarrow") from error
+
+
+def member(file: Path, row: int, column: str, number: int = 0) -> Path:
+    """The path of an image in a parquet file."""
+    return file / str(row) / column / str(number)
+
+
+def opened_image(path: Path) -> io.BufferedReader | io.BytesIO:
+    """Open a file, or an image inside a parquet file.
+
+    Raises:
+        OSError: It does not exist or cannot be opened.
+        InputError: It is not a regular file, or the parquet file cannot be read.
+    """
+    parts = path.parts[-4:]
+    if len(parts) < 4 or not parts[0].endswith(SUFFIX):
+        return opened(path)
+    file = path.parents[2]
+    _, row, column, number = parts
+    value = _value(file, int(row), column)
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        value = value[int(number)]
+    # The datasets of the hub hold {bytes, path}.
+    content = value.get("bytes") if isinstance(value, dict) else value
+    if not isinstance(content, bytes):
+        raise InputError(f"{path}: holds no image; the column {column} must have the bytes of an encoded image")
+    return io.BytesIO(content)
+
+
+def _value(file: Path, row: int, column: str) -> Any:
+    starts = _starts(file, file.stat().st_mtime_ns)
+    group = max(number for number, start in enumerate(starts) if start <= row)
+    return _column(file, file.stat().st_mtime_ns, group, column)[row - starts[group]].as_py()
+
+
+@functools.lru_cache(maxsize=256)
+def _starts(file: Path, changed: int) -> tuple[int, ...]:
+    """The first row of each row group. changed: the file's time, so that a replaced file is read again."""
+    with open_parquet(file) as found:
+        counts = [found.metadata.row_group(number).num_rows for number in range(found.num_row_groups)]
+    return tuple(sum(counts[:number]) for number in range(len(counts)))
+
+
+@functools.lru_cache(maxsize=GROUPS_KEPT)
+def _column(file: Path, changed: int, group: int, column: str) -> Any:
+    with open_parquet(file) as found:
+        return found.read_row_group(group, columns=[column]).column(column)
+
+
+def open_parquet(file: Path) -> Any:
+    """Open a parquet file. Raises InputError if it is none."""
+    parquet = parquet_module()
+    try:
+        return parquet.ParquetFile(file)
+    except (OSError, ValueError) as error:  # pyarrow's errors are of these types
+        raise InputError(f"{file}: cannot be read as parquet ({str(error).splitlines()[0]}); copy it again") from error
