@@ -39,7 +39,7 @@ class Sight:
     """What tokens see.
 
     Attributes:
-        later: Whether a token sees those after it.
+        later: Whether a token sees those after it, or how many they are.
         others: Whether a document sees those before it in its row, where positions restart with each.
         uncalled: Linear layers, by `layer_pattern`, that the class never calls: it does not use them, or multiplies by
             their weights itself, past any adapter and any coding.
@@ -101,13 +101,19 @@ def _try(model: Any) -> Sight | None:
     changed[0, -1] += 1
     logits = [
         model(input_ids=row, use_cache=False, **position_ids(model, of)).logits[0].float()
-        for row, of in ((tokens, documents), (changed, documents), (tokens[:, first:], documents[:, first:]))
+        for row, of in (
+            (tokens, documents),
+            (changed, documents),
+            (tokens[:, :first], documents[:, :first]),
+            (tokens[:, first:], documents[:, first:]),
+        )
     ]
     if not all(found.isfinite().all() for found in logits):
         return None
-    packed, other_end, alone = logits
+    packed, other_end, first_alone, last_alone = logits
     uncalled = frozenset(map(layer_pattern, layers)) - called
-    later, others = _differ(packed[:-1], other_end[:-1]), _differ(packed[first:], alone)
+    later = _differ(packed[:-1], other_end[:-1]) or _differ(packed[:first], first_alone)
+    others = _differ(packed[first:], last_alone)
     return Sight(later, others, uncalled, _is_cached(model, tokens[:, :first]))
 
 
