@@ -142,7 +142,7 @@ LESSONS = {
             r"logits differ by at most \d\.\de-\d+, the largest is",
             r"step 1: loss 0\.693, margins 0\.00, accuracies 0\.00",
             r"step 12: loss 0\.\d+, margins \d+\.\d+, accuracies 1\.00",
-            r"11\.\d+ GiB on each GPU\. Fits",
+            r"8\.\d+ GiB on each GPU\. Fits",
         ),
     ),
     "09_drawing_and_answering": Lesson(

@@ -124,6 +124,7 @@ def test_the_first_step_costs_log_2_and_the_preferred_images_win_after_some(benc
     assert first.metrics == {"margins": 0.0, "accuracies": 0.0}
     assert last.metrics["accuracies"] == 1.0
     assert last.loss < math.log(2)
+    assert last.images_per_second == pytest.approx(2 * 4 / last.seconds)  # both of each pair
 
 
 @pytest.mark.slow

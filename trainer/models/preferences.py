@@ -32,6 +32,8 @@ class Objective:
 
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of what is measured in addition to the loss, in the order of `Loss.metrics`."""
+    images_per_example: ClassVar[int] = 1
+    """Number of images that are trained on with an example of a model of images."""
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
         """Sentences about this config to show before training; the run starts anyway."""
@@ -117,6 +119,8 @@ class ImagePreferences(_Preferences):
     flow matching arXiv 2501.13918, with a constant beta. The squared norm is the mean over the latent's numbers, as
     in the published code, so that beta does not depend on the image's size.
     """
+
+    images_per_example = 2
 
     def items(self, examples: Sequence[Example], weights: Sequence[float], rng: SampleRng) -> Items:
         """Chosen images, then rejected ones; those of a pair draw equal random numbers, as they share an index."""

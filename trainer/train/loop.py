@@ -433,6 +433,7 @@ class Trainer:
         log.debug("step %d: loss %.6g, gradient norm %.6g, seconds %s", self.step, agreed.loss, grad_norm, dict(split))
         # After reading the clock, which waits for the accelerator: its optimizer step belongs to this one.
         seconds = time.perf_counter() - began
+        images = self.cfg.train.batch_size * self.objective.images_per_example
         self.log.stepped(
             StepEvent(
                 step=self.step,
@@ -445,7 +446,7 @@ class Trainer:
                 seconds_backward=split[BACKWARD],
                 seconds_optimizer=split[OPTIMIZER],
                 seconds_communication=split["communication"],
-                images_per_second=self.cfg.train.batch_size / seconds if self.data.unit == "images" else math.nan,
+                images_per_second=images / seconds if self.data.unit == "images" else math.nan,
                 tokens_per_second=agreed.tokens / seconds if self.data.unit == "tokens" else math.nan,
                 losses=agreed.losses,
                 metrics=agreed.metrics,
