@@ -370,3 +370,12 @@ def test_the_next_window_is_tokenized_little_by_little(tmp_path: Path) -> None:
         next(rows)
     # 20 documents fill 10 rows: the first window at once, each later one 2 documents per row, the last none.
     assert counts == [20, *[2] * 9, *[2] * 40, 2, *[0] * 9]
+
+
+def test_a_pair_of_preferences_among_other_rows_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n{"prompt": "b", "chosen": "c", "rejected": "d"}\n')
+    assert refusal(TextStream([TextFolder((file,))], ENCODER, 0, 16, epochs=1)) == (
+        f'{file}:2: a pair, with "chosen" and "rejected", among other rows; set objective.dpo_beta and give pairs only, '
+        "or remove it"
+    )

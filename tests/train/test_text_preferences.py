@@ -308,7 +308,7 @@ def test_a_row_holds_whole_pairs_whose_answers_see_neither_each_other_nor_other_
 
 def encoded(family: Any, row: dict[str, Any]) -> tuple[list[str], list[str]]:
     """The texts that are learned of the chosen and of the rejected answer."""
-    document = encoder_of(family).row(row, lambda: "row")
+    document = encoder_of(family, compares=True).row(row, lambda: "row")
     halves = slice(0, document.second), slice(document.second, None)
     return tuple(  # type: ignore[return-value]
         [family.tokenizer.decode(document.tokens[half][document.learned[half]])] for half in halves
@@ -349,7 +349,7 @@ def test_a_prompt_as_text_is_the_message_of_a_user(bench: Bench) -> None:
     family = families.make(bench.config(), bench.root / "cache")
     answers = {"chosen": said("assistant", "A"), "rejected": said("assistant", "B")}
     as_text, as_messages, inside = (
-        encoder_of(family).row(row, lambda: "row").tokens.tolist()
+        encoder_of(family, compares=True).row(row, lambda: "row").tokens.tolist()
         for row in (
             {"prompt": "Q"} | answers,
             {"prompt": said("user", "Q")} | answers,
@@ -381,6 +381,10 @@ def test_pairs_that_are_longer_than_a_row_are_left_out_and_counted(bench: Bench,
         (
             {"prompt": "a", "chosen": said("user", "b"), "rejected": said("assistant", "c")},
             '"chosen" has no message of the assistant',
+        ),
+        (
+            {"text": "a later row that is no pair"},
+            'not a pair, as the rows before are: no "chosen" and "rejected"; remove it, or complete it',
         ),
     ],
 )

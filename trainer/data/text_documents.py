@@ -82,6 +82,7 @@ class Encoder:
             conversations, whose template writes them.
         pair: Tokenizes a prompt with its completion; None tokenizes the two apart.
         chat: Tokenizes a conversation; None where there can be none.
+        compares: Whether rows are pairs of answers (preference training), else there are none.
     """
 
     tokenize: Tokenize
@@ -90,6 +91,7 @@ class Encoder:
     begin: tuple[int, ...] = ()
     pair: EncodePair | None = None
     chat: EncodeChat | None = None
+    compares: bool = False
 
     def text(self, text: str, where: Callable[[], str]) -> Document:
         """Tokenize a text, all of which is learned."""
@@ -99,7 +101,14 @@ class Encoder:
     def row(self, values: Mapping[str, Any], where: Callable[[], str]) -> Document:
         """Tokenize a row of a file. Raises InputError with the reason but without file and line."""
         kind = kind_of(values)
-        if kind == PREFERENCE:
+        if self.compares != (kind == PREFERENCE):
+            raise InputError(
+                'not a pair, as the rows before are: no "chosen" and "rejected"; remove it, or complete it'
+                if self.compares
+                else 'a pair, with "chosen" and "rejected", among other rows; set objective.dpo_beta and give pairs only, '
+                "or remove it"
+            )
+        if self.compares:
             return self._preference(values, where)
         if kind == CHAT and self.chat is not None:
             ids, learned = self.chat(values["messages"], values.get("tools"))

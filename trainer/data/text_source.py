@@ -129,7 +129,7 @@ class TextSource(DataSource):
         data = self._cfg.data
         return TextStream(
             folders,
-            encoder_of(self._family, self._recipe),
+            encoder_of(self._family, self._recipe, self._cfg.objective.dpo_beta is not None),
             seed=self._cfg.train.seed,
             length=data.length,
             shuffle_window=data.shuffle_window,
@@ -236,8 +236,14 @@ def example_of(row: PackedRow) -> Example:
     }
 
 
-def encoder_of(family: TextFamily, recipe: int = RECIPE) -> Encoder:
-    """How a model reads documents. recipe: `manifest.RECIPE` of the run."""
+def encoder_of(family: TextFamily, recipe: int = RECIPE, compares: bool = False) -> Encoder:
+    """How a model reads documents.
+
+    Args:
+        family: The model.
+        recipe: `manifest.RECIPE` of the run.
+        compares: Whether it is preference training.
+    """
     return Encoder(
         tokenize=family.tokenize,
         end_of_text=family.end_of_text,
@@ -245,6 +251,7 @@ def encoder_of(family: TextFamily, recipe: int = RECIPE) -> Encoder:
         begin=family.begin_of_text,
         pair=family.encode_pair if recipe >= 3 else None,
         chat=family.encode_chat if recipe >= 3 else None,
+        compares=compares,
     )
 
 
