@@ -206,7 +206,8 @@ def report(results: Mapping[str, Mapping[str, Any]]) -> str:
         "",
         f"`python -m tests.benchmarks.architectures` with transformers {transformers.__version__}, torch "
         f"{torch.__version__.partition('+')[0]}; tiny models with random weights, saved by transformers, two ranks on "
-        "CPUs, fp32. What was measured says nothing about memory or speed at full size.",
+        "CPUs, fp32. What was measured says nothing about memory or speed at full size. A call measures only what is "
+        "missing, so results may be of several commits; remove the file of --results to measure all again.",
         "",
         f"Of {len(results)} types, transformers itself trains the tiny model of {len(plain)} "
         f"from token ids alone. Of these, this program trains {counts['full']} fully, {counts['lora']} with a LoRA and "
