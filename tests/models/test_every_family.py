@@ -52,6 +52,7 @@ OPTIONS: dict[str, Any] = {
     "without": ("text_encoder",),
     "blocks": "Block",
     "attention": "eager",
+    "new_tokens": ("<tool>",),
     "distilled": True,
 }
 """Every field, with a value that is not its default."""
