@@ -40,6 +40,7 @@ OBJECTIVE: dict[str, Any] = {
     "min_snr_gamma": 5.0,
     "guidance": 3.5,
     "text_weight": 2.0,
+    "dpo_beta": 0.1,
 }
 OPTIONS: dict[str, Any] = {
     "architecture": "huge",
