@@ -49,6 +49,7 @@ OPTIONS: dict[str, Any] = {
     "text_windows": 2,
     "without": ("text_encoder",),
     "blocks": "Block",
+    "new_tokens": ("<tool>",),
     "distilled": True,
 }
 """Every field, with a value that is not its default."""
