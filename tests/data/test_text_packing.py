@@ -376,6 +376,6 @@ def test_a_pair_of_preferences_among_other_rows_is_named_with_its_line(tmp_path:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "a"}\n{"prompt": "b", "chosen": "c", "rejected": "d"}\n')
     assert refusal(TextStream([TextFolder((file,))], ENCODER, 0, 16, epochs=1)) == (
-        f'{file}:2: a pair, with "chosen" and "rejected", among other rows; set objective.dpo_beta and give pairs only, '
-        "or remove it"
+        f'{file}:2: a pair, with "chosen" and "rejected", among other rows; set objective.dpo_beta and give pairs '
+        "only, or remove it"
     )

@@ -32,6 +32,10 @@ MOST_TEXT = 1024 * MIB
 KEYS = "text, with prompt and completion, or with messages"
 ROW_KEYS = f"each line is a JSON object with {KEYS}"
 NO_KEYS = 'no "text", no "messages", and no "prompt" with "completion"'
+NOT_A_PAIR = 'not a pair, as the rows before are: no "chosen" and "rejected"; remove it, or complete it'
+A_PAIR = (
+    'a pair, with "chosen" and "rejected", among other rows; set objective.dpo_beta and give pairs only, or remove it'
+)
 
 Tokenize = Callable[[str], list[int]]
 """The ids of a text, with no special token added."""
@@ -102,12 +106,7 @@ class Encoder:
         """Tokenize a row of a file. Raises InputError with the reason but without file and line."""
         kind = kind_of(values)
         if self.compares != (kind == PREFERENCE):
-            raise InputError(
-                'not a pair, as the rows before are: no "chosen" and "rejected"; remove it, or complete it'
-                if self.compares
-                else 'a pair, with "chosen" and "rejected", among other rows; set objective.dpo_beta and give pairs only, '
-                "or remove it"
-            )
+            raise InputError(NOT_A_PAIR if self.compares else A_PAIR)
         if self.compares:
             return self._preference(values, where)
         if kind == CHAT and self.chat is not None:

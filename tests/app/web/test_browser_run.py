@@ -85,6 +85,7 @@ def test_a_finished_run_says_what_it_made_and_each_chart_in_words_what_it_shows(
     until(page, "document.querySelector('#chart-loss canvas').dataset.n === '42'")
     label = page.locator("#chart-loss canvas").get_attribute("aria-label")
     assert label.startswith("Loss up to step 40. Last: each step 0.02")
+    assert page.locator("#chart-margins").is_hidden()  # it compared no pairs
     assert page.locator("#ranks .rank").count() == 2
     assert "6.0 GiB allocated, 9.0 reserved, 11.0 peak, of 24.0" in page.locator(".rank").first.get_attribute("title")
     with page.expect_download() as download:
@@ -343,6 +344,20 @@ def test_a_loss_that_is_no_number_is_said_and_not_averaged_away(page: Page, serv
     watch(page, "diverged")
     assert "not a number since step 26" in page.locator(".figures").inner_text().replace("\n", " ")
     until(page, "document.querySelector('#chart-loss .readout').textContent.includes('smoothed –')")
+    shutil.rmtree(run.path)
+
+
+@pytest.mark.slow
+def test_margins_and_accuracies_of_pairs_have_charts_of_their_own(page: Page, server: Server):
+    run = recorded(server.runs, "preferred", [StatusEvent(state="finished", step=40)])
+    lines = [json.loads(line) for line in run.events_file.read_text().splitlines()]
+    for line in lines:
+        line |= {"metrics": {"margins": 0.5, "accuracies": 1.0}} if line["type"] == "step" else {}
+    run.events_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    watch(page, "preferred")
+    for title in ("margins", "accuracies"):
+        until(page, f"document.querySelector('#chart-{title} canvas').dataset.last === '40'")
+        assert page.locator(f"#chart-{title}").is_visible()
     shutil.rmtree(run.path)
 
 

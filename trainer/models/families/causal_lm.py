@@ -257,8 +257,17 @@ class CausalLM(TextFamily):
 
     @cached_property
     def adapter_targets(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
-        uncalled = self._sight.uncalled if self._sight else ()
-        return {COMPONENT: _linear_layers(self._empty, self._declared_blocks, uncalled)}
+        linear = _linear_layers(self._empty, self._declared_blocks)
+        if self._recipe >= 3:
+            uncalled = self._sight.uncalled if self._sight else ()
+            has_experts = bool(_fused_experts(self._empty))
+            linear = {
+                name: layer
+                for name, layer in linear.items()
+                if layer_pattern(name) not in uncalled and not _is_small(name, layer, has_experts)
+            }
+        patterns = (re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) for name in linear)
+        return {COMPONENT: tuple(dict.fromkeys(patterns))}
 
     @cached_property
     def _sight(self) -> Sight | None:
@@ -670,24 +679,15 @@ def _built(folder: ModelFolder, config: Any, attention: str) -> Any:
         ) from error
 
 
-def _linear_layers(model: nn.Module, blocks: Sequence[str], uncalled: Collection[str]) -> tuple[str, ...]:
-    """Patterns of the linear layers inside the blocks that an adapter can change, one for all blocks of a class.
-
-    uncalled: Layers, by `layer_pattern`, whose class multiplies by their weights itself, if at all.
-    """
-    has_experts = bool(_fused_experts(model))
-    patterns: dict[str, None] = {}
-    for block, module in model.named_modules():
-        if type(module).__name__ in blocks:
-            layers = ((f"{block}.{name}", layer) for name, layer in module.named_modules())
-            patterns |= dict.fromkeys(
-                re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(name))
-                for name, layer in layers
-                if isinstance(layer, nn.Linear)
-                and layer_pattern(name) not in uncalled
-                and not _is_small(name, layer, has_experts)
-            )
-    return tuple(patterns)
+def _linear_layers(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linear layers inside the blocks, by name."""
+    return {
+        f"{block}.{name}": layer
+        for block, module in model.named_modules()
+        if type(module).__name__ in blocks
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
 
 
 def _is_small(name: str, layer: nn.Linear, has_experts: bool) -> bool:
