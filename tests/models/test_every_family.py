@@ -41,12 +41,9 @@ OBJECTIVE: dict[str, Any] = {
     "guidance": 3.5,
     "mse_weight": 2.0,
     "text_weight": 2.0,
-<<<<<<< HEAD
     "router_weight": 0.01,
     "token_weight": "sqrt",
-=======
     "dpo_beta": 0.1,
->>>>>>> preferences
 }
 OPTIONS: dict[str, Any] = {
     "architecture": "huge",
