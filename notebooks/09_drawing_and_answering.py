@@ -38,14 +38,11 @@ for image in shipped:
     (folder / image.name).with_suffix(".txt").write_text(f"a {thing}, two inks on yellow paper")
     rows.append({"image": f"to-draw/{image.name}", "question": "What is it?", "answer": f"A {thing}."})
     rows.append({"image": f"to-draw/{image.name}", "question": "On what paper?", "answer": "On yellow paper."})
-
 INSTRUCTION = "by night"
 
 
 def edited(image: Path) -> Image.Image:
-    """The edit: the same pictogram with its colours inverted."""
-    with Image.open(image) as before:
-        return ImageOps.invert(before.convert("RGB"))
+    return ImageOps.invert(Image.open(image).convert("RGB"))
 
 
 (RUNS / "edited").mkdir(exist_ok=True)

@@ -160,7 +160,7 @@ LESSONS = {
             r"image +question +step 0 +step 30 +0000-rat +What is it\?",
             r"111 tensors; \d+ were trained, \d+ are the same bit for bit",
             r"random +\d\.\d+ +after drawing, answering and editing +0\.\d+ +after 7 more steps of drawing alone +0\.",
-            r"13\.\d+ GiB on each GPU\. Fits",
+            r"14\.\d+ GiB on each GPU\. Fits",
         ),
     ),
 }
