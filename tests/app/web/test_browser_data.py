@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -292,3 +293,20 @@ def test_what_is_cut_of_a_caption_is_marked_until_it_is_short_enough(own_data: P
     caption(page, "00.png").fill("a hat")
     end.wait_for(state="detached")
     page.locator("#data-cut", has_text="No caption is truncated.").wait_for()
+
+
+def test_a_language_models_documents_are_counted_and_a_conversation_is_shown(own_data: Path, page: Page):
+    shutil.rmtree(own_data)
+    own_data.mkdir()
+    talk = [{"role": "user", "content": "Hi <b>you</b>"}, {"role": "assistant", "content": "Hello."}]
+    (own_data / "a.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 3)
+    preset = own_data.parent / "runs" / "presets" / "own.yaml"
+    preset.write_text(f"name: own\nmodel: {{family: causal_lm}}\ndata: {{path: {own_data}}}\n")
+    show(page, "Data")
+    expect(page.locator("#counted")).to_have_text("1 text file")
+    assert page.locator("#figures div", has_text="documents").inner_text().split() == ["documents", "3"]
+    assert page.locator("#texts p").all_inner_texts() == [
+        "The first conversation; the words of the assistant are learned:",
+        "user: Hi <b>you</b>",
+        "assistant: Hello.",
+    ]
