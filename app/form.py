@@ -99,7 +99,8 @@ class Draft:
     def typed(self, name: str, text: str | bool) -> Draft:
         """Return the draft after `text` was typed into the row of a field.
 
-        When the `type` of a section changes, values of fields that the new type does not have are dropped.
+        When the `type` of a section changes, values of fields that the new type does not have are dropped. Of steps and
+        epochs, the one that was typed last gives the length of the run.
         """
         value = _value(_slot(name), text)
         values = {key: kept for key, kept in self.values.items() if key != name and not _drops(name, value, key)}
@@ -334,7 +335,10 @@ def _slot(name: str) -> Slot:
 
 
 def _drops(name: str, value: Any, key: str) -> bool:
-    """Whether `name` is the `type` of a section, and that type has no field `key`."""
+    """Whether a value typed for `name` replaces that of `key`: fields that another type of a section does not have, and
+    the other length of the run."""
+    if {name, key} == {"train.steps", "train.epochs"}:
+        return value is not None
     section, _, leaf = name.partition(".")
     kind = _slot(section).tags.get(value) if leaf == "type" and isinstance(value, str) else None
     above, _, inner = key.partition(".")

@@ -14,6 +14,7 @@ from trainer.launcher.console import StepSummary, sentence
 from trainer.metrics.trackers.feed import Feed, Figures, Position
 from trainer.run.events import EventReader, EventWriter, StepEvent, ValidationEvent
 from trainer.run.folder import RunDir
+from trainer.run.length import RunLength
 from trainer.run.report import write_report
 
 SECONDS = {f"seconds_{part}": 0.1 for part in ("data", "forward", "backward", "optimizer", "communication")}
@@ -60,7 +61,7 @@ def test_the_report_has_their_charts_and_last_values(run: RunDir) -> None:
 
 def test_the_terminal_names_them_after_the_loss(run: RunDir) -> None:
     assert sentence(HELD_OUT) == "step 2: validation loss 0.6000, margins 0.2000, accuracies 0.7500"
-    summary = StepSummary(num_steps=10)
+    summary = StepSummary(RunLength(run.config()))
     for event in EventReader(run.events_file).read():
         summary.add(event)
     assert str(summary).startswith("loss 0.5000, margins 0.2")

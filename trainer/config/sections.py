@@ -220,7 +220,7 @@ class LoraAdapter(LowRankAdapter):
     """Low-rank update of each target layer (arXiv 2106.09685)."""
 
     type: Literal["lora"] = "lora"
-    init: Literal["default", "pissa"] = option("default", title="Start of the adapter", keywords="pissa svd qpissa")
+    init: Literal["default", "pissa"] = option("default", title="Initial values", keywords="pissa svd qpissa")
     """What the adapter starts from: nothing (default), or the largest singular values of each layer, which are taken
     out of the frozen base (pissa, arXiv 2404.02948). The export is then an ordinary LoRA of twice the rank."""
 
