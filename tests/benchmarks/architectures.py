@@ -26,8 +26,8 @@ from tests.benchmarks.architectures_config import CHANGES
 from tests.distributed import run_ranks
 from tests.runs import make_run, steps_of, text_config
 from trainer.distributed.world import World
-from trainer.models.families.causal_lm import _write_tokenizer
 from trainer.models.parts.language_configs import causal_class
+from trainer.models.parts.random_language_models import write_byte_tokenizer
 from trainer.models.parts.tiny_configs import tiny_config
 from trainer.train.loop import Trainer
 
@@ -77,7 +77,7 @@ def write_model(model_type: str, folder: Path) -> Any:
             if parameter.dim() > 1:  # so that a token that should not be seen is not lost in rounding
                 parameter.mul_(SHARPER)
     model.save_pretrained(folder)
-    _write_tokenizer(folder, SimpleNamespace(max_position_embeddings=256))
+    write_byte_tokenizer(folder, SimpleNamespace(max_position_embeddings=256))
     return model
 
 

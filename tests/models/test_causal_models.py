@@ -159,7 +159,7 @@ def test_the_likeliest_text_is_the_one_transformers_writes(kind: str) -> None:
     model, tokens = made(kind).eval(), documents()[0]
     end = model.config.vocab_size - 1
     expected = model.generate(tokens[None], max_new_tokens=9, do_sample=False, eos_token_id=end)[0, len(tokens) :]
-    found = continue_text(model, tokens, 9, 0.0, end, SampleRng(0, [0]))
+    found = continue_text(model, tokens, 9, 0.0, {end}, SampleRng(0, [0]))
     assert found.tolist() == [token for token in expected.tolist() if token != end]
 
 
@@ -176,14 +176,14 @@ def test_a_class_with_another_cache_or_none_writes_the_likeliest_text_too(kind: 
             parameter.mul_(3)
         for _ in range(6):
             expected = torch.cat([expected, model(input_ids=expected[None], use_cache=False).logits[0, -1:].argmax(-1)])
-    assert continue_text(model, tokens, 6, 0.0, -1, SampleRng(0, [0])).tolist() == expected[len(tokens) :].tolist()
+    assert continue_text(model, tokens, 6, 0.0, (), SampleRng(0, [0])).tolist() == expected[len(tokens) :].tolist()
 
 
 def test_a_text_ends_before_its_end_and_the_model_is_called_as_often_as_without_it() -> None:
     model, tokens, calls = made("llama").eval(), documents()[0], []
     model.register_forward_hook(lambda *arguments: calls.append(1))
-    whole = continue_text(model, tokens, 6, 0.0, -1, SampleRng(0, [0])).tolist()
-    cut = continue_text(model, tokens, 6, 0.0, whole[3], SampleRng(0, [0])).tolist()
+    whole = continue_text(model, tokens, 6, 0.0, (), SampleRng(0, [0])).tolist()
+    cut = continue_text(model, tokens, 6, 0.0, {whole[3], 999}, SampleRng(0, [0])).tolist()
     assert cut == whole[: whole.index(whole[3])]
     assert len(calls) == 12
 
@@ -192,7 +192,7 @@ def test_drawn_text_follows_its_seed_and_a_cold_temperature_takes_the_likeliest(
     model, tokens = made("llama").eval(), documents()[0]
 
     def drawn(temperature: float, seed: int) -> list[int]:
-        found: list[int] = continue_text(model, tokens, 8, temperature, -1, SampleRng(seed, [0])).tolist()
+        found: list[int] = continue_text(model, tokens, 8, temperature, (), SampleRng(seed, [0])).tolist()
         return found
 
     assert drawn(1.0, 0) == drawn(1.0, 0) != drawn(1.0, 1)

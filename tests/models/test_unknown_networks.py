@@ -21,7 +21,7 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.models import families
 from trainer.models.build import build_model
-from trainer.models.families.causal_lm import _write_tokenizer
+from trainer.models.parts.random_language_models import write_byte_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 257,
@@ -66,7 +66,7 @@ def folder_of(folder: Path, model_type: str, **sizes: Any) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     if not hasattr(config, "max_position_embeddings"):
         config.max_position_embeddings = 4096
-    _write_tokenizer(folder, config)
+    write_byte_tokenizer(folder, config)
     return folder
 
 

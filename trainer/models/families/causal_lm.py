@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config.errors import InputError, not_one_of
@@ -28,7 +26,6 @@ from trainer.models.parts.folder import (
     ModelFolder,
     check_architecture,
     open_folder,
-    random_weight,
     write_random,
     write_tiny,
 )
@@ -46,9 +43,17 @@ from trainer.models.parts.next_token import (
     computed_buffers,
     continue_text,
 )
+from trainer.models.parts.random_language_models import (
+    PUBLISHED,
+    TINY,
+    config_of,
+    sizes_of,
+    write_byte_tokenizer,
+    write_random_weights,
+)
 from trainer.models.parts.routers import balance_loss, configured_weight, experts_per_token
 from trainer.models.parts.stored_names import TEXT_PART, StoredNames, read_names
-from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, train_tokenizer
+from trainer.models.parts.text_encoder import from_folder
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.run.manifest import RECIPE
@@ -58,111 +63,10 @@ from trainer.weights.tensors import NewRowsEntry
 
 COMPONENT = "language_model"
 FOLDER = "a folder of transformers"
-END_OF_TEXT = "<|endoftext|>"
-NUM_BYTES = 256
 SMALLEST = 8
 """Inputs and outputs of a layer from which on it has features, rather than a coefficient per head or stream."""
-SHARD_NUMBERS = 1 << 30
 TINY_VERSION = 1
 
-# Sizes from each publisher's config.json; the tests hold the numbers of parameters.
-PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    "qwen3-1.7b": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
-    "llama-3.2-1b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    },
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    },
-    "mistral-7b-v0.3": {
-        "model_type": "mistral",
-        "vocab_size": 32768,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-    },
-}
-SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-"""Fields of a config that identify the architecture."""
-TINY: Mapping[str, Any] = {
-    "vocab_size": 257,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-}
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -200,13 +104,13 @@ class CausalLM(TextFamily):
         self._folder = self._open()
         self._folder_config = _read_config(self._folder)
         self._config = text_config(self._folder_config)
-        sizes = _sizes(self._config.to_dict())
+        sizes = sizes_of(self._config.to_dict())
         self._new_ids = self._add_tokens()
         self._turned: tuple[str, ...] = ()
         self._recipe = RECIPE
         self._is_adapted = False
         self._empty = _built(self._folder, self._config, model.options.attention)
-        published = {name: _sizes(config) for name, config in PUBLISHED.items()}
+        published = {name: sizes_of(config) for name, config in PUBLISHED.items()}
         check_architecture(model, self._folder, published, sizes)
         self._experts_per_token = experts_per_token(self._empty)
         given = objective.router_weight
@@ -572,7 +476,7 @@ class CausalLM(TextFamily):
 
     @classmethod
     def published(cls, architecture: str) -> dict[str, Any]:
-        config: dict[str, Any] = _config_of(PUBLISHED[architecture]).to_dict()
+        config: dict[str, Any] = config_of(PUBLISHED[architecture]).to_dict()
         return {"": config}
 
     @classmethod
@@ -593,9 +497,9 @@ class CausalLM(TextFamily):
         sizes = self.tiny(self.config.options.architecture)
 
         def write(folder: Path) -> None:
-            config = _config_of(sizes[COMPONENT])
+            config = config_of(sizes[COMPONENT])
             write_random(folder, lambda: build_language_model(config), "causal-lm")
-            _write_tokenizer(folder, config)
+            write_byte_tokenizer(folder, config)
 
         return write_tiny(self.cache, "causal-lm", TINY_VERSION, sizes, write)
 
@@ -623,11 +527,11 @@ class CausalLM(TextFamily):
             raise InputError(f"model.options.architecture: {not_one_of(architecture, PUBLISHED)}")
 
         def write(folder: Path) -> None:
-            config = _config_of({key: value for key, value in sizes.items() if key != "quantization_config"})
-            _write_weights(folder, build_language_model(config))
+            config = config_of({key: value for key, value in sizes.items() if key != "quantization_config"})
+            write_random_weights(folder, build_language_model(config))
             config.save_pretrained(folder)
             if source is None:
-                _write_tokenizer(folder, config)
+                write_byte_tokenizer(folder, config)
             else:
                 for file in (source.path / name for name in COMPANION_FILES):
                     if file.is_file():
@@ -635,16 +539,6 @@ class CausalLM(TextFamily):
 
         companions = source.digest(*COMPANION_FILES) if source else ""
         return write_tiny(self.cache, "causal-lm-random", TINY_VERSION, {"sizes": sizes, "beside": companions}, write)
-
-
-def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: config.get(name) for name in SIZES}
-
-
-def _config_of(sizes: Mapping[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(**sizes)
 
 
 def _read_config(folder: ModelFolder) -> Any:
@@ -700,33 +594,6 @@ def _is_small(name: str, layer: nn.Linear, has_experts: bool) -> bool:
 def _fused_experts(model: nn.Module) -> list[str]:
     """Names of the weights that hold a layer's experts in one tensor."""
     return [name for name, parameter in model.named_parameters() if "expert" in name and parameter.dim() == 3]
-
-
-def _write_tokenizer(folder: Path, config: Any) -> None:
-    """Write a tokenizer whose tokens are bytes, and a generation config."""
-    from transformers import GenerationConfig
-
-    tokenizer = train_tokenizer([], NUM_BYTES + 1, config.max_position_embeddings, (END_OF_TEXT,), TINY_CHAT_TEMPLATE)
-    tokenizer.save_pretrained(folder)
-    GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id).save_pretrained(folder)
-
-
-def _write_weights(folder: Path, model: nn.Module) -> None:
-    """Write random weights in bf16, one file at a time: all together may not fit into memory."""
-    shards: list[dict[str, Tensor]] = [{}]
-    for name, tensor in stored_tensors(model).items():
-        if sum(other.numel() for other in shards[-1].values()) + tensor.numel() > SHARD_NUMBERS:
-            shards.append({})
-        shards[-1][name] = tensor
-    names = [
-        f"{TRANSFORMERS_STEM}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
-    ]
-    for name, shard in zip(names, shards, strict=True):
-        drawn = {key: random_weight("causal-lm", key, tensor.shape).bfloat16() for key, tensor in shard.items()}
-        save_file(drawn, folder / name, {"format": "pt"})
-    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / f"{TRANSFORMERS_STEM}.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
 FAMILY = CausalLM
