@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from trainer.config.errors import InputError, not_one_of
-from trainer.models.objectives import Loss
 from trainer.models.parts.language_configs import causal_class
 from trainer.rng import SampleRng
 
@@ -121,22 +119,6 @@ def restarting_positions(documents: Tensor) -> Tensor:
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return steps - torch.where(begins, steps, 0).cummax(dim=1).values
-
-
-def next_token_loss(logits: Tensor, tokens: Tensor, learned: Tensor, weight: Tensor) -> Loss:
-    """Cross-entropy of each learned token, given the tokens before it in its document.
-
-    The loss of a step is one mean over all learned tokens of all ranks and passes, however many each row has.
-
-    Args:
-        logits: (B, L, vocabulary).
-        tokens: (B, L).
-        learned: (B, L) whether a token is predicted; never the first of a document.
-        weight: (B,) weight of the rows, 0 for padding.
-    """
-    weights = learned[:, 1:] * weight[:, None]
-    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
-    return Loss((losses * weights.flatten()).sum(), weights.sum())
 
 
 @torch.no_grad()
