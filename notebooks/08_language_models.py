@@ -75,14 +75,14 @@ parallel: {{devices: 2, device: {DEVICE}, strategy: full}}
 sample: {{every: {STEPS}, prompts: ["The "], tokens: 60, temperature: 0.5}}
 export: {{dtype: fp32}}
 """)
-config = notebook.config(preset)
-family = families.make(config.config, RUNS / "cache")
 
 # %% [markdown]
 # A row holds three kinds of numbers: the tokens, which of them are learned (no prompt, no first byte), and which
 # document each belongs to.
 
 # %%
+config = notebook.config(preset)
+family = families.make(config.config, RUNS / "cache")
 stream = TextStream([TextFolder((tasks,))], encoder_of(family), seed=0, length=256, packing="whole")
 row = example_of(next(stream.rows())[0])
 network = AutoModelForCausalLM.from_pretrained(family.folder)

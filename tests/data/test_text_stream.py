@@ -70,7 +70,7 @@ def stream(
 
 
 def plain(part: Piece | PackedRow) -> dict[str, list[int]]:
-    return {name: values.tolist() for name, values in vars(part).items()}
+    return {name: np.asarray(values).tolist() for name, values in vars(part).items()}
 
 
 def plain_all(

@@ -70,7 +70,7 @@ def gradients(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> tuple[Te
 
 
 def chunked_loss(model: nn.Module) -> Tensor:
-    found: Tensor = model(**inputs(), **predictions())
+    found: Tensor = model(**inputs(), **predictions())[0]
     return found
 
 
@@ -113,14 +113,14 @@ def test_weights_may_depend_on_the_losses_of_all_chunks(kind: str) -> None:
         seen.append(losses)
         return 2 * losses.sum().expand(len(losses))
 
-    found, by_chunks = gradients(model, lambda model: model(**inputs(), **predictions() | {"token_weights": weigh}))
+    found, by_chunks = gradients(model, lambda model: model(**inputs(), **predictions() | {"token_weights": weigh})[0])
     torch.testing.assert_close(seen[0], token_losses(model_of(kind)).detach(), atol=1e-5, rtol=0)
     torch.testing.assert_close(found, 2 * expected, atol=0, rtol=1e-5)
     largest = max(float(gradient.abs().max()) for gradient in by_whole.values())
     assert max(float((by_chunks[name] - by_whole[name]).abs().max()) for name in by_whole) <= 1e-6 * largest
     with torch.no_grad():
         torch.testing.assert_close(
-            3 * model(**inputs(), **predictions() | {"token_weights": weigh}), found, atol=0, rtol=1e-6
+            3 * model(**inputs(), **predictions() | {"token_weights": weigh})[0], found, atol=0, rtol=1e-6
         )
 
 

@@ -75,9 +75,9 @@ FAULTS = (
     ),
     _fault(
         "a language model predicts the token it was given",
-        "trainer/models/parts/next_token.py",
-        "tokens[:, 1:].flatten(), reduction",
-        "tokens[:, :-1].flatten(), reduction",
+        "trainer/models/families/causal_lm.py",
+        'targets = batch["tokens"].flatten()[predicted + 1]',
+        'targets = batch["tokens"].flatten()[predicted]',
         "train/test_language_models.py",
         "models/test_causal_models.py",
     ),
@@ -93,8 +93,8 @@ FAULTS = (
     _fault(
         "gradients are a mean over the ranks instead of a sum",
         "trainer/train/loop.py",
-        "(loss.total * (world.size / batch_size))",
-        "(loss.total / batch_size)",
+        "(mine * world.size).backward()",
+        "mine.backward()",
         "distributed/test_parity.py",
     ),
     _fault(
@@ -108,7 +108,7 @@ FAULTS = (
     _fault(
         "a step of few tokens moves the weights less",
         "trainer/train/loop.py",
-        "if agreed.weight != self.cfg.train.batch_size:",
+        "if not self.family.loss_weights and agreed.weight != self.cfg.train.batch_size:",
         "if False:",
         "train/test_language_models.py",
     ),
@@ -129,8 +129,8 @@ FAULTS = (
     _fault(
         "validation leaves dropout off for the rest of the run",
         "trainer/train/loop.py",
-        "            dropout.train()\n",
-        "            dropout.eval()\n",
+        "            module.train()\n",
+        "            module.eval()\n",
         "train/test_loop.py",
         "models/test_dropout.py",
     ),
@@ -144,7 +144,7 @@ FAULTS = (
     _fault(
         "a step's tokens are counted as its images",
         "trainer/train/loop.py",
-        'tokens_per_second=agreed.weight / seconds if self.data.unit == "tokens"',
+        'tokens_per_second=agreed.tokens / seconds if self.data.unit == "tokens"',
         'tokens_per_second=self.cfg.train.batch_size / seconds if self.data.unit == "tokens"',
         "train/test_language_models.py",
     ),

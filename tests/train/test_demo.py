@@ -70,7 +70,7 @@ def test_its_events_tell_the_whole_story_in_order(demo):
     ]
     rare = [(event.type, event.step) for event in demo.events() if event.type not in ("status", "step", "warning")]
     assert sorted(rare) == [
-        *(("checkpoint", 20), ("checkpoint", 40), ("export", 40)),
+        *(("checkpoint", 20), ("checkpoint", 40), ("export", 40), ("length", 0)),
         *(("sample", 0), ("sample", 0), ("sample", 40), ("sample", 40)),
         *(("validation", 20), ("validation", 40)),
     ]
