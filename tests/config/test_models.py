@@ -31,7 +31,9 @@ def test_every_known_model_is_trained_by_a_preset():
 @pytest.mark.parametrize("preset", FILES, ids=lambda file: file.stem)
 def test_the_size_is_the_one_that_the_head_of_the_preset_says(preset):
     model = published_models().get(load_config(preset).config.model.path)
-    said = re.search(r"^# to download +(?:.*[^\d.])?([\d.]+) GB(?: in fp32)?(?::.*)?$", preset.read_text(), re.MULTILINE)
+    said = re.search(
+        r"^# to download +(?:.*[^\d.])?([\d.]+) GB(?: in fp32)?(?::.*)?$", preset.read_text(), re.MULTILINE
+    )
     assert (said is None) == (model is None or model.is_built_in)
     if said and model:
         assert model.num_bytes == round(float(said[1]) * 10**9)

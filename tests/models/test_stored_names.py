@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForConditionalGeneration
@@ -94,6 +95,15 @@ def test_the_text_part_of_a_model_that_sees_is_read_and_written_as_a_model_of_it
     assert type(text).__name__ == "Gemma3ForCausalLM"
     assert_same(found, state, stored_tensors(text))
     assert found.written.keys() == stored_tensors(text).keys()
+
+
+def test_only_a_class_of_models_of_the_configs_own_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(transformers, "pipeline", called.append)
+    config = small("gemma3")
+    config.architectures = ["pipeline", "LlamaForCausalLM", "Gemma3ForConditionalGeneration"]
+    assert type(build_whole(config)) is Gemma3ForConditionalGeneration
+    assert not called
 
 
 def test_weights_of_another_model_are_refused_and_named(tmp_path: Path) -> None:

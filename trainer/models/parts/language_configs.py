@@ -46,10 +46,13 @@ def build_whole(config: Any) -> Any:
     """Build the model that a folder holds on the meta device, text part and all; None where its class is not known."""
     import transformers
 
-    named = [name for name in (config.architectures or ()) if hasattr(transformers, name)]
+    names = [name for name in (config.architectures or ()) if hasattr(transformers, name)]
     with torch.device("meta"):
-        if named:
-            return getattr(transformers, named[0])(config)
+        for named in (getattr(transformers, name) for name in names):
+            # A folder may name anything; only a class of models of its own config is called.
+            is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+            if is_model and named.config_class is type(config):
+                return named(config)
         for auto in (transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM):
             if type(config) in auto._model_mapping:
                 return auto.from_config(config, trust_remote_code=False)
