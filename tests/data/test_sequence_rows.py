@@ -228,5 +228,5 @@ def test_a_parquet_file_of_another_kind_is_refused_with_its_columns(tmp_path: Pa
         read(parquet(tmp_path / "b.parquet", image_list=[[image, image]], instruction_list=[["a", "b"]]))
     broken = tmp_path / "c.parquet"
     broken.write_text("no parquet")
-    with pytest.raises(InputError, match="cannot be read as parquet"):
+    with pytest.raises(InputError, match="not a parquet file, or damaged"):
         read(broken)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,18 +10,11 @@ from typing import Any
 
 from trainer.config.errors import InputError
 from trainer.config.files import opened
+from trainer.data.text_files import open_parquet
 
 SUFFIX = ".parquet"
 GROUPS_KEPT = 4
 """Row groups of one column that stay in memory."""
-
-
-def parquet_module() -> Any:
-    """Import `pyarrow.parquet`. Raises InputError if it is not installed."""
-    try:
-        return importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise InputError("parquet files need the package pyarrow; pip install pyarrow") from error
 
 
 def member(file: Path, row: int, column: str, number: int = 0) -> Path:
@@ -70,12 +62,3 @@ def _starts(file: Path, changed: int) -> tuple[int, ...]:
 def _column(file: Path, changed: int, group: int, column: str) -> Any:
     with open_parquet(file) as found:
         return found.read_row_group(group, columns=[column]).column(column)
-
-
-def open_parquet(file: Path) -> Any:
-    """Open a parquet file. Raises InputError if it is none."""
-    parquet = parquet_module()
-    try:
-        return parquet.ParquetFile(file)
-    except (OSError, ValueError) as error:  # pyarrow's errors are of these types
-        raise InputError(f"{file}: cannot be read as parquet ({str(error).splitlines()[0]}); copy it again") from error

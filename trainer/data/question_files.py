@@ -13,9 +13,9 @@ from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
 from trainer.data.image_files import MAX_SHOWN_PROBLEMS, MOST_WRONG_ROWS
 from trainer.data.image_io import ImageFile, read_header
-from trainer.data.parquet_images import SUFFIX, member, open_parquet
+from trainer.data.parquet_images import SUFFIX, member
 from trainer.data.sequence_rows import AnyRow, ImageProblem, parquet_row, parsed
-from trainer.data.text_files import rows
+from trainer.data.text_files import open_parquet, rows
 
 PARQUET = {"image_list": "instruction_list", "image": "captions"}
 """{column of images: column of their texts}, in both published kinds of parquet files."""
@@ -163,7 +163,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         number = 0
         for group in range(parquet.num_row_groups):
             table = parquet.read_row_group(group, columns=[images, PARQUET[images]])
-            for pictures, texts in zip(table.column(images), table.column(PARQUET[images]), strict=True):
-                count = len(pictures) if images == "image_list" and pictures.is_valid else 1
+            for images_of, texts in zip(table.column(images), table.column(PARQUET[images]), strict=True):
+                count = len(images_of) if images == "image_list" and images_of.is_valid else 1
                 yield number, {images: count, PARQUET[images]: texts.as_py()}
                 number += 1
