@@ -329,6 +329,14 @@ class ModelFamily(ABC):
     def layout(self, component: str) -> tuple[Fused, ...]:
         """The component's tensors under the names of its original single file."""
 
+    def modules_in_peft(self, component: str) -> Collection[str]:
+        """The names of all modules of the component, as the model has them that peft loads."""
+        layout = self.layout(component)
+        if self.peft_fields is None or not layout:
+            return [name for name, _ in self.build(component).named_modules()]
+        paths = [tensor.name.split(".")[:-1] for tensor in layout]
+        return {".".join(path[:count]) for path in paths for count in range(1, len(path) + 1)}
+
     @abstractmethod
     def batch_key(self, example: Example) -> Hashable:
         """Examples with equal keys may share a batch: same image size, same text length, same references."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -19,15 +19,13 @@ from trainer.weights.files import WeightFiles, read_tensor
 def naming(family: ModelFamily) -> Naming:
     """The names that a family's adapter files use."""
     layouts = {component: family.layout(component) for component in family.components}
-
-    def modules(component: str) -> Collection[str]:
-        if family.peft_fields is None or not layouts[component]:
-            return [name for name, _ in family.build(component).named_modules()]
-        paths = [tensor.name.split(".")[:-1] for tensor in layouts[component]]
-        return {".".join(path[:count]) for path in paths for count in range(1, len(path) + 1)}
-
     return Naming(
-        family.kohya_prefixes, family.kohya_by_path, layouts, family.diffusers_adapters, family.peft_fields, modules
+        family.kohya_prefixes,
+        family.kohya_by_path,
+        layouts,
+        family.diffusers_adapters,
+        family.peft_fields,
+        family.modules_in_peft,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -341,13 +341,25 @@ class CausalLM(TextFamily):
         """Return the layers' names in the model that peft loads, where that is more than the text part."""
         return self._loaded_layout
 
+    def modules_in_peft(self, component: str) -> Collection[str]:
+        """The modules that see or hear too: a name's end must not select their layers."""
+        if self._loaded is None:
+            return super().modules_in_peft(component)
+        return [name for name, _ in self._loaded.named_modules()]
+
+    @cached_property
+    def _loaded(self) -> Any:
+        """The model that peft loads, on the meta device, where that is more than the text part."""
+        if self._whole is None or causal_class(self._folder_config) is None:
+            return None
+        return build_language_model(self._folder_config)
+
     @cached_property
     def _loaded_layout(self) -> tuple[Fused, ...]:
-        if self._whole is None or causal_class(self._folder_config) is None:
+        if self._loaded is None:
             return ()
         own = stored_tensors(self._empty)
-        loaded = build_language_model(self._folder_config).state_dict()
-        pairs = {name: name.replace(TEXT_PART, "", 1) for name in loaded}
+        pairs = {name: name.replace(TEXT_PART, "", 1) for name in self._loaded.state_dict()}
         return tuple(Fused(name, (part,)) for name, part in pairs.items() if part in own)
 
     @property
