@@ -175,3 +175,31 @@ def awaited(waiting: Coroutine[Any, Any, T], timeout_s: float = 120) -> T:
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, asyncio.wait_for(waiting, timeout_s)).result()
+
+
+def in_two_parts(world: World, cfg: RunConfig, run: RunDir, first: int = 3) -> tuple[list[float], Outcome]:
+    """Train `first` steps and save, then go on in another trainer. Returns the first losses, and the second part."""
+    events: list[AnyEvent] = []
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", events.append)
+    for _ in range(first):
+        trainer.train_step()
+    trainer._save_last()
+    trainer.close()
+    return [event.loss for event in steps_of(events)], train(world, cfg, run)
+
+
+def logits(model: Any) -> Tensor:
+    """After some bytes, the tokens of the tiny language model."""
+    with torch.no_grad():
+        found: Tensor = model.eval()(torch.arange(1, 60)[None]).logits
+    return found
+
+
+def trained_logits(cfg: RunConfig, run: RunDir) -> Tensor:
+    """The logits of the live language model at the end of its run."""
+    trainer = Trainer(cfg, run, alone(), run.path.parent / "cache", lambda event: None)
+    try:
+        trainer.train()
+        return logits(trainer.model["language_model"])
+    finally:
+        trainer.close()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer.config.errors import InputError
 from trainer.config.sections import ModelConfig, ModelOptions, ObjectiveConfig, SampleConfig
-from trainer.models.base import ImageFamily, ModelFamily, MultimodalFamily, TextFamily
+from trainer.models.base import ImageFamily, ModelFamily, MultimodalFamily, SequencePart, TextFamily
 from trainer.models.families import get, names
 from trainer.models.objectives import Batch, Example
 from trainer.rng import SampleRng, generator
@@ -192,3 +192,9 @@ def without_bar(pipeline: Any) -> Any:
     """A pipeline of diffusers that draws no progress bar."""
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def question_of(family: MultimodalFamily, image: Image.Image, question: str, answer: str) -> Example:
+    """The example of an answer about an image."""
+    parts = [SequencePart("seen", image), SequencePart("text", question), SequencePart("learned", answer)]
+    return family.encode_sequence(parts)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.models.common import batch_of, edit_json, examples, make, picture
+from tests.models.common import batch_of, edit_json, examples, make, picture, question_of
 from tests.runs import alone, difference, make_run, make_text, run_config, steps_of, text_config, train
 from trainer import adapters
 from trainer.config.schema import RunConfig
@@ -312,7 +312,7 @@ def items_of(family: ModelFamily) -> list[Example]:
     """Three, of which one is a question where the family answers such."""
     items = examples(family, 3)
     if isinstance(family, MultimodalFamily):
-        items[1] = family.encode_question(picture(64, 32), "What is this?", "A picture.")
+        items[1] = question_of(family, picture(64, 32), "What is this?", "A picture.")
     return items
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.bench import Bench
 from tests.distributed import run_ranks
-from tests.models.common import batch_of, edit_json, examples, model_of, picture
+from tests.models.common import batch_of, edit_json, examples, model_of, picture, question_of
 from tests.runs import Outcome, alone, difference, make_pictures, run_config, steps_of, train
 from trainer.checkpoint.restore import StoredWeights
 from trainer.config.errors import InputError
@@ -337,7 +337,7 @@ def test_a_picture_larger_than_the_network_can_draw_is_refused(
 def test_a_mask_weights_the_errors_of_its_pixels(bench: Bench) -> None:
     family = families.make(bench.config(), bench.root / "cache")
     model, rng = model_of(family), SampleRng(0, [0, 1])
-    drawn, asked = {**examples(family, 1)[0]}, family.encode_question(picture(32, 32), "what?", "a fox")
+    drawn, asked = {**examples(family, 1)[0]}, question_of(family, picture(32, 32), "what?", "a fox")
     whole = family.loss(model, batch_of(family, [asked, drawn]), rng).parts
     height, width = drawn["latents"].shape[-2:]
     halves = [torch.zeros(height, width), torch.zeros(height, width)]
@@ -356,7 +356,7 @@ def test_a_folder_that_is_no_such_model_is_refused_with_what_is_missing(bench: B
         with pytest.raises(InputError) as error:
             family = families.make(bench.config(model__path=str(copy)), bench.root / "cache")
             assert isinstance(family, MultimodalFamily)
-            family.encode_question(picture(32, 32), "what?", "a fox")
+            question_of(family, picture(32, 32), "what?", "a fox")
             family.loss(model_of(family), batch_of(family, examples(family, 1)), SampleRng(0, [0]))
         return str(error.value)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.bench import Bench
 from tests.distributed import run_ranks
 from tests.models.common import batch_of, model_of
-from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, steps_of, train
+from tests.runs import alone, difference, in_two_parts, make_pictures, make_run, run_config, steps_of, train
 from trainer.config.errors import InputError
 from trainer.config.families import refused
 from trainer.config.schema import RunConfig
@@ -25,7 +25,7 @@ from trainer.data.loader import ImageItem
 from trainer.distributed.world import World
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
-from trainer.run.events import AnyEvent, ValidationEvent
+from trainer.run.events import ValidationEvent
 from trainer.run.folder import RunDir
 from trainer.train.loop import Agreed, Trainer
 
@@ -139,22 +139,11 @@ def test_any_number_of_ranks_trains_what_one_process_trains(bench: Bench, ranks:
         assert one.metrics == pytest.approx(other.metrics, abs=1e-5)
 
 
-def in_two_parts(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[float], Outcome]:
-    """Train two steps and save, then go on in another trainer. Returns the first losses, and the second part."""
-    events: list[AnyEvent] = []
-    trainer = Trainer(cfg, run, world, run.path.parent / "cache", events.append)
-    for _ in range(2):
-        trainer.train_step()
-    trainer._save_last()
-    trainer.close()
-    return [event.loss for event in steps_of(events)], train(world, cfg, run)
-
-
 @pytest.mark.slow
 def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(bench: Bench) -> None:
     changes = PAIRS | {"parallel__devices": 2, "parallel__strategy": "full", "train__steps": 4}
     straight = bench.trained("straight", 2, **changes)
-    begin, rest = run_ranks(2, in_two_parts, *bench.run("parts", **changes))[0]
+    begin, rest = run_ranks(2, in_two_parts, *bench.run("parts", **changes), 2)[0]
     assert begin + rest.losses == straight.losses
     assert all(torch.equal(rest.weights[name], straight.weights[name]) for name in straight.weights)
 

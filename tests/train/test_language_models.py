@@ -11,12 +11,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tests.bench import Bench
 from tests.benchmarks.text_time import learn
 from tests.distributed import run_ranks
-from tests.runs import Outcome, alone, difference, make_run, make_text, steps_of, text_config, train
+from tests.runs import (
+    alone,
+    difference,
+    in_two_parts,
+    logits,
+    make_run,
+    make_text,
+    steps_of,
+    text_config,
+    train,
+    trained_logits,
+)
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
@@ -87,17 +97,6 @@ def test_a_base_in_four_bits_holds_the_linear_layers_of_the_blocks(bench: Bench)
 
 
 # Continued
-
-
-def in_two_parts(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[float], Outcome]:
-    """Train three steps and save, then go on in another trainer. Returns the first losses, and the second part."""
-    events: list[AnyEvent] = []
-    trainer = Trainer(cfg, run, world, run.path.parent / "cache", events.append)
-    for _ in range(3):
-        trainer.train_step()
-    trainer._save_last()
-    trainer.close()
-    return [event.loss for event in steps_of(events)], train(world, cfg, run)
 
 
 @pytest.mark.parametrize("kind", ["full", "lora", pytest.param("qlora", marks=pytest.mark.slow)])
@@ -205,23 +204,6 @@ def test_the_validation_loss_is_the_mean_over_all_tokens_on_any_number_of_ranks(
 
 
 # Read by other programs
-
-
-def logits(model: Any) -> Tensor:
-    """After some bytes, the tokens of the tiny model."""
-    with torch.no_grad():
-        found: Tensor = model.eval()(torch.arange(1, 60)[None]).logits
-    return found
-
-
-def trained_logits(cfg: RunConfig, run: RunDir) -> Tensor:
-    """The logits of the live model at the end of its run."""
-    trainer = Trainer(cfg, run, alone(), run.path.parent / "cache", lambda event: None)
-    try:
-        trainer.train()
-        return logits(trainer.model["language_model"])
-    finally:
-        trainer.close()
 
 
 def test_an_exported_model_is_the_trained_one_in_transformers(bench: Bench) -> None:

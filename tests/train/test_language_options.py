@@ -10,14 +10,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tests.bench import Bench
 from tests.distributed import run_ranks
-from tests.runs import alone, difference, make_pictures, make_run, make_text, run_config, text_config, train
-from tests.train.test_language_models import in_two_parts
+from tests.runs import (
+    alone,
+    difference,
+    in_two_parts,
+    logits,
+    make_pictures,
+    make_run,
+    make_text,
+    run_config,
+    text_config,
+    train,
+    trained_logits,
+)
 from trainer.config.errors import InputError
-from trainer.config.schema import RunConfig
 from trainer.export import check_export, export
 from trainer.models import families
 from trainer.models.build import build_model
@@ -26,8 +35,6 @@ from trainer.models.state_dict import BaseWeights
 from trainer.plan.store import key_of
 from trainer.plan.trace import units_of
 from trainer.run.events import SampleEvent, ValidationEvent
-from trainer.run.folder import RunDir
-from trainer.train.loop import Trainer
 from trainer.weights.tensors import OpenFiles
 
 TOLERANCE = 1e-6
@@ -45,23 +52,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     root = tmp_path_factory.mktemp("options")
     return Bench(root, make_text(root / "text"), text_config, KINDS)
-
-
-def logits(model: Any) -> Tensor:
-    """After some bytes, the tokens of the tiny model."""
-    with torch.no_grad():
-        found: Tensor = model.eval()(torch.arange(1, 60)[None]).logits
-    return found
-
-
-def trained_logits(cfg: RunConfig, run: RunDir) -> Tensor:
-    """The logits of the live model at the end of its run."""
-    trainer = Trainer(cfg, run, alone(), run.path.parent / "cache", lambda event: None)
-    try:
-        trainer.train()
-        return logits(trainer.model["language_model"])
-    finally:
-        trainer.close()
 
 
 # Folders of peft

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from tests.bench import Bench
 from tests.distributed import run_ranks
-from tests.runs import alone, difference, make_run, make_text, text_config, train
-from tests.train.test_language_models import in_two_parts
+from tests.runs import alone, difference, in_two_parts, make_run, make_text, text_config, train
 from tests.train.test_language_options import logits, trained_logits
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, load_config_text

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.bench import Bench
 from tests.benchmarks.preference_time import learn
 from tests.distributed import run_ranks
-from tests.runs import Outcome, alone, difference, make_run, make_text, run_config, steps_of, train
+from tests.runs import alone, difference, in_two_parts, make_run, make_text, run_config, steps_of
 from trainer.adapters import initial_value, switched_off
 from trainer.checkpoint.config_changes import changes, refused
 from trainer.config.errors import InputError
@@ -25,7 +25,7 @@ from trainer.data.text_source import encoder_of
 from trainer.distributed.world import World
 from trainer.models import families
 from trainer.models.preferences import Answers
-from trainer.run.events import AnyEvent, ValidationEvent, WarningEvent
+from trainer.run.events import ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.train.loop import Agreed, Trainer
 
@@ -215,17 +215,6 @@ def test_no_way_of_running_changes_what_is_trained(bench: Bench, changes: dict[s
     assert difference(found.weights, expected.weights) <= TOLERANCE
 
 
-def in_two_parts(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[float], Outcome]:
-    """Train two steps and save, then go on in another trainer. Returns the first losses, and the second part."""
-    events: list[AnyEvent] = []
-    trainer = Trainer(cfg, run, world, run.path.parent / "cache", events.append)
-    for _ in range(2):
-        trainer.train_step()
-    trainer._save_last()
-    trainer.close()
-    return [event.loss for event in steps_of(events)], train(world, cfg, run)
-
-
 def reference_losses(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[float], list[float]]:
     """The loss of each token of a rank's first row, before and after two steps, with the adapter switched off; and with
     it at the end."""
@@ -262,7 +251,7 @@ def test_the_reference_of_a_sharded_model_stays_its_base_bit_for_bit(bench: Benc
 def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(bench: Bench) -> None:
     changes = {"parallel__devices": 2, "parallel__strategy": "full"}
     straight = bench.trained("straight", 2, **changes)
-    begin, rest = run_ranks(2, in_two_parts, *bench.run("parts", **changes))[0]
+    begin, rest = run_ranks(2, in_two_parts, *bench.run("parts", **changes), 2)[0]
     assert begin + rest.losses == straight.losses
     assert all(torch.equal(rest.weights[name], straight.weights[name]) for name in straight.weights)
 
@@ -383,7 +372,7 @@ def test_pairs_that_are_longer_than_a_row_are_left_out_and_counted(bench: Bench,
             '"chosen" has no message of the assistant',
         ),
         (
-            {"text": "a later row that is no pair"},
+            {"text": "a later row without two answers"},
             'not a pair, as the rows before are: no "chosen" and "rejected"; remove it, or complete it',
         ),
     ],

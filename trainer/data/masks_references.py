@@ -67,6 +67,13 @@ class _Companions:
                 f"first {unused[0]}"
             )
 
+    def miss(self, what: str, remedy: str) -> None:
+        """Collect a problem about the images that have none, of which there is at least one."""
+        self.findings.problems.append(
+            f"{self.field}: {len(self.alone)} of {self.num_images} images have no {what}, first {self.alone[0][1]}; "
+            f"add {remedy}"
+        )
+
 
 class Masks(_Companions):
     """Masks by name. An image may have none."""
@@ -115,11 +122,8 @@ class References(_Companions):
         """Collect messages about references and images that do not match. To be called after the last image."""
         self.warn_of_unused()
         if self.alone:
-            name, image = self.alone[0]
-            self.findings.problems.append(
-                f"{self.field}: {len(self.alone)} of {self.num_images} images have no reference, first {image}; "
-                f"add {self.folder / name}.png, or {name}_0.png, {name}_1.png and so on"
-            )
+            name, _ = self.alone[0]
+            self.miss("reference", f"{self.folder / name}.png, or {name}_0.png, {name}_1.png and so on")
 
 
 class Rejected(_Companions):
@@ -139,11 +143,8 @@ class Rejected(_Companions):
         """Collect messages about images that do not match. To be called after the last image."""
         self.warn_of_unused()
         if self.alone:
-            name, image = self.alone[0]
-            self.findings.problems.append(
-                f"{self.field}: {len(self.alone)} of {self.num_images} images have no rejected image, first {image}; "
-                f"add {self.folder / name}.png"
-            )
+            name, _ = self.alone[0]
+            self.miss("rejected image", f"{self.folder / name}.png")
         if self._cropped:
             self.findings.warnings.append(
                 f"{self.field}: {len(self._cropped)} of {self.num_images} images are cropped to another aspect ratio, "

@@ -578,11 +578,6 @@ class MultimodalFamily(ImageFamily):
     def answer(self, model: nn.ModuleDict, image: Image.Image, question: str, cfg: SampleConfig, rng: SampleRng) -> str:
         """Answer a question about an RGB image of `seen_size`. The number of model calls depends only on `cfg`."""
 
-    def encode_question(self, image: Image.Image, question: str, answer: str) -> Example:
-        """Encode an answer about an RGB image of `seen_size` as an example."""
-        parts = [SequencePart("seen", image), SequencePart("text", question), SequencePart("learned", answer)]
-        return self.encode_sequence(parts)
-
     def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
         raise InputError(f"{file}: diffusers has no loader for adapters of this model")
 

@@ -148,7 +148,7 @@ def pair_loss(margins: Tensor, weight: Tensor) -> Loss:
 
     Args:
         margins: Any shape, one number per pair.
-        weight: The same shape, 0 where there is no pair.
+        weight: The same shape, 0 for padding.
     """
     count = weight.sum()
     found = margins.detach()

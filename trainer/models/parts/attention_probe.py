@@ -63,7 +63,7 @@ def sight(config: Any, attention: str) -> Sight | None:
         None where no tiny copy can be made, or it does not run.
     """
     try:
-        # What a library may say about a copy that nobody uses, and its random numbers, must not reach the run.
+        # Warnings of the library about this copy, and its random numbers, must not reach the run.
         with torch.random.fork_rng(devices=()), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             torch.manual_seed(0)

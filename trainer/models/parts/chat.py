@@ -43,7 +43,7 @@ def read_template(named: str) -> str:
     """Read a chat template. named: one of `template_names`, or a .jinja file.
 
     Raises:
-        InputError: There is no such template or file.
+        InputError: The template is not one of ours, or the file is missing.
     """
     file = Path(named).expanduser() if named.endswith(TEMPLATE_SUFFIX) else TEMPLATES / f"{named}{TEMPLATE_SUFFIX}"
     if not named.endswith(TEMPLATE_SUFFIX) and named not in template_names():
