@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz bench plan recorded interop gpu-check table browser network proxies screenshots eightbit schema demo-base clean
+.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz bench plan recorded interop gpu-check gpu-wheels table browser network proxies screenshots eightbit schema demo-base clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -74,8 +74,14 @@ recorded: .venv
 interop: .venv
 	$(BIN)/python -m tests.interop $(if $(COMFYUI),--comfyui $(COMFYUI))
 
+# For a machine with a GPU: PARTS names some of its parts, ARGS more arguments. Goes on where it was stopped.
 gpu-check:
-	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) -m tests.benchmarks.gpu_check
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) -m tests.benchmarks.gpu_check \
+		$(if $(PARTS),--parts $(PARTS)) $(ARGS)
+
+# Wheels that a machine with torch 2.11 and Python 3.12 but without a network lacks; less than 60 MB.
+gpu-wheels: .venv
+	$(BIN)/python -m tests.benchmarks.gpu_wheels
 
 table: .venv
 	$(BIN)/python -m tests.exports

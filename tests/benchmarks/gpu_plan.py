@@ -1,13 +1,19 @@
 """The plan against a GPU: the step of a published model with random weights, on rank 0 of a fake process group.
 
+    python -m tests.benchmarks.gpu_plan NAME DEVICE FOLDER      one case, its figures as JSON in the last line
+
 One GPU stands for any number of ranks: it holds what rank 0 of them holds, and gathers what it would gather, with
 whatever values. What travels between GPUs, and NCCL's buffers, are not in it.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.allocator import given_out
+from tests.benchmarks.gpu_report import GIB, Place, Report, Row
 from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
 from trainer.models import families
@@ -30,9 +37,13 @@ from trainer.plan.fixes import planned
 from trainer.plan.sizes import size_of
 from trainer.plan.trace import batch_of, on_this_machine, trace_step
 from trainer.rng import SampleRng
+from trainer.run.process import worker_environment
 
 STEPS = 3
 """The first makes the optimizer's state; its gradients are garbage by design."""
+
+ROOT = Path(__file__).parents[2]
+RECOMPUTED, NF4 = ("train.checkpointing=full",), ("quantize.format=nf4",)
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,7 @@ class Case:
 
     model: str
     ranks: int
-    fields: tuple[str, ...] = ("train.checkpointing=full",)
+    fields: tuple[str, ...] = RECOMPUTED
 
     def config(self, device: str) -> RunConfig:
         """The run on a device; on a CPU of a tiny model, and smaller pictures."""
@@ -57,12 +68,51 @@ class Case:
 CASES: Mapping[str, Case] = {
     "plan flux2-dev, 4 ranks": Case("flux2 dev", 4),
     "plan flux2-dev, 8 ranks": Case("flux2 dev", 8),
-    "plan flux2-dev nf4, 2 ranks": Case("flux2 dev", 2, ("train.checkpointing=full", "quantize.format=nf4")),
+    "plan flux2-dev nf4, 2 ranks": Case("flux2 dev", 2, (*RECOMPUTED, *NF4)),
     "plan flux2-klein-4b, 1 rank": Case("flux2 klein-4b", 1, ()),
     "plan flux1-dev, 4 ranks": Case("flux1 dev", 4),
     "plan sd35-large, 2 ranks": Case("sd3 sd35-large", 2),
     "plan sdxl, 1 rank": Case("sdxl base", 1),
+    "plan qwen3-1.7b, 1 rank": Case("causal_lm qwen3-1.7b", 1, ("data.length=4096",)),
+    "plan qwen3-8b nf4, 1 rank": Case("causal_lm qwen3-8b", 1, (*RECOMPUTED, *NF4, "data.length=4096")),
 }
+LIMIT = 0.05
+"""Largest error of the plan against PyTorch's allocator, as a share."""
+AT_ONCE = 3
+"""Cases that share the device: what counts is what each takes of it, not how long."""
+CASE_S = 240
+
+
+def memory(place: Place, report: Report) -> None:
+    """Every case, each in a process of its own."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        outcomes = {name: pool.submit(_in_process, name, place) for name in CASES}
+        for name, outcome in outcomes.items():
+            with report.measuring(name):
+                report.add(_row(name, outcome.result(), place))
+
+
+def _in_process(name: str, place: Place) -> dict[str, float]:
+    argv = [sys.executable, "-m", "tests.benchmarks.gpu_plan", name, place.device, str(place.folder / "cache")]
+    done = subprocess.run(
+        argv, capture_output=True, text=True, check=False, timeout=CASE_S, cwd=ROOT, env=worker_environment()
+    )
+    if done.returncode:
+        print(done.stdout, done.stderr, sep="\n", flush=True)
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def _row(name: str, figures: dict[str, float], place: Place) -> Row:
+    planned, allocated, reserved = (figures[name] / GIB for name in ("planned", "allocated", "reserved"))
+    error = allocated / planned - 1
+    text = (
+        f"{planned:.2f} GiB planned, {allocated:.2f} allocated ({error:+.1%}), {reserved:.2f} reserved "
+        f"(x {reserved / allocated:.2f}), {figures['seconds']:.2f} s/step"
+    )
+    # A tiny model's step is libraries' own small change.
+    return Row(name, text, f"within {LIMIT:.0%}", place.tiny or abs(error) <= LIMIT, figures)
 
 
 def measure(case: Case, device: str, cache: Path) -> dict[str, float]:
@@ -124,9 +174,11 @@ def _watched(device: torch.device, found: dict[str, float]) -> Iterator[None]:
         yield
         found["allocated"] = torch.cuda.max_memory_allocated(device)
         found["reserved"] = torch.cuda.max_memory_reserved(device)
-        free, total = torch.cuda.mem_get_info(device)
-        found["used"] = total - free
         return
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         yield
-    found["allocated"] = found["reserved"] = found["used"] = given_out(profiled)
+    found["allocated"] = found["reserved"] = given_out(profiled)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(CASES[sys.argv[1]], sys.argv[2], Path(sys.argv[3]))))

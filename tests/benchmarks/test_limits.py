@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.benchmarks import memory, quantized_base, startup, step_time
-from tests.benchmarks.gpu_plan import CASES
+from tests.benchmarks.gpu_check import PARTS
+from tests.benchmarks.gpu_report import read
 from tests.benchmarks.workload import KLEIN_SMALL, LITTLE, prepare
 from tests.distributed import run_ranks
 from tests.runs import alone
@@ -63,14 +66,51 @@ def test_a_lora_on_fewer_bits_ends_at_nearly_the_loss_of_one_on_all(tmp_path: Pa
         assert abs(quantized_base.excess(found, plain)) <= limit, format
 
 
+def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The check for GPUs, on this CPU and in small."""
+    argv = [sys.executable, "-m", "tests.benchmarks.gpu_check", "--device", "cpu", "--tiny", "--folder", str(folder)]
+    return subprocess.run(
+        [*argv, *arguments], env=process.worker_environment(), capture_output=True, text=True, check=False
+    )
+
+
 @pytest.mark.slow
-def test_the_check_for_gpus_runs_to_its_end_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUT", str(tmp_path))
-    argv = [sys.executable, "-m", "tests.benchmarks.gpu_check", "--device", "cpu", "--tiny"]
-    done = subprocess.run(argv, env=process.worker_environment(), capture_output=True, text=True, check=False)
-    rows = json.loads((tmp_path / "gpu_check.json").read_text(encoding="utf-8"))
-    assert done.returncode == 0, done.stdout
-    names = ["machine", "tests", "prepare", "load", "by-hand", "plain", "checkpointing", "sharded"]
-    names += ["nf4", "int8", "fp8", "nf4, sharded"]
-    assert [row["name"] for row in rows] == [*names, *CASES, "plain : by-hand", "sharded : plain"]
-    assert "skipped" not in rows[1]["figure"]
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_of_the_check_for_gpus_runs_to_its_end_on_a_cpu(tmp_path: Path, part: str) -> None:
+    done = check(tmp_path, "--parts", part)
+    rows, is_done = read(tmp_path / f"{part}.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert is_done and rows and all(row.passed for row in rows)
+    assert "skipped" not in rows[-1].figure
+
+
+@pytest.mark.slow
+def test_the_check_for_gpus_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "tests.benchmarks.gpu_check", "--device", "cpu", "--tiny", "--folder", str(tmp_path)]
+    parts = ("--parts", "copies,attention,machine")
+    with subprocess.Popen([*argv, *parts], env=process.worker_environment(), start_new_session=True) as started:
+        until = time.monotonic() + 120
+        while not read(tmp_path / "attention.json")[0] and time.monotonic() < until:
+            time.sleep(0.01)
+        os.killpg(started.pid, signal.SIGKILL)
+    before, is_done = read(tmp_path / "attention.json")
+    written = (tmp_path / "copies.json").stat().st_mtime_ns
+    assert before and not is_done
+    done = check(tmp_path, *parts)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "copies.json").stat().st_mtime_ns == written
+    assert read(tmp_path / "attention.json")[1]
+
+
+@pytest.mark.slow
+def test_a_package_that_is_missing_is_a_row_of_the_check(tmp_path: Path) -> None:
+    (tmp_path / "diffusers.py").write_text("raise ModuleNotFoundError('No module named diffusers')", encoding="utf-8")
+    env = process.worker_environment()
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env.get("PYTHONPATH", "")])
+    argv = [sys.executable, "-m", "tests.benchmarks.gpu_check", "--device", "cpu", "--tiny", "--parts", "copies,klein"]
+    done = subprocess.run([*argv, "--folder", str(tmp_path / "found")], env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert read(tmp_path / "found" / "copies.json")[1]
+    rows, is_done = read(tmp_path / "found" / "klein.json")
+    assert not is_done
+    assert rows[-1].figure == "FAILED: ModuleNotFoundError: No module named diffusers"

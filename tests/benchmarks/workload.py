@@ -143,10 +143,19 @@ class Bench:
         return encode_data(family, _no_encoder, RankContext(cfg, world, self.root / "cache", lambda event: None))
 
 
-def prepare(root: Path, workload: Workload, device: str = "cpu") -> Bench:
-    """Write everything a run needs below `root`. device: where the weights are drawn."""
+def prepare(root: Path, workload: Workload, device: str = "cpu", model: Path | None = None) -> Bench:
+    """Write everything a run needs below `root`.
+
+    Args:
+        device: Where the weights are drawn.
+        model: A folder that was written before for the same transformer, used instead of another.
+    """
     bench = Bench(root, workload)
-    _write_model(bench.model, workload, torch.device(device))
+    if model is None:
+        _write_model(bench.model, workload, torch.device(device))
+    else:
+        root.mkdir(parents=True)
+        bench.model.symlink_to(model)
     _write_pictures(root / "pictures", workload.pixels)
     return bench
 

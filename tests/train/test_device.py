@@ -149,3 +149,42 @@ def test_a_model_that_draws_and_answers_trains_and_samples_as_on_the_cpu(folder:
     on_cpu = train(folder, "answers-cpu", "parallel.device=cpu", *changes)
     assert found.losses == pytest.approx(on_cpu.losses, rel=1e-4)
     assert {path.suffix for path in found.run.samples.iterdir()} == {".txt"}
+
+
+def talk(number: int) -> list[dict[str, str]]:
+    """A question and its answer."""
+    return [{"role": "user", "content": f"{number} + 1"}, {"role": "assistant", "content": f"It is {number + 1}."}]
+
+
+def write_rows(folder: Path, name: str, rows: list[dict[str, object]]) -> str:
+    """A folder with these rows, as data.path."""
+    (folder / name).mkdir()
+    (folder / name / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return f"data.path={name}"
+
+
+def test_a_language_model_trains_on_packed_conversations_and_samples_as_on_the_cpu(folder: Path, run: Run) -> None:
+    data = write_rows(folder, "talks", [{"messages": talk(number)} for number in range(24)])
+    changes = (
+        *("model.family=causal_lm", data, "data.length=128", "data.chat_template=chatml"),
+        *("sample.every=3", 'sample.prompts=["1 + 1"]', "sample.tokens=4", "sample.temperature=0", "sample.chat=true"),
+    )
+    found = run("talks-run", *changes)
+    on_cpu = train(folder, "talks-cpu", "parallel.device=cpu", *changes)
+    assert found.losses == pytest.approx(on_cpu.losses, rel=1e-4)
+    quantized = run("talks-nf4", *changes, "quantize.format=nf4", "train.precision=bf16", "train.checkpointing=full")
+    assert quantized.losses == pytest.approx(found.losses, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_preferences_train_as_on_the_cpu(folder: Path, run: Run, kind: str) -> None:
+    if kind == "text":
+        rows = [{"prompt": f"{i} + 1 = ", "chosen": f"{i + 1}.", "rejected": f"{i}?"} for i in range(24)]
+        changes = ("model.family=causal_lm", write_rows(folder, "pairs", rows), "data.length=128")
+    else:
+        changes = ("data.rejected=pictures",)
+    changes = (*changes, "objective.dpo_beta=0.5")
+    found = run(f"{kind}-dpo", *changes)
+    on_cpu = train(folder, f"{kind}-dpo-cpu", "parallel.device=cpu", *changes)
+    assert found.losses == pytest.approx(on_cpu.losses, rel=1e-4)
+    assert all("accuracy" in name or "margin" in name for name in found.steps[-1].metrics)

@@ -1,0 +1,198 @@
+"""What a device does at best: matrix products, copies, attention, and the decoding of a quantized base.
+
+Shapes are those of FLUX.2: one image of 1024 px with 512 tokens of text is a sequence of 4608.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.benchmarks.gpu_report import Place, Report, Row
+from trainer.weights.quantization import FORMATS, decoded
+
+TOKENS = 4608
+# (outputs, inputs) of linear layers: of a block of klein-4B and of a block of dev.
+LAYERS = {
+    "klein single in": (27648, 3072),
+    "klein single out": (3072, 12288),
+    "klein double mlp": (18432, 3072),
+    "dev single in": (55296, 6144),
+    "dev single out": (6144, 24576),
+    "dev double mlp": (36864, 6144),
+}
+TRIES, WARM_UP = 10, 3
+
+
+def matrices(place: Place, report: Report) -> None:
+    """Matrix products in bf16, and in 8 bits where the device has them."""
+    shapes = {"8192": (8192, 8192, 8192)}
+    shapes |= {name: (TOKENS, *LAYERS[name]) for name in ("klein single in", "dev single in")}
+    for name, (rows, outputs, inputs) in shapes.items():
+        if place.tiny:
+            rows, outputs, inputs = (size // 64 for size in (rows, outputs, inputs))
+        flop = 2 * rows * outputs * inputs
+        for kind, product in _products(rows, outputs, inputs, place.here).items():
+            label = f"matrix {name}, {kind}"
+            with report.measuring(label):
+                try:
+                    rate = flop / seconds(product, place) / 1e12
+                except (RuntimeError, NotImplementedError) as error:
+                    report.add(_lacking(label, error))
+                else:
+                    report.add(Row(label, f"{rate:.1f} TFLOP/s", numbers={"tflops": rate}))
+
+
+def _products(rows: int, outputs: int, inputs: int, device: torch.device) -> Mapping[str, Callable[[], object]]:
+    """Each makes its operands at its first call: a type that the device lacks is an error of that row alone."""
+    x, weight = _random(rows, inputs, device), _random(outputs, inputs, device)
+    made: dict[str, tuple[Tensor, ...]] = {}
+
+    def fp8() -> object:
+        if "fp8" not in made:
+            ones = [torch.ones(size, device=device) for size in ((rows, 1), (1, outputs))]
+            made["fp8"] = (x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn), *ones)
+        a, b, of_rows, of_columns = made["fp8"]
+        return torch._scaled_mm(a, b.t(), scale_a=of_rows, scale_b=of_columns, out_dtype=torch.bfloat16)
+
+    def int8() -> object:
+        if "int8" not in made:
+            made["int8"] = ((x * 30).to(torch.int8), (weight * 30).to(torch.int8))
+        a, b = made["int8"]
+        return torch._int_mm(a, b.t())
+
+    return {"bf16": lambda: F.linear(x, weight), "fp8": fp8, "int8": int8}
+
+
+def copies(place: Place, report: Report) -> None:
+    """Copies within the device and to and from the host."""
+    numbers = 2**18 if place.tiny else 2**30
+    here = torch.empty(numbers, dtype=torch.uint8, device=place.here)
+    other = torch.empty_like(here)
+    is_cuda = place.device == "cuda"
+    pinned = torch.empty(numbers, dtype=torch.uint8, pin_memory=is_cuda)
+    pageable = torch.empty(numbers, dtype=torch.uint8)
+    kinds: dict[str, tuple[Callable[[], object], int]] = {
+        "within the device": (lambda: other.copy_(here), 2),
+        "pinned to device": (lambda: here.copy_(pinned, non_blocking=True), 1),
+        "device to pinned": (lambda: pinned.copy_(here, non_blocking=True), 1),
+        "pageable to device": (lambda: here.copy_(pageable), 1),
+    }
+    for kind, (copy, passes) in kinds.items():
+        with report.measuring(f"copy {kind}"):
+            rate = passes * numbers / seconds(copy, place) / 1e9
+            report.add(Row(f"copy {kind}", f"{rate:.1f} GB/s", numbers={"gb_per_s": rate}))
+
+
+def attention(place: Place, report: Report) -> None:
+    """Each back-end of attention, forward and with backward; and what torch chooses by itself."""
+    shapes = {"klein": (1, 24, TOKENS, 128), "dev": (1, 48, TOKENS, 128), "text, causal": (1, 16, 4096, 128)}
+    backends = {
+        "flash": [SDPBackend.FLASH_ATTENTION],
+        "cuDNN": [SDPBackend.CUDNN_ATTENTION],
+        "efficient": [SDPBackend.EFFICIENT_ATTENTION],
+        "default": None,
+    }
+    for name, shape in shapes.items():
+        if place.tiny:
+            shape = (*shape[:2], 64, 32)
+        is_causal = "causal" in name
+        for backend, allowed in backends.items():
+            label = f"attention {name}, {backend}"
+            with report.measuring(label):
+                try:
+                    _attend(label, shape, is_causal, None, allowed, place, report)
+                except RuntimeError as error:
+                    if allowed is None:
+                        raise
+                    report.add(_lacking(label, error))
+    # Documents of a packed row, told apart by a dense mask.
+    batch, heads, length, size = (1, 16, 64, 32) if place.tiny else shapes["text, causal"]
+    documents = torch.arange(length, device=place.here) // (length // 8)
+    mask = (documents[:, None] == documents[None]).tril()[None, None]
+    with report.measuring("attention text, dense mask"):
+        _attend("attention text, dense mask", (batch, heads, length, size), False, mask, None, place, report)
+
+
+def _attend(
+    name: str,
+    shape: tuple[int, ...],
+    is_causal: bool,
+    mask: Tensor | None,
+    backends: list[SDPBackend] | None,
+    place: Place,
+    report: Report,
+) -> None:
+    query, key, value = (_random(*shape, place.here).requires_grad_() for _ in range(3))
+    gradient = torch.randn_like(query)
+
+    def forward() -> Tensor:
+        with sdpa_kernel(backends) if backends else nullcontext():
+            return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
+
+    def both() -> None:
+        torch.autograd.grad(forward(), (query, key, value), gradient)
+
+    of_forward, of_both = seconds(forward, place), seconds(both, place)
+    batch, heads, length, size = shape
+    flop = 4 * batch * heads * length * length * size * (0.5 if is_causal else 1)
+    rates = flop / of_forward / 1e12, 3.5 * flop / of_both / 1e12
+    figure = f"{of_forward * 1e3:.2f} ms forward ({rates[0]:.0f} TFLOP/s), {of_both * 1e3:.2f} ms both ({rates[1]:.0f})"
+    report.add(Row(name, figure, numbers={"forward_s": of_forward, "both_s": of_both}))
+
+
+def decode(place: Place, report: Report) -> None:
+    """How fast a quantized weight is decoded: piece by piece, and by the compiled kernel."""
+    for format in FORMATS:
+        for name, (outputs, inputs) in LAYERS.items():
+            if place.tiny:
+                outputs, inputs = 64, 128
+            rows = torch.randint(0, 127, (outputs, FORMATS[format].row_bytes(inputs)), device=place.here)
+            records = rows.to(torch.uint8)
+            found: dict[str, float] = {}
+            for kind, is_fused in (("pieces", False), ("kernel", True)):
+                with report.measuring(f"decode {format}, {name}, {kind}"):
+                    step = partial(decoded, records, format, inputs, torch.bfloat16, is_fused)
+                    found[kind] = seconds(step, place, no_gradient=True)
+            written = 2 * outputs * inputs + records.numel()
+            texts = [f"{kind} {took * 1e3:.3f} ms ({written / took / 1e9:.0f} GB/s)" for kind, took in found.items()]
+            report.add(Row(f"decode {format}, {name}", ", ".join(texts), numbers=found))
+
+
+def _lacking(name: str, error: Exception) -> Row:
+    """What this device does not have is no failure."""
+    return Row(name, f"not on this device: {(str(error).strip().splitlines() or [''])[0][:120]}")
+
+
+def seconds(step: Callable[[], object], place: Place, no_gradient: bool = False) -> float:
+    """Median seconds of a step on the device."""
+    times = []
+    with torch.set_grad_enabled(not no_gradient):
+        for turn in range(WARM_UP + TRIES):
+            place.synchronize()
+            if place.device == "cuda":
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                step()
+                end.record()
+                end.synchronize()
+                took = start.elapsed_time(end) / 1e3
+            else:
+                began = time.perf_counter()
+                step()
+                took = time.perf_counter() - began
+            times += [took] if turn >= WARM_UP else []
+    return statistics.median(times)
+
+
+def _random(*shape_and_device: object) -> Tensor:
+    *shape, device = shape_and_device
+    return torch.randn(*shape, device=device, dtype=torch.bfloat16)  # type: ignore[call-overload, no-any-return]

@@ -1,0 +1,291 @@
+"""Steps of the trainer on one device: FLUX.2 klein-4B with random weights, and one block of each kind of FLUX.2 dev."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from tests.benchmarks.gpu_report import GIB, Place, Report, Row
+from tests.benchmarks.step_time import hand_written
+from tests.benchmarks.workload import KLEIN_4B, TINY, Bench, Workload, prepare
+from trainer.config.schema import RunConfig
+from trainer.distributed.world import World, connect
+from trainer.metrics.memory import MemoryMeter
+from trainer.train.loop import Trainer
+
+WARM_UP, STEPS = 3, 8
+# Forward and backward of one 1024 px image with 512 text tokens, rank 16, recomputation not counted.
+KLEIN_4B_TFLOP = 76.3
+# Dense bf16 TFLOP/s of the data sheets, by the name that the driver gives. The more exact name comes first.
+PEAK_TFLOPS = {
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+    "L4": 121,
+    "A10": 125,
+    "RTX 4090": 165,
+    "RTX 5090": 210,
+    "RTX 3090": 71,
+    "RTX A6000": 155,
+    "RTX 6000 Ada": 364,
+}
+DEV_BLOCKS = Workload(double=1, single=1, heads=48, head_size=128, text_width=15360, text_tokens=512, pixels=1024)
+"""One block of each kind at the width of FLUX.2 dev."""
+MOST_OPERATIONS = 12
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A run of klein-4B.
+
+    Attributes:
+        fields: That differ from a LoRA without sharding and without recompute, by section.
+        pixels: Side of the images.
+        batch: Images per step.
+    """
+
+    fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    pixels: int = 1024
+    batch: int = 1
+
+    def config_fields(self, place: Place) -> dict[str, dict[str, Any]]:
+        """As `Bench.config` takes them."""
+        base: dict[str, dict[str, Any]] = {
+            "train": {"checkpointing": "none", "batch_size": self.batch, "micro_batch": self.batch},
+            "parallel": {"device": place.device, "strategy": "none"},
+        }
+        return {name: {**base.get(name, {}), **self.fields.get(name, {})} for name in {*base, *self.fields}}
+
+
+RECOMPUTED: Mapping[str, Mapping[str, Any]] = {"train": {"checkpointing": "full"}}
+SHARDED: Mapping[str, Mapping[str, Any]] = {"parallel": {"strategy": "full"}}
+EAGER = {
+    "plain": Variant(),
+    "recompute": Variant(RECOMPUTED),
+    "sharded": Variant(SHARDED),
+    "nf4": Variant({"quantize": {"format": "nf4"}}),
+    "int8": Variant({"quantize": {"format": "int8"}}),
+    "fp8": Variant({"quantize": {"format": "fp8"}}),
+    "nf4, sharded, recompute": Variant({"quantize": {"format": "nf4"}, **RECOMPUTED, **SHARDED}),
+    "512 px": Variant(pixels=512),
+    "512 px, 4 images": Variant(pixels=512, batch=4),
+}
+COMPILED = {
+    "compiled": Variant({"train": {"compile": True}}),
+    "compiled, recompute": Variant({"train": {"compile": True, "checkpointing": "full"}}),
+    "compiled, sharded": Variant({"train": {"compile": True}, **SHARDED}),
+    "compiled, nf4": Variant({"train": {"compile": True}, "quantize": {"format": "nf4"}}),
+}
+LIMITS = {"plain": ("by hand", 1.03), "sharded": ("plain", 1.10)}
+"""{variant: (what it is compared with, how much longer it may take)}. On one rank, sharded weights are copied twice per
+step: 11 ms of klein-4B on an H100."""
+
+
+def klein(place: Place, report: Report) -> None:
+    """Each variant without torch.compile, and the loop that a good engineer writes by hand."""
+    bench = _bench(place, 1024)
+    _measure_by_hand("by hand", bench, place, report)
+    for name, variant in EAGER.items():
+        with report.measuring(name):
+            _measure(name, variant, place, report)
+    _compare(report, place)
+
+
+def compiled(place: Place, report: Report) -> None:
+    """Each variant with torch.compile, and how many graphs it took."""
+    _measure_by_hand("by hand, compiled", _bench(place, 1024), place, report, is_compiled=True)
+    for name, variant in COMPILED.items():
+        with report.measuring(name):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            _measure(name, variant, place, report)
+            counters = torch._dynamo.utils.counters
+            graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+            # One graph for each class of block, which klein-4B has two of.
+            figure = f"{graphs} graphs, {breaks} breaks"
+            report.add(Row(f"{name}: graphs", figure, "2 graphs, 0 breaks", graphs == 2 and not breaks))
+
+
+def blocks(place: Place, report: Report) -> None:
+    """Where the time of a block goes: one of each kind of FLUX.2 dev, forward and backward."""
+    folder = place.folder / "dev-blocks"
+    workload = TINY if place.tiny else DEV_BLOCKS
+    bench = Bench(folder, workload) if folder.is_dir() else prepare(folder, workload, place.device)
+    with report.measuring("dev blocks"), _trainer(bench, Variant(), place) as trainer:
+        for _ in range(WARM_UP):
+            trainer.train_step()
+        busy, operations = _operations(trainer.train_step, place)
+        report.add(Row("dev blocks", f"{busy * 1e3:.1f} ms on the device", numbers={"seconds": busy}))
+        for name, seconds in operations:
+            report.add(Row(f"dev blocks: {name}", f"{seconds * 1e3:.2f} ms", numbers={"seconds": seconds}))
+
+
+def _bench(place: Place, pixels: int) -> Bench:
+    """The model and images of a size; made at first use and kept."""
+    workload = TINY if place.tiny else replace(KLEIN_4B, pixels=pixels)
+    folder = place.folder / f"klein-{workload.pixels}"
+    if not (folder / "pictures").is_dir():
+        first = place.folder / f"klein-{TINY.pixels if place.tiny else KLEIN_4B.pixels}"
+        prepare(folder, workload, place.device, model=first / "model" if first != folder and first.is_dir() else None)
+    return Bench(folder, workload)
+
+
+@contextmanager
+def _trainer(bench: Bench, variant: Variant, place: Place) -> Iterator[Trainer]:
+    cfg = bench.config(**variant.config_fields(place))
+    name = f"run-{time.time_ns()}"
+    with _world(cfg) as world:
+        trainer = bench.trainer(name, cfg, world)
+        try:
+            yield trainer
+        finally:
+            trainer.close()
+
+
+@contextmanager
+def _world(cfg: RunConfig) -> Iterator[World]:
+    """This process alone. The next measurement may begin after an error."""
+    try:
+        with connect(cfg.parallel) as world:
+            yield world
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _measure(name: str, variant: Variant, place: Place, report: Report) -> None:
+    bench = _bench(place, variant.pixels)
+    began = time.perf_counter()
+    with _trainer(bench, variant, place) as trainer:
+        ready_s = time.perf_counter() - began
+        found = _time(trainer.train_step, place)
+        found |= {"ready_s": ready_s, "peak": MemoryMeter(trainer.world).read().peak}
+        if place.device == "cuda":
+            found |= _waits(trainer.train_step)
+            busy, _ = _operations(trainer.train_step, place)
+            found["idle"] = max(0.0, 1 - busy / found["together_s"])
+        if name == "plain":
+            _save(trainer, report)
+    report.add(Row(name, _speed(found, variant, place), numbers=found))
+
+
+def _measure_by_hand(name: str, bench: Bench, place: Place, report: Report, is_compiled: bool = False) -> None:
+    with report.measuring(name):
+        cfg = bench.config(parallel={"device": place.device})
+        with _world(cfg) as world:
+            step = hand_written(bench, bench.examples(cfg, world), world, "bf16", is_compiled)
+            found = _time(step, place) | {"peak": MemoryMeter(world).read().peak}
+        report.add(Row(name, _speed(found, Variant(), place), numbers=found))
+
+
+def _time(step: Callable[[], object], place: Place) -> dict[str, float]:
+    """Seconds of the first step; the median of steps that the device ends before the next begins; the mean of steps
+    without a pause, as a run has them."""
+    began = time.perf_counter()
+    step()
+    place.synchronize()
+    first = time.perf_counter() - began
+    for _ in range(WARM_UP - 1):
+        step()
+    seconds = []
+    for _ in range(STEPS):
+        place.synchronize()
+        began = time.perf_counter()
+        step()
+        place.synchronize()
+        seconds.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    place.synchronize()
+    together = (time.perf_counter() - began) / STEPS
+    return {"first_s": first, "seconds": statistics.median(seconds), "together_s": together}
+
+
+def _waits(step: Callable[[], object]) -> dict[str, float]:
+    """How often the host waits for the device in a step. Each place is printed."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in seen if "synchroniz" in str(w.message))
+    print(f"  waits: {dict(waits)}", flush=True)
+    return {"waits": sum(waits.values())}
+
+
+def _operations(step: Callable[[], object], place: Place) -> tuple[float, list[tuple[str, float]]]:
+    """Seconds of a step that the device works, and those of its longest operations."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (place.device == "cuda")
+    place.synchronize()
+    with profile(activities=activities) as profiled:
+        step()
+        place.synchronize()
+    averages = profiled.key_averages()
+    if place.device == "cpu":
+        times = [(event.key, event.self_cpu_time_total / 1e6) for event in averages]
+        busy = sum(seconds for _, seconds in times)
+    else:
+        of_device = [event for event in averages if event.device_type == DeviceType.CUDA]
+        busy = sum(event.self_device_time_total for event in of_device) / 1e6
+        of_host = [event for event in averages if event.device_type == DeviceType.CPU]
+        times = [(event.key, event.self_device_time_total / 1e6) for event in of_host]
+    return busy, sorted(times, key=lambda pair: -pair[1])[:MOST_OPERATIONS]
+
+
+def _save(trainer: Trainer, report: Report) -> None:
+    """How long a checkpoint holds up training, and how long it takes to be on disk."""
+    began = time.perf_counter()
+    trainer.save()
+    trainer.train_step()
+    blocked = time.perf_counter() - began
+    trainer.checkpointer.wait()
+    written = time.perf_counter() - began
+    figure = f"{blocked:.3f} s with the next step, {written:.2f} s until it is on disk"
+    report.add(Row("checkpoint", figure, numbers={"blocked_s": blocked, "written_s": written}))
+
+
+def _speed(found: Mapping[str, float], variant: Variant, place: Place) -> str:
+    seconds = found["together_s"]
+    parts = [f"{seconds:.4f} s/step (alone {found['seconds']:.4f})", f"{variant.batch / seconds:.2f} images/s"]
+    parts += [f"peak {found['peak'] / GIB:.2f} GiB", f"first step {found['first_s']:.1f} s"]
+    parts += [f"{found['waits']:.0f} waits"] if "waits" in found else []
+    parts += [f"{found['idle']:.1%} idle"] if "idle" in found else []
+    peak = _peak_tflops(place)
+    if peak and variant.pixels == KLEIN_4B.pixels:
+        parts.append(f"MFU {variant.batch * KLEIN_4B_TFLOP / seconds / peak:.1%}")
+    return ", ".join(parts)
+
+
+def _compare(report: Report, place: Place) -> None:
+    found = {row.name: row.numbers["together_s"] for row in report.rows if "together_s" in row.numbers}
+    for name, (other, limit) in LIMITS.items():
+        if name in found and other in found:
+            ratio = found[name] / found[other]
+            # Steps of a tiny model are all overhead.
+            report.add(Row(f"{name} : {other}", f"{ratio:.3f}", f"<= {limit}", place.tiny or ratio <= limit))
+
+
+def _peak_tflops(place: Place) -> float | None:
+    """Of a known device with the model whose operations are known."""
+    if place.tiny or place.device == "cpu":
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
