@@ -109,7 +109,8 @@ def compare_with_hand_written(world: World, bench: Bench, precision: str, pairs:
 def hand_written(bench: Bench, data: EncodedData, world: World, precision: str, is_compiled: bool = False) -> Step:
     """One step of the minimal loop: batch in memory, diffusers' model, peft, fused AdamW.
 
-    On several ranks `fully_shard`, on one autocast, as in diffusers' own training examples. is_compiled: block by block.
+    On several ranks `fully_shard`, on one autocast, as in diffusers' own training examples. is_compiled: block by
+    block.
     """
     dtype = DTYPES[precision]
     model = lora_model(bench, dtype).to(world.device)
