@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
 from trainer.checkpoint import contents
@@ -140,7 +141,7 @@ class Checkpointer:
         """Write this rank's part, on a thread; when all ranks have written, rank 0 gives the checkpoint its name."""
         tensors = copied.result()  # without room for the copy this rank ends, and the others wait while they write
         files = _SumsFileSystem()
-        writer = dcp.FileSystemWriter(draft)
+        writer = _Writer(draft)
         writer.fs = files
         failure, table = None, None
         try:
@@ -226,6 +227,14 @@ def tensors_of(state: TrainState) -> dict[str, Any]:
 def checksum(data: bytes = b"") -> hashlib.blake2b:
     """A running checksum, of the kind that the manifest holds for each file."""
     return hashlib.blake2b(data, digest_size=16)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Notes where everything lies in the table that `dcp.save` returns, as torch does since 2.13."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.storage_data = {one.index: one.storage_data for part in results for one in part}
+        super().finish(metadata, results)
 
 
 class _SumsFileSystem(FileSystem):

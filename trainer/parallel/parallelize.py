@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -112,11 +115,23 @@ def shard_units(
     whatever the compute type.
     """
     compute = None if dtype == torch.float32 else dtype
+    _let_bytes_be_sharded()
     policy = MixedPrecisionPolicy(compute, torch.float32 if compute else None, cast_forward_inputs=False)
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
     # Backward begins with the root: freed after forward, it would be gathered again at once.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+
+
+def _let_bytes_be_sharded() -> None:
+    """Make older FSDP2 shard weights that are bytes: before 2.13 it makes every shard a parameter with a gradient
+    first, which only floating-point numbers can have."""
+    if torch.__version__ < "2.13":
+
+        def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+            return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+        _fsdp_param.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)  # type: ignore[assignment]
 
 
 def _own_storage(unit: nn.Module, arguments: Any, output: Any) -> Any:
@@ -184,30 +199,42 @@ def _compute_in(model: nn.Module, units: Sequence[nn.Module], dtype: torch.dtype
     """
     inside = {id(module) for unit in units for module in unit.modules()}
     for unit in units:
-        unit.forward = _on_copies(unit.forward, list(unit.modules()), dtype)
+        unit.forward = _on_copies(unit, list(unit.modules()), dtype)
     rest = [module for module in model.modules() if id(module) not in inside]
-    model.forward = _on_copies(model.forward, rest, dtype)
+    model.forward = _on_copies(model, rest, dtype)
 
 
-def _on_copies(forward: Callable[..., Any], modules: Sequence[nn.Module], dtype: torch.dtype) -> Callable[..., Any]:
-    """Wrap `forward`: the modules' fp32 parameters are replaced by copies, through which gradients flow back."""
+class _Body(nn.Module):
+    """A unit's own forward, below the one that replaces it. Hooks of the unit are not called again."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        super().__init__()
+        self.unit, self._forward = unit, unit.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+def _on_copies(unit: nn.Module, modules: Sequence[nn.Module], dtype: torch.dtype) -> Callable[..., Any]:
+    """Wrap the unit's forward: the fp32 parameters of `modules`, which are inside it, are replaced by copies, through
+    which gradients flow back.
+
+    They are replaced by torch's own means, because torch.compile leaves a recomputed block uncompiled that changes a
+    module by itself.
+    """
+    body = _Body(unit)
+    paths = {module: f"{path}." if path else "" for path, module in body.named_modules()}
     # Slots, not parameters: the parameters themselves are replaced when the model leaves the meta device.
-    slots = [
-        (m._parameters, name)
-        for m in modules
-        for name, p in m._parameters.items()
+    slots = {
+        f"{paths[module]}{name}": (module._parameters, name)
+        for module in modules
+        for name, p in module._parameters.items()
         if p is not None and p.is_floating_point() and p.dtype != dtype
-    ]
+    }
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        masters = [parameters[name] for parameters, name in slots]
-        for (parameters, name), master in zip(slots, masters, strict=True):
-            parameters[name] = master.to(dtype)  # type: ignore[assignment, union-attr]
-        try:
-            return forward(*_summed_alone(args), **_summed_alone(kwargs))
-        finally:
-            for (parameters, name), master in zip(slots, masters, strict=True):
-                parameters[name] = master
+        copies = {path: parameters[name].to(dtype) for path, (parameters, name) in slots.items()}  # type: ignore[union-attr]
+        return functional_call(body, copies, _summed_alone(args), _summed_alone(kwargs), tie_weights=False)
 
     return run
 
