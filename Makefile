@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz bench plan recorded interop gpu-check gpu-wheels table browser network proxies screenshots eightbit schema demo-base clean
+.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz bench plan recorded interop gpu-check gpu-wheels oldest table browser network proxies screenshots eightbit schema demo-base clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -39,6 +39,12 @@ notebooks: .venv
 lab: .venv
 	$(BIN)/python -m jupyterlab $(if $(IS_ROOT),--allow-root) --LabApp.news_url=None \
 		--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate notebooks
+
+# The fast tests on the oldest torch that is supported, which brings gigabytes of CUDA; TESTS names some of them.
+oldest:
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet 'torch==2.11.*' -e '.[test]'
+	.venv-oldest/bin/python -m pytest -m "not slow and not gpu" $(PARALLEL) $(TESTS)
 
 parity: eightbit
 	$(BIN)/python -m tests.distributed.matrix

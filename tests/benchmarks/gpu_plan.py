@@ -95,20 +95,21 @@ CASE_S = 240
 def memory(place: Place, report: Report) -> None:
     """Every case, each in a process of its own."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        outcomes = {name: pool.submit(_in_process, name, place) for name in CASES}
+        outcomes = {name: pool.submit(_in_process, name, place, worker_environment()) for name in CASES}
         for name, outcome in outcomes.items():
             with report.measuring(name):
                 report.add(_row(name, outcome.result(), place))
 
 
-def _in_process(name: str, place: Place) -> dict[str, float]:
+def _in_process(name: str, place: Place, env: Mapping[str, str]) -> dict[str, float]:
     argv = [sys.executable, "-m", "tests.benchmarks.gpu_plan", name, place.device, str(place.folder / "cache")]
-    done = subprocess.run(
-        argv, capture_output=True, text=True, check=False, timeout=CASE_S, cwd=ROOT, env=worker_environment()
-    )
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=CASE_S, cwd=ROOT, env=env)
     if done.returncode:
         print(done.stdout, done.stderr, sep="\n", flush=True)
-        raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
+        if "CUDA error" in done.stderr and "CUDA_LAUNCH_BLOCKING" not in env:  # once more, to see which kernel it was
+            return _in_process(name, place, env | {"CUDA_LAUNCH_BLOCKING": "1"})
+        lines = [line for line in done.stderr.splitlines() if "Error" in line]
+        raise RuntimeError((lines or ["no output"])[0])
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return figures
 

@@ -124,6 +124,14 @@ def test_a_run_on_bytes_is_the_run_on_a_base_that_holds_the_decoded_weights(root
     assert difference(found.weights, expected.weights) == 0
 
 
+def test_bytes_are_gathered_as_bytes_where_the_rest_is_gathered_in_bf16(root: Path) -> None:
+    changes = {"quantize__format": "nf4", "train__precision": "bf16", "train__steps": 2}
+    alone_on_all = once(root, "bytes-on-one", **changes)
+    cfg = config(root, **changes, parallel__strategy="full", parallel__devices=2)
+    found = run_ranks(2, train, cfg, make_run(root, cfg, "bytes-on-two"))[0]
+    assert found.losses == pytest.approx(alone_on_all.losses, rel=1e-3)
+
+
 @pytest.mark.slow
 def test_a_folder_in_four_bits_of_bitsandbytes_trains_as_the_codes_in_it(root: Path) -> None:
     cfg = config(root)

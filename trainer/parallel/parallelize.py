@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,13 +17,13 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.parallel.fsdp_rules import entries
+from trainer.parallel.older_fsdp import let_bytes_be_sharded
 from trainer.parallel.strategy import Strategy, reshard_after_forward
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -115,23 +114,12 @@ def shard_units(
     whatever the compute type.
     """
     compute = None if dtype == torch.float32 else dtype
-    _let_bytes_be_sharded()
+    let_bytes_be_sharded()
     policy = MixedPrecisionPolicy(compute, torch.float32 if compute else None, cast_forward_inputs=False)
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
     # Backward begins with the root: freed after forward, it would be gathered again at once.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
-
-
-def _let_bytes_be_sharded() -> None:
-    """Make older FSDP2 shard weights that are bytes: before 2.13 it makes every shard a parameter with a gradient
-    first, which only floating-point numbers can have."""
-    if torch.__version__ < "2.13":
-
-        def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
-            return nn.Parameter(data, requires_grad and data.is_floating_point())
-
-        _fsdp_param.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)  # type: ignore[assignment]
 
 
 def _own_storage(unit: nn.Module, arguments: Any, output: Any) -> Any:
