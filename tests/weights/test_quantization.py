@@ -110,6 +110,18 @@ def test_a_code_of_fp8_that_is_no_number_is_refused() -> None:
         FORMATS["fp8"].encode(weight, 0.5)
 
 
+def test_layers_that_share_a_weight_share_its_bytes() -> None:
+    first, second, other = (nn.Linear(64, 8) for _ in range(3))
+    second.weight = first.weight
+    model = nn.ModuleDict({"first": first, "second": second, "other": other})
+    quantize_layers(model, {"first": FORMATS["nf4"], "second": FORMATS["int8"], "other": FORMATS["nf4"]})
+    layers = quantized_layers(model)
+    assert layers["second"].qweight is layers["first"].qweight
+    assert torch.equal(layers["second"].weight, layers["first"].weight)
+    assert layers["other"].qweight is not layers["first"].qweight
+    assert torch.equal(layers["second"].bias, second.bias)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_row_that_begins_at_an_odd_byte_is_decoded(format: str) -> None:
     weight = torch.randn(5, 63)

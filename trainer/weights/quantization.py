@@ -346,11 +346,18 @@ _linear.register_autograd(_gradients, setup_context=_keep)
 
 
 def quantize_layers(model: nn.Module, formats: Mapping[str, Format]) -> None:
-    """Replace linear layers by `QuantLinear`. formats: {name of a layer: its format}."""
+    """Replace linear layers by `QuantLinear`. formats: {name of a layer: its format}. A weight that several of them share
+    is stored once, in the format of the first."""
+    first: dict[nn.Parameter, QuantLinear] = {}
     for name, format in formats.items():
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        model.set_submodule(name, QuantLinear.of(layer, format))
+        shared = first.get(layer.weight)
+        made = QuantLinear.of(layer, shared.format if shared else format)
+        if shared:
+            made.qweight = shared.qweight
+        first.setdefault(layer.weight, made)
+        model.set_submodule(name, made)
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantLinear]:
