@@ -51,7 +51,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4))])
 def test_any_number_of_ranks_trains_what_one_process_trains(bench: Bench, ranks: int, kind: str) -> None:
     checkpointing = "full" if ranks == 2 else "none"
     bench.assert_same_as_reference(
@@ -92,7 +92,7 @@ def test_a_base_in_four_bits_holds_the_linear_layers_of_the_blocks(bench: Bench)
 # Continued
 
 
-@pytest.mark.parametrize("kind", ["full", "lora", pytest.param("qlora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("full", "qlora"))])
 def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(bench: Bench, kind: str) -> None:
     bench.assert_goes_on_bit_for_bit(kind, train__steps=6)
 
