@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -98,6 +99,15 @@ class Started:
         """Wait for it. Returns exit code, lines of stdout and stderr."""
         out, err = self._process.communicate(timeout=TIMEOUT_S)
         return self._process.returncode, out.splitlines(), err
+
+    def lose_power(self) -> None:
+        """SIGKILL to launch.py, torchrun and the process groups of all ranks, at one moment."""
+        torchrun = psutil.Process(Launch.read(self.run).pid)
+        groups = {os.getpgid(process.pid) for process in (torchrun, *torchrun.children(recursive=True))}
+        self._process.kill()
+        for group in groups:
+            os.killpg(group, signal.SIGKILL)
+        self._process.communicate()
 
     def kill(self) -> None:
         """End the run, if it still runs, and everything that belongs to it."""

@@ -11,6 +11,8 @@ import torch
 
 from tests.distributed.pool import IMPORTED, leave_process_group
 
+pytest.register_assert_rewrite("tests.bench")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="where the tests marked gpu train")

@@ -58,8 +58,12 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def _all_nodes(self) -> tuple[ast.AST, ...]:
+        return tuple(ast.walk(self.tree))
+
     def nodes(self, *kinds: type) -> Iterator[ast.AST]:
-        return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
+        return (node for node in self._all_nodes if isinstance(node, kinds))
 
     def imports(self) -> Iterator[tuple[int, str]]:
         """(line, name) of every import anywhere in the file; `from a import b` is `a.b`."""

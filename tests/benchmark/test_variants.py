@@ -152,8 +152,8 @@ def test_one_process_holds_everything_and_sends_nothing(pictures: Path, tmp_path
 
 def test_checkpointing_keeps_a_fraction_of_the_activations(pictures: Path, tmp_path: Path) -> None:
     variants = {"none": (), "every second": ("train.checkpointing=2",), "full": ("train.checkpointing=full",)}
-    run = trials.create(config_file(pictures, tmp_path, 2), variants, tmp_path)
-    run_ranks(2, measured, run)
+    run = trials.create(config_file(pictures, tmp_path, 1), variants, tmp_path)
+    run_ranks(1, measured, run)
     kept = {trial.label: trial.cost.activations[0] for trial in trials.read(run)}
     assert kept["full"] < kept["every second"] < kept["none"]
     assert kept["full"] < 0.5 * kept["none"]

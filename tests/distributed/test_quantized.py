@@ -205,8 +205,15 @@ def load_unlike(world: World, cfgs: list[RunConfig], runs: list[RunDir]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("strategy", ["full", "ddp"])
-@pytest.mark.parametrize("format", ["none", "nf4"])
+@pytest.mark.parametrize(
+    ("format", "strategy"),
+    [
+        ("none", "full"),
+        ("nf4", "ddp"),
+        pytest.param("none", "ddp", marks=pytest.mark.slow),
+        pytest.param("nf4", "full", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_loaded_other_weights_is_named_before_the_first_step(
     root: Path, tmp_path: Path, format: str, strategy: str
 ) -> None:

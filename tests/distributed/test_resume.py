@@ -58,8 +58,8 @@ def interrupt(world: World, cfg: RunConfig, run: RunDir) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("lora", "lora_with_dropout_and_average", "full", "lora_on_nf4", "schedulefree"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dora", "boft")),
+        *("lora_with_dropout_and_average", "full", "lora_on_nf4", "schedulefree"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lora", "dora", "boft")),
     ],
 )
 def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(pictures: Path, kind: str) -> None:
@@ -73,7 +73,7 @@ def test_eight_bit_adamw_goes_on_bit_for_bit(pictures: Path) -> None:
 
 def compare_two_parts(pictures: Path, kind: str) -> None:
     cfg = config(pictures, 2, kind)
-    straight = run_ranks(2, train, cfg, make_run(pictures.parent, cfg, f"straight-{kind}"))[0]
+    straight = straight_run(pictures, kind)
     parts = run_ranks(2, train_in_two_parts, cfg, make_run(pictures.parent, cfg, f"parts-{kind}"))[0]
     assert parts.losses == straight.losses[STOP_AT:]
     assert parts.grad_norms == straight.grad_norms[STOP_AT:]
@@ -83,9 +83,9 @@ def compare_two_parts(pictures: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        ("lora", 4),
         ("full", 1),
         pytest.param("lora", 1, marks=pytest.mark.slow),
+        pytest.param("lora", 4, marks=pytest.mark.slow),
         pytest.param("full", 4, marks=pytest.mark.slow),
     ],
 )

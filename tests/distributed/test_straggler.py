@@ -38,9 +38,8 @@ def test_a_slow_step_or_a_few_milliseconds_name_nobody(outlier: tuple[float, ...
 
 
 def test_a_rank_whose_blocks_take_longer_is_found_in_a_real_run(tmp_path: Path) -> None:
-    cfg = run_config(
-        make_pictures(tmp_path / "pictures", count=4), parallel__devices=2, parallel__strategy="full", train__steps=50
-    )
+    changes = {"parallel__devices": 2, "parallel__strategy": "full", "train__steps": 50, "train__batch_size": 2}
+    cfg = run_config(make_pictures(tmp_path / "pictures", count=4), **changes)
     warnings, _ = run_ranks(2, train_with_a_slow_rank, cfg, make_run(tmp_path, cfg, "slow"))
     [warning] = warnings
     assert warning.startswith("rank 1 on ")

@@ -97,16 +97,16 @@ main()
 
 @pytest.fixture
 def make_run(tmp_path, monkeypatch):
-    """Make a run of two ranks that executes the function of WORKER it is named after."""
+    """Make a run, of two ranks if nothing else is said, that executes the function of WORKER it is named after."""
     (tmp_path / "worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    def make(name: str) -> tuple[RunConfig, RunDir]:
+    def make(name: str, ranks: int = 2) -> tuple[RunConfig, RunDir]:
         cfg = RunConfig(
             name=name,
             model=ModelConfig(family="flux2"),
             data=DataConfig(path=str(tmp_path)),
-            parallel=ParallelConfig(devices=2),
+            parallel=ParallelConfig(devices=ranks),
         )
         return cfg, RunDir.create(tmp_path / "runs", cfg)
 
@@ -118,8 +118,8 @@ def start(make_run):
     """Start such a run; every one is gone when the test ends."""
     handles = []
 
-    def start(name: str) -> tuple[RunConfig, RunDir]:
-        cfg, run = make_run(name)
+    def start(name: str, ranks: int = 2) -> tuple[RunConfig, RunDir]:
+        cfg, run = make_run(name, ranks)
         handles.append(torchrun.start(cfg, run, module="worker"))
         return cfg, run
 
@@ -189,6 +189,7 @@ def test_a_killed_rank_is_the_cause_although_another_rank_complained_first(start
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_aborts_after_an_error_is_reported_with_the_error(start, capsys):
     cfg, run = start("aborting")
     assert watch(cfg, run, EventReader(run.events_file)) == 1
@@ -198,7 +199,7 @@ def test_a_rank_that_aborts_after_an_error_is_reported_with_the_error(start, cap
 
 
 def test_a_run_is_started_once_in_its_own_session_and_ctrl_c_stops_it(start, capsys):
-    cfg, run = start("patient")
+    cfg, run = start("patient", ranks=1)
     pid = processes.Launch.read(run).pid
     assert os.getsid(pid) == pid
     with pytest.raises(InputError) as error:
@@ -226,7 +227,7 @@ def test_a_run_is_started_once_in_its_own_session_and_ctrl_c_stops_it(start, cap
     [PREEMPTION_SIGNALS[0], *(pytest.param(other, marks=pytest.mark.slow) for other in PREEMPTION_SIGNALS[1:])],
 )
 def test_a_scheduler_that_asks_to_leave_again_and_again_does_not_cost_the_checkpoint(start, capsys, number):
-    cfg, run = start("patient")
+    cfg, run = start("patient", ranks=1)
     wait_for(lambda: processes.status(run) == "training")
     for after_s in (0.3, 0.6):
         threading.Timer(after_s, os.kill, (os.getpid(), number)).start()

@@ -361,7 +361,7 @@ def sharded_gradients(world: World) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_forward_and_backward_on_several_ranks_give_the_gradients_of_one_process(ranks: int) -> None:
     model = made()
     for batch in BATCHES[:ranks]:

@@ -232,7 +232,7 @@ def sharded_gradients(world: World) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_of_tied_and_untied_models_on_several_ranks_are_those_of_one_process(ranks: int) -> None:
     results = run_ranks(ranks, sharded_gradients)
     for number, (kind, *case) in enumerate(CASES):

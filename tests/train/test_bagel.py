@@ -79,7 +79,7 @@ SETUPS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "kind", ["full", "lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("nf4", "parts"))]
+    "kind", ["full", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lora", "nf4", "parts"))]
 )
 @pytest.mark.parametrize(
     "setup", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grad_op", "offload"))]

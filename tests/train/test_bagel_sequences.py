@@ -142,16 +142,16 @@ def source_of(bench: Bench, **changes: Any) -> MixedSource:
 def test_packs_of_a_mixed_set_give_all_ranks_equal_work(bench: Bench) -> None:
     source, ranks = source_of(bench, data__pack_tokens=BUDGET, train__batch_size=8), 4
     sampler = source.batch_sampler(BatchSizes(8), None)
-    tokens = [0] * ranks
+    tokens, drawn = [0] * ranks, []
     for step in range(50):
         for position, pack in enumerate(sampler.batch(step)):
             assert isinstance(pack, Pack)
             count = sum(map(source.count_tokens, pack.items))
             assert count <= BUDGET
             tokens[position * ranks // 8] += count
+            drawn += [item.index for item in pack.items]
     assert max(tokens) <= 1.05 * min(tokens)
     # Nothing is left out: the samples that are still to come are those that wait.
-    drawn = [item.index for step in range(50) for pack in sampler.batch(step) for item in pack.items]
     assert len(drawn) == len({*drawn}) > max(drawn) - 100
 
 

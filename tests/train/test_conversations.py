@@ -13,7 +13,7 @@ import torch
 
 from tests.bench import Bench
 from tests.distributed import run_ranks
-from tests.runs import alone, difference, make_run, text_config, train
+from tests.runs import alone, make_run, text_config, train
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.loader import BatchSizes
@@ -26,7 +26,6 @@ from trainer.run.folder import RunDir
 from trainer.run.manifest import MANIFEST
 from trainer.train.loop import Trainer
 
-TOLERANCE = 1e-6
 TALK = {"chat": {}}
 
 
@@ -105,10 +104,7 @@ def test_a_mixture_of_conversations_and_texts_goes_on_bit_for_bit_at_any_step_on
 
 @pytest.mark.slow
 def test_two_ranks_train_on_conversations_what_one_process_trains(bench: Bench) -> None:
-    found = bench.trained("two", 2, parallel__strategy="full")
-    expected = bench.reference("chat")
-    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
-    assert difference(found.weights, expected.weights) <= TOLERANCE
+    bench.assert_same_as_reference("chat", parallel__devices=2, parallel__strategy="full")
 
 
 def test_only_what_the_assistant_says_is_learned(bench: Bench) -> None:

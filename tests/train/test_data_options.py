@@ -277,7 +277,7 @@ def reference(data: Data, everything: dict[str, Any]) -> Outcome:
     return data.train("one-rank", **everything)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_ranks_trains_what_one_trains(
     data: Data, everything: dict[str, Any], reference: Outcome, ranks: int
 ) -> None:

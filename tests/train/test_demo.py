@@ -24,9 +24,10 @@ from trainer.run.folder import RunDir
 from trainer.run.manifest import complete
 
 ROOT = Path(__file__).parents[2]
-STEPS = 40
+STEPS = 24
 FEWER = (
-    *(f"train.steps={STEPS}", "data.validation_every=20", "sample.every=40", "checkpoint.every=20"),
+    *(f"train.steps={STEPS}", "data.validation_every=12", f"sample.every={STEPS}", "checkpoint.every=12"),
+    "sample.steps=8",
     "sample.prompts=['fox face [trigger]', 'fox face [trigger]']",
 )
 
@@ -70,12 +71,12 @@ def test_its_events_tell_the_whole_story_in_order(demo):
     ]
     rare = [(event.type, event.step) for event in demo.events() if event.type not in ("status", "step", "warning")]
     assert sorted(rare) == [
-        *(("checkpoint", 20), ("checkpoint", 40), ("export", 40), ("length", 0)),
-        *(("sample", 0), ("sample", 0), ("sample", 40), ("sample", 40)),
-        *(("validation", 20), ("validation", 40)),
+        *(("checkpoint", 12), ("checkpoint", 24), ("export", 24), ("length", 0)),
+        *(("sample", 0), ("sample", 0), ("sample", 24), ("sample", 24)),
+        *(("validation", 12), ("validation", 24)),
     ]
     assert [event.step for event in demo.events(StepEvent)] == list(range(1, STEPS + 1))
-    assert [checkpoint.name for checkpoint in complete(demo.run.checkpoints)] == ["step-000020", "step-000040"]
+    assert [checkpoint.name for checkpoint in complete(demo.run.checkpoints)] == ["step-000012", "step-000024"]
 
 
 def test_both_ranks_tell_their_memory(demo):

@@ -13,10 +13,10 @@ from PIL import Image, ImageOps
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from tests.bench import Bench
+from tests.bench import TOLERANCE, Bench
 from tests.distributed import run_ranks
 from tests.models.common import batch_of, model_of
-from tests.runs import alone, difference, in_two_parts, make_pictures, make_run, run_config, steps_of, train
+from tests.runs import alone, make_pictures, make_run, run_config, steps_of, train
 from trainer.config.errors import InputError
 from trainer.config.families import refused
 from trainer.config.schema import RunConfig
@@ -29,7 +29,6 @@ from trainer.run.events import ValidationEvent
 from trainer.run.folder import RunDir
 from trainer.train.loop import Agreed, Trainer
 
-TOLERANCE = 1e-6
 BETA = 4.0
 """Small: rounding of the errors, about 1e-7, is multiplied by it in the loss."""
 PAIRS: dict[str, Any] = {"objective__dpo_beta": BETA, "optim__lr": 1e-4}
@@ -131,21 +130,15 @@ def test_the_first_step_costs_log_2_and_the_preferred_images_win_after_some(benc
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_any_number_of_ranks_trains_what_one_process_trains(bench: Bench, ranks: int, kind: str) -> None:
-    changes = {"parallel__strategy": "full", "train__checkpointing": "full" if ranks == 2 else "none"}
-    found, expected = bench.trained(f"{kind}-{ranks}", ranks, **KINDS[kind] | changes), bench.reference(kind)
-    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
-    assert difference(found.weights, expected.weights) <= TOLERANCE
-    for one, other in zip(steps_of(found.events), steps_of(expected.events), strict=True):
-        assert one.metrics == pytest.approx(other.metrics, abs=1e-5)
+    checkpointing = "full" if ranks == 2 else "none"
+    bench.assert_same_as_reference(
+        kind, parallel__devices=ranks, parallel__strategy="full", train__checkpointing=checkpointing
+    )
 
 
 @pytest.mark.slow
 def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(bench: Bench) -> None:
-    changes = PAIRS | {"parallel__devices": 2, "parallel__strategy": "full", "train__steps": 4}
-    straight = bench.trained("straight", 2, **changes)
-    begin, rest = run_ranks(2, in_two_parts, *bench.run("parts", **changes), 2)[0]
-    assert begin + rest.losses == straight.losses
-    assert all(torch.equal(rest.weights[name], straight.weights[name]) for name in straight.weights)
+    bench.assert_goes_on_bit_for_bit("lora", first=2, train__steps=4)
 
 
 @pytest.mark.slow
@@ -160,11 +153,7 @@ def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(ben
     ],
 )
 def test_no_way_of_running_changes_what_is_trained(bench: Bench, changes: dict[str, Any]) -> None:
-    name = "-".join(f"{field}-{value}" for field, value in changes.items())
-    found = bench.trained(name, changes.get("parallel__devices", 1), **PAIRS | changes)
-    expected = bench.reference("lora")
-    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
-    assert difference(found.weights, expected.weights) <= TOLERANCE
+    bench.assert_same_as_reference("lora", **changes)
 
 
 def graphs_of(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[int], int]:

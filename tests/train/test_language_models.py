@@ -12,13 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.bench import Bench
+from tests.bench import TOLERANCE, Bench
 from tests.benchmarks.text_time import learn
 from tests.distributed import run_ranks
 from tests.runs import (
     alone,
-    difference,
-    in_two_parts,
     logits,
     make_run,
     make_text,
@@ -39,7 +37,6 @@ from trainer.run.folder import RunDir
 from trainer.train.loop import Trainer
 from trainer.weights.quantization import quantized_layers
 
-TOLERANCE = 1e-6
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"adapter__type": "none"},
     "lora": {},
@@ -54,20 +51,16 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4))])
 def test_any_number_of_ranks_trains_what_one_process_trains(bench: Bench, ranks: int, kind: str) -> None:
-    changes = {"parallel__strategy": "full", "train__checkpointing": "full" if ranks == 2 else "none"}
-    found = bench.trained(f"{kind}-{ranks}", ranks, **KINDS[kind] | changes)
-    expected = bench.reference(kind)
-    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
-    assert difference(found.weights, expected.weights) <= TOLERANCE
+    checkpointing = "full" if ranks == 2 else "none"
+    bench.assert_same_as_reference(
+        kind, parallel__devices=ranks, parallel__strategy="full", train__checkpointing=checkpointing
+    )
 
 
 def test_the_size_of_a_pass_changes_nothing(bench: Bench) -> None:
-    found = bench.trained("passes", train__micro_batch=3, **KINDS["full"])
-    expected = bench.reference("full")
-    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
-    assert difference(found.weights, expected.weights) <= TOLERANCE
+    bench.assert_same_as_reference("full", train__micro_batch=3)
 
 
 def test_a_step_follows_the_gradient_of_the_mean_over_the_tokens_it_learns_and_tells_their_speed(bench: Bench) -> None:
@@ -99,13 +92,9 @@ def test_a_base_in_four_bits_holds_the_linear_layers_of_the_blocks(bench: Bench)
 # Continued
 
 
-@pytest.mark.parametrize("kind", ["full", "lora", pytest.param("qlora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("full", "qlora"))])
 def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(bench: Bench, kind: str) -> None:
-    changes = KINDS[kind] | {"parallel__devices": 2, "parallel__strategy": "full", "train__steps": 6}
-    straight = bench.trained(f"straight-{kind}", 2, **changes)
-    begin, rest = run_ranks(2, in_two_parts, *bench.run(f"parts-{kind}", **changes))[0]
-    assert begin + rest.losses == straight.losses
-    assert all(torch.equal(rest.weights[name], straight.weights[name]) for name in straight.weights)
+    bench.assert_goes_on_bit_for_bit(kind, train__steps=6)
 
 
 def test_the_place_in_the_text_is_in_the_checkpoint_and_is_where_the_rows_go_on(bench: Bench) -> None:

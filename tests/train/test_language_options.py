@@ -11,12 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.bench import Bench
-from tests.distributed import run_ranks
+from tests.bench import TOLERANCE, Bench
 from tests.runs import (
     alone,
     difference,
-    in_two_parts,
     logits,
     make_pictures,
     make_run,
@@ -37,7 +35,6 @@ from trainer.plan.trace import units_of
 from trainer.run.events import SampleEvent, ValidationEvent
 from trainer.weights.tensors import OpenFiles
 
-TOLERANCE = 1e-6
 UNTIED = {"architecture": "qwen3-8b"}
 WHOLE = {"type": "lora", "rank": 4, "modules_to_save": ["embed_tokens", "lm_head"]}
 KINDS: dict[str, dict[str, Any]] = {
@@ -138,23 +135,16 @@ def test_modules_trained_whole_are_exported_as_peft_does_and_merged(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_train_whole_modules_as_one_process_does(bench: Bench, kind: str) -> None:
-    found = bench.trained(f"{kind}-2", 2, parallel__strategy="full", **KINDS[kind])
-    expected = bench.reference(kind)
-    names = {name for name in expected.weights if ".lora_" not in name}
+    names = {name for name in bench.reference(kind).weights if ".lora_" not in name}
     assert names == {"language_model.model.embed_tokens.weight"} | (
         {"language_model.lm_head.weight"} if kind == "untied" else set()
     )
-    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
-    assert difference(found.weights, expected.weights) <= TOLERANCE
+    bench.assert_same_as_reference(kind, parallel__devices=2, parallel__strategy="full")
 
 
 @pytest.mark.slow
 def test_two_ranks_that_stop_and_go_on_end_with_whole_modules_bit_for_bit(bench: Bench) -> None:
-    changes = KINDS["nf4"] | {"parallel__devices": 2, "parallel__strategy": "full", "train__steps": 6}
-    straight = bench.trained("straight", 2, **changes)
-    begin, rest = run_ranks(2, in_two_parts, *bench.run("parts", **changes))[0]
-    assert begin + rest.losses == straight.losses
-    assert all(torch.equal(rest.weights[name], straight.weights[name]) for name in straight.weights)
+    bench.assert_goes_on_bit_for_bit("nf4", train__steps=6)
 
 
 @pytest.mark.slow

@@ -257,7 +257,7 @@ def train_over_nan(
 
 def test_validation_uses_the_same_noise_every_time_and_any_number_of_ranks(pictures: Path) -> None:
     losses = []
-    for ranks in (1, 2, 4):
+    for ranks in (1, 4):
         strategy = "none" if ranks == 1 else "full"
         cfg = run_config(
             pictures, data__validation=3, data__validation_every=1, train__steps=2, parallel__devices=ranks,
@@ -265,8 +265,8 @@ def test_validation_uses_the_same_noise_every_time_and_any_number_of_ranks(pictu
         )  # fmt: skip
         found = run_ranks(ranks, train, cfg, make_run(pictures.parent, cfg, f"validation-{ranks}"))[0]
         losses += [event.loss for event in found.events if isinstance(event, ValidationEvent)]
-    assert len(losses) == 6
-    assert losses == pytest.approx([losses[0]] * 6, abs=1e-6, rel=0)
+    assert len(losses) == 4
+    assert losses == pytest.approx([losses[0]] * 4, abs=1e-6, rel=0)
 
 
 def test_samples_come_from_the_same_noise_at_every_step_and_change_with_the_weights(pictures: Path) -> None:

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.bench import Bench
-from tests.distributed import run_ranks
-from tests.runs import alone, difference, in_two_parts, make_run, make_text, text_config, train
+from tests.runs import alone, make_run, make_text, text_config, train
 from tests.train.test_language_options import logits, trained_logits
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, load_config_text
@@ -136,20 +135,13 @@ def test_a_base_in_four_bits_holds_the_residual_which_is_closer_to_the_weight(be
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_train_what_one_process_trains(bench: Bench, kind: str) -> None:
-    found = bench.trained(f"{kind}-2", 2, parallel__strategy="full", **KINDS[kind])
-    expected = bench.reference(kind)
-    assert found.losses == pytest.approx(expected.losses, abs=1e-6, rel=0)
-    assert difference(found.weights, expected.weights) <= 1e-6
+    bench.assert_same_as_reference(kind, parallel__devices=2, parallel__strategy="full")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(bench: Bench, kind: str) -> None:
-    changes = KINDS[kind] | {"parallel__devices": 2, "parallel__strategy": "full", "train__steps": 6}
-    straight = bench.trained(f"straight-{kind}", 2, **changes)
-    begin, rest = run_ranks(2, in_two_parts, *bench.run(f"parts-{kind}", **changes))[0]
-    assert begin + rest.losses == straight.losses
-    assert all(torch.equal(rest.weights[name], straight.weights[name]) for name in straight.weights)
+    bench.assert_goes_on_bit_for_bit(kind, train__steps=6)
 
 
 @pytest.mark.slow

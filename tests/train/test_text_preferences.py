@@ -13,10 +13,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from tests.bench import Bench
+from tests.bench import TOLERANCE, Bench
 from tests.benchmarks.preference_time import learn
 from tests.distributed import run_ranks
-from tests.runs import alone, difference, in_two_parts, make_run, make_text, run_config, steps_of
+from tests.runs import alone, make_run, make_text, run_config, steps_of
 from trainer.adapters import initial_value, switched_off
 from trainer.checkpoint.config_changes import changes, refused
 from trainer.config.errors import InputError
@@ -29,7 +29,6 @@ from trainer.run.events import ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.train.loop import Agreed, Trainer
 
-TOLERANCE = 1e-6
 BETA = 0.5
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -190,12 +189,10 @@ def test_the_first_step_costs_log_2_and_the_chosen_answers_win_after_some(bench:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_any_number_of_ranks_trains_what_one_process_trains(bench: Bench, ranks: int, kind: str) -> None:
-    changes = {"parallel__strategy": "full", "train__checkpointing": "full" if ranks == 2 else "none"}
-    found, expected = bench.trained(f"{kind}-{ranks}", ranks, **KINDS[kind] | changes), bench.reference(kind)
-    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
-    assert difference(found.weights, expected.weights) <= TOLERANCE
-    for one, other in zip(steps_of(found.events), steps_of(expected.events), strict=True):
-        assert one.metrics == pytest.approx(other.metrics, abs=1e-5)  # sums over tokens
+    checkpointing = "full" if ranks == 2 else "none"
+    bench.assert_same_as_reference(
+        kind, parallel__devices=ranks, parallel__strategy="full", train__checkpointing=checkpointing
+    )
 
 
 @pytest.mark.slow
@@ -209,10 +206,7 @@ def test_any_number_of_ranks_trains_what_one_process_trains(bench: Bench, ranks:
     ],
 )
 def test_no_way_of_running_changes_what_is_trained(bench: Bench, changes: dict[str, Any]) -> None:
-    name = "-".join(f"{field}-{value}" for field, value in changes.items())
-    found, expected = bench.trained(name, changes.get("parallel__devices", 1), **changes), bench.reference("lora")
-    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
-    assert difference(found.weights, expected.weights) <= TOLERANCE
+    bench.assert_same_as_reference("lora", **changes)
 
 
 def reference_losses(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[float], list[float]]:
@@ -249,11 +243,7 @@ def test_the_reference_of_a_sharded_model_stays_its_base_bit_for_bit(bench: Benc
 
 @pytest.mark.slow
 def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(bench: Bench) -> None:
-    changes = {"parallel__devices": 2, "parallel__strategy": "full"}
-    straight = bench.trained("straight", 2, **changes)
-    begin, rest = run_ranks(2, in_two_parts, *bench.run("parts", **changes), 2)[0]
-    assert begin + rest.losses == straight.losses
-    assert all(torch.equal(rest.weights[name], straight.weights[name]) for name in straight.weights)
+    bench.assert_goes_on_bit_for_bit("lora", first=2)
 
 
 def test_margins_and_accuracies_of_held_out_pairs_are_logged_and_no_perplexity(bench: Bench, tmp_path: Path) -> None:
