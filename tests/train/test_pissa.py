@@ -104,6 +104,15 @@ def test_a_run_starts_as_its_base_and_exports_an_ordinary_lora_of_it(bench: Benc
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, atol=5e-5, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_small_change_survives_the_rounding_of_an_export(bench: Bench, dtype: str) -> None:
+    """The singular values, which the export subtracts, are far larger than what few steps with a small rate change."""
+    cfg, run = bench.run(f"small-{dtype}", **KINDS["fp32"], export__dtype=dtype, optim__lr=1e-4, train__steps=1)
+    found = train(alone(), cfg, run)
+    (exported,) = export(cfg, run, bench.root / "cache", found.weights)
+    assert exported.difference < 4e-3
+
+
 @pytest.mark.slow
 def test_a_base_in_four_bits_holds_the_residual_which_is_closer_to_the_weight(bench: Bench, tmp_path: Path) -> None:
     """QPiSSA. Of weights whose singular values fall, as a trained model's, less is left to round."""
