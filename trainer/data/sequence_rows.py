@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 from trainer.config.errors import InputError, not_one_of
 from trainer.config.sections import half_character
 from trainer.data.image_io import ImageFile
+from trainer.models.parts.chat import is_read_only
 
 Pick = Callable[[int], int]
 """pick(n) returns a random index below n; each call draws another."""
@@ -184,7 +185,7 @@ def _conversation(row: Mapping[str, Any], name: str, keys: tuple[str, str], read
             )
         _text(said, f"turn {number}")
         if LEARNED[speaker]:
-            yield TextPart((said,), learned=True)
+            yield TextPart((said,), learned=not is_read_only(turn, number))
             continue
         for index, text in enumerate(said.split(PLACEHOLDER)):
             if index:

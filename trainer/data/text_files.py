@@ -136,8 +136,7 @@ def first_row(file: Path) -> Mapping[str, Any] | None:
     if file.suffix.lower() == ".parquet":
         with open_parquet(file) as table:
             for batch in table.iter_batches(1, columns=columns_of(table)):
-                row: dict[str, Any] = batch.to_pylist()[0]
-                return {key: value for key, value in row.items() if value is not None}
+                return present(python_rows(batch, file, 1)[0])
         return None
     if file.suffix.lower() != ".jsonl":
         return None
@@ -148,8 +147,33 @@ def first_row(file: Path) -> Mapping[str, Any] | None:
                     values = json.loads(line)
                 except (ValueError, RecursionError):  # of a row that is longer, or is named when it is trained
                     return None
-                return values if isinstance(values, dict) else None
+                return present(values) if isinstance(values, dict) else None
     return None
+
+
+def present(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without keys whose value is null: it may have the columns of other rows."""
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def python_rows(batch: Any, file: Path, first: int) -> list[dict[str, Any]]:
+    """Convert rows of a parquet file.
+
+    Args:
+        batch: A `pyarrow.RecordBatch`.
+        file: The file, for errors.
+        first: Number of its first row, from 1, for errors.
+
+    Raises:
+        InputError: A value cannot be converted, as text that is not UTF-8.
+    """
+    try:
+        found: list[dict[str, Any]] = batch.to_pylist()
+    except (ValueError, OverflowError) as error:
+        for index in range(batch.num_rows if batch.num_rows > 1 else 0):
+            python_rows(batch.slice(index, 1), file, first + index)
+        raise InputError(f"{file}: row {first}: a value cannot be read ({error}); correct it") from error
+    return found
 
 
 def _kind_in(file: Path) -> Kind:
