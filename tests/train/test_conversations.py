@@ -16,7 +16,6 @@ from tests.distributed import run_ranks
 from tests.runs import alone, difference, make_run, text_config, train
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data.loader import BatchSizes
 from trainer.data.text_source import TextSource
 from trainer.distributed.world import World
 from trainer.export import export
@@ -243,9 +242,7 @@ def test_held_out_prompts_that_are_all_too_long_stop_a_run_of_today_but_not_one_
 ) -> None:
     (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "a" * 300, "completion": "b"}), encoding="utf-8")
     cfg = bench.config(data__validation=str(tmp_path / "held.jsonl"))
-    source = TextSource(cfg, families.make(cfg, bench.root / "cache"), alone())  # type: ignore[arg-type]
+    family: Any = families.make(cfg, bench.root / "cache")
     with pytest.raises(InputError, match=r"held\.jsonl: every document is left out \(1 longer than data\.length 256"):
-        source.batch_sampler(BatchSizes(1), None)
-    source.follow_recipe(2)
-    source.batch_sampler(BatchSizes(1), None)
-    assert source.num_held_out == 2
+        TextSource(cfg, family, alone())
+    assert TextSource(cfg, family, alone(), recipe=2).num_held_out == 2

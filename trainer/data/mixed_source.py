@@ -26,7 +26,7 @@ from trainer.models.base import LoadModule, MultimodalFamily, PartKind, Sequence
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng, derived_seed
 from trainer.run.events import Emit, WarningEvent
-from trainer.run.manifest import Progress
+from trainer.run.manifest import RECIPE, Progress
 
 Dropped = Callable[[str, int], bool]
 """dropped(kind, number) returns whether the condition with this number is left out of a sample."""
@@ -42,10 +42,16 @@ class MixedSource(DataSource):
     )
 
     def __init__(
-        self, cfg: RunConfig, family: MultimodalFamily, data: EncodedData, questions: Questions, emit: Emit
+        self,
+        cfg: RunConfig,
+        family: MultimodalFamily,
+        data: EncodedData,
+        questions: Questions,
+        emit: Emit,
+        recipe: int = RECIPE,
     ) -> None:
         self._cfg, self._family, self._data = cfg, family, data
-        self._images = ImageSource(cfg, family, data)
+        self._images = ImageSource(cfg, family, data, recipe)
         self._train, self._validation = (self._usable(rows) for rows in (questions.train, questions.validation))
         for warning in questions.warnings:
             emit(WarningEvent(message=warning))
@@ -56,9 +62,6 @@ class MixedSource(DataSource):
     def _usable(self, rows: Sequence[AnyRow]) -> tuple[AnyRow, ...]:
         """Without the rows that have an image which could not be encoded, and was left out with a warning."""
         return tuple(row for row in rows if all(image.path in self._data.others for image in row.encoded))
-
-    def follow_recipe(self, recipe: int) -> None:
-        self._images.follow_recipe(recipe)
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> BatchSampler[MixedItem | Pack]:
         mixed, budget = self._mixed(sizes, saved), self._cfg.data.pack_tokens
