@@ -237,6 +237,15 @@ def test_a_config_whose_conversations_cannot_be_read_is_refused(bench: Bench, tm
         assert message in str(caught.value)
 
 
+def test_an_empty_name_of_a_template_is_none(bench: Bench, tmp_path: Path) -> None:
+    empty, none = (families.make(bench.config(data__chat_template=named), bench.root / "cache") for named in ("", None))
+    for family, folder in ((empty, tmp_path / "empty"), (none, tmp_path / "none")):
+        folder.mkdir()
+        family.write_tokenizer(folder)
+    written = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("empty", "none")]
+    assert written[0] == written[1] != {}
+
+
 def test_held_out_prompts_that_are_all_too_long_stop_a_run_of_today_but_not_one_of_an_earlier_recipe(
     bench: Bench, tmp_path: Path
 ) -> None:

@@ -138,7 +138,7 @@ class CausalLM(TextFamily):
     def follow(self, cfg: RunConfig) -> None:
         """Take how conversations are encoded, and turn layers whose weights are (inputs, outputs) into linear ones if
         an adapter or codes are to change them. A full fine-tune keeps them, as checkpoints of older versions do."""
-        self._template, self._system = cfg.data.chat_template, cfg.data.system
+        self._template, self._system = cfg.data.chat_template or None, cfg.data.system
         if cfg.objective.dpo_beta is not None and not self.packs_documents:
             raise InputError(
                 f"objective.dpo_beta: the two answers of a pair share a row, but in a {type(self._empty).__name__} the "
