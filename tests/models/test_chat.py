@@ -366,6 +366,8 @@ def test_a_template_that_cannot_be_used_is_named(tokenizer: Any, tmp_path: Path)
         f"data.chat_template: 'chatlm' is not one of {names}, a .jinja file; did you mean 'chatml'?"
     )
     bare = train_tokenizer([], 257, 64, SPECIAL[:1], "")
+    with pytest.raises(InputError, match=r"^data\.chat_template: the model's tokenizer has no chat template, which"):
+        Chat(bare).prompt("Hi")
     assert refusal(Chat(bare), TURNS) == (
         "data.chat_template: the model's tokenizer has no chat template, which conversations need; "
         f"name one of {names}, or a .jinja file"

@@ -423,6 +423,18 @@ def test_other_text_is_refused_with_a_beta_and_pairs_without_one(bench: Bench, t
     )
 
 
+def test_pairs_with_a_conversation_train_on_it_without_a_beta(bench: Bench, tmp_path: Path) -> None:
+    """As the published splits for supervised training, whose rows have `messages` next to the two answers."""
+    talk = said("user", "Q", "assistant", "A")
+    row = {"prompt": "Q", "chosen": talk, "rejected": said("user", "Q", "assistant", "B"), "messages": talk}
+    losses = []
+    for name, one in (("pair", row), ("talk", {"messages": talk})):
+        file = write_rows(tmp_path / f"{name}.jsonl", [one] * 4)
+        changes = {"objective__dpo_beta": None, "data__path": str(file), "train__steps": 2}
+        losses.append(bench.trained_here(f"more-{name}", **changes).losses)
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -25,6 +25,7 @@ from trainer.data.text_files import (
     PAIR,
     PREFERENCE,
     columns_of,
+    holds_more,
     kind_of,
     open_parquet,
     present,
@@ -116,6 +117,9 @@ class Encoder:
     def row(self, values: Mapping[str, Any], where: Callable[[], str]) -> Document:
         """Tokenize a row of a file. Raises InputError with the reason but without file and line."""
         kind = kind_of(values)
+        if kind == PREFERENCE and not self.compares and holds_more(values):
+            values = {key: value for key, value in values.items() if key not in ("chosen", "rejected")}
+            kind = kind_of(values)
         if self.compares != (kind == PREFERENCE):
             raise InputError(NOT_A_PAIR if self.compares else A_PAIR)
         if self.compares:

@@ -104,13 +104,14 @@ def check_preferences(files: Sequence[Path], compares: bool) -> None:
     """
     for file in files:
         with reading(file):
-            is_preference = _kind_in(file) == PREFERENCE
+            row = first_row(file) or {}
+        is_preference = kind_of(row) == PREFERENCE
         if compares and not is_preference:
             raise InputError(
                 f"{file}: holds no pairs, which objective.dpo_beta compares; give .jsonl or .parquet files whose rows "
                 'have "prompt", "chosen" and "rejected", or leave objective.dpo_beta out'
             )
-        if is_preference and not compares:
+        if is_preference and not compares and not holds_more(row):
             raise InputError(
                 f'{file}: its rows have "chosen" and "rejected", which only preference training reads; set '
                 "objective.dpo_beta, for example to 0.1"
@@ -124,6 +125,11 @@ def kind_of(keys: Mapping[str, Any] | Sequence[str]) -> Kind:
     if "messages" in keys:
         return CHAT
     return PAIR if "prompt" in keys and "completion" in keys and "text" not in keys else TEXT
+
+
+def holds_more(keys: Mapping[str, Any] | Sequence[str]) -> bool:
+    """Whether a row with two answers also holds a text, a conversation or a completion, as some published datasets."""
+    return "messages" in keys or "text" in keys or ("prompt" in keys and "completion" in keys)
 
 
 def first_row(file: Path) -> Mapping[str, Any] | None:

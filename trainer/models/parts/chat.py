@@ -397,9 +397,10 @@ class Chat:
         return text
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> Any:
+        template = self.template
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), tools=tools or None, chat_template=self.template, **options
+                list(messages), tools=tools or None, chat_template=template, **options
             )
         except Exception as error:  # a template is a program, which may raise anything
             raise InputError(f"the chat template refuses this conversation ({error})") from error
