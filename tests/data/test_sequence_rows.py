@@ -242,7 +242,7 @@ def test_a_row_of_a_parquet_file_that_cannot_be_used_is_named(
     assert str(error.value).startswith(f"{file}: {message}")
 
 
-def test_a_null_among_the_alternatives_of_an_instruction_is_no_alternative(tmp_path: Path) -> None:
+def test_nulls_and_empty_texts_among_the_alternatives_of_an_instruction_are_left_out(tmp_path: Path) -> None:
     image = bytes_of("red", (16, 16))
     (row,) = read(parquet(tmp_path / "A.PARQUET", image_list=[[image] * 2], instruction_list=[[["x", None, ""]]])).train
     assert isinstance(row, EditChain)
