@@ -88,6 +88,7 @@ def test_any_number_of_ranks_trains_the_sequences_that_one_process_trains(bench:
     assert last.loss == pytest.approx(last.losses["images"] + last.losses["text"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_seen_image_that_cannot_be_decoded_gives_its_turn_to_the_next_row(bench: Bench, tmp_path: Path) -> None:
     whole = (bench.data / "00.png").read_bytes()
     (tmp_path / "whole.png").write_bytes(whole)

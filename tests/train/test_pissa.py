@@ -104,7 +104,7 @@ def test_a_run_starts_as_its_base_and_exports_an_ordinary_lora_of_it(bench: Benc
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, atol=5e-5, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_a_small_change_survives_the_rounding_of_an_export(bench: Bench, dtype: str) -> None:
     """The singular values, which the export subtracts, are far larger than what few steps with a small rate change."""
     cfg, run = bench.run(f"small-{dtype}", **KINDS["fp32"], export__dtype=dtype, optim__lr=1e-4, train__steps=1)
@@ -113,6 +113,7 @@ def test_a_small_change_survives_the_rounding_of_an_export(bench: Bench, dtype: 
     assert exported.difference < 4e-3
 
 
+@pytest.mark.slow
 def test_an_exported_adapter_is_read_into_the_run_that_made_it(bench: Bench) -> None:
     """As samples are drawn from the export of a run whose checkpoints are gone."""
     cfg, run = bench.run("drawn", **KINDS["fp32"], export__dtype="fp32", optim__lr=1e-2)

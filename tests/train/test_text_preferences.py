@@ -21,6 +21,7 @@ from trainer.adapters import initial_value, switched_off
 from trainer.checkpoint.config_changes import changes, refused
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.data.text_files import check_preferences
 from trainer.data.text_source import encoder_of
 from trainer.distributed.world import World
 from trainer.models import families
@@ -427,12 +428,12 @@ def test_pairs_with_a_conversation_train_on_it_without_a_beta(bench: Bench, tmp_
     """As the published splits for supervised training, whose rows have `messages` next to the two answers."""
     talk = said("user", "Q", "assistant", "A")
     row = {"prompt": "Q", "chosen": talk, "rejected": said("user", "Q", "assistant", "B"), "messages": talk}
-    losses = []
-    for name, one in (("pair", row), ("talk", {"messages": talk})):
-        file = write_rows(tmp_path / f"{name}.jsonl", [one] * 4)
-        changes = {"objective__dpo_beta": None, "data__path": str(file), "train__steps": 2}
-        losses.append(bench.trained_here(f"more-{name}", **changes).losses)
-    assert losses[0] == losses[1]
+    file = write_rows(tmp_path / "pairs.jsonl", [row])
+    check_preferences([file], compares=False)
+    encoder = encoder_of(families.make(bench.config(), bench.root / "cache"))  # type: ignore[arg-type]
+    found, expected = (encoder.row(one, lambda: "row") for one in (row, {"messages": talk}))
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.learned.tolist() == expected.learned.tolist()
 
 
 @pytest.mark.parametrize(
