@@ -9,7 +9,6 @@ import pytest
 
 from tests.runs import run_config
 from trainer.checkpoint.config_changes import changes, refused
-from trainer.config.schema import RunConfig
 
 
 def config(tmp_path: Path, **other: Any) -> dict[str, Any]:
@@ -35,18 +34,25 @@ def test_another_batch_size_is_told_with_what_it_does(tmp_path: Path) -> None:
     )
 
 
-def test_a_field_that_another_version_did_not_have_is_no_problem(tmp_path: Path) -> None:
+def test_a_field_that_an_earlier_version_did_not_have_had_its_default(tmp_path: Path) -> None:
     before = config(tmp_path)
-    del before["checkpoint"]["keep_best"], before["adapter"]["dropout"], before["adapter"]["rank_pattern"]
-    changed = changes(before, config(tmp_path, adapter__rank_pattern={"to_q": 8}))
+    for section, name in (("checkpoint", "keep_best"), ("adapter", "rank_stabilized"), ("objective", "dpo_beta")):
+        del before[section][name]
+    assert changes(before, config(tmp_path)) == []
+    other = {"adapter__rank_stabilized": True, "objective__dpo_beta": 2000, "checkpoint__keep_best": 2}
+    changed = changes(before, config(tmp_path, **other))
     assert list(map(str, changed)) == [
-        "adapter.dropout: nothing -> 0.0",
-        "adapter.rank_pattern.to_q: nothing -> 8",
-        "checkpoint.keep_best: nothing -> 1",
+        "adapter.rank_stabilized: False -> True",
+        "objective.dpo_beta: nothing -> 2000.0",
+        "checkpoint.keep_best: 1 -> 2",
     ]
-    assert list(refused(changed, 10)) == []
-    (change,) = changes(config(tmp_path), config(tmp_path, adapter__rank_pattern={"to_q": 8}))
-    assert [problem.field for problem in refused([change], 10)] == ["adapter.rank_pattern.to_q"]
+    assert {problem.field for problem in refused(changed, 10)} == {"adapter.rank_stabilized", "objective.dpo_beta"}
+
+
+def test_a_config_that_today_is_not_taken_is_compared_as_it_is(tmp_path: Path) -> None:
+    before = config(tmp_path)
+    before["train"]["gone"] = 1
+    assert list(map(str, changes(before, config(tmp_path)))) == ["train.gone: 1 -> nothing"]
 
 
 @pytest.mark.parametrize(
@@ -87,5 +93,5 @@ def test_what_a_run_can_go_on_with_is_not(tmp_path: Path, change: dict[str, Any]
 
 
 def test_the_decay_of_an_average_may_change(tmp_path: Path) -> None:
-    before, after = (RunConfig.model_dump(run_config(tmp_path, optim__ema=decay)) for decay in (0.9, 0.99))
+    before, after = (config(tmp_path, optim__ema=decay) for decay in (0.9, 0.99))
     assert list(refused(changes(before, after), 1)) == []

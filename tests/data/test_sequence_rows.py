@@ -216,6 +216,39 @@ def texts_of(chain: EditChain, first: int, more: Sequence[int]) -> tuple[str, ..
     return tuple(part.texts[0] for part in parts if isinstance(part, TextPart))
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("instruction_list", [[[5]]], "row 0: an instruction in instruction_list is not a text; write it"),
+        ("instruction_list", [[[None]]], "row 0: 2 images in image_list and 1 instructions in instruction_list"),
+        ("instruction_list", ["x"], "row 0: 2 images in image_list and 0 instructions in instruction_list"),
+        ("image_list", ["x"], "its column image_list holds no lists of images; write one list for each row"),
+        ("captions", ['{"a": "\\ud800"}'], 'row 0: "captions" holds \\ud800, which is half a character'),
+        ("captions", [b"\xff"], "row 0: a text cannot be read ('utf-8' codec can't decode byte 0xff"),
+    ],
+)
+def test_a_row_of_a_parquet_file_that_cannot_be_used_is_named(
+    tmp_path: Path, column: str, value: list[Any], message: str
+) -> None:
+    image = bytes_of("red", (16, 16))
+    edits: dict[str, Any] = {"image_list": [[image, image]], "instruction_list": [["x"]]}
+    columns = {"image": [image]} if column == "captions" else edits
+    if isinstance(value[0], bytes):
+        value = pyarrow.array(value, pyarrow.binary()).cast(pyarrow.string(), safe=False)
+    file = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns | {column: value}), file)
+    with pytest.raises(InputError) as error:
+        read(file)
+    assert str(error.value).startswith(f"{file}: {message}")
+
+
+def test_nulls_and_empty_texts_among_the_alternatives_of_an_instruction_are_left_out(tmp_path: Path) -> None:
+    image = bytes_of("red", (16, 16))
+    (row,) = read(parquet(tmp_path / "A.PARQUET", image_list=[[image] * 2], instruction_list=[[["x", None, ""]]])).train
+    assert isinstance(row, EditChain)
+    assert row.instructions == (("x",),)
+
+
 def test_a_parquet_file_of_another_kind_is_refused_with_its_columns(tmp_path: Path) -> None:
     file = parquet(tmp_path / "a.parquet", picture=[b"a"], text=["b"])
     with pytest.raises(InputError) as error:

@@ -313,6 +313,28 @@ def test_a_row_of_a_parquet_file_that_cannot_be_used_is_named(tmp_path: Path, ro
     assert refusal(stream(tmp_path)).startswith(f"{file}: row 1: {wrong}")
 
 
+def test_a_value_of_a_parquet_file_that_cannot_be_read_is_named_with_its_row(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    broken = pa.array([b"good", b"\xff"], pa.binary()).cast(pa.string(), safe=False)
+    pq.write_table(pa.table({"text": broken}), file)
+    assert refusal(stream(tmp_path)).startswith(f"{file}: row 2: a value cannot be read ('utf-8' codec can't decode")
+    pq.write_table(pa.table({"text": broken[1:]}), file)
+    with pytest.raises(InputError, match="row 1: a value cannot be read"):
+        kinds(find_files(tmp_path))
+
+
+@pytest.mark.parametrize("keys", [("messages",), ("chosen", "rejected"), ("prompt", "completion")])
+def test_keys_that_are_null_are_not_there_in_lines_as_in_tables(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    rows = [{"text": "some text"} | dict.fromkeys(keys), {"text": "more"} | dict.fromkeys(keys)]
+    for name in ("lines", "table"):
+        (tmp_path / name).mkdir()
+    write_jsonl(tmp_path / "lines" / "a.jsonl", rows)  # type: ignore[arg-type]
+    write_parquet(tmp_path / "table" / "a.parquet", rows)
+    lines, table = ([plain(row) for row in rows_of(stream(tmp_path / name))] for name in ("lines", "table"))
+    assert lines == table != []
+    assert kinds(find_files(tmp_path)) == {"text"}
+
+
 @pytest.mark.parametrize("content", [b"", b"no parquet file", b"PAR1" * 9])
 def test_a_file_that_is_no_parquet_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.parquet").write_bytes(content)

@@ -319,7 +319,7 @@ def test_files_without_any_text_are_refused(tmp_path: Path, epochs: int | None) 
         (b'{"prompt": "a"}', f"{NO_KEYS}; {ROW_KEYS}"),
         (b'{"caption": "a"}', f"{NO_KEYS}; {ROW_KEYS}"),
         (b'{"text": 5}', '"text" is not a string; write it in quotes'),
-        (b'{"prompt": "a", "completion": null}', '"completion" is not a string; write it in quotes'),
+        (b'{"prompt": "a", "completion": null}', f"{NO_KEYS}; {ROW_KEYS}"),
         (b'{"text": "a\\udc00"}', '"text" holds \\udc00, which is half a character; remove it'),
         (b'{"text": "\xff"}', "byte 45 of the file (0xff) is not UTF-8; save the file as UTF-8"),
     ],
@@ -333,6 +333,14 @@ def test_a_line_that_cannot_be_used_is_named_with_its_number(
     with pytest.raises(InputError) as raised:
         list(stream([path], shuffle_window=shuffle_window).rows())
     assert str(raised.value) == f"{path}:4: {wrong}"
+
+
+def test_a_number_that_python_does_not_read_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "ab"}\n{"text": "cd", "number": ' + b"9" * 5000 + b"}\n")
+    with pytest.raises(InputError) as raised:
+        list(stream([path]).rows())
+    assert str(raised.value).startswith(f"{path}:2: not a JSON object (Exceeds the limit (4300 digits)")
 
 
 def test_a_text_that_is_not_utf_8_is_named_with_line_and_byte(tmp_path: Path) -> None:

@@ -230,6 +230,24 @@ def refusal(made: Chat, messages: object, tools: object = None) -> str:
             'message 1: "content" holds image; a language model reads texts only, remove it',
         ),
         (
+            [{"role": "Assistant", "content": "Hi"}],
+            "message 1: \"role\": 'Assistant' is not one of system, developer, user, assistant, tool; "
+            "did you mean 'assistant'?",
+        ),
+        (
+            [{"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Hello"}],
+            "message 1: \"role\": 'human' is not one of system, developer, user, assistant, tool",
+        ),
+        (
+            [TURNS[0], {"role": "assistant", "content": "a\udfff"}],
+            "message 2: holds \\udfff, which is half a character; remove it",
+        ),
+        (
+            [TURNS[0], TURNS[1] | {"weight": 0.5}],
+            'message 2: "weight" is 0.5; use 0 or 1, or leave it out',
+        ),
+        ([TURNS[0], TURNS[1] | {"train": 0}], 'message 2: "train" is 0; use true or false'),
+        (
             [*TURNS[:2], {"role": "tool", "content": "5"}, TURNS[1]],
             "the chat template refuses this conversation (after an optional system message, user and assistant must "
             "take turns, not tool)",
@@ -252,8 +270,8 @@ def test_what_is_no_conversation_of_texts_is_refused_with_the_message(
     [
         (
             FORGETS,
-            "message 1: the chat template leaves out or changes what the user says, so that the assistant's tokens "
-            "cannot be identified; set data.chat_template to a template that keeps every message",
+            "message 1: the chat template leaves out what the user says; set data.chat_template to one that writes it, "
+            "or remove it",
         ),
         (
             SHOUTS,
@@ -271,12 +289,68 @@ def test_a_template_that_does_not_tell_whose_words_are_whose_is_refused(
     assert refusal(chat(tokenizer, tmp_path, source), TURNS).startswith(wrong)
 
 
+def test_a_template_that_leaves_out_what_the_system_says_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    source = (
+        "{% for message in messages if message.role != 'system' %}"
+        "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    end = ": the chat template leaves out what the system says; set data.chat_template to one that writes it, or "
+    end += "remove it"
+    without = chat(tokenizer, tmp_path, source)
+    assert without.encode(TURNS) == Chat(tokenizer, "chatml").encode(TURNS)
+    assert refusal(without, [{"role": "system", "content": "Be kind."}, *TURNS]) == f"message 1{end}"
+    with_system = Chat(tokenizer, str(tmp_path / "own.jinja"), "Be kind.")
+    assert refusal(with_system, TURNS) == f"data.system{end}"
+    short = [{"role": "user", "content": "o"}, *TURNS[1:]]  # a letter of what is written
+    assert refusal(chat(tokenizer, tmp_path, FORGETS), short) == (
+        "message 1: the chat template leaves out or changes what the user says, so that the assistant's tokens "
+        "cannot be identified; set data.chat_template to a template that keeps every message"
+    )
+
+
+def test_a_role_that_only_the_template_knows_and_a_content_that_it_rewrites_are_read(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    source = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+        "{{ message.content | tojson if message.role == 'sensor' else message.content }}"
+        "{{ '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    ids, learned = chat(tokenizer, tmp_path, source).encode([{"role": "sensor", "content": 'a"b'}, TURNS[1]])
+    assert '"a\\"b"' in tokenizer.decode(ids)
+    assert tokenizer.decode([one for one, is_learned in zip(ids, learned, strict=True) if is_learned]) == (
+        "Hello, you<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize("excluded", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_turn_without_weight_is_read_and_not_learned(
+    tokenizer: Any, tmp_path: Path, excluded: dict[str, Any], marked: bool
+) -> None:
+    template = read_template("chatml")
+    made = chat(tokenizer, tmp_path, template if marked else without_marks(template))
+    plain = made.encode(TURNS)
+    ids, learned = made.encode([TURNS[0], TURNS[1] | excluded, TURNS[2], TURNS[3] | {"weight": 1, "train": True}])
+    assert ids == plain[0]
+    assert (
+        tokenizer.decode([one for one, is_learned in zip(ids, learned, strict=True) if is_learned]) == "So.<|im_end|>"
+    )
+    assert made.encode([*TURNS[:3], TURNS[3] | excluded]) == made.encode(TURNS[:2])
+    assert made.encode([TURNS[0], TURNS[1] | excluded]) == ([], [])
+
+
 def test_tools_for_a_template_without_them_are_refused(tokenizer: Any) -> None:
     assert refusal(Chat(tokenizer, "chatml"), TURNS, TOOLS) == (
         "the chat template does not write tools; set data.chat_template to one that does, or remove them"
     )
     assert refusal(Chat(tokenizer, "chatml"), TURNS, ["sky"]) == (
         '"tools" is not a list of objects; describe each tool as a JSON schema'
+    )
+    assert refusal(Chat(tokenizer, "chatml"), TURNS, [{"name": "\ud800"}]) == (
+        '"tools" holds \\ud800, which is half a character; remove it'
     )
 
 
@@ -292,6 +366,8 @@ def test_a_template_that_cannot_be_used_is_named(tokenizer: Any, tmp_path: Path)
         f"data.chat_template: 'chatlm' is not one of {names}, a .jinja file; did you mean 'chatml'?"
     )
     bare = train_tokenizer([], 257, 64, SPECIAL[:1], "")
+    with pytest.raises(InputError, match=r"^data\.chat_template: the model's tokenizer has no chat template, which"):
+        Chat(bare).prompt("Hi")
     assert refusal(Chat(bare), TURNS) == (
         "data.chat_template: the model's tokenizer has no chat template, which conversations need; "
         f"name one of {names}, or a .jinja file"

@@ -139,10 +139,9 @@ def test_a_run_that_began_before_keeps_its_packed_rows(root: Path) -> None:
     cfg = config_of(root, "opt", data__validation=str(root / "text" / "short.jsonl"), data__path=str(root / "held"))
     (root / "held").mkdir()
     (root / "held" / "a.txt").write_text("a text", "utf-8")
-    source = TextSource(cfg, families.make(cfg, root / "cache"), alone())  # type: ignore[arg-type]
-    now = source.num_held_out
-    source.follow_recipe(2)
-    assert (now, source.num_held_out) == (60, 17)
+    family: Any = families.make(cfg, root / "cache")
+    sources = [TextSource(cfg, family, alone(), recipe=recipe) for recipe in (3, 2)]
+    assert [source.num_held_out for source in sources] == [60, 17]
 
 
 def test_a_model_that_reads_both_ways_is_refused(root: Path, tmp_path: Path) -> None:

@@ -88,6 +88,23 @@ def test_any_number_of_ranks_trains_the_sequences_that_one_process_trains(bench:
     assert last.loss == pytest.approx(last.losses["images"] + last.losses["text"], rel=1e-6)
 
 
+@pytest.mark.slow
+def test_a_seen_image_that_cannot_be_decoded_gives_its_turn_to_the_next_row(bench: Bench, tmp_path: Path) -> None:
+    whole = (bench.data / "00.png").read_bytes()
+    (tmp_path / "whole.png").write_bytes(whole)
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    losses = []
+    for second in ("whole", "cut"):
+        rows = [{"image": f"{name}.png", "question": "q", "answer": "a"} for name in ("whole", second)]
+        file = tmp_path / f"{second}.jsonl"
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        changes = {"data__path": None, "data__questions": str(file), "train__batch_size": 1, "train__steps": 2}
+        losses.append(bench.trained_here(second, **changes, data__bad_image="warn").losses)
+    assert losses[0] == losses[1]
+    with pytest.raises(InputError, match=r"cut\.png: cannot be read .*, or set data\.bad_image: warn"):
+        bench.trained_here("stopped", **changes)
+
+
 class Undone(Trainer):
     """A trainer that keeps the gradients of a step, and changes no weights."""
 

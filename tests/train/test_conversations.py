@@ -16,7 +16,6 @@ from tests.distributed import run_ranks
 from tests.runs import alone, make_run, text_config, train
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data.loader import BatchSizes
 from trainer.data.text_source import TextSource
 from trainer.distributed.world import World
 from trainer.export import export
@@ -234,14 +233,21 @@ def test_a_config_whose_conversations_cannot_be_read_is_refused(bench: Bench, tm
         assert message in str(caught.value)
 
 
+def test_an_empty_name_of_a_template_is_none(bench: Bench, tmp_path: Path) -> None:
+    empty, none = (families.make(bench.config(data__chat_template=named), bench.root / "cache") for named in ("", None))
+    for family, folder in ((empty, tmp_path / "empty"), (none, tmp_path / "none")):
+        folder.mkdir()
+        family.write_tokenizer(folder)
+    written = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("empty", "none")]
+    assert written[0] == written[1] != {}
+
+
 def test_held_out_prompts_that_are_all_too_long_stop_a_run_of_today_but_not_one_of_an_earlier_recipe(
     bench: Bench, tmp_path: Path
 ) -> None:
     (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "a" * 300, "completion": "b"}), encoding="utf-8")
     cfg = bench.config(data__validation=str(tmp_path / "held.jsonl"))
-    source = TextSource(cfg, families.make(cfg, bench.root / "cache"), alone())  # type: ignore[arg-type]
+    family: Any = families.make(cfg, bench.root / "cache")
     with pytest.raises(InputError, match=r"held\.jsonl: every document is left out \(1 longer than data\.length 256"):
-        source.batch_sampler(BatchSizes(1), None)
-    source.follow_recipe(2)
-    source.batch_sampler(BatchSizes(1), None)
-    assert source.num_held_out == 2
+        TextSource(cfg, family, alone())
+    assert TextSource(cfg, family, alone(), recipe=2).num_held_out == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from tests.bench import Bench
 from tests.commands import launch_py
 from tests.distributed import run_ranks
+from tests.models.test_unknown_networks import folder_of as plain_folder
 from tests.runs import Outcome, alone, make_pictures, make_run, make_text, run_config, steps_of, text_config, train
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.encode import StopRequested
 from trainer.data.text_files import TextFolder
+from trainer.data.text_rows import key_of
 from trainer.data.text_source import encoder_of
 from trainer.data.text_stream import TextStream
 from trainer.distributed.world import World
@@ -127,6 +130,32 @@ def test_a_damaged_count_in_the_cache_is_counted_again(text: Bench) -> None:
     again.close()
     assert again.num_steps == trainer.num_steps
     assert file.read_bytes() == whole
+
+
+def test_rows_are_counted_again_for_another_tokenizer_template_or_class_of_model(text: Bench, tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages }}", encoding="utf-8")
+
+    def key(kind: str) -> str:
+        folder = tmp_path / kind
+        cfg = text.config(model__path=str(folder), data__chat_template=str(template))
+        family: Any = families.make(cfg, text.root / "cache")
+        return key_of(cfg, family, "digest", RECIPE)
+
+    plain_folder(tmp_path / "llama", "llama")
+    plain_folder(tmp_path / "opt", "opt")  # in whose rows documents would see each other
+    names = {file.name for file in (tmp_path / "llama").iterdir() if "token" in file.name}
+    assert "tokenizer.json" in names
+    for name in names:
+        shutil.copy(tmp_path / "llama" / name, tmp_path / "opt" / name)
+    keys = [key("llama"), key("llama"), key("opt")]
+    file = tmp_path / "llama" / "tokenizer.json"
+    file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    keys.append(key("llama"))
+    template.write_text("{{ messages | tojson }}", encoding="utf-8")
+    keys.append(key("llama"))
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 4
 
 
 def test_a_warm_up_that_is_not_shorter_than_the_epochs_is_refused_once_their_steps_are_known(images: Bench) -> None:

@@ -130,6 +130,17 @@ def test_a_run_that_goes_on_with_another_batch_size_takes_the_next_rows_and_numb
     assert all(torch.equal(row, other) for (_, row), (_, other) in zip(found, straight, strict=True))
 
 
+def test_a_step_whose_rows_hold_nothing_that_is_learned_changes_no_weight(bench: Bench, tmp_path: Path) -> None:
+    """As those of split packing from the middle of a long prompt."""
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"prompt": "p" * 200, "completion": "c"}) + "\n", encoding="utf-8")
+    changes = {"data__path": str(file), "data__validation": str(file), "data__packing": "split", "data__length": 64}
+    found = bench.trained_here("nothing", **changes, train__batch_size=1, train__steps=4, optim__weight_decay=0)
+    losses = [event.loss for event in steps_of(found.events)]
+    assert [loss > 0 for loss in losses] == [False, False, False, True]
+    assert losses[:3] == [0.0] * 3
+
+
 def test_other_text_is_told_and_read_from_its_next_epoch(bench: Bench, tmp_path: Path) -> None:
     text = make_text(tmp_path / "text")
     cfg = text_config(text, train__steps=2)

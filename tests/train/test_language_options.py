@@ -277,6 +277,21 @@ def test_rows_that_a_model_holds_in_reserve_are_used_for_new_tokens(bench: Bench
     assert torch.equal(rows[BYTES + 3 :], spare[3:])
 
 
+def test_a_token_that_the_tokenizer_knows_keeps_its_row_and_stays_special(bench: Bench) -> None:
+    plain: Any = families.make(bench.config(), bench.root / "cache")
+    end = plain.tokenizer.eos_token
+    known = with_new_tokens() | {"model__options": {"new_tokens": [end]}}
+    family: Any = families.make(bench.config(**known), bench.root / "cache")
+    assert len(family.tokenizer) == len(plain.tokenizer) == family.vocabulary
+    assert family.must_train == {}
+    assert family.tokenizer.decode(family.tokenize(f"a{end}"), skip_special_tokens=True) == "a"
+    some = known | {"model__options": {"new_tokens": [end, "<tool>", "<tool>"]}}
+    both: Any = families.make(bench.config(**some), bench.root / "cache")
+    rows = BaseWeights(both).tensor("language_model", "model.embed_tokens.weight")
+    assert torch.equal(rows[:BYTES], BaseWeights(plain).tensor("language_model", "model.embed_tokens.weight"))
+    assert len(rows) == BYTES + 1
+
+
 @pytest.mark.parametrize(
     ("architecture", "what"),
     [

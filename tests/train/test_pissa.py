@@ -21,7 +21,7 @@ from trainer.config.load import ConfigError, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.export import export
 from trainer.models import families
-from trainer.models.build import build_model, load_model
+from trainer.models.build import build_model, continue_adapter, load_model
 from trainer.models.pissa import initial_file, principal_factors
 from trainer.models.state_dict import BaseWeights
 from trainer.weights.files import WeightFiles
@@ -101,6 +101,28 @@ def test_a_run_starts_as_its_base_and_exports_an_ordinary_lora_of_it(bench: Benc
     torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(folder)), expected, atol=5e-5, rtol=0)
     merged = export(cfg.exporting("merged", None, None), run, bench.root / "cache")[0].path
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_a_small_change_survives_the_rounding_of_an_export(bench: Bench, dtype: str) -> None:
+    """The singular values, which the export subtracts, are far larger than what few steps with a small rate change."""
+    cfg, run = bench.run(f"small-{dtype}", **KINDS["fp32"], export__dtype=dtype, optim__lr=1e-4, train__steps=1)
+    found = train(alone(), cfg, run)
+    (exported,) = export(cfg, run, bench.root / "cache", found.weights)
+    assert exported.difference < 4e-3
+
+
+@pytest.mark.slow
+def test_an_exported_adapter_is_read_into_the_run_that_made_it(bench: Bench) -> None:
+    """As samples are drawn from the export of a run whose checkpoints are gone."""
+    cfg, run = bench.run("drawn", **KINDS["fp32"], export__dtype="fp32", optim__lr=1e-2)
+    expected = trained_logits(cfg, run)
+    folder = export(cfg, run, bench.root / "cache")[0].path
+    family = families.make(cfg, bench.root / "cache")
+    loaded = load_model(build_model(cfg, family), cfg, family, alone(), initial=initial_file(run))
+    changes = {"adapter": cfg.adapter.model_copy(update={"start": str(folder)})}
+    continue_adapter(loaded, cfg.model_copy(update=changes), family)
+    torch.testing.assert_close(logits(loaded.module["language_model"]), expected, atol=5e-5, rtol=0)
 
 
 @pytest.mark.slow

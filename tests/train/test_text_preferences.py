@@ -21,6 +21,7 @@ from trainer.adapters import initial_value, switched_off
 from trainer.checkpoint.config_changes import changes, refused
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.data.text_files import check_preferences
 from trainer.data.text_source import encoder_of
 from trainer.distributed.world import World
 from trainer.models import families
@@ -302,11 +303,7 @@ def encoded(family: Any, row: dict[str, Any]) -> tuple[list[str], list[str]]:
         ({"prompt": "1", "chosen": "23", "rejected": "2"}, ("3<|endoftext|>", "<|endoftext|>")),
         ({"chosen": "yes", "rejected": "no"}, ("es<|endoftext|>", "o<|endoftext|>")),
         (
-            {
-                "prompt": "Hi",
-                "chosen": said("user", "Q", "assistant", "A"),
-                "rejected": said("user", "Q", "assistant", "B"),
-            },
+            {"chosen": said("user", "Q", "assistant", "A"), "rejected": said("user", "Q", "assistant", "B")},
             None,
         ),
     ],
@@ -327,15 +324,18 @@ def test_an_answer_is_learned_from_where_the_two_differ(
 def test_a_prompt_as_text_is_the_message_of_a_user(bench: Bench) -> None:
     family = families.make(bench.config(), bench.root / "cache")
     answers = {"chosen": said("assistant", "A"), "rejected": said("assistant", "B")}
-    as_text, as_messages, inside = (
+    as_text, as_messages, inside, twice, listed = (
         encoder_of(family, compares=True).row(row, lambda: "row").tokens.tolist()
         for row in (
             {"prompt": "Q"} | answers,
             {"prompt": said("user", "Q")} | answers,
             {key: said("user", "Q") + answer for key, answer in answers.items()},
+            # As in published datasets, whose answers begin with the prompt.
+            {"prompt": " Q"} | {key: said("user", "Q") + answer for key, answer in answers.items()},
+            {"prompt": said("user", "Q")} | {key: said("user", "Q") + answer for key, answer in answers.items()},
         )
     )
-    assert as_text == as_messages == inside
+    assert as_text == as_messages == inside == twice == listed
 
 
 def test_pairs_that_are_longer_than_a_row_are_left_out_and_counted(bench: Bench, tmp_path: Path) -> None:
@@ -355,11 +355,35 @@ def test_pairs_that_are_longer_than_a_row_are_left_out_and_counted(bench: Bench,
             {"prompt": "a", "chosen": "b", "rejected": "b"},
             '"chosen" and "rejected" are equal, so that neither is preferred; remove the row',
         ),
-        ({"prompt": "a", "chosen": "b", "rejected": 3}, '"rejected" is neither a string nor a list of messages'),
+        ({"prompt": "a", "chosen": 2, "rejected": 3}, '"chosen" is neither a string nor a list of messages'),
         ({"prompt": 1, "chosen": "b", "rejected": "c"}, '"prompt" is not a string; write it in quotes'),
         (
-            {"prompt": "a", "chosen": said("user", "b"), "rejected": said("assistant", "c")},
-            '"chosen" has no message of the assistant',
+            {"prompt": "a", "chosen": [], "rejected": said("assistant", "c")},
+            '"chosen" has no message of the assistant that is learned',
+        ),
+        (
+            {"prompt": "a", "chosen": [said("assistant", "b")[0] | {"weight": 0}], "rejected": said("assistant", "c")},
+            '"chosen" has no message of the assistant that is learned',
+        ),
+        (
+            {"chosen": said("user", "a", "assistant", "b"), "rejected": said("user", "x", "assistant", "c")},
+            '"chosen" and "rejected" differ in message 1, which is not the answer of the assistant in both; give both '
+            "the same messages before it",
+        ),
+        (
+            {"prompt": "a", "chosen": said("user", "b", "assistant", "c"), "rejected": said("assistant", "d")},
+            '"prompt" is not among the messages before the answer in "chosen"; leave out either of them',
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": said("assistant", "c")},
+            '"chosen" and "rejected" must both be strings, or both lists of messages',
+        ),
+        (
+            {
+                "chosen": said("user", "a", "assistant", "b"),
+                "rejected": said("user", "a", "assistant", "b", "user", "c", "assistant", "d"),
+            },
+            'the other answer begins with all that is learned of "chosen"; remove the row',
         ),
         (
             {"text": "a later row without two answers"},
@@ -388,6 +412,18 @@ def test_other_text_is_refused_with_a_beta_and_pairs_without_one(bench: Bench, t
         f'{bench.data}: its rows have "chosen" and "rejected", which only preference training reads; set '
         "objective.dpo_beta, for example to 0.1"
     )
+
+
+def test_pairs_with_a_conversation_train_on_it_without_a_beta(bench: Bench, tmp_path: Path) -> None:
+    """As the published splits for supervised training, whose rows have `messages` next to the two answers."""
+    talk = said("user", "Q", "assistant", "A")
+    row = {"prompt": "Q", "chosen": talk, "rejected": said("user", "Q", "assistant", "B"), "messages": talk}
+    file = write_rows(tmp_path / "pairs.jsonl", [row])
+    check_preferences([file], compares=False)
+    encoder = encoder_of(families.make(bench.config(), bench.root / "cache"))  # type: ignore[arg-type]
+    found, expected = (encoder.row(one, lambda: "row") for one in (row, {"messages": talk}))
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.learned.tolist() == expected.learned.tolist()
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,12 @@ class TrainedAdapter(Mapping[str, LayerAdapter]):
         scale = scale_of(self._cfg, tensors, self._recipe)
         if layer in self._initial:
             down, up = self._initial[layer]
-            tensors = {"down": torch.cat([tensors["down"], down]), "up": torch.cat([tensors["up"], -up], dim=1)}
+            # B A - B0 A0 as (B - B0) A + B0 (A - A0): what a format rounds off is then small against the update, not
+            # against the singular values, which are far larger.
+            tensors = {
+                "down": torch.cat([tensors["down"], tensors["down"] - down]),
+                "up": torch.cat([tensors["up"] - up, up], dim=1),
+            }
         return LayerAdapter(kind, tensors, scale)
 
     def __contains__(self, layer: object) -> bool:

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from trainer.config.errors import Problem
+from trainer.config.schema import RunConfig
 
 _NEW_ADAPTER = "start a new run, with adapter.start to begin from what this one exported"
 FIXED = {
@@ -42,9 +45,12 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """The fields that differ between two configs, given as `RunConfig.model_dump(mode="json")`."""
-    former, now = dict(_leaves(before)), dict(_leaves(after))
-    # A field that one of them lacks belongs to another version, or to another kind of adapter.
+    """The fields that differ between two configs, given as `RunConfig.model_dump(mode="json")`.
+
+    A field that the former lacks was new in a later version: it had its default.
+    """
+    former, now = dict(_leaves(_completed(before))), dict(_leaves(after))
+    # A field that one of them still lacks belongs to another kind of adapter.
     return [
         Change(field, former.get(field), now.get(field), any(f"{field}.".startswith(f"{known}.") for known in former))
         for field in dict.fromkeys([*former, *now])
@@ -60,12 +66,20 @@ def refused(changed: Iterable[Change], step: int) -> Iterator[Problem]:
             why = f"the data and their position are of another kind; {_NEW_ADAPTER}"
         if change.field == "optim.ema" and not (change.before and change.after):
             why = "the checkpoint holds an average or it does not; start a new run"
-        # A field that the former config lacks was new in a later version, or belongs to another kind of adapter.
+        # A field that the former config lacks belongs to another kind of adapter.
         if why and change.was_there:
             yield Problem(
                 change.field,
                 f"{_shown(change.before)} in the checkpoint of step {step}, not {_shown(change.after)}: {why}",
             )
+
+
+def _completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with the defaults of the fields that it lacks; as it is where today's schema does not take it."""
+    try:
+        return RunConfig.model_validate(config).model_dump(mode="json")
+    except ValidationError:
+        return config
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

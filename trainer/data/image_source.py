@@ -23,7 +23,7 @@ from trainer.distributed.context import RankContext
 from trainer.models.base import ImageFamily, LoadModule
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
-from trainer.run.manifest import Progress
+from trainer.run.manifest import RECIPE, Progress
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,11 @@ def _reference_latents(keys: Sequence[str], read: Callable[[str], Example]) -> E
 class ImageSource(DataSource):
     """Encoded images and captions.
 
-    Attributes:
+    Args:
+        cfg: The config of the run.
+        family: The model.
         data: The encoded data, as the cache holds them.
+        recipe: `manifest.RECIPE` of the run.
     """
 
     unit = "images"
@@ -139,17 +142,12 @@ class ImageSource(DataSource):
         "images, captions or how they are encoded have changed since the checkpoint: from here on the order differs"
     )
 
-    def __init__(self, cfg: RunConfig, family: ImageFamily, data: EncodedData) -> None:
-        self.data = data
+    def __init__(self, cfg: RunConfig, family: ImageFamily, data: EncodedData, recipe: int = RECIPE) -> None:
+        self.data = data if recipe >= 2 else replace(data, with_size=False)
         self.digest = data.digest
         self.num_held_out = len(data.validation)
         self._cfg, self._family = cfg, family
-        self._keeps_regularization_captions = True
-
-    def follow_recipe(self, recipe: int) -> None:
-        if recipe < 2:
-            self._keeps_regularization_captions = False
-            self.data = replace(self.data, with_size=False)
+        self._keeps_regularization_captions = recipe >= 2
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> ImageBatchSampler:
         cfg, images = self._cfg, [encoded.image for encoded in self.data.train]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -11,6 +12,7 @@ from pathlib import Path
 from PIL import Image
 from torch import nn
 
+from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.epochs import num_images, num_mixed
 from trainer.data.image_io import ImageFile, load_resized, load_rgb, read_header
@@ -19,14 +21,16 @@ from trainer.data.loader import BatchSampler, BatchSizes, ImageBatchSampler
 from trainer.data.mixed_batches import DrawnItem, MixedBatchSampler, MixedItem, Pack, PackedBatchSampler, QuestionItem
 from trainer.data.prompts import PromptEncoder
 from trainer.data.question_files import Questions
-from trainer.data.sequence_rows import AnyRow, ImagePart, Part, Row, TextPart
+from trainer.data.sequence_rows import AnyRow, ImagePart, ImageProblem, Part, Row, TextPart
 from trainer.data.source import DataSource, Draw, SampleDrawer
 from trainer.distributed.context import RankContext
 from trainer.models.base import LoadModule, MultimodalFamily, PartKind, SequencePart, references_of
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng, derived_seed
 from trainer.run.events import Emit, WarningEvent
-from trainer.run.manifest import Progress
+from trainer.run.manifest import RECIPE, Progress
+
+log = logging.getLogger(__name__)
 
 Dropped = Callable[[str, int], bool]
 """dropped(kind, number) returns whether the condition with this number is left out of a sample."""
@@ -42,10 +46,16 @@ class MixedSource(DataSource):
     )
 
     def __init__(
-        self, cfg: RunConfig, family: MultimodalFamily, data: EncodedData, questions: Questions, emit: Emit
+        self,
+        cfg: RunConfig,
+        family: MultimodalFamily,
+        data: EncodedData,
+        questions: Questions,
+        emit: Emit,
+        recipe: int = RECIPE,
     ) -> None:
         self._cfg, self._family, self._data = cfg, family, data
-        self._images = ImageSource(cfg, family, data)
+        self._images = ImageSource(cfg, family, data, recipe)
         self._train, self._validation = (self._usable(rows) for rows in (questions.train, questions.validation))
         for warning in questions.warnings:
             emit(WarningEvent(message=warning))
@@ -56,9 +66,6 @@ class MixedSource(DataSource):
     def _usable(self, rows: Sequence[AnyRow]) -> tuple[AnyRow, ...]:
         """Without the rows that have an image which could not be encoded, and was left out with a warning."""
         return tuple(row for row in rows if all(image.path in self._data.others for image in row.encoded))
-
-    def follow_recipe(self, recipe: int) -> None:
-        self._images.follow_recipe(recipe)
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> BatchSampler[MixedItem | Pack]:
         mixed, budget = self._mixed(sizes, saved), self._cfg.data.pack_tokens
@@ -94,8 +101,8 @@ class MixedSource(DataSource):
         if isinstance(item, Pack):
             return self._family.pack_examples({one.index: self.example(one) for one in item.items})
         if isinstance(item, QuestionItem):
-            row = self._train[item.number]
-            return self._row_example(row, derived_seed(self._cfg.train.seed, "row", item.index), self._dropped(item))
+            seed = derived_seed(self._cfg.train.seed, "row", item.index)
+            return self._readable(self._train, item.number, seed, self._dropped(item))
         example = self._images.example(item.image)
         return self._with_references(example, self._images.data.train[item.image.index], self._dropped(item))
 
@@ -106,8 +113,8 @@ class MixedSource(DataSource):
         if index < self._images.num_held_out:
             example = self._images.held_out(index)
             return self._with_references(example, self._data.validation[index], _nothing)
-        row = self._validation[index - self._images.num_held_out]
-        return self._row_example(row, derived_seed(self._cfg.train.seed, "held out", index), _nothing)
+        seed = derived_seed(self._cfg.train.seed, "held out", index)
+        return self._readable(self._validation, index - self._images.num_held_out, seed, _nothing)
 
     def count_tokens(self, item: MixedItem) -> int:
         """Tokens of an item. Only headers of images are read."""
@@ -151,6 +158,21 @@ class MixedSource(DataSource):
         mask = {"mask": example["mask"]} if "mask" in example else {}
         return self._family.encode_sequence(parts) | mask
 
+    def _readable(self, rows: Sequence[AnyRow], number: int, seed: int, dropped: Dropped) -> Example:
+        """The example of a row; with `data.bad_image: warn`, of the next row whose images can be decoded.
+
+        Only the header of a seen image was read before. Which row takes the place depends on the files alone, so that
+        it is the same on every rank.
+        """
+        for ahead in range(len(rows)):
+            try:
+                return self._row_example(rows[(number + ahead) % len(rows)], seed, dropped)
+            except ImageProblem as error:
+                if self._cfg.data.bad_image != "warn" or ahead == len(rows) - 1:
+                    raise
+                log.warning("%s; the next row is trained in its place", error)
+        raise AssertionError(rows)
+
     def _row_example(self, row: AnyRow, seed: int, dropped: Dropped) -> Example:
         def content(kind: PartKind, content: str | ImageFile | None, looked_at: int) -> SequencePart:
             if not isinstance(content, ImageFile):
@@ -184,7 +206,10 @@ class MixedSource(DataSource):
         return [(kind, content, looked_at) for kind, content in kinds]
 
     def _load(self, image: ImageFile, looked_at: int = 1) -> Image.Image:
-        return load_seen(image, self._family, self._cfg, looked_at)
+        try:
+            return load_seen(image, self._family, self._cfg, looked_at)
+        except InputError as error:
+            raise ImageProblem(f"{error}, or set data.bad_image: warn") from error
 
     def _seen_size(self, image: ImageFile, looked_at: int = 1) -> tuple[int, int]:
         return self._family.seen_size(image.width, image.height, self._cfg.data, looked_at)

@@ -30,7 +30,7 @@ def opened_image(path: Path) -> io.BufferedReader | io.BytesIO:
         InputError: It is not a regular file, or the parquet file cannot be read.
     """
     parts = path.parts[-4:]
-    if len(parts) < 4 or not parts[0].endswith(SUFFIX):
+    if len(parts) < 4 or not parts[0].lower().endswith(SUFFIX):
         return opened(path)
     file = path.parents[2]
     _, row, column, number = parts

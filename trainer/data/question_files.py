@@ -47,16 +47,19 @@ def of_config(cfg: DataConfig) -> Questions:
     source = Path(cfg.questions).expanduser()
     found = _Found(leaves_out=cfg.bad_image == "warn")
     for file in _files(source, found):
-        (_read_parquet if file.suffix == SUFFIX else _read_lines)(file, found)
+        (_read_parquet if file.suffix.lower() == SUFFIX else _read_lines)(file, found)
     problems, hidden = found.problems, len(found.problems) - MAX_SHOWN_PROBLEMS
     if problems:
         raise InputError("\n".join(problems[:MAX_SHOWN_PROBLEMS] + ([f"and {hidden} more"] if hidden > 0 else [])))
     questions = found.rows
     count = cfg.validation if isinstance(cfg.validation, int) else 0
+    if not questions:
+        first = f" ({found.warnings[0]})" if found.warnings else ""
+        raise InputError(f"data.questions: {source}: has no row to train on{first}; write some into it")
     if count >= len(questions):
         raise InputError(
             f"data.validation: {count} of the {len(questions)} questions of {source} leaves none to train on; "
-            + (f"use at most {len(questions) - 1}" if questions else "write some into it")
+            f"use at most {len(questions) - 1}"
         )
     border = len(questions) - count
     return Questions(tuple(questions[:border]), tuple(questions[border:]), tuple(found.warnings))
@@ -163,7 +166,13 @@ def _parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         number = 0
         for group in range(parquet.num_row_groups):
             table = parquet.read_row_group(group, columns=[images, PARQUET[images]])
+            if images == "image_list" and not hasattr(table.schema.field(images).type, "value_type"):
+                raise InputError(f"{file}: its column image_list holds no lists of images; write one list for each row")
             for images_of, texts in zip(table.column(images), table.column(PARQUET[images]), strict=True):
                 count = len(images_of) if images == "image_list" and images_of.is_valid else 1
-                yield number, {images: count, PARQUET[images]: texts.as_py()}
+                try:
+                    text = texts.as_py()
+                except UnicodeDecodeError as error:
+                    raise InputError(f"{file}: row {number}: a text cannot be read ({error}); correct it") from error
+                yield number, {images: count, PARQUET[images]: text}
                 number += 1

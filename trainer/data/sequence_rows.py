@@ -20,6 +20,8 @@ from typing import Any, Literal, get_args
 from trainer.config.errors import InputError, not_one_of
 from trainer.config.sections import half_character
 from trainer.data.image_io import ImageFile
+from trainer.data.text_files import present
+from trainer.models.parts.chat import is_read_only
 
 Pick = Callable[[int], int]
 """pick(n) returns a random index below n; each call draws another."""
@@ -144,6 +146,8 @@ def parsed(line: str, read_image: ReadImage) -> Row:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(f"not a JSON object ({error}); each line is one: a {FORMS}") from error
+    if isinstance(row, dict):
+        row = present(row)
     if isinstance(row, dict) and "sequence" in row:
         return _checked(Row(tuple(_sequence(row["sequence"], read_image))))
     for name, speaker, said in (("conversations", "from", "value"), ("messages", "role", "content")):
@@ -184,7 +188,7 @@ def _conversation(row: Mapping[str, Any], name: str, keys: tuple[str, str], read
             )
         _text(said, f"turn {number}")
         if LEARNED[speaker]:
-            yield TextPart((said,), learned=True)
+            yield TextPart((said,), learned=not is_read_only(turn, number))
             continue
         for index, text in enumerate(said.split(PLACEHOLDER)):
             if index:
@@ -261,15 +265,23 @@ def parquet_row(row: Mapping[str, Any], image_of: Callable[[str, int], ImageFile
     """
     if "image_list" in row:
         count, instructions = row["image_list"], row["instruction_list"] or []
-        if count < 2 or len(instructions) != count - 1 or not all(instructions):
+        choices = [_alternatives(one) for one in instructions] if isinstance(instructions, list) else []
+        if count < 2 or len(choices) != count - 1 or not all(choices):
             raise InputError(
-                f"{count} images in image_list and {len(instructions)} instructions in instruction_list; an edit has "
+                f"{count} images in image_list and {len(choices)} instructions in instruction_list; an edit has "
                 "one instruction, or a list of alternatives, for each image but the first"
             )
-        choices = tuple((one,) if isinstance(one, str) else tuple(map(str, one)) for one in instructions)
-        return EditChain(tuple(image_of("image_list", number) for number in range(count)), choices)
+        return EditChain(tuple(image_of("image_list", number) for number in range(count)), tuple(choices))
     captions = _captions(row["captions"])
     return Row((TextPart(captions), ImagePart(image_of("image", 0), "drawn")))
+
+
+def _alternatives(value: Any) -> tuple[str, ...]:
+    """The texts of an instruction, which may be a text or a list of alternatives; nulls and empty ones are left out."""
+    texts = [text for text in (value if isinstance(value, list) else [value]) if text is not None and text != ""]
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError("an instruction in instruction_list is not a text; write it, or remove the row")
+    return tuple(_text(text, "instruction_list") for text in texts)
 
 
 def _captions(value: Any) -> tuple[str, ...]:
@@ -282,4 +294,4 @@ def _captions(value: Any) -> tuple[str, ...]:
     if not isinstance(captions, dict) or not all(isinstance(text, str) for text in values):
         raise InputError("captions is not a JSON object whose values are captions")
     # As published: an image without captions is drawn from a blank.
-    return tuple(values) or (" ",)
+    return tuple(_text(text, "captions") for text in values) or (" ",)

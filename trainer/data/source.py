@@ -38,10 +38,6 @@ class DataSource(ABC):
     num_held_out: int
 
     @abstractmethod
-    def follow_recipe(self, recipe: int) -> None:
-        """Feed by the recipe that a resumed run began with (`manifest.RECIPE`). Called before `batch_sampler`."""
-
-    @abstractmethod
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> BatchSampler[Any]:
         """The batches of the run. saved: the checkpoint to continue from."""
 

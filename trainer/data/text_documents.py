@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,18 @@ from numpy.typing import NDArray
 from trainer.config.errors import InputError
 from trainer.config.files import MIB, opened
 from trainer.config.sections import half_character
-from trainer.data.text_files import CHAT, PAIR, PREFERENCE, columns_of, kind_of, open_parquet, reading
+from trainer.data.text_files import (
+    CHAT,
+    PAIR,
+    PREFERENCE,
+    columns_of,
+    holds_more,
+    kind_of,
+    open_parquet,
+    present,
+    python_rows,
+    reading,
+)
 
 SHARD_CHUNK = 2**16
 LINE_CHUNK = 2**20
@@ -105,6 +117,9 @@ class Encoder:
     def row(self, values: Mapping[str, Any], where: Callable[[], str]) -> Document:
         """Tokenize a row of a file. Raises InputError with the reason but without file and line."""
         kind = kind_of(values)
+        if kind == PREFERENCE and not self.compares and holds_more(values):
+            values = {key: value for key, value in values.items() if key not in ("chosen", "rejected")}
+            kind = kind_of(values)
         if self.compares != (kind == PREFERENCE):
             raise InputError(NOT_A_PAIR if self.compares else A_PAIR)
         if self.compares:
@@ -129,19 +144,25 @@ class Encoder:
         """
         if values["chosen"] == values["rejected"]:
             raise InputError('"chosen" and "rejected" are equal, so that neither is preferred; remove the row')
+        if isinstance(values["chosen"], list) and isinstance(values["rejected"], list):
+            _check_beginnings(_conversation(values, "chosen"), _conversation(values, "rejected"))
+        elif type(values["chosen"]) is not type(values["rejected"]):
+            raise InputError('"chosen" and "rejected" must both be strings, or both lists of messages')
         chosen, rejected = (self._answer(values, key) for key in ("chosen", "rejected"))
         shared = _common(chosen.tokens, rejected.tokens)
         if shared == len(chosen.tokens) == len(rejected.tokens):
             raise InputError('"chosen" and "rejected" have equal tokens, so that neither is preferred; remove the row')
-        for answer in (chosen, rejected):
+        for key, answer in (("chosen", chosen), ("rejected", rejected)):
             answer.learned[: max(shared, 1)] = False  # no token precedes the first
+            if not answer.learned.any():
+                raise InputError(f'the other answer begins with all that is learned of "{key}"; remove the row')
         tokens = np.concatenate([chosen.tokens, rejected.tokens])
         learned = np.concatenate([chosen.learned, rejected.learned])
         return Document(tokens, learned, False, where, second=len(chosen.tokens))
 
     def _answer(self, values: Mapping[str, Any], key: str) -> Document:
         """Tokenize one answer with its prompt."""
-        answer, prompt = values[key], values.get("prompt", "")
+        answer = values[key]
         if isinstance(answer, str):
             before, after = _string(values, "prompt") if "prompt" in values else "", _string(values, key)
             ids, learned = (self.pair or self._apart)(before, after)
@@ -150,13 +171,9 @@ class Encoder:
             raise InputError(f'"{key}" is neither a string nor a list of messages')
         if self.chat is None:
             raise InputError(NO_KEYS)
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}] if prompt else []
-        if not isinstance(prompt, list):
-            raise InputError('"prompt" is neither a string nor a list of messages')
-        ids, learned = self.chat([*prompt, *answer], values.get("tools"))
+        ids, learned = self.chat(_conversation(values, key), values.get("tools"))
         if not ids:
-            raise InputError(f'"{key}" has no message of the assistant')
+            raise InputError(f'"{key}" has no message of the assistant that is learned')
         return Document(np.array(ids, dtype=np.int64), np.array(learned, dtype=np.bool_), False, str)
 
     def _apart(self, prompt: str, completion: str) -> Encoded:
@@ -234,9 +251,47 @@ def _line_values(line: str) -> dict[str, Any]:
         raise InputError(f"not a JSON object ({error.msg} at column {error.colno}); {ROW_KEYS}") from error
     except RecursionError as error:
         raise InputError(f"not a JSON object (nested too deep); {ROW_KEYS}") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise InputError(f"not a JSON object ({error}); {ROW_KEYS}") from error
     if not isinstance(values, dict):
         raise InputError(f"not a JSON object; {ROW_KEYS}")
-    return values
+    return present(values)
+
+
+def _conversation(values: Mapping[str, Any], key: str) -> list[Any]:
+    """The messages of an answer with those of its prompt, which may be among the answer's, as in published datasets."""
+    answer, prompt = values[key], values.get("prompt", "")
+    if isinstance(prompt, str):
+        before = list(takewhile(lambda message: _read(message)[0] != "assistant", answer))
+        if not prompt or any(str(_read(message)[1]).strip() == prompt.strip() for message in before):
+            return list(answer)
+        if before:
+            raise InputError(
+                f'"prompt" is not among the messages before the answer in "{key}"; leave out either of them'
+            )
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list):
+        raise InputError('"prompt" is neither a string nor a list of messages')
+    is_repeated = [_read(message) for message in answer[: len(prompt)]] == [_read(message) for message in prompt]
+    return list(answer) if is_repeated else [*prompt, *answer]
+
+
+def _check_beginnings(chosen: Sequence[Any], rejected: Sequence[Any]) -> None:
+    """Raise InputError for conversations that differ before an answer of the assistant."""
+    pairs = zip(map(_read, chosen), map(_read, rejected), strict=False)
+    for number, (one, other) in enumerate(pairs, 1):
+        if one != other:
+            if (one[0], other[0]) != ("assistant", "assistant"):
+                raise InputError(
+                    f'"chosen" and "rejected" differ in message {number}, which is not the answer of the assistant in '
+                    "both; give both the same messages before it"
+                )
+            return
+
+
+def _read(message: Any) -> tuple[Any, ...]:
+    """What templates read of a message."""
+    return tuple(message.get(key) for key in ("role", "content", "tool_calls")) if isinstance(message, dict) else (0, 0)
 
 
 def _common(one: NDArray[np.integer[Any]], other: NDArray[np.integer[Any]]) -> int:
@@ -275,7 +330,7 @@ def _read_parquet(path: Path, offset: int, encoder: Encoder) -> Iterator[Found]:
                 row += count
                 continue
             for batch in file.iter_batches(PARQUET_ROWS, row_groups=[group], columns=columns, use_threads=False):
-                for values in batch.to_pylist():
+                for values in python_rows(batch, path, row + 1):
                     row += 1
                     if row > offset:
                         yield partial(_parquet_document, path, row, values, encoder), row, row / total
@@ -283,11 +338,11 @@ def _read_parquet(path: Path, offset: int, encoder: Encoder) -> Iterator[Found]:
 
 def _parquet_document(path: Path, row: int, values: Mapping[str, Any], encoder: Encoder) -> Document:
     # A column holds null where a row, a message or a tool lacks the key.
-    present = _without_nulls(values)
+    known = _without_nulls(values)
     try:
-        if isinstance(present.get("tools"), str):  # tables hold objects of different keys as JSON
-            present["tools"] = json.loads(present["tools"])
-        return encoder.row(present, lambda: f"{path}: row {row}")
+        if isinstance(known.get("tools"), str):  # tables hold objects of different keys as JSON
+            known["tools"] = json.loads(known["tools"])
+        return encoder.row(known, lambda: f"{path}: row {row}")
     except json.JSONDecodeError as error:
         raise InputError(f'{path}: row {row}: "tools" is not JSON ({error.msg}); correct it') from error
     except InputError as error:

@@ -104,13 +104,14 @@ def check_preferences(files: Sequence[Path], compares: bool) -> None:
     """
     for file in files:
         with reading(file):
-            is_preference = _kind_in(file) == PREFERENCE
+            row = first_row(file) or {}
+        is_preference = kind_of(row) == PREFERENCE
         if compares and not is_preference:
             raise InputError(
                 f"{file}: holds no pairs, which objective.dpo_beta compares; give .jsonl or .parquet files whose rows "
                 'have "prompt", "chosen" and "rejected", or leave objective.dpo_beta out'
             )
-        if is_preference and not compares:
+        if is_preference and not compares and not holds_more(row):
             raise InputError(
                 f'{file}: its rows have "chosen" and "rejected", which only preference training reads; set '
                 "objective.dpo_beta, for example to 0.1"
@@ -126,6 +127,11 @@ def kind_of(keys: Mapping[str, Any] | Sequence[str]) -> Kind:
     return PAIR if "prompt" in keys and "completion" in keys and "text" not in keys else TEXT
 
 
+def holds_more(keys: Mapping[str, Any] | Sequence[str]) -> bool:
+    """Whether a row with two answers also holds a text, a conversation or a completion, as some published datasets."""
+    return "messages" in keys or "text" in keys or ("prompt" in keys and "completion" in keys)
+
+
 def first_row(file: Path) -> Mapping[str, Any] | None:
     """The first row of a .jsonl or .parquet file; None for other files, and for a row that is not an object.
 
@@ -136,8 +142,7 @@ def first_row(file: Path) -> Mapping[str, Any] | None:
     if file.suffix.lower() == ".parquet":
         with open_parquet(file) as table:
             for batch in table.iter_batches(1, columns=columns_of(table)):
-                row: dict[str, Any] = batch.to_pylist()[0]
-                return {key: value for key, value in row.items() if value is not None}
+                return present(python_rows(batch, file, 1)[0])
         return None
     if file.suffix.lower() != ".jsonl":
         return None
@@ -148,8 +153,33 @@ def first_row(file: Path) -> Mapping[str, Any] | None:
                     values = json.loads(line)
                 except (ValueError, RecursionError):  # of a row that is longer, or is named when it is trained
                     return None
-                return values if isinstance(values, dict) else None
+                return present(values) if isinstance(values, dict) else None
     return None
+
+
+def present(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without keys whose value is null: it may have the columns of other rows."""
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def python_rows(batch: Any, file: Path, first: int) -> list[dict[str, Any]]:
+    """Convert rows of a parquet file.
+
+    Args:
+        batch: A `pyarrow.RecordBatch`.
+        file: The file, for errors.
+        first: Number of its first row, from 1, for errors.
+
+    Raises:
+        InputError: A value cannot be converted, as text that is not UTF-8.
+    """
+    try:
+        found: list[dict[str, Any]] = batch.to_pylist()
+    except (ValueError, OverflowError) as error:
+        for index in range(batch.num_rows if batch.num_rows > 1 else 0):
+            python_rows(batch.slice(index, 1), file, first + index)
+        raise InputError(f"{file}: row {first}: a value cannot be read ({error}); correct it") from error
+    return found
 
 
 def _kind_in(file: Path) -> Kind:

@@ -19,7 +19,7 @@ from trainer.models.base import TextFamily
 from trainer.models.parts.chat import read_template
 from trainer.run.events import StatusEvent
 
-VERSION = 1
+VERSION = 2
 ROUND = 512
 """Rows after which the ranks agree whether to stop."""
 SAID_EVERY_S = 5.0
@@ -65,7 +65,7 @@ def key_of(cfg: RunConfig, family: TextFamily, data: str, recipe: int) -> str:
         data: Digest of the files.
         recipe: `manifest.RECIPE` that the run follows.
     """
-    names = sorted(name for name in family.companion_files if (family.folder / name).is_file())
+    names = sorted(name for name in family.tokenizer_files if (family.folder / name).is_file())
     tokenizer = [(name, _digest(family.folder / name)) for name in names]
     template = read_template(cfg.data.chat_template) if cfg.data.chat_template else ""
     sections = {
@@ -74,7 +74,8 @@ def key_of(cfg: RunConfig, family: TextFamily, data: str, recipe: int) -> str:
         "adapter": cfg.adapter.model_dump(mode="json", exclude={"start"}),
         "objective": cfg.objective.model_dump(mode="json"),
     }
-    parts = [VERSION, recipe, cfg.train.seed, data, tokenizer, template, sections]
+    is_shared = recipe < 3 or family.packs_documents
+    parts = [VERSION, recipe, cfg.train.seed, data, tokenizer, template, is_shared, sections]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -30,7 +30,7 @@ from trainer.data.text_files import (
     sizes,
 )
 from trainer.data.text_rows import key_of, num_rows
-from trainer.data.text_stream import START, LeftOutError, PackedRow, Packing, StreamPosition, TextStream
+from trainer.data.text_stream import START, PackedRow, Packing, StreamPosition, TextStream
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import TextFamily
@@ -52,6 +52,7 @@ class TextSource(DataSource):
         family: The model, which tokenizes.
         world: The ranks.
         emit: Takes warnings about documents that are left out.
+        recipe: `manifest.RECIPE` of the run.
 
     Raises:
         InputError: Files that cannot be used; on every rank if ranks find different files.
@@ -60,7 +61,14 @@ class TextSource(DataSource):
     unit = "tokens"
     changed_message = "the text files have changed since the checkpoint: training continues with their next epoch"
 
-    def __init__(self, cfg: RunConfig, family: TextFamily, world: World, emit: Emit = lambda event: None) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        family: TextFamily,
+        world: World,
+        emit: Emit = lambda event: None,
+        recipe: int = RECIPE,
+    ) -> None:
         check_length(cfg, family)
         self._cfg, self._family, self._emit = cfg, family, emit
         self._folders = folders_of(cfg.data)
@@ -70,17 +78,11 @@ class TextSource(DataSource):
         check_preferences((*files, *self._held_out_files), cfg.objective.dpo_beta is not None)
         self._batch_sampler: TextBatchSampler | None = None
         self._rows_of_an_epoch = math.nan
-        self._recipe = RECIPE
-        self._refused: InputError | None = None
-        self._read_held_out()
-
-    def follow_recipe(self, recipe: int) -> None:
         self._recipe = recipe
-        self._read_held_out()
+        self._held_out = self._read_held_out()
+        self.num_held_out = len(self._held_out)
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> TextBatchSampler:
-        if self._refused:
-            raise self._refused
         step, position = (saved.step, self._position_in(saved)) if saved else (0, START)
         stream = self._stream(self._folders, None, LeftOut(self._emit))
         self._batch_sampler = TextBatchSampler(stream, sizes, step, position)
@@ -99,17 +101,11 @@ class TextSource(DataSource):
     def samples_of_an_epoch(self) -> float:
         return self._rows_of_an_epoch
 
-    def _read_held_out(self) -> None:
-        """Read the held-out rows. If this recipe leaves out all of them, that is an error once the run follows it."""
-        files, self._refused = self._held_out_files, None
-        self._held_out: tuple[PackedRow, ...] = ()
-        if files:
-            try:
-                stream = self._stream((TextFolder(files),), 1, LeftOut(self._emit))
-                self._held_out = tuple(row for row, _ in stream.rows())
-            except LeftOutError as error:
-                self._refused = error
-        self.num_held_out = len(self._held_out)
+    def _read_held_out(self) -> tuple[PackedRow, ...]:
+        if not self._held_out_files:
+            return ()
+        stream = self._stream((TextFolder(self._held_out_files),), 1, LeftOut(self._emit))
+        return tuple(row for row, _ in stream.rows())
 
     def example(self, item: PackedRow) -> Example:
         return example_of(item)

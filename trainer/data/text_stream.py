@@ -122,10 +122,6 @@ class _Window:
     pieces: Iterator[Piece]
 
 
-class LeftOutError(InputError):
-    """Every document is left out."""
-
-
 class TextStream:
     """The documents of some folders, epoch after epoch, each in another order.
 
@@ -334,7 +330,7 @@ class TextStream:
         if not self._reasons:
             return InputError(f"{files[0]}{others}: no document holds any text; write some, or give others")
         left_out = "; ".join(f"{number} {why}, the first {first}" for why, (first, number) in self._reasons.items())
-        return LeftOutError(
+        return InputError(
             f"{files[0]}{others}: every document is left out ({left_out}); raise data.length, set data.too_long: cut, "
             "or correct the files"
         )

@@ -27,11 +27,11 @@ from trainer.models.base import LoadModule, ModelFamily, TextFamily
 from trainer.models.parts.neftune import add_noise
 from trainer.models.pissa import (
     DOWN,
-    first_half,
     parameters_of_factors,
     residual_files,
     start_factors,
     starts_from_singular_values,
+    trained_factors,
 )
 from trainer.models.saved_modules import is_inside, saved_modules, saved_names
 from trainer.models.sharding import check_sharding
@@ -209,7 +209,7 @@ def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -
         for name, value in modules.items():
             fill_rows(loaded.trainables[name], value)
     for name, layer in used.items():
-        layer = first_half(layer) if starts_from_singular_values(cfg) else layer
+        layer = trained_factors(layer) if starts_from_singular_values(cfg) else layer
         values = parameters_of(name, layer, cfg.adapter, loaded.adapter.parameters, base.layer)
         with torch.no_grad():
             for parameter, value in values.items():

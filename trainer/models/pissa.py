@@ -2,7 +2,7 @@
 
 The factors A0, B0 of a layer W are sqrt(S) V^T and U sqrt(S) of its largest singular values, divided by the scale s of
 the update; the frozen base holds the residual W - s B0 A0. The residual is taken before the base is quantized (QPiSSA).
-An export is an ordinary lora of W with twice the rank: s (B A - B0 A0).
+An export is an ordinary lora of W with twice the rank: s ((B - B0) A + B0 (A - A0)).
 
 The factors are computed once per run, each layer by one rank, and kept in the run's folder: a resumed run subtracts the
 same numbers.
@@ -147,11 +147,11 @@ def residual_files(stored: WeightFiles, component: str, factors: Factors, cfg: R
     return WeightFiles({**stored.entries, **reduced})
 
 
-def first_half(layer: LayerAdapter) -> LayerAdapter:
+def trained_factors(layer: LayerAdapter) -> LayerAdapter:
     """Return what was trained of an exported layer, without what it started from."""
     down, up = layer.tensors["down"], layer.tensors["up"]
     rank = down.shape[0] // 2
-    return replace(layer, tensors={"down": down[:rank], "up": up[:, :rank]})
+    return replace(layer, tensors={"down": down[:rank], "up": up[:, :rank] + up[:, rank:]})
 
 
 def _read_by_all(cfg: RunConfig, world: World, file: Path | None) -> Factors:

@@ -197,7 +197,7 @@ class Trainer:
         load = encoder_loader(cfg, world, cache, self.log.listener("encoding"))
         events = EventReader(run.events_file).read() if world.rank == 0 else []
         context = RankContext(self._drawing(events), world, cache, emit, self._is_stopping)
-        self.data, self.drawer = open_data(self.family, load, context)
+        self.data, self.drawer = open_data(self.family, load, context, self._recipe)
         self.sampler = Sampler(self.drawer, cfg.sample.seed, run, world, self.log, before, events)
         emit(StatusEvent(state="loading"))
         started = time.perf_counter()
@@ -395,7 +395,8 @@ class Trainer:
         """
         cfg = self.cfg.optim
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if not self.family.loss_weights and agreed.weight != self.cfg.train.batch_size:
+        # Rows of long prompts may hold nothing that is learned: the gradients are 0.
+        if not self.family.loss_weights and agreed.weight not in (0, self.cfg.train.batch_size):
             torch._foreach_mul_(gradients, self.cfg.train.batch_size / agreed.weight)
         grad_norm = clip_gradients(self.parameters, cfg.clip_norm)
         lr = learning_rate(self.step, cfg, self.num_steps)
@@ -471,7 +472,7 @@ class Trainer:
         """The loss of all ranks' total, weight and parts of `_Sums`, each summed."""
         weights = self.family.loss_weights
         if not weights:
-            return total / weight
+            return total / weight if weight else 0.0
         counted = zip(weights, parts[::2], parts[1::2], strict=False)  # metrics follow
         return sum(weight * part / count for weight, part, count in counted if count)
 
@@ -620,7 +621,6 @@ class Trainer:
         if self.world.rank in self.world.guest_leaders:
             shutil.rmtree(newest)  # a copy of rank 0's
         adapters.follow_recipe(self.model, self.cfg.adapter, saved.recipe)
-        self.data.follow_recipe(saved.recipe)
         self.drawer.follow_recipe(saved.recipe)
         self.step, self.samples_seen, self.skipped = saved.step, saved.samples_seen, saved.skipped
         self.log.note("loading", f"resumed from {newest.name}", self.step)

@@ -138,7 +138,7 @@ class CausalLM(TextFamily):
     def follow(self, cfg: RunConfig) -> None:
         """Take how conversations are encoded, and turn layers whose weights are (inputs, outputs) into linear ones if
         an adapter or codes are to change them. A full fine-tune keeps them, as checkpoints of older versions do."""
-        self._template, self._system = cfg.data.chat_template, cfg.data.system
+        self._template, self._system = cfg.data.chat_template or None, cfg.data.system
         if cfg.objective.dpo_beta is not None and not self.packs_documents:
             raise InputError(
                 f"objective.dpo_beta: the two answers of a pair share a row, but in a {type(self._empty).__name__} the "
@@ -266,10 +266,10 @@ class CausalLM(TextFamily):
         """Make room for `model.options.new_tokens` in the config. Returns the ids that the tokenizer did not have."""
         if not self.config.options.new_tokens:
             return range(0)
-        tokenizer, new = self._tokenizer_and_new
+        new = self._tokenizer_and_new[1]
         text = self._config.get_text_config()
-        text.vocab_size = max(text.vocab_size, len(tokenizer))
-        return range(len(tokenizer) - new, len(tokenizer))
+        text.vocab_size = max(text.vocab_size, new.stop)
+        return new
 
     @cached_property
     def _token_tensors(self) -> tuple[str, ...]:
@@ -368,8 +368,8 @@ class CausalLM(TextFamily):
         return self._tokenizer_and_new[0]
 
     @cached_property
-    def _tokenizer_and_new(self) -> tuple[Any, int]:
-        """The tokenizer, and how many of `model.options.new_tokens` it did not know."""
+    def _tokenizer_and_new(self) -> tuple[Any, range]:
+        """The tokenizer, and the ids of those of `model.options.new_tokens` that it did not know."""
         from transformers import AddedToken, AutoTokenizer
 
         try:
@@ -378,8 +378,14 @@ class CausalLM(TextFamily):
             raise
         except (OSError, ValueError) as error:
             raise InputError(f"{self._folder.field} {self.folder}: no tokenizer that can be read ({error})") from error
-        tokens = [AddedToken(token, normalized=False) for token in self.config.options.new_tokens]
-        return tokenizer, int(tokenizer.add_tokens(tokens)) if tokens else 0
+        # A token that is added again loses its own properties, as that of being special.
+        known = tokenizer.get_vocab()
+        new = [token for token in dict.fromkeys(self.config.options.new_tokens) if token and token not in known]
+        if not new:
+            return tokenizer, range(0)
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in new])
+        ids = tokenizer.convert_tokens_to_ids(new)
+        return tokenizer, range(ids[0], ids[-1] + 1)
 
     @property
     def vocabulary(self) -> int:

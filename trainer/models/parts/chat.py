@@ -6,6 +6,7 @@ files, modules or attributes of Python objects. Neither torch nor transformers i
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import InputError, not_one_of
-from trainer.config.sections import TEMPLATE_SUFFIX
+from trainer.config.sections import TEMPLATE_SUFFIX, half_character
 
 TEMPLATES = Path(__file__).parents[1] / "chat_templates"
 """Templates of our own, which `data.chat_template` names."""
@@ -25,6 +26,9 @@ OPEN, CLOSE = "\ue0f0", "\ue0f1"
 """Private characters around the numbers of sentinels; no published text holds them."""
 THINKING, END_OF_THINKING = "<think>", "</think>"
 ASSISTANT = "assistant"
+ROLES = ("system", "developer", "user", ASSISTANT, "tool")
+OTHER_ROLES = ("function", "ipython", "observation", "environment")
+"""Other names for the result of a tool, as some templates write them."""
 
 Message = Mapping[str, Any]
 """A message as in transformers: `role`, `content`, and for assistants optionally `tool_calls`."""
@@ -185,24 +189,27 @@ class Chat:
     def encode(self, messages: object, tools: object = None) -> Encoded:
         """Tokenize a conversation. Learned are the assistant's turns, each with the token that ends it.
 
-        Messages after the last turn of the assistant are left out: nothing is learned from them.
+        Turns with `weight: 0` or `train: false` are read only. Messages after the last learned turn are left out:
+        nothing is learned from them.
 
         Args:
             messages: The conversation, as in transformers.
             tools: Descriptions of the tools the assistant may call, as in transformers; None for none.
 
         Returns:
-            No tokens if the assistant says nothing.
+            No tokens if nothing is learned.
 
         Raises:
             InputError: The conversation cannot be used, or the template does not tell what the assistant wrote. The
                 message names no file.
         """
         checked = checked_messages(messages)
+        self._check_roles(checked)
         spoken = [number for number, message in enumerate(checked) if message["role"] == ASSISTANT]
-        if not spoken:
+        learned = [number for number in spoken if not is_read_only(checked[number], number + 1)]
+        if not learned:
             return [], []
-        conversation = self._with_system(checked[: spoken[-1] + 1])
+        conversation = self._with_system(checked[: learned[-1] + 1])
         described = checked_tools(tools)
         self._check_reads(conversation, described)
         return self._encoded(conversation, described)
@@ -219,6 +226,7 @@ class Chat:
 
     def _encoded(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Encoded:
         whole = self._render(messages, tools)
+        self._check_written(messages, tools, whole)
         if MARKER.search(self.template) and (encoded := self._by_marks(messages, tools, whole)):
             return encoded
         spans = self._by_prefixes(messages, tools, whole) or self._by_sentinels(messages, tools, whole)
@@ -227,7 +235,7 @@ class Chat:
                 "the chat template changes what the assistant says, so that its tokens cannot be identified; "
                 "set data.chat_template to a template with {% generation %} marks"
             )
-        return self._with_end(encode_spans(self._tokenizer, whole, spans))
+        return self._with_end(encode_spans(self._tokenizer, whole, _learned_spans(messages, spans)))
 
     def _by_marks(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> Encoded | None:
         """By the template's own marks; None where they do not hold what the assistant says."""
@@ -239,9 +247,14 @@ class Chat:
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
         )
-        learned = [bool(one) for one in found["assistant_masks"]]
-        spans = _runs(found["offset_mapping"], learned)
-        return self._with_end((list(found["input_ids"]), learned)) if _hold(messages, whole, spans) else None
+        written = [bool(one) for one in found["assistant_masks"]]
+        spans = _runs(found["offset_mapping"], written)
+        if not _hold(messages, whole, spans):
+            return None
+        chosen = _learned_spans(messages, spans)
+        offsets = zip(found["offset_mapping"], written, strict=True)
+        learned = [one and any(a <= start and stop <= b for a, b in chosen) for (start, stop), one in offsets]
+        return self._with_end((list(found["input_ids"]), learned))
 
     def _by_prefixes(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> list[Span]:
         """Where the text of the first messages is the beginning of the whole: turn by turn; else nothing."""
@@ -347,14 +360,47 @@ class Chat:
                 if message.get("tool_calls"):
                     raise InputError(f"message {number + 1}: the chat template does not write tool_calls; {remedy}")
 
+    def _check_roles(self, messages: Sequence[Message]) -> None:
+        """Refuse roles that are not usual ones and that the template does not name, as `gpt`."""
+        for number, message in enumerate(messages, 1):
+            role = message["role"]
+            if role in (*ROLES, *OTHER_ROLES) or f"'{role}'" in self.template or f'"{role}"' in self.template:
+                continue
+            raise InputError(f'message {number}: "role": {not_one_of(role, ROLES)}')
+
+    def _check_written(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> None:
+        """Refuse a message that the template leaves out, as templates without system messages do.
+
+        whole: The text of the conversation. A template may change a content, as it does with results of tools: then a
+        sentinel in it must be written.
+        """
+        shift = messages[0].get("content") == self._system
+        for number, message in enumerate(messages):
+            content = message.get("content") or ""
+            if message["role"] == ASSISTANT or not content.strip() or content.strip() in whole:
+                continue
+            sentinel = f"{OPEN}{number}{CLOSE}"
+            marked = {**message, "content": f"{sentinel}{content}"}
+            try:
+                text = self._render([*messages[:number], marked, *messages[number + 1 :]], tools)
+            except InputError:  # its content is not any text, so it is read
+                continue
+            if sentinel not in text:
+                named = "data.system" if not number and content == self._system else f"message {number + 1 - shift}"
+                raise InputError(
+                    f"{named}: the chat template leaves out what the {message['role']} says; set data.chat_template to "
+                    "one that writes it, or remove it"
+                )
+
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, is_open: bool = False) -> str:
         text: str = self._apply(messages, tools, tokenize=False, add_generation_prompt=is_open)
         return text
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> Any:
+        template = self.template
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), tools=tools or None, chat_template=self.template, **options
+                list(messages), tools=tools or None, chat_template=template, **options
             )
         except Exception as error:  # a template is a program, which may raise anything
             raise InputError(f"the chat template refuses this conversation ({error})") from error
@@ -379,6 +425,8 @@ def checked_messages(messages: object) -> list[Message]:
             raise InputError(f'message {number}: "content" is not a string; write it in quotes')
         if content is None and not message.get("tool_calls"):
             raise InputError(f'message {number}: has no "content"; write it, or remove the message')
+        if half := half_character(json.dumps(message, ensure_ascii=False, default=str)):
+            raise InputError(f"message {number}: {half}")
         checked.append({**message, "content": content})
     return checked
 
@@ -389,7 +437,34 @@ def checked_tools(tools: object) -> list[Any] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InputError('"tools" is not a list of objects; describe each tool as a JSON schema')
+    if half := half_character(json.dumps(tools, ensure_ascii=False, default=str)):
+        raise InputError(f'"tools" {half}')
     return tools
+
+
+def is_read_only(message: Message, number: int) -> bool:
+    """Whether a message of the assistant has `weight: 0` or `train: false`, so that it is not learned.
+
+    Args:
+        message: A message of the assistant.
+        number: Its number in the conversation, from 1, for errors.
+
+    Raises:
+        InputError: The message has another weight, or `train` is neither true nor false.
+    """
+    weight, train = message.get("weight"), message.get("train")
+    if weight not in (None, 0, 1):
+        shown = json.dumps(weight, default=str)
+        raise InputError(f'message {number}: "weight" is {shown}; use 0 or 1, or leave it out')
+    if train is not None and not isinstance(train, bool):
+        raise InputError(f'message {number}: "train" is {json.dumps(train, default=str)}; use true or false')
+    return weight == 0 or train is False
+
+
+def _learned_spans(messages: Sequence[Message], spans: Sequence[Span]) -> list[Span]:
+    """The spans of the turns that are learned. spans: one for each turn of the assistant, in order."""
+    spoken = [message for message in messages if message["role"] == ASSISTANT]
+    return [span for message, span in zip(spoken, spans, strict=True) if not is_read_only(message, 0)]
 
 
 def _text_of(part: object, number: int) -> str:
