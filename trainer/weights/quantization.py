@@ -346,9 +346,12 @@ _linear.register_autograd(_gradients, setup_context=_keep)
 
 
 def quantize_layers(model: nn.Module, formats: Mapping[str, Format]) -> None:
-    """Replace linear layers by `QuantLinear`. formats: {name of a layer: its format}. A weight that several of them share
-    is stored once, in the format of the first."""
-    first: dict[nn.Parameter, QuantLinear] = {}
+    """Replace linear layers by `QuantLinear`. A weight that several share is stored once, in the format of the first.
+
+    Args:
+        formats: {name of a layer: its format}.
+    """
+    first: dict[Tensor, QuantLinear] = {}
     for name, format in formats.items():
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
