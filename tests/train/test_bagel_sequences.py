@@ -99,10 +99,10 @@ def test_a_seen_image_that_cannot_be_decoded_gives_its_turn_to_the_next_row(benc
         file = tmp_path / f"{second}.jsonl"
         file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
         changes = {"data__path": None, "data__questions": str(file), "train__batch_size": 1, "train__steps": 2}
-        losses.append(bench.trained_here(second, **changes, data__bad_image="warn").losses)
+        losses.append(bench.trained_here(f"seen-{second}", **changes, data__bad_image="warn").losses)
     assert losses[0] == losses[1]
     with pytest.raises(InputError, match=r"cut\.png: cannot be read .*, or set data\.bad_image: warn"):
-        bench.trained_here("stopped", **changes)
+        bench.trained_here("seen-stopped", **changes)
 
 
 class Undone(Trainer):
