@@ -40,7 +40,7 @@ def _field(name: str) -> dict[str, Any]:
     bounds = {limit.symbol: limit.bound for limit in spec.limits}
     return {
         "label": label(name),
-        "help": spec.help,
+        "help": spec.help.replace("`", ""),  # shown as plain text
         "unit": unit(name),
         "words": " ".join((spec.keywords, *spec.words)),
         "kind": form.kind_of(name),
