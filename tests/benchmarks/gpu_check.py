@@ -5,8 +5,8 @@
     python -m tests.benchmarks.gpu_check --device cpu --tiny      the same way on any machine, in small
 
 Each part is a process of its own with a time limit, and leaves its rows in the folder as they come: a part that fails
-or is killed is a row that says so, and the next call goes on with the parts that are missing. The table comes last. It
-is also written to the folder that the environment's OUT names, if it names one.
+or is killed is a row that says so, and the next call goes on with the parts that are missing. Remove a part's file to
+measure it again. The table comes last. It is also written to the folder that the environment's OUT names, if any.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from tests.benchmarks.gpu_report import GIB, Place, Report, Row, as_text, read
@@ -52,8 +53,8 @@ PARTS = {
     "copies": Part("gpu_kernels:copies", 60),
     "attention": Part("gpu_kernels:attention", 120),
     "decode": Part("gpu_kernels:decode", 180),
-    "klein": Part("gpu_steps:klein", 300),
-    "compile": Part("gpu_steps:compiled", 400),
+    "klein": Part("gpu_steps:klein", 420),
+    "compile": Part("gpu_steps:compiled", 450),
     "blocks": Part("gpu_steps:blocks", 120),
     "memory": Part("gpu_plan:memory", 300),
     "tests": Part("gpu_check:tests", 300),
@@ -121,7 +122,8 @@ def _run(name: str, place: Place) -> None:
         code = process.wait(limit)
         problem = f"ended with exit code {code}" if code else ""
     except subprocess.TimeoutExpired:
-        process.kill()
+        for started in (*psutil.Process(process.pid).children(recursive=True), process):
+            started.kill()
         process.wait()
         problem = f"took longer than {limit} s"
     print(f"--- {name}: {time.monotonic() - began:.0f} s", flush=True)
@@ -159,17 +161,15 @@ def machine(place: Place, report: Report) -> None:
     properties = torch.cuda.get_device_properties(0)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     parts = [f"{properties.name}, {properties.total_memory / GIB:.1f} GiB", versions, f"NCCL {nccl}"]
-    parts += [f"cuDNN {torch.backends.cudnn.version()}", f"driver {_driver()}"]
+    parts += [f"cuDNN {torch.backends.cudnn.version()}", f"driver {_query('driver_version')}"]
     torch.empty(1, device="cuda")
     free, total = torch.cuda.mem_get_info()
     context = (total - free - torch.cuda.memory_reserved()) / GIB
     report.add(Row("machine", ", ".join(parts)))
     report.add(Row("taken by a process without tensors", f"{context:.2f} GiB", numbers={"gib": context}))
-    report.add(Row("driver's clocks", _query("clocks.sm,clocks.mem,power.draw,clocks_event_reasons.active")))
-
-
-def _driver() -> str:
-    return _query("driver_version")
+    report.add(
+        Row("clocks, power, reasons to throttle", _query("clocks.sm,clocks.mem,power.draw,clocks_event_reasons.active"))
+    )
 
 
 def _query(fields: str) -> str:

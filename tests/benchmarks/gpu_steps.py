@@ -177,8 +177,7 @@ def _measure(name: str, variant: Variant, place: Place, report: Report) -> None:
         found |= {"ready_s": ready_s, "peak": MemoryMeter(trainer.world).read().peak}
         if place.device == "cuda":
             found |= _waits(trainer.train_step)
-            busy, _ = _operations(trainer.train_step, place)
-            found["idle"] = max(0.0, 1 - busy / found["together_s"])
+            found["idle"] = max(0.0, 1 - _busy(trainer.train_step) / found["together_s"])
         report.add(Row(name, _speed(found, variant, place), numbers=found))
         if name == "plain":
             _save(trainer, report)
@@ -231,22 +230,32 @@ def _waits(step: Callable[[], object]) -> dict[str, float]:
     return {"waits": sum(waits.values())}
 
 
+def _busy(step: Callable[[], object]) -> float:
+    """Seconds of a step that a GPU works. The host's operations are not recorded: reading them takes half a minute."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    return _device_seconds(profiled)
+
+
+def _device_seconds(profiled: profile) -> float:
+    averages = profiled.key_averages()
+    return sum(event.self_device_time_total for event in averages if event.device_type == DeviceType.CUDA) / 1e6
+
+
 def _operations(step: Callable[[], object], place: Place) -> tuple[float, list[tuple[str, float]]]:
     """Seconds of a step that the device works, and those of its longest operations."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (place.device == "cuda")
-    place.synchronize()
     with profile(activities=activities) as profiled:
         step()
         place.synchronize()
-    averages = profiled.key_averages()
+    operations = [event for event in profiled.key_averages() if event.device_type == DeviceType.CPU]
     if place.device == "cpu":
-        times = [(event.key, event.self_cpu_time_total / 1e6) for event in averages]
+        times = [(event.key, event.self_cpu_time_total / 1e6) for event in operations]
         busy = sum(seconds for _, seconds in times)
     else:
-        of_device = [event for event in averages if event.device_type == DeviceType.CUDA]
-        busy = sum(event.self_device_time_total for event in of_device) / 1e6
-        of_host = [event for event in averages if event.device_type == DeviceType.CPU]
-        times = [(event.key, event.self_device_time_total / 1e6) for event in of_host]
+        times = [(event.key, event.self_device_time_total / 1e6) for event in operations]
+        busy = _device_seconds(profiled)
     return busy, sorted(times, key=lambda pair: -pair[1])[:MOST_OPERATIONS]
 
 
