@@ -38,6 +38,10 @@ READS_ENVIRONMENT = frozenset(
     }
 )
 MAX_LINES = 60
+STARTS_THREADS = {
+    "trainer.distributed.threads": "it is what all others start threads with",
+    "trainer.weights.download": "has no torch",
+}
 # Who may write or rename files by itself: what is lost or torn there is made again, or is flushed as a whole.
 WRITES_BY_ITSELF = {
     "trainer.config.files": "it is what all others write with",
@@ -171,6 +175,14 @@ def writes_by_itself(module: Module) -> Iterator[str]:
             yield f"{node.lineno}: {call}"
 
 
+def starts_threads(module: Module) -> Iterator[str]:
+    """A rank's threads use its GPU (`trainer.distributed.threads`): those of any other pool begin on the first."""
+    if module.name.startswith("trainer.") and module.name not in STARTS_THREADS:
+        for node in module.nodes(ast.Call):
+            if ast.unparse(node.func).rpartition(".")[2] == "ThreadPoolExecutor":
+                yield f"{node.lineno}: starts threads by itself"
+
+
 RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     imports_another_room,
     needs_too_much,
@@ -183,6 +195,7 @@ RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     prints,
     opens_any_picture,
     writes_by_itself,
+    starts_threads,
 )
 
 
@@ -264,6 +277,7 @@ def test_the_code_keeps_the_rule(rule):
         (prints, "trainer.config.terminal", "print(1)", []),
         (opens_any_picture, "app.notebook.lessons", "Image.open(file)", ["1: opens a picture of any format"]),
         (opens_any_picture, "app.notebook.lessons", "Image.open(file, formats=('PNG',))", []),
+        (starts_threads, "trainer.data.loader", "with ThreadPoolExecutor(2): ...", ["1: starts threads by itself"]),
     ],
 )
 def test_each_rule_finds_what_it_forbids(rule, name, text, findings):

@@ -20,7 +20,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,6 +46,7 @@ from trainer.checkpoint.contents import CONTENTS
 from trainer.checkpoint.staging import Stager
 from trainer.config import files
 from trainer.distributed import transfer
+from trainer.distributed.threads import worker_threads
 from trainer.distributed.world import World
 from trainer.run.manifest import (
     MANIFEST,
@@ -91,10 +92,10 @@ class Checkpointer:
         self._folder = folder
         self._world = world
         self._keep, self._keep_best = keep, keep_best
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._thread = worker_threads(1, "checkpoint", world.device)
         self._pending: Future[Path] | None = None
         self._copied: Future[dict[str, Any]] | None = None
-        self._stager = Stager()
+        self._stager = Stager(world.device)
         if world.rank == 0 or world.rank in world.guest_leaders:
             for left in folder.glob(".step-*"):
                 shutil.rmtree(left, ignore_errors=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -11,16 +11,21 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
+from trainer.distributed.threads import worker_threads
+
 
 class Stager:
     """Copies the state into the memory of the previous copy, which is free again by then.
 
     torch's own stager clones each shard, which 8-bit optimizer states (a tensor subclass of torchao) do not support.
     Allocating new memory would take as long as the copy itself, and a GPU fills only pinned memory at full speed.
+
+    Args:
+        device: Of this rank.
     """
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
+    def __init__(self, device: torch.device) -> None:
+        self._thread = worker_threads(1, "snapshot", device)
         self._memory: list[Tensor] = []
         self._used = 0
 

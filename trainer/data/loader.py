@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count, islice
 from types import TracebackType
@@ -19,10 +19,12 @@ import torch
 
 from trainer.config.errors import InputError
 from trainer.data import epochs
+from trainer.distributed.threads import worker_threads
 from trainer.models.objectives import Example
 from trainer.rng import derived_seed, generator
 from trainer.run.manifest import Progress
 
+CPU = torch.device("cpu")
 ItemT = TypeVar("ItemT")
 ItemT_co = TypeVar("ItemT_co", covariant=True)
 
@@ -222,6 +224,7 @@ class Loader(Generic[ItemT]):
         world_size: Number of ranks.
         micro_batch: Most examples per pass.
         loss_weight: loss_weight(item) returns the weight of the item's loss, > 0.
+        device: Of this rank.
     """
 
     def __init__(
@@ -232,6 +235,7 @@ class Loader(Generic[ItemT]):
         world_size: int,
         micro_batch: int,
         loss_weight: Callable[[ItemT], float] = lambda item: 1.0,
+        device: torch.device = CPU,
     ) -> None:
         self._batch_sampler = batch_sampler
         self._fetch = fetch
@@ -240,7 +244,7 @@ class Loader(Generic[ItemT]):
         per_rank = math.ceil(batch_sampler.sizes.now / world_size)
         self._num_passes = math.ceil(per_rank / micro_batch)
         self._pass_size = math.ceil(per_rank / self._num_passes)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self._thread = worker_threads(1, "loader", device)
         self._ahead: dict[int, Future[list[MicroBatch]]] = {}
 
     def micro_batches(self, step: int) -> list[MicroBatch]:

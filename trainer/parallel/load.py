@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.config.errors import InputError
+from trainer.distributed.threads import worker_threads
 from trainer.distributed.world import World
 from trainer.weights.files import WeightFiles, stored_tensors
 from trainer.weights.tensors import OpenFiles, TensorEntry
@@ -80,7 +80,7 @@ def load_weights(
     opened = OpenFiles()
     done, total = 0, sum(part.num_bytes for part in parts)
     # Reading and encoding release the GIL. A failure cancels what is still queued.
-    with ThreadPoolExecutor(loading.threads, "load") as pool:
+    with worker_threads(loading.threads, "load", loading.device) as pool:
         for part, _ in zip(parts, pool.map(lambda part: part.load(opened, loading.device), parts), strict=True):
             done += part.num_bytes
             loading.on_progress(done, total)

@@ -635,7 +635,7 @@ class Trainer:
         """The loader of this rank, which begins at the position that was resumed."""
         world, data, micro_batch = self.world, self.data, self.cfg.train.micro_batch
         batches = data.batch_sampler(self._batch_sizes, saved)
-        return Loader(batches, data.example, world.rank, world.size, micro_batch, data.loss_weight)
+        return Loader(batches, data.example, world.rank, world.size, micro_batch, data.loss_weight, world.device)
 
     def _find_length(self, context: RankContext) -> int:
         """The optimizer steps of the run, which are announced. The number of ranks does not change them. Collective.
