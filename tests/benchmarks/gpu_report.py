@@ -45,6 +45,11 @@ class Place:
     folder: Path
 
     @property
+    def compiler(self) -> str:
+        """Backend of torch.compile: for a CPU it would build C++ for minutes, and graphs are what the tests look at."""
+        return "inductor" if self.device == "cuda" else "aot_eager"
+
+    @property
     def here(self) -> torch.device:
         """The device."""
         return torch.device(self.device)

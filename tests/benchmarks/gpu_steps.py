@@ -66,7 +66,12 @@ class Variant:
     def config_fields(self, place: Place) -> dict[str, dict[str, Any]]:
         """As `Bench.config` takes them."""
         base: dict[str, dict[str, Any]] = {
-            "train": {"checkpointing": "none", "batch_size": self.batch, "micro_batch": self.batch},
+            "train": {
+                "compile_backend": place.compiler,
+                "checkpointing": "none",
+                "batch_size": self.batch,
+                "micro_batch": self.batch,
+            },
             "parallel": {"device": place.device, "strategy": "none"},
         }
         return {name: {**base.get(name, {}), **self.fields.get(name, {})} for name in {*base, *self.fields}}
@@ -108,7 +113,7 @@ def klein(place: Place, report: Report) -> None:
 
 def compiled(place: Place, report: Report) -> None:
     """Each variant with torch.compile, and how many graphs it took."""
-    _measure_by_hand("by hand, compiled", _bench(place, 1024), place, report, is_compiled=True)
+    _measure_by_hand("by hand, compiled", _bench(place, 1024), place, report, place.compiler)
     for name, variant in COMPILED.items():
         with report.measuring(name):
             torch._dynamo.reset()
@@ -183,11 +188,11 @@ def _measure(name: str, variant: Variant, place: Place, report: Report) -> None:
             _save(trainer, report)
 
 
-def _measure_by_hand(name: str, bench: Bench, place: Place, report: Report, is_compiled: bool = False) -> None:
+def _measure_by_hand(name: str, bench: Bench, place: Place, report: Report, compiler: str = "") -> None:
     with report.measuring(name):
         cfg = bench.config(parallel={"device": place.device})
         with _world(cfg) as world:
-            step = hand_written(bench, bench.examples(cfg, world), world, "bf16", is_compiled)
+            step = hand_written(bench, bench.examples(cfg, world), world, "bf16", compiler)
             found = _time(step, place) | {"peak": MemoryMeter(world).read().peak}
         report.add(Row(name, _speed(found, Variant(), place), numbers=found))
 

@@ -106,19 +106,19 @@ def compare_with_hand_written(world: World, bench: Bench, precision: str, pairs:
         trainer.close()
 
 
-def hand_written(bench: Bench, data: EncodedData, world: World, precision: str, is_compiled: bool = False) -> Step:
+def hand_written(bench: Bench, data: EncodedData, world: World, precision: str, compiler: str = "") -> Step:
     """One step of the minimal loop: batch in memory, diffusers' model, peft, fused AdamW.
 
-    On several ranks `fully_shard`, on one autocast, as in diffusers' own training examples. is_compiled: block by
-    block.
+    On several ranks `fully_shard`, on one autocast, as in diffusers' own training examples. compiler: backend of
+    torch.compile, block by block.
     """
     dtype = DTYPES[precision]
     model = lora_model(bench, dtype).to(world.device)
     if world.size > 1:
         shard(model, dtype)
     model.train()
-    if is_compiled:
-        model.compile_repeated_blocks()
+    if compiler:
+        model.compile_repeated_blocks(backend=compiler)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     batches = cycle(_batches(data, world))
