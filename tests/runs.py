@@ -177,15 +177,36 @@ def awaited(waiting: Coroutine[Any, Any, T], timeout_s: float = 120) -> T:
         return thread.submit(asyncio.run, asyncio.wait_for(waiting, timeout_s)).result()
 
 
-def in_two_parts(world: World, cfg: RunConfig, run: RunDir, first: int = 3) -> tuple[list[float], Outcome]:
-    """Train `first` steps and save, then go on in another trainer. Returns the first losses, and the second part."""
+def stopped_after(world: World, cfg: RunConfig, run: RunDir, steps: int) -> list[float]:
+    """Train some steps and save. Returns their losses."""
     events: list[AnyEvent] = []
     trainer = Trainer(cfg, run, world, run.path.parent / "cache", events.append)
-    for _ in range(first):
+    for _ in range(steps):
         trainer.train_step()
     trainer._save_last()
     trainer.close()
-    return [event.loss for event in steps_of(events)], train(world, cfg, run)
+    return [event.loss for event in steps_of(events)]
+
+
+def in_two_parts(world: World, cfg: RunConfig, run: RunDir, first: int = 3) -> tuple[list[float], Outcome]:
+    """Train `first` steps and save, then go on in another trainer. Returns the first losses, and the second part."""
+    return stopped_after(world, cfg, run, first), train(world, cfg, run)
+
+
+def graphs_of(world: World, cfg: RunConfig, run: RunDir, steps: int) -> tuple[list[int], dict[str, int]]:
+    """Number of compiled graphs after each of some steps, and of graph breaks by reason."""
+    from torch._dynamo import reset
+    from torch._dynamo.utils import counters
+
+    reset()
+    counters.clear()
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", lambda event: None)
+    graphs = []
+    for _ in range(steps):
+        trainer.train_step()
+        graphs.append(counters["stats"]["unique_graphs"])
+    trainer.close()
+    return graphs, dict(counters["graph_break"])
 
 
 def logits(model: Any) -> Tensor:

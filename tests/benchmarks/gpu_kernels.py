@@ -114,7 +114,7 @@ def attention(place: Place, report: Report) -> None:
                     if allowed is None:
                         raise
                     report.add(_lacking(label, error))
-    # Documents of a packed row, told apart by a dense mask.
+    # Documents of a packed row, separated by a dense mask.
     batch, heads, length, size = (1, 16, 64, 32) if place.tiny else shapes["text, causal"]
     documents = torch.arange(length, device=place.here) // (length // 8)
     mask = (documents[:, None] == documents[None]).tril()[None, None]
@@ -168,7 +168,7 @@ def decode(place: Place, report: Report) -> None:
 
 
 def _lacking(name: str, error: Exception) -> Row:
-    """What this device does not have is no failure."""
+    """A row that is not a failure: the device lacks what would be measured."""
     return Row(name, f"not on this device: {(str(error).strip().splitlines() or [''])[0][:120]}")
 
 

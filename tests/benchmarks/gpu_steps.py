@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import time
 import warnings
@@ -128,9 +129,7 @@ def compiled(place: Place, report: Report) -> None:
 
 def blocks(place: Place, report: Report) -> None:
     """Where the time of a block goes: one of each kind of FLUX.2 dev, forward and backward."""
-    folder = place.folder / "dev-blocks"
-    workload = TINY if place.tiny else DEV_BLOCKS
-    bench = Bench(folder, workload) if folder.is_dir() else prepare(folder, workload, place.device)
+    bench = _kept("dev-blocks", TINY if place.tiny else DEV_BLOCKS, place)
     with report.measuring("dev blocks"), _trainer(bench, Variant(), place) as trainer:
         for _ in range(WARM_UP):
             trainer.train_step()
@@ -141,12 +140,25 @@ def blocks(place: Place, report: Report) -> None:
 
 
 def _bench(place: Place, pixels: int) -> Bench:
-    """The model and images of a size; made at first use and kept."""
-    workload = TINY if place.tiny else replace(KLEIN_4B, pixels=pixels)
-    folder = place.folder / f"klein-{workload.pixels}"
-    if not (folder / "pictures").is_dir():
-        first = place.folder / f"klein-{TINY.pixels if place.tiny else KLEIN_4B.pixels}"
-        prepare(folder, workload, place.device, model=first / "model" if first != folder and first.is_dir() else None)
+    """klein-4B and images of a size. The model is drawn once for all sizes."""
+    whole = TINY if place.tiny else KLEIN_4B
+    workload = whole if place.tiny else replace(whole, pixels=pixels)
+    drawn = place.folder / f"klein-{whole.pixels}" / "model"
+    return _kept(f"klein-{workload.pixels}", workload, place, drawn if drawn.is_dir() else None)
+
+
+def _kept(name: str, workload: Workload, place: Place, model: Path | None = None) -> Bench:
+    """A folder of this name with all that a run needs: made at first use, whole or not at all.
+
+    Args:
+        model: As `prepare` takes it.
+    """
+    folder = place.folder / name
+    if not folder.is_dir():
+        draft = place.folder / f"{name}.part"
+        shutil.rmtree(draft, ignore_errors=True)
+        prepare(draft, workload, place.device, model)
+        draft.rename(folder)
     return Bench(folder, workload)
 
 

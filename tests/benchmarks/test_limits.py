@@ -66,18 +66,22 @@ def test_a_lora_on_fewer_bits_ends_at_nearly_the_loss_of_one_on_all(tmp_path: Pa
         assert abs(quantized_base.excess(found, plain)) <= limit, format
 
 
-def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The check for GPUs, on this CPU and in small."""
-    argv = [sys.executable, "-m", "tests.benchmarks.gpu_check", "--device", "cpu", "--tiny", "--folder", str(folder)]
-    return subprocess.run(
-        [*argv, *arguments], env=process.worker_environment(), capture_output=True, text=True, check=False
-    )
+def command(folder: Path, *parts: str) -> list[str]:
+    """The check for GPUs, some of its parts on this CPU and in small."""
+    argv = [sys.executable, "-m", "tests.benchmarks.gpu_check", "--device", "cpu", "--tiny"]
+    return [*argv, "--folder", str(folder), "--parts", ",".join(parts)]
+
+
+def check(folder: Path, *parts: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run it to its end. variables: of its environment."""
+    env = process.worker_environment() | variables
+    return subprocess.run(command(folder, *parts), env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_each_part_of_the_check_for_gpus_runs_to_its_end_on_a_cpu(tmp_path: Path, part: str) -> None:
-    done = check(tmp_path, "--parts", part)
+    done = check(tmp_path, part)
     rows, is_done = read(tmp_path / f"{part}.json")
     assert done.returncode == 0, done.stdout + done.stderr
     assert is_done and rows and all(row.passed for row in rows)
@@ -86,9 +90,10 @@ def test_each_part_of_the_check_for_gpus_runs_to_its_end_on_a_cpu(tmp_path: Path
 
 @pytest.mark.slow
 def test_the_check_for_gpus_goes_on_where_it_was_killed(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "tests.benchmarks.gpu_check", "--device", "cpu", "--tiny", "--folder", str(tmp_path)]
-    parts = ("--parts", "copies,attention,machine")
-    with subprocess.Popen([*argv, *parts], env=process.worker_environment(), start_new_session=True) as started:
+    parts = ("copies", "attention", "machine")
+    with subprocess.Popen(
+        command(tmp_path, *parts), env=process.worker_environment(), start_new_session=True
+    ) as started:
         until = time.monotonic() + 120
         while not read(tmp_path / "attention.json")[0] and time.monotonic() < until:
             time.sleep(0.01)
@@ -105,12 +110,18 @@ def test_the_check_for_gpus_goes_on_where_it_was_killed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_package_that_is_missing_is_a_row_of_the_check(tmp_path: Path) -> None:
     (tmp_path / "diffusers.py").write_text("raise ModuleNotFoundError('No module named diffusers')", encoding="utf-8")
-    env = process.worker_environment()
-    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env.get("PYTHONPATH", "")])
-    argv = [sys.executable, "-m", "tests.benchmarks.gpu_check", "--device", "cpu", "--tiny", "--parts", "copies,klein"]
-    done = subprocess.run([*argv, "--folder", str(tmp_path / "found")], env=env, capture_output=True, text=True)
+    path = os.pathsep.join([str(tmp_path), process.worker_environment().get("PYTHONPATH", "")])
+    done = check(tmp_path / "found", "copies", "klein", PYTHONPATH=path)
     assert done.returncode == 1
     assert read(tmp_path / "found" / "copies.json")[1]
     rows, is_done = read(tmp_path / "found" / "klein.json")
     assert not is_done
     assert rows[-1].figure == "FAILED: ModuleNotFoundError: No module named diffusers"
+
+
+@pytest.mark.slow
+def test_weights_that_were_half_drawn_when_the_check_was_killed_are_drawn_again(tmp_path: Path) -> None:
+    (tmp_path / "dev-blocks.part" / "model" / "transformer").mkdir(parents=True)
+    done = check(tmp_path, "blocks")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "dev-blocks.part").exists()

@@ -11,13 +11,10 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.models.common import batch_of, load, make, model_of
-from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
-from trainer.config.schema import RunConfig
+from tests.runs import Outcome, alone, difference, graphs_of, make_pictures, make_run, run_config, train
 from trainer.config.sections import ParallelConfig, TrainConfig
-from trainer.distributed.world import World
 from trainer.parallel.parallelize import parallelize
 from trainer.rng import SampleRng
-from trainer.run.folder import RunDir
 from trainer.train.loop import Trainer
 
 BF16 = {"train__precision": "bf16", "train__steps": 3, "parallel__strategy": "none"}
@@ -66,20 +63,6 @@ def test_bf16_is_bit_for_bit_the_same_run(
     assert difference(changed.weights, plain.weights) == 0
 
 
-def graphs_of(world: World, cfg: RunConfig, run: RunDir) -> tuple[int, dict[str, int]]:
-    """Graphs after two steps of equal shapes, and graph breaks by reason."""
-    from torch._dynamo import reset
-    from torch._dynamo.utils import counters
-
-    reset()
-    counters.clear()
-    trainer = Trainer(cfg, run, world, run.path.parent / "cache", lambda event: None)
-    trainer.train_step()
-    trainer.train_step()
-    trainer.close()
-    return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["none", "full"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -91,7 +74,7 @@ def test_every_class_of_blocks_is_compiled_without_a_break(
     changes = {"train__precision": precision, "train__checkpointing": checkpointing, "parallel__strategy": strategy}
     cfg = run_config(pictures, **COMPILED, **changes, **base, data__max_aspect=1)
     run = make_run(pictures.parent, cfg, f"graphs-{strategy}-{precision}-{checkpointing}-{'-'.join(base.values())}")
-    (graphs, breaks) = run_ranks(1, graphs_of, cfg, run)[0]
+    ((*_, graphs), breaks) = run_ranks(1, graphs_of, cfg, run, 2)[0]
     assert breaks == {}
     # FLUX.2 has two classes, and the input of the first block needs no gradient.
     assert 2 <= graphs <= 3

@@ -15,7 +15,18 @@ from tests.bench import Bench
 from tests.commands import launch_py
 from tests.distributed import run_ranks
 from tests.models.test_unknown_networks import folder_of as plain_folder
-from tests.runs import Outcome, alone, make_pictures, make_run, make_text, run_config, steps_of, text_config, train
+from tests.runs import (
+    Outcome,
+    alone,
+    make_pictures,
+    make_run,
+    make_text,
+    run_config,
+    steps_of,
+    stopped_after,
+    text_config,
+    train,
+)
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.encode import StopRequested
@@ -23,7 +34,6 @@ from trainer.data.text_files import TextFolder
 from trainer.data.text_rows import key_of
 from trainer.data.text_source import encoder_of
 from trainer.data.text_stream import TextStream
-from trainer.distributed.world import World
 from trainer.models import families
 from trainer.run.events import AnyEvent, EventReader, LengthEvent, StageEvent, StatusEvent, latest_steps
 from trainer.run.folder import RunDir
@@ -176,16 +186,6 @@ def test_a_stop_while_rows_are_counted_ends_the_run(text: Bench, monkeypatch: py
     said = [(event.state, event.message) for event in events if isinstance(event, StatusEvent)]
     assert said[-1] == ("encoding", "counting the rows of an epoch")
     assert not any(counts.glob("*"))
-
-
-def stopped_after(world: World, cfg: RunConfig, run: RunDir, steps: int) -> list[float]:
-    events: list[AnyEvent] = []
-    trainer = Trainer(cfg, run, world, run.path.parent / "cache", events.append)
-    for _ in range(steps):
-        trainer.train_step()
-    trainer._save_last()
-    trainer.close()
-    return [event.loss for event in steps_of(events)]
 
 
 @pytest.mark.slow

@@ -16,17 +16,15 @@ from torch import Tensor, nn
 from tests.bench import TOLERANCE, Bench
 from tests.distributed import run_ranks
 from tests.models.common import batch_of, model_of
-from tests.runs import alone, make_pictures, make_run, run_config, steps_of, train
+from tests.runs import alone, graphs_of, make_pictures, make_run, run_config, steps_of, train
 from trainer.config.errors import InputError
 from trainer.config.families import refused
 from trainer.config.schema import RunConfig
 from trainer.data.image_files import scan
 from trainer.data.loader import ImageItem
-from trainer.distributed.world import World
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
 from trainer.run.events import ValidationEvent
-from trainer.run.folder import RunDir
 from trainer.train.loop import Agreed, Trainer
 
 BETA = 4.0
@@ -156,29 +154,13 @@ def test_no_way_of_running_changes_what_is_trained(bench: Bench, changes: dict[s
     bench.assert_same_as_reference("lora", **changes)
 
 
-def graphs_of(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[int], int]:
-    """Number of compiled graphs after each of three steps, and of graph breaks."""
-    from torch._dynamo import reset
-    from torch._dynamo.utils import counters
-
-    reset()
-    counters.clear()
-    trainer = Trainer(cfg, run, world, run.path.parent / "cache", lambda event: None)
-    graphs = []
-    for _ in range(3):
-        trainer.train_step()
-        graphs.append(counters["stats"]["unique_graphs"])
-    trainer.close()
-    return graphs, sum(counters["graph_break"].values())
-
-
 @pytest.mark.slow
 def test_a_compiled_block_has_a_second_graph_for_the_reference_and_no_break(bench: Bench) -> None:
     compiled = {"train__compile": True, "train__compile_backend": "aot_eager", "data__max_aspect": 1}
     plain = compiled | {"objective__dpo_beta": None, "data__rejected": None, "train__micro_batch": 2}
-    ((own, *others), breaks) = run_ranks(1, graphs_of, *bench.run("compiled", **plain))[0]
-    assert (others, breaks) == ([own, own], 0)
-    assert run_ranks(1, graphs_of, *bench.run("compiled-pairs", **PAIRS | compiled))[0] == ([2 * own] * 3, 0)
+    ((own, *others), breaks) = run_ranks(1, graphs_of, *bench.run("compiled", **plain), 3)[0]
+    assert (others, breaks) == ([own, own], {})
+    assert run_ranks(1, graphs_of, *bench.run("compiled-pairs", **PAIRS | compiled), 3)[0] == ([2 * own] * 3, {})
 
 
 def test_a_rejected_image_is_encoded_at_the_size_of_the_preferred_one(bench: Bench) -> None:
