@@ -219,12 +219,12 @@ def texts_of(chain: EditChain, first: int, more: Sequence[int]) -> tuple[str, ..
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("instruction_list", [[[5]]], "row 0: an instruction in instruction_list is not a text; write it"),
-        ("instruction_list", [[[None]]], "row 0: 2 images in image_list and 1 instructions in instruction_list"),
-        ("instruction_list", ["x"], "row 0: 2 images in image_list and 0 instructions in instruction_list"),
+        ("instruction_list", [[[5]]], "row 1: an instruction in instruction_list is not a text; write it"),
+        ("instruction_list", [[[None]]], "row 1: 2 images in image_list and 1 instructions in instruction_list"),
+        ("instruction_list", ["x"], "row 1: 2 images in image_list and 0 instructions in instruction_list"),
         ("image_list", ["x"], "its column image_list holds no lists of images; write one list for each row"),
-        ("captions", ['{"a": "\\ud800"}'], 'row 0: "captions" holds \\ud800, which is half a character'),
-        ("captions", [b"\xff"], "row 0: a text cannot be read ('utf-8' codec can't decode byte 0xff"),
+        ("captions", ['{"a": "\\ud800"}'], 'row 1: "captions" holds \\ud800, which is half a character'),
+        ("captions", [b"\xff"], "row 1: a text cannot be read ('utf-8' codec can't decode byte 0xff"),
     ],
 )
 def test_a_row_of_a_parquet_file_that_cannot_be_used_is_named(
@@ -256,7 +256,7 @@ def test_a_parquet_file_of_another_kind_is_refused_with_its_columns(tmp_path: Pa
     assert str(error.value) == (
         f"{file}: has the columns picture, text; expected image_list and instruction_list or image and captions"
     )
-    with pytest.raises(InputError, match=r"row 0: 2 images in image_list and 2 instructions"):
+    with pytest.raises(InputError, match=r"row 1: 2 images in image_list and 2 instructions"):
         image = bytes_of("red", (16, 16))
         read(parquet(tmp_path / "b.parquet", image_list=[[image, image]], instruction_list=[["a", "b"]]))
     broken = tmp_path / "c.parquet"

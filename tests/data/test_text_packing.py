@@ -174,14 +174,28 @@ def test_what_teaches_nothing_is_left_out_and_reported(tmp_path: Path) -> None:
         assert left == ["nothing of it is learned"] * 3
 
 
-def test_files_of_which_everything_is_left_out_are_refused(tmp_path: Path) -> None:
-    rows = [{"prompt": "abcdefgh", "completion": "i"}, {"prompt": "a", "completion": ""}]
+@pytest.mark.parametrize(
+    ("prompt", "remedies"),
+    [
+        ("abc", "raise data.length, set data.too_long: cut, or correct the files"),
+        ("abcdefgh", "raise data.length, or correct the files"),  # cut, it would hold no answer
+    ],
+)
+def test_files_of_which_everything_is_left_out_are_refused(tmp_path: Path, prompt: str, remedies: str) -> None:
+    rows = [{"prompt": prompt, "completion": "i" * 8}, {"prompt": "a", "completion": ""}]
     write_jsonl(tmp_path / "a.jsonl", rows)
-    assert refusal(stream(tmp_path, length=8, shuffle_window=1)) in {
+    assert refusal(stream(tmp_path, length=8, shuffle_window=1)) == (
         f"{tmp_path}/a.jsonl: every document is left out (1 longer than data.length 8, the first {tmp_path}/a.jsonl:1; "
-        f"1 nothing of it is learned, the first {tmp_path}/a.jsonl:2); raise data.length, set data.too_long: cut, or "
+        f"1 nothing of it is learned, the first {tmp_path}/a.jsonl:2); {remedies}"
+    )
+
+
+def test_where_nothing_is_learned_no_other_length_is_advised(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "completion": ""}])
+    assert refusal(stream(tmp_path)) == (
+        f"{tmp_path}/a.jsonl: every document is left out (1 nothing of it is learned, the first {tmp_path}/a.jsonl:1); "
         "correct the files"
-    }
+    )
 
 
 def test_every_epoch_packs_otherwise_and_equal_seeds_the_same(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Images inside parquet files: a path of such an image is `shard.parquet/ROW/COLUMN/NUMBER`. Imports no torch."""
+"""Images inside parquet files: a path of such an image is `shard.parquet/ROW/COLUMN/NUMBER`, both counted from 0.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def _read_parquet(file: Path, found: _Found) -> None:
                 return
 
             def image_of(column: str, index: int, number: int = number) -> ImageFile:
-                return found.header(member(file, number, column, index))
+                return found.header(member(file, number - 1, column, index))
 
             found.add(f"{file}: row {number}", partial(parquet_row, row, image_of))
     except InputError as error:
@@ -156,14 +156,14 @@ def _read_parquet(file: Path, found: _Found) -> None:
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number from 0, {column: value}) of every row; of a column of images, the number of them."""
+    """(number from 1, {column: value}) of every row; of a column of images, the number of them."""
     with open_parquet(file) as parquet:
         names = set(parquet.schema_arrow.names)
         images = next((column for column, text in PARQUET.items() if {column, text} <= names), None)
         if images is None:
             known = " or ".join(f"{column} and {text}" for column, text in PARQUET.items())
             raise InputError(f"{file}: has the columns {', '.join(sorted(names))}; expected {known}")
-        number = 0
+        number = 1
         for group in range(parquet.num_row_groups):
             table = parquet.read_row_group(group, columns=[images, PARQUET[images]])
             if images == "image_list" and not hasattr(table.schema.field(images).type, "value_type"):

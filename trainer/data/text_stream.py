@@ -174,6 +174,7 @@ class TextStream:
         self._too_long = too_long
         self._left_out = left_out
         self._reasons: dict[str, tuple[str, int]] = {}  # why: (the first document, how many)
+        self._remedies: set[str] = set()  # what would have kept some of them
 
     def pieces(self, position: StreamPosition = START) -> Iterator[tuple[Piece, StreamPosition]]:
         """Each document in pieces of `length` tokens, the last one shorter, with the position to continue after each.
@@ -267,9 +268,11 @@ class TextStream:
             return
         why = f"longer than data.length {self._length}"
         piece, _ = _cut(document, START, self._length)
-        if self._too_long == "cut" and piece.learned.any() and not document.second:
+        teaches = bool(piece.learned.any()) and not document.second
+        if self._too_long == "cut" and teaches:
             yield piece
         else:
+            self._remedies |= {"raise data.length"} | ({"set data.too_long: cut"} if teaches else set())
             self._leave_out(epoch, document, why if self._too_long == "drop" else f"{why} before anything is learned")
 
     def _teaches(self, document: Document, epoch: int) -> bool:
@@ -330,10 +333,8 @@ class TextStream:
         if not self._reasons:
             return InputError(f"{files[0]}{others}: no document holds any text; write some, or give others")
         left_out = "; ".join(f"{number} {why}, the first {first}" for why, (first, number) in self._reasons.items())
-        return InputError(
-            f"{files[0]}{others}: every document is left out ({left_out}); raise data.length, set data.too_long: cut, "
-            "or correct the files"
-        )
+        remedies = ", ".join([*sorted(self._remedies), f"{'or ' if self._remedies else ''}correct the files"])
+        return InputError(f"{files[0]}{others}: every document is left out ({left_out}); {remedies}")
 
     def _epoch(self, position: StreamPosition) -> Iterator[tuple[Document, StreamPosition]]:
         for window, start in self._windows(position):
