@@ -12,6 +12,7 @@ import torch
 from tests.distributed.pool import IMPORTED, leave_process_group
 
 pytest.register_assert_rewrite("tests.bench")
+gc.disable()  # until everything is collected: tests that are read leave no garbage, and looking for it takes 8 s
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,6 +25,7 @@ def pytest_collection_finish() -> None:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

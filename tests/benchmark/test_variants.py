@@ -159,7 +159,8 @@ def test_checkpointing_keeps_a_fraction_of_the_activations(pictures: Path, tmp_p
     assert kept["full"] < 0.5 * kept["none"]
 
 
-@pytest.mark.parametrize("kind", ["full fine-tune", pytest.param("lora on bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full fine-tune", "lora on bf16"])
 def test_a_step_of_several_passes_gathers_in_each_and_has_the_activations_of_one(
     kind: str, pictures: Path, tmp_path: Path
 ) -> None:

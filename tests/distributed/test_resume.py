@@ -106,15 +106,16 @@ MOVES = {
 """{name: ranks and strategy of each third of the run}"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "moves"),
     [
         ("lora_with_dropout_and_average", "2_4_1"),
-        pytest.param("lora_with_dropout_and_average", "full_grad_op_ddp", marks=pytest.mark.slow),
-        pytest.param("full", "2_4_1", marks=pytest.mark.slow),
-        pytest.param("full", "full_grad_op_ddp", marks=pytest.mark.slow),
-        pytest.param("dora", "2_4_1", marks=pytest.mark.slow),
-        pytest.param("boft", "full_grad_op_ddp", marks=pytest.mark.slow),
+        ("lora_with_dropout_and_average", "full_grad_op_ddp"),
+        ("full", "2_4_1"),
+        ("full", "full_grad_op_ddp"),
+        ("dora", "2_4_1"),
+        ("boft", "full_grad_op_ddp"),
     ],
 )
 def test_a_run_that_moves_twice_ends_where_one_that_stayed_does(pictures: Path, kind: str, moves: str) -> None:

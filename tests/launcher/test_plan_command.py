@@ -124,7 +124,8 @@ def test_gpus_go_with_a_plan_only() -> None:
     assert "--gpus goes with --plan only; leave it out" in done.stderr
 
 
-@pytest.mark.parametrize("ema", [pytest.param(0, marks=pytest.mark.slow), 0.9])
+@pytest.mark.slow
+@pytest.mark.parametrize("ema", [0, 0.9])
 def test_a_plan_can_be_verified_by_a_trace_of_the_whole_model(ema: float) -> None:
     done = answer("presets/quickstart.yaml", f"optim.ema={ema}", "--gpus", "2x12gb", "--exactly")
     assert (done.returncode, done.stderr) == (0, "")

@@ -131,6 +131,7 @@ def truncated(folder) -> Path:
 UNREADABLE = "{file}: cannot be read (image file is truncated); replace or remove it"
 
 
+@pytest.mark.slow
 def test_a_truncated_image_that_only_a_rank_can_find_stops_the_run(folder, truncated):
     done = launch_py(folder, "--headless", "preset.yaml", "parallel.devices=1")
     assert done.returncode == 2

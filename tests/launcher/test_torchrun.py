@@ -142,6 +142,7 @@ def errors_and_end(run: RunDir) -> list[object]:
     return [vars(event) | {"time": 0} for event in events if isinstance(event, ErrorEvent) or event is events[-1]]
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_end_each_in_its_own_way(start, capsys):
     cfg, good = start("good")
     _, raising = start("raising")

@@ -403,7 +403,7 @@ def test_two_processes_never_send_the_same_run_at_once(run: RunDir) -> None:
     assert warnings(run) == []
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("name", ["tensorboard", pytest.param("wandb", marks=pytest.mark.slow)])
 def test_a_tracker_that_is_killed_is_one_warning_and_the_rest_can_be_sent(run: RunDir, name: str) -> None:
     with rank_0(run, name):
         write(run, step(1, 3.0))

@@ -290,6 +290,7 @@ def test_what_contradicts_itself_is_refused(
     assert found == message.format(file=file, base=sdxl.folder)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_file_with_markers_says_so_once_and_exports_what_is_read_and_drawn_the_same(
     sdxl: Sdxl, original: Any, tmp_path: Path
 ) -> None:

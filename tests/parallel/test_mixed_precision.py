@@ -126,7 +126,12 @@ def test_layers_compute_in_bf16_while_masters_and_gradients_stay_fp32(pictures: 
 
 
 @pytest.mark.parametrize(
-    ("family", "embedding"), [("sd3", "time_text_embed.time_proj"), ("sdxl", "time_proj"), ("z_image", "t_embedder")]
+    ("family", "embedding"),
+    [
+        ("sd3", "time_text_embed.time_proj"),
+        pytest.param("sdxl", "time_proj", marks=pytest.mark.slow),
+        pytest.param("z_image", "t_embedder", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("strategy", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_models_that_embed_their_timestep_in_fp32_see_in_bf16_the_one_that_was_drawn(

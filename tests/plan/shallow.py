@@ -1,6 +1,6 @@
 """Prints a line of JSON for each comparison: simulated steps against whole ones, and shipped tables against today's.
 
-python -m tests.plan.shallow FOLDER [half | MODEL ...]
+python -m tests.plan.shallow FOLDER [MODEL ...]
 """
 
 from __future__ import annotations
@@ -44,15 +44,14 @@ CASES: tuple[tuple[str, ...], ...] = (
 
 
 def main(cache: Path, models: Sequence[str]) -> None:
-    """Compare the tables of models, or without models the cases; of `half` every second one."""
+    """Compare the tables of models, or without models the cases."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    is_half = list(models) == ["half"]
-    for model in () if is_half else models:
+    for model in models:
         print(json.dumps({"model": model, "is_equal": _is_equal(model, MODELS[model], cache)}), flush=True)
-    if is_half or not models:
-        folder, cases = _shallow(cache), CASES[:: 2 if is_half else 1]
-        compared = itertools.chain(*(_compared(folder, fields, cache) for fields in cases), _captions(folder, cache))
+    if not models:
+        folder = _shallow(cache)
+        compared = itertools.chain(*(_compared(folder, fields, cache) for fields in CASES), _captions(folder, cache))
         for case, planned, traced in compared:
             print(json.dumps({"case": case, "planned": planned, "traced": traced}), flush=True)
 

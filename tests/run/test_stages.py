@@ -184,6 +184,7 @@ def test_a_stage_whose_folder_was_deleted_is_trained_again(straight: RunDir, tmp
     assert losses(run) == losses(straight)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_in_its_first_stage_does_not_begin_the_second(tmp_path: Path) -> None:
     folder = staged_folder(tmp_path)
     preset = folder / "preset.yaml"
@@ -253,7 +254,7 @@ def test_an_adapter_from_singular_values_begins_anew_on_the_base_with_the_former
     train(alone(), second.config, make_run(tmp_path, second.config, "second"))
 
 
-@pytest.mark.parametrize("family", ["flux2", "causal_lm", "bagel"])
+@pytest.mark.parametrize("family", ["flux2", "causal_lm", pytest.param("bagel", marks=pytest.mark.slow)])
 def test_another_adapter_begins_on_the_base_with_the_former_in_it(tmp_path: Path, family: str) -> None:
     changes: dict[str, Any] = {"train__steps": 2, "stages": two({}, {"adapter.type": "dora"})}
     cfg = (

@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sdxl": {"model": {"family": "sdxl"}},
     "bagel": {"model": {"family": "bagel"}},
 }
-SLOW = ("boft", "lokr", "sdxl", "bagel", "dora")
+SLOW = ("boft", "lokr", "sdxl", "bagel", "dora", "full")
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,7 @@ def limit_files(started: Started, num_bytes: int) -> None:
         started.rank(number).rlimit(psutil.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_run_goes_on_through_a_full_disk_until_ctrl_c(start):
     killed = start("--headless", "preset.yaml", ENDLESS, "checkpoint.every=10", "--run-dir", "runs/fox")
     run = killed.run

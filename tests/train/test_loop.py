@@ -373,7 +373,7 @@ def evaluate(trainer: Trainer) -> None:
         time.sleep(3)
 
 
-@pytest.mark.parametrize("change", [Trainer.train_step, evaluate])
+@pytest.mark.parametrize("change", [Trainer.train_step, pytest.param(evaluate, marks=pytest.mark.slow)])
 def test_training_waits_until_what_it_changes_is_copied(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Trainer], object]
 ) -> None:

@@ -10,9 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -41,6 +39,8 @@ TO_CHAT = "qwen3-1.7b-base-to-chat-2x24gb"
 TEXT = (*STAGED, TO_CHAT, "qwen3-8b-qlora-1x24gb")
 """Language models."""
 NAMES = [name for name in ALL if name not in TEXT]
+QUICK = ("flux2-dev-lora-nf4-2x24gb", "bagel-7b-mot-full-8x80gb")
+"""With a quantized base, and with questions: trained in every run of the tests."""
 GPUS = re.compile(r"-(?:(\d+)x)?(\d+)gpu$")
 CARDS = re.compile(r"-(\d+)x\d+gb$")
 FOR_GPUS = [name for name in NAMES if GPUS.search(name) or CARDS.search(name)]
@@ -164,16 +164,9 @@ def test_what_a_preset_and_the_readme_say_of_its_needs_is_what_the_plan_says(nam
     assert all(row == said_by_readme(row) for row in own), again
 
 
-def one_per_family() -> Iterator[Any]:
-    """All presets; those whose family an earlier one has are slow."""
-    seen = set()
-    for name in NAMES:
-        family = load(name).model.family
-        yield pytest.param(name, marks=[pytest.mark.slow] if family in seen else [])
-        seen.add(family)
-
-
-@pytest.mark.parametrize("name", list(one_per_family()))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
+)
 def test_a_preset_trains_a_tiny_model_with_its_own_settings(name: str, root: Path) -> None:
     cfg = load(name, *small(name, root, "parallel.devices=1", "parallel.nodes=1"))
     outcome = train(alone(), cfg, make_run(root, cfg, name))

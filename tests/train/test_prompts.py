@@ -99,6 +99,7 @@ def test_an_image_of_a_requested_prompt_is_that_of_a_configured_one(pictures: Pa
     assert caches[1] < caches[0]  # the same key, so that no later run encodes it again
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_the_prompts_that_were_requested_last_and_overwrites_no_other_sample(
     pictures: Path, tmp_path: Path
 ) -> None:

@@ -151,6 +151,7 @@ def test_a_folder_in_four_bits_of_bitsandbytes_trains_as_the_codes_in_it(root: P
     assert difference(found.weights, expected.weights) == 0
 
 
+@pytest.mark.slow
 def test_the_cache_of_the_base_is_written_once_and_read_by_any_number_of_ranks(root: Path) -> None:
     first = once(root, "cache-1", quantize__cache=True)
     files = list((root / "cache" / "base").iterdir())
