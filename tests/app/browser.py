@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from playwright.sync_api import APIResponse, Browser, Error, Page, Playwright, Route
+from playwright.sync_api import APIResponse, Browser, Error, Page, Playwright, Route, expect
 
 from tests.runs import make_pictures, run_config
 from trainer.config.schema import RunConfig
@@ -163,6 +163,7 @@ def visited(tab: Page, url: str, width: int = 1280, height: int = 900, scheme: S
 def faultless(tab: Page, url: str) -> Iterator[None]:
     """Afterwards: no error of a tab's scripts, and no request to another host than the address's."""
     tab.set_default_timeout(PATIENCE_S * 1e3)
+    expect.set_options(timeout=PATIENCE_S * 1e3)  # its own is 5 s, which a busy machine may take
     wrong: list[str] = []
     listeners: dict[Any, Any] = {
         "pageerror": lambda error: wrong.append(f"error: {error}"),
