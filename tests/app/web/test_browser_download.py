@@ -15,7 +15,17 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, Page
 
-from tests.app.browser import TRAINED_WITHIN_S, Server, free_port, look_settled, opened, reload, serving, state_is
+from tests.app.browser import (
+    PATIENCE_S,
+    TRAINED_WITHIN_S,
+    Server,
+    free_port,
+    look_settled,
+    opened,
+    reload,
+    serving,
+    state_is,
+)
 from tests.app.browser import until_so as wait_until
 from tests.app.web.test_private import as_root, in_a_namespace
 from tests.runs import make_pictures, run_config
@@ -112,8 +122,8 @@ def press(page: Page, word: str) -> None:
     facts(page).get_by_role("button", name=word, exact=True).click()
 
 
-def says(page: Page, text: str) -> None:
-    facts(page).get_by_text(text).wait_for()
+def says(page: Page, text: str, within_s: float = PATIENCE_S) -> None:
+    facts(page).get_by_text(text).wait_for(timeout=within_s * 1e3)
 
 
 def is_here(page: Page, model_id: str = OPEN) -> None:
@@ -242,7 +252,7 @@ def test_a_hub_that_goes_away_in_the_middle_leaves_what_came(browser: Browser, s
         with site.hub(hold_after=3 * MIB, breaks_after=3 * MIB):
             press(page, "Download")
             wait_until(page, lambda: num_bytes_here(site) > 2 * MIB)
-        says(page, "it continues where it was")
+        says(page, "it continues where it was", within_s=3 * PATIENCE_S)  # the hub's own client tries again for 25 s
         assert "hub cannot be reached" in facts(page).inner_text()
         with site.hub() as hub:
             press(page, "Continue")

@@ -17,6 +17,7 @@ from playwright.sync_api import Download, Locator, Page
 
 from app.web import bundle
 from app.web.charts import MOST_POINTS, chart_json
+from tests.app.browser import BEYOND
 from trainer.run.colors import variables
 from trainer.run.events import default_decay, smoothed
 from trainer.run.report import Line
@@ -24,8 +25,6 @@ from trainer.run.report import Line
 SITE = "http://charts.test"
 REFRESH_MS = 100.0
 """Main thread of the browser, for five charts of 10,000 steps."""
-BEYOND = 3
-"""Tests fail at this multiple of a limit: other work shares the cores."""
 ASSETS = {file.name: file.read_text() for file in bundle.FOLDER.iterdir()}
 PAGE = f"""<!doctype html><style>:root {{ {variables(is_dark=False)} }} .dark {{ {variables(is_dark=True)} }}
 {ASSETS["page.css"]} {ASSETS["charts.css"]}</style><body><div id=studio></div>
