@@ -102,7 +102,10 @@ def _train(run: RunDir) -> None:
 
 @contextmanager
 def garbage_ignored() -> Iterator[None]:
-    """For imports, which leave no garbage: to look for it again and again takes a fifth of their time."""
+    """For imports, which leave no garbage: to look for it again and again takes a fifth of their time.
+
+    What is there at the end is never collected: not for imports after training, when a model may wait to be freed.
+    """
     gc.disable()
     try:
         yield
@@ -172,9 +175,8 @@ def _hand_over(stage: Stage, run: RunDir, weights: Mapping[str, Tensor]) -> None
 
 def _export(cfg: RunConfig, run: RunDir, before: int, weights: Mapping[str, Tensor] | None = None) -> list[Path]:
     """Export the newest checkpoint. Returns the paths, the main one last: scripts read the last line of the output."""
-    with garbage_ignored():
-        from trainer.export import export
-        from trainer.run.manifest import newest_step
+    from trainer.export import export
+    from trainer.run.manifest import newest_step
 
     # The launcher gives each process one thread, as ranks share the cores. By now the other ranks have left.
     torch.set_num_threads(os.cpu_count() or 1)
