@@ -38,6 +38,8 @@ BEYOND = 3
 TRAINED_WITHIN_S = 240
 """A real run of two ranks, or what it does between two answers."""
 LONG_AGO_S = 36_000
+HANDLERS = "**/gradio_api/component_server/**"
+"""Where the page asks the server."""
 EXPLAINED_WITHIN_S = 5
 FLAGS = (
     "--no-sandbox",
@@ -252,12 +254,24 @@ def answers_held(page: Page) -> Iterator[list[tuple[Route, APIResponse]]]:
             route.fulfill(response=answer)
             asked.remove(route)
 
-    handlers = "**/gradio_api/component_server/**"
-    page.route(handlers, hold)
+    page.route(HANDLERS, hold)
     yield held
     let_go()
-    page.unroute(handlers)  # what is asked from now on goes on
+    page.unroute(HANDLERS)  # what is asked from now on goes on
     let_go()  # what was asked just before
+
+
+@contextmanager
+def held_back(page: Page, name: str) -> Iterator[list[Route]]:
+    """Requests for one handler do not reach the server meanwhile."""
+    held: list[Route] = []
+    page.route(
+        HANDLERS, lambda route: held.append(route) if name in (route.request.post_data or "") else route.continue_()
+    )
+    yield held
+    for route in held:
+        route.continue_()
+    page.unroute(HANDLERS)
 
 
 def until_so(page: Page, is_so: Callable[[], bool]) -> None:

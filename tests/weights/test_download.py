@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,14 @@ class Here:
     @property
     def parts(self) -> list[Path]:
         return [*(self.cache / f"models--{FLUX2.replace('/', '--')}" / "blobs").glob("*.incomplete")]
+
+    def sizes(self) -> list[int]:
+        """Of the parts. One that is renamed while it is looked at is no part any more."""
+        sizes = []
+        for part in self.parts:
+            with suppress(FileNotFoundError):
+                sizes.append(part.stat().st_size)
+        return sizes
 
     def start(self, *, limit_bytes: int | None = None, **environment: str) -> subprocess.Popen[str]:
         def limited() -> None:
@@ -115,11 +124,11 @@ def test_only_the_files_that_are_needed_are_downloaded(here):
 def test_a_download_that_was_killed_continues_where_it_was(here):
     here.hub.hold_after = 3 * MIB
     process = here.start()
-    until(lambda: any(part.stat().st_size >= 2 * MIB for part in here.parts))
+    until(lambda: max(here.sizes(), default=0) >= 2 * MIB)
     process.kill()
     process.communicate()
     # A small file may have been begun, too.
-    [begin] = [size for part in here.parts if (size := part.stat().st_size) >= 2 * MIB]
+    [begin] = [size for size in here.sizes() if size >= 2 * MIB]
     assert cached(FLUX2).num_bytes_here >= begin and not cached(FLUX2).is_complete
     here.hub.hold_after, here.hub.bytes_sent = None, 0
     here.hub.released.set()
@@ -155,7 +164,7 @@ def test_the_progress_file_says_how_far_it_is_and_how_fast(here):
 def test_it_is_paused_by_a_signal(here, ends):
     here.hub.hold_after = 3 * MIB
     process = here.start()
-    until(lambda: any(part.stat().st_size >= 2 * MIB for part in here.parts))
+    until(lambda: max(here.sizes(), default=0) >= 2 * MIB)
     process.send_signal(ends)
     code, state, printed = here.end(process)
     assert (code, state.state, state.bytes_per_s) == (130, "paused", 0.0)
@@ -275,7 +284,7 @@ def test_a_disk_that_fills_up_keeps_what_is_there(here):
     assert message == (
         f"{here.cache}: cannot be written (File too large). Make room, and start again: it continues where it was."
     )
-    assert [part.stat().st_size for part in here.parts] == [4 * MIB]
+    assert here.sizes() == [4 * MIB]
     here.hub.ranges.clear()
     assert here.end(here.start())[0] == 0
     assert here.hub.ranges == [f"bytes={4 * MIB}-"]

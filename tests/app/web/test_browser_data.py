@@ -7,12 +7,13 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 
-from tests.app.browser import Server, opened, show, until, until_so, visit, write_over
+from tests.app.browser import HANDLERS, Server, held_back, opened, show, until, until_so, visit, write_over
 
 
 def card(page: Page, name: str) -> Locator:
@@ -21,6 +22,15 @@ def card(page: Page, name: str) -> Locator:
 
 def caption(page: Page, name: str) -> Locator:
     return card(page, name).get_by_role("textbox")
+
+
+@contextmanager
+def typed(page: Page, name: str, text: str) -> Iterator[None]:
+    """A caption that was typed reaches the server at the end: the page has not looked at its file since."""
+    with held_back(page, "data_save") as held:
+        caption(page, name).fill(text)
+        until_so(page, lambda: bool(held))
+        yield
 
 
 def said(folder: Path, name: str) -> str:
@@ -69,14 +79,14 @@ def test_a_search_shows_what_it_found_though_a_saved_caption_asked_meanwhile(own
         else:
             route.continue_()
 
-    data.route("**/gradio_api/component_server/**", hold_two)
+    data.route(HANDLERS, hold_two)
     caption(data, "00.png").fill("a red square")
     data.locator("#data-search").fill("picture")  # saves the caption first
     until_so(data, lambda: len(held) == 2)  # that of the search, and that of what was saved
     for route in held:
         route.continue_()
     expect(data.locator(".pc")).to_have_count(7)
-    data.unroute("**/gradio_api/component_server/**")
+    data.unroute(HANDLERS)
 
 
 @pytest.mark.slow
@@ -131,14 +141,14 @@ def test_a_card_stays_while_its_caption_is_typed_though_it_no_longer_matches(own
 
 
 def test_of_two_texts_for_one_caption_none_is_overwritten_unasked(own_data: Path, data: Page):
-    (own_data / "00.txt").write_text("from another window")
-    caption(data, "00.png").fill("from the page")
+    with typed(data, "00.png", "from the page"):
+        (own_data / "00.txt").write_text("from another window")
     card(data, "00.png").get_by_text("It says: “from another window”").wait_for()
     assert said(own_data, "00.txt") == "from another window"
     card(data, "00.png").get_by_role("button", name="Use mine").click()
     until_so(data, lambda: said(own_data, "00.txt") == "from the page")
-    (own_data / "01.txt").write_text("from an editor")
-    caption(data, "01.png").fill("from the page")
+    with typed(data, "01.png", "from the page"):
+        (own_data / "01.txt").write_text("from an editor")
     card(data, "01.png").get_by_role("button", name="Use the file").click()
     expect(caption(data, "01.png")).to_have_value("from an editor")
     expect(card(data, "01.png").get_by_role("alert")).to_have_count(0)
@@ -146,8 +156,8 @@ def test_of_two_texts_for_one_caption_none_is_overwritten_unasked(own_data: Path
 
 
 def test_a_caption_in_conflict_can_be_decided_also_when_its_card_is_not_shown(own_data: Path, data: Page):
-    (own_data / "00.txt").unlink()
-    caption(data, "00.png").fill("from the page")
+    with typed(data, "00.png", "from the page"):
+        (own_data / "00.txt").unlink()
     card(data, "00.png").get_by_text("file was removed meanwhile").wait_for()
     data.locator("#data-search").fill("number 5")
     until(data, "document.querySelectorAll('.pc').length === 1")
@@ -166,36 +176,29 @@ def test_a_caption_in_conflict_can_be_decided_also_when_its_card_is_not_shown(ow
 def test_undo_waits_for_a_caption_that_is_on_its_way(own_data: Path, data: Page):
     caption(data, "00.png").fill("one")
     card(data, "00.png").get_by_text("saved", exact=True).wait_for()
-    held: list[Route] = []
-    data.route(
-        "**/gradio_api/component_server/**",
-        lambda route: held.append(route) if "data_save" in (route.request.post_data or "") else route.continue_(),
-    )
-    caption(data, "00.png").fill("two")
-    until_so(data, lambda: bool(held))
-    data.locator("#data-undo").click()
-    data.wait_for_timeout(300)  # what does not wait is sent by now
-    held.pop().continue_()
+    with typed(data, "00.png", "two"):
+        data.locator("#data-undo").click()
+        data.wait_for_timeout(300)  # what does not wait is sent by now
     data.locator("#data-message", has_text="1 caption restored.").wait_for()
     until_so(data, lambda: said(own_data, "00.txt") == "one")
     expect(caption(data, "00.png")).to_have_value("one")
 
 
 def test_a_caption_typed_without_a_server_is_sent_when_it_is_back(own_data: Path, data: Page):
-    data.route("**/gradio_api/component_server/**", lambda route: route.abort())
+    data.route(HANDLERS, lambda route: route.abort())
     caption(data, "03.png").fill("typed without a server")
     card(data, "03.png").get_by_text("not saved yet").wait_for()
     data.locator("#lost").wait_for()
     assert said(own_data, "03.txt") == "picture number 3"
-    data.unroute("**/gradio_api/component_server/**")
+    data.unroute(HANDLERS)
     card(data, "03.png").get_by_text("saved", exact=True).wait_for()
     assert said(own_data, "03.txt") == "typed without a server"
 
 
 def test_a_caption_that_was_not_saved_before_a_reload_is_sent_after_it(own_data: Path, data: Page):
-    data.route("**/gradio_api/component_server/**", lambda route: route.abort())
+    data.route(HANDLERS, lambda route: route.abort())
     caption(data, "03.png").fill("typed before the reload")
-    data.unroute("**/gradio_api/component_server/**")
+    data.unroute(HANDLERS)
     data.reload()
     until_so(data, lambda: said(own_data, "03.txt") == "typed before the reload")
 

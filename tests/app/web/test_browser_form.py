@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from playwright.sync_api import Browser, Page, Route
+from playwright.sync_api import Browser, Page
 
 from tests.app.browser import (
     ROOT,
     Server,
     ask_again,
+    held_back,
     open_group,
     opened,
     reload,
@@ -31,7 +30,6 @@ from tests.app.browser import (
 from tests.runs import make_pictures
 
 SDXL = "sdxl-lora-1gpu"
-CALLS = "**/gradio_api/component_server/**"
 
 
 def value(page: Page, field: str) -> str:
@@ -230,19 +228,6 @@ def test_a_preset_can_be_saved_and_unfolds_nothing(page: Page, runs: Path):
     assert "steps: 55" in (runs / "presets" / "mine.yaml").read_text()
     assert page.locator(".field:visible").count() == shown
     (runs / "presets" / "mine.yaml").unlink()
-
-
-@contextmanager
-def held_back(page: Page, name: str) -> Iterator[list[Route]]:
-    """Requests for one function do not reach the server meanwhile."""
-    held: list[Route] = []
-    page.route(
-        CALLS, lambda route: held.append(route) if name in (route.request.post_data or "") else route.continue_()
-    )
-    yield held
-    for route in held:
-        route.continue_()
-    page.unroute(CALLS)
 
 
 def test_what_is_typed_while_a_preset_is_under_way_is_an_edit_of_the_new_one(page: Page, draft: Path):

@@ -12,7 +12,19 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
 from app.monitor import SILENT_S
-from tests.app.browser import Server, in_training, opened, recorded, state_is, until, until_so, visit, visited, watch
+from tests.app.browser import (
+    HANDLERS,
+    Server,
+    in_training,
+    opened,
+    recorded,
+    state_is,
+    until,
+    until_so,
+    visit,
+    visited,
+    watch,
+)
 from tests.runs import make_text, text_config
 from trainer.run.events import (
     AnyEvent,
@@ -320,11 +332,11 @@ def test_a_run_that_was_away_comes_back_and_another_of_its_name_replaces_it(page
 def test_notes_that_cannot_be_saved_outlive_a_look_at_another_run(page: Page, server: Server, finished: str):
     run = recorded(server.runs, "noted")
     watch(page, "noted")
-    page.route("**/gradio_api/component_server/**", lambda route: route.abort())
+    page.route(HANDLERS, lambda route: route.abort())
     page.locator("#notes").fill("Do not lose this.")
     visit(page, "runs", finished)
     page.locator(".toast", has_text="The notes on noted are not saved yet.").wait_for()
-    page.unroute("**/gradio_api/component_server/**")
+    page.unroute(HANDLERS)
     watch(page, finished)
     assert page.locator("#notes").input_value() == ""
     watch(page, "noted")

@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import Page, Route, expect
 
 from tests.app.browser import (
+    HANDLERS,
     Server,
     faultless,
     in_training,
@@ -101,20 +102,20 @@ def test_a_window_that_opens_while_another_types_does_not_send_its_half_caption(
     show(page, "Data")
     box = page.locator(".pc[data-name='00.png'] textarea")
     held: list[Route] = []
-    saves = "**/gradio_api/component_server/**"
     page.route(
-        saves, lambda route: held.append(route) if "data_save" in (route.request.post_data or "") else route.continue_()
+        HANDLERS,
+        lambda route: held.append(route) if "data_save" in (route.request.post_data or "") else route.continue_(),
     )
     box.fill("half a cap")
     until_so(page, lambda: bool(held))
     with window(page, server, "data") as second:
         second.locator(".pc[data-name='00.png'] textarea").wait_for()
-        second.route(saves, lambda route: route.abort())
+        second.route(HANDLERS, lambda route: route.abort())
         box.fill("half a caption, and the rest")
-        page.unroute(saves)
+        page.unroute(HANDLERS)
         held.clear()  # they go on
         page.locator(".pc[data-name='00.png']").get_by_text("saved", exact=True).wait_for()
-        second.unroute(saves)
+        second.unroute(HANDLERS)
         expect(second.locator(".pc[data-name='00.png'] textarea")).to_have_value(
             "half a caption, and the rest", timeout=15_000
         )
@@ -139,9 +140,8 @@ def test_undo_in_a_window_with_the_former_folder_changes_nothing_unseen(
     show(page, "Data")
     page.locator(".pc[data-name='00.png'] textarea").fill("first folder")
     expect(page.locator("#data-undo")).to_have_text("Undo (1 caption)")
-    calls = "**/gradio_api/component_server/**"
     page.route(
-        calls, lambda route: route.abort() if "data_view" in (route.request.post_data or "") else route.continue_()
+        HANDLERS, lambda route: route.abort() if "data_view" in (route.request.post_data or "") else route.continue_()
     )
     with window(page, server) as second:
         look_settled(second)
@@ -153,7 +153,7 @@ def test_undo_in_a_window_with_the_former_folder_changes_nothing_unseen(
         expect(second.locator("#data-undo")).to_have_text("Undo (1 caption)")
     page.locator("#data-undo").click()
     page.locator("#data-message", has_text="New run has another folder meanwhile").wait_for()
-    page.unroute(calls)
+    page.unroute(HANDLERS)
     page.locator("#folder", has_text="second").wait_for()
     page.locator("#data-undo").click()
     page.locator("#data-message", has_text="1 caption restored.").wait_for()
@@ -187,11 +187,10 @@ def test_a_sample_that_was_asked_for_without_a_server_is_shown_when_it_is_back(p
     watch(page, "asked")
     page.locator("#newest [data-step='40'][aria-pressed=true]").wait_for()
     page.locator("#newest img").first.wait_for()
-    calls = "**/gradio_api/component_server/**"
-    page.route(calls, lambda route: route.abort())
+    page.route(HANDLERS, lambda route: route.abort())
     page.locator("#newest [data-step='20']").click()
     page.locator("#lost").wait_for()
-    page.unroute(calls)
+    page.unroute(HANDLERS)
     page.locator("#newest img[alt='a cat, step 20']").wait_for(timeout=15_000)
     expect(page.locator("#newest .missing")).to_have_count(0)
     shutil.rmtree(run.path)
