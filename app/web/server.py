@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before the import, which reads it
+if "pyarrow" not in sys.modules:
+    sys.modules["pyarrow"] = None  # type: ignore[assignment]
+    import gradio  # noqa: F401  with pandas, which uses pyarrow if it is there: 34 MB that the page does not need
+
+    del sys.modules["pyarrow"]
 
 import gradio as gr
 import uvicorn
