@@ -22,7 +22,7 @@ from trainer.export import export
 from trainer.models import families
 from trainer.run.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
-from trainer.run.manifest import MANIFEST
+from trainer.run.manifest import MANIFEST, RECIPE
 from trainer.train.loop import Trainer
 
 TALK = {"chat": {}}
@@ -132,7 +132,7 @@ def test_a_run_of_an_earlier_recipe_goes_on_as_it_began(bench: Bench, tmp_path: 
     rows_of_a_part(alone(), split, run, 3)
     file = run.checkpoints / "step-000003" / MANIFEST
     facts = json.loads(file.read_text(encoding="utf-8"))
-    assert facts["recipe"] == 3
+    assert facts["recipe"] == RECIPE
     file.write_text(json.dumps(facts | {"recipe": 2}), encoding="utf-8")
     old = Trainer(today, run, alone(), tmp_path / "cache", lambda event: None)
     as_split = Trainer(split, make_run(tmp_path, split, "split"), alone(), tmp_path / "cache", lambda event: None)

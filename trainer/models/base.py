@@ -141,6 +141,8 @@ class ModelFamily(ABC):
     halves_swapped: ClassVar[tuple[str, ...]] = ()
     """Layers (regular expressions) whose output halves have the other order in original files. A low-rank update
     survives that; adapters that depend on whole rows (dora, diag-oft, boft) do not, and skip these layers."""
+    stores_experts: bool = True
+    """Whether the experts of a mixture become bytes on a quantized base, as its linear layers do."""
     objective_fields: ClassVar[frozenset[str]] = FLOW_FIELDS | PREFERENCE_FIELDS
     """Fields of the section `objective` that the family reads; the others must keep their defaults."""
     options_read: ClassVar[frozenset[str]] = frozenset({"architecture"})

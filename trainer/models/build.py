@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,6 +44,7 @@ from trainer.parallel.quantized_cache import QuantizedCache
 from trainer.parallel.strategy import TRAINED_BYTES, Strategy
 from trainer.weights.files import WeightFiles, give_storage
 from trainer.weights.quantization import FORMATS, VERSION, Format, choose_kernel, quantize_layers, quantized_layers
+from trainer.weights.quantized_experts import encode_experts, is_quantizable, quantize_experts, quantized_experts
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def build_model(cfg: RunConfig, family: ModelFamily) -> BuiltModel:
     model = nn.ModuleDict({name: family.build(name) for name in family.live})
     _freeze_base(model, cfg, family)
     if cfg.quantize.format != "none":
-        quantize_layers(model, _stored_formats(model, cfg, family))
+        _quantize(model, _stored_formats(model, cfg, family))
     model.eval()
     built = BuiltModel(model, _inject_adapter(model, cfg, family), notes)
     for name, why in family.must_train.items():
@@ -344,24 +346,33 @@ def _freeze_base(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> N
     _freeze(model, family.never_trained)
 
 
-def _stored_formats(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> dict[str, Format]:
-    """{layer: format} of the frozen layers that are quantized.
+def _quantize(model: nn.Module, formats: Mapping[str, Format]) -> None:
+    experts = {name for name in formats if is_quantizable(model.get_submodule(name))}
+    for name in experts:
+        quantize_experts(model.get_submodule(name), formats[name])
+    quantize_layers(model, {name: format for name, format in formats.items() if name not in experts})
 
-    These are the linear layers of the sharded blocks that the family recommends to adapters, which excludes norms and
-    modulation, and the layers that `quantize.formats` names.
+
+def _stored_formats(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> dict[str, Format]:
+    """{layer: format} of the frozen layers that are quantized, fused experts among them.
+
+    These are the experts and the linear layers of the sharded blocks that the family recommends to adapters, which
+    excludes norms and modulation, and the layers that `quantize.formats` names.
     """
     quantize = cfg.quantize
     saved = saved_names(model, cfg, family)
-    linear = [
-        name
-        for name in _block_layers(model, family.blocks)
-        if family.mode(cfg, name) != "full" and not is_inside(name, saved)
-    ]
-    formats = dict.fromkeys(filter(family.is_target, linear), quantize.format)
+
+    def frozen(kind: Callable[[nn.Module], bool]) -> list[str]:
+        names = _block_layers(model, family.blocks, kind)
+        return [name for name in names if family.mode(cfg, name) != "full" and not is_inside(name, saved)]
+
+    linear, experts = frozen(adapters.is_linear), frozen(is_quantizable) if family.stores_experts else []
+    formats = dict.fromkeys([*filter(family.is_target, linear), *experts], quantize.format)
+    layers = linear + experts
     for pattern, format in quantize.formats.items():
-        named = adapters.match_names(linear, (pattern,), "quantize.formats", cfg.model.family)
+        named = adapters.match_names(layers, (pattern,), "quantize.formats", cfg.model.family)
         formats |= dict.fromkeys(named, format)
-    kept = adapters.match_names(linear, quantize.keep, "quantize.keep", cfg.model.family)
+    kept = adapters.match_names(layers, quantize.keep, "quantize.keep", cfg.model.family)
     stored = {name: FORMATS[format] for name, format in formats.items() if format != "none" and name not in kept}
     if not stored and not quantize.encoders:
         raise InputError(
@@ -371,10 +382,12 @@ def _stored_formats(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -
     return stored
 
 
-def _block_layers(module: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Names of the linear layers inside the sharded blocks, in model order."""
+def _block_layers(
+    module: nn.Module, blocks: Sequence[str], kind: Callable[[nn.Module], bool] = adapters.is_linear
+) -> list[str]:
+    """Names of the layers of a kind inside the sharded blocks, in model order."""
     inside = {id(layer) for block in blocks_of(module, blocks) for layer in block.modules()}
-    return [name for name, layer in module.named_modules() if id(layer) in inside and adapters.is_linear(layer)]
+    return [name for name, layer in module.named_modules() if id(layer) in inside and kind(layer)]
 
 
 def _inject_adapter(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> Injected:
@@ -444,6 +457,12 @@ def _coded(module: nn.Module) -> dict[str, Coded]:
         coded[f"{stored}.qweight"] = Coded(
             f"{stored}.weight", shape, f"{layer.format.name} {VERSION}", layer.format.encode
         )
+    for name, experts in quantized_experts(module).items():
+        encode = partial(encode_experts, experts.format)
+        for weight, whole in experts.shapes.items():
+            coded[f"{name}.{weight}_records"] = Coded(
+                f"{name}.{weight}", whole, f"{experts.format.name} {VERSION}", encode
+            )
     return coded
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import secrets
 import time
@@ -96,7 +97,7 @@ def _write(draft: Path, plan: Layout, records: Mapping[str, Tensor]) -> None:
             if not _is_its_turn(tensor, number):
                 continue
             for rows, local in own_rows(tensor):
-                stream.seek(plan.places[name] + rows.start * tensor.shape[1])
+                stream.seek(plan.places[name] + rows.start * math.prod(tensor.shape[1:]))
                 stream.write(local.cpu().contiguous().numpy().data)
         stream.flush()
         os.fsync(stream.fileno())

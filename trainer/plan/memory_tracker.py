@@ -118,18 +118,21 @@ class MemoryTracker:
                 self._track_output(tensor)
         if packet is torch.ops.aten._scaled_dot_product_flash_attention_backward:
             self._use_briefly(args[1].numel() * 4)  # the gradient of the queries is summed in fp32
+        elif packet is torch.ops.aten._grouped_mm:  # each token by one expert of several
+            self.flops += 2 * args[0].numel() * args[1].shape[-1]
         elif func.namespace == "shardstudio":
             self._observe_quantized(func._opname, args)
 
     def _observe_quantized(self, name: str, args: Any) -> None:
-        """Count an operator of `weights.quantization`, opaque to torch: it decodes the weight and multiplies."""
+        """Count an operator on quantized weights, opaque to torch: it decodes the weight and multiplies."""
         if name == "decoded":
             records, format, inputs, dtype = args[:4]
             self._use_briefly(decoding_bytes(records, format, inputs, dtype))
             return
         x, records = args[:2]
-        format, inputs = (args[3], args[4]) if name == "linear" else (args[2], args[3])
-        self.flops += 2 * x.numel() // x.shape[-1] * records.shape[0] * inputs
+        format, inputs = (args[2], args[3]) if name == "linear_backward" else (args[3], args[4])
+        self.flops += 2 * x.numel() // x.shape[-1] * records.shape[-2] * inputs  # each token by one expert of several
+        records = records.flatten(0, -2)
         weight = grains(records.shape[0] * inputs * x.dtype.itemsize)
         self._use_briefly(weight + decoding_bytes(records, format, inputs, x.dtype))
 

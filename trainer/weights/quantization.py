@@ -206,18 +206,26 @@ def _cells(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.bucketize(grid, bounds).to(torch.uint8).to(device), inside.to(device)
 
 
-class QuantLinear(nn.Linear):
+class Decoded:
+    """A module whose weights are bytes that are decoded in each pass.
+
+    Attributes:
+        is_fused: Whether one compiled kernel decodes them, which `choose_kernel` may find faster.
+    """
+
+    is_fused = False
+
+
+class QuantLinear(Decoded, nn.Linear):
     """A frozen linear layer whose weight is stored as bytes: `qweight`, (out, row bytes).
 
     It is an `nn.Linear` for all code that looks for one; `weight` is decoded at each access.
 
     Attributes:
         dtype: Of `weight` and `bias`.
-        is_fused: Whether one compiled kernel decodes it, which `choose_kernel` may find faster.
     """
 
     qweight: nn.Parameter
-    is_fused = False
 
     def __init__(self, inputs: int, outputs: int, bias: bool, format: Format, dtype: torch.dtype, device: Any) -> None:
         nn.Module.__init__(self)
@@ -391,8 +399,9 @@ def choose_kernel(model: nn.Module, device: torch.device) -> str:
     except RuntimeError as error:  # torch finds no compiler
         return f"quantized layers are decoded piece by piece: no kernel could be compiled ({type(error).__name__})"
     is_fused = seconds[True] < seconds[False]
-    for layer in layers:
-        layer.is_fused = is_fused
+    for module in model.modules():
+        if isinstance(module, Decoded):
+            module.is_fused = is_fused
     gigabytes = 4096 * largest.in_features * largest.dtype.itemsize / 1e9
     rates = [gigabytes / seconds[way] for way in (True, False)]
     return f"quantized layers are decoded at {rates[0]:.0f} GB/s by a compiled kernel, {rates[1]:.0f} without: " + (

@@ -458,6 +458,7 @@ class CausalLM(TextFamily):
 
     def follow_recipe(self, recipe: int) -> None:
         self._recipe = recipe
+        self.stores_experts = recipe >= 4
         if recipe < 3 and self.objective.router_weight is None:
             self._router_weight = 0.0
 

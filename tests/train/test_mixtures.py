@@ -1,0 +1,140 @@
+"""Runs of mixtures on a quantized base: the experts of a layer, which are one tensor, become bytes as layers do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.benchmarks.architectures import write_model
+from tests.distributed import run_ranks
+from tests.runs import Outcome, alone, difference, make_run, make_text, text_config, train
+from trainer.config.schema import RunConfig
+from trainer.export import export
+from trainer.models import families
+from trainer.models.build import build_model
+from trainer.run import manifest
+from trainer.weights.quantization import FORMATS, quantized_layers
+from trainer.weights.quantized_experts import quantized_experts
+
+KINDS = ["mixtral", "gpt_oss"]
+"""Their weights have the rows of outputs, and of inputs."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("mixtures")
+    make_text(root / "text")
+    for kind in KINDS:
+        write_model(kind, root / kind)
+    return root
+
+
+def config(root: Path, kind: str = "mixtral", **changes: Any) -> RunConfig:
+    # Where a gradient is nearly 0, AdamW with its usual eps makes a step of the sign that rounding gives it.
+    base = {"model__path": str(root / kind), "quantize__format": "nf4", "train__steps": 3, "optim__eps": 1e-4}
+    return text_config(root / "text", **base | changes)
+
+
+def trained(root: Path, name: str, kind: str = "mixtral", ranks: int = 1, **changes: Any) -> Outcome:
+    strategy = "none" if ranks == 1 else "full"
+    cfg = config(root, kind, parallel__devices=ranks, parallel__strategy=strategy, **changes)
+    return run_ranks(ranks, train, cfg, make_run(root, cfg, name))[0]
+
+
+def stored(root: Path, **changes: Any) -> dict[str, str]:
+    """{module of experts: its format} of those that are bytes."""
+    cfg = config(root, **changes)
+    model = build_model(cfg, families.make(cfg, root / "cache")).module
+    return {name: experts.format.name for name, experts in quantized_experts(model).items()}
+
+
+def write_decoded(root: Path, kind: str, format: str) -> Path:
+    """A model that holds the weights which the bytes of another stand for."""
+    cfg, coding = config(root, kind, quantize__format=format), FORMATS[format]
+    built = build_model(cfg, families.make(cfg, root / "cache")).module
+    prefix = "language_model."
+    names = [f"{name.removesuffix('.base_layer')}.weight" for name in quantized_layers(built)]
+    names += [f"{name}.{weight}" for name, experts in quantized_experts(built).items() for weight in experts.shapes]
+    model = AutoModelForCausalLM.from_pretrained(root / kind)
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in names:
+            weight = weights[name.removeprefix(prefix)]
+            rows = weight.flatten(0, -2)
+            records = coding.encode(rows)
+            weight.copy_(coding.decode(records, rows.shape[1], torch.float32, coding.table()).view(weight.shape))
+    folder = root / f"{kind}-{format}"
+    model.save_pretrained(folder)
+    for file in (root / kind).iterdir():
+        if not (folder / file.name).exists():
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "format"), [("mixtral", "nf4"), ("gpt_oss", "int8")])
+def test_a_run_on_bytes_is_the_run_on_a_base_that_holds_the_decoded_weights(root: Path, kind: str, format: str) -> None:
+    cfg = config(root, kind, quantize__format=format)
+    found = train(alone(), cfg, make_run(root, cfg, f"bytes-{kind}"))
+    plain = config(root, kind, quantize__format="none", model__path=str(write_decoded(root, kind, format)))
+    expected = train(alone(), plain, make_run(root, plain, f"plain-{kind}"))
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert difference(found.weights, expected.weights) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_ranks_train_what_one_trains_also_where_they_do_not_divide_the_experts(root: Path, kind: str) -> None:
+    one = trained(root, f"{kind}-1", kind, train__batch_size=6)
+    for ranks in (2, 3):
+        found = trained(root, f"{kind}-{ranks}", kind, ranks, train__batch_size=6)
+        assert found.losses == pytest.approx(one.losses, rel=1e-6)
+        assert difference(found.weights, one.weights) < 1e-6
+        assert found.local_bytes < 0.8 * one.local_bytes
+
+
+def test_bytes_that_are_kept_on_disk_give_the_same_run(root: Path) -> None:
+    first, second = (trained(root, f"kept-{i}", ranks=2, quantize__cache=True) for i in range(2))
+    (file,) = (root / "cache" / "base").glob("*.safetensors")
+    assert any("experts.gate_up_proj_records" in name for name in load_file(file))
+    assert second.losses == first.losses == trained(root, "not-kept", ranks=2).losses
+    assert difference(second.weights, first.weights) == 0
+
+
+def test_experts_are_kept_or_stored_otherwise_by_pattern(root: Path) -> None:
+    names = [f"language_model.model.layers.{i}.mlp.experts" for i in range(2)]
+    assert stored(root) == dict.fromkeys(names, "nf4")
+    assert stored(root, quantize__keep=["experts"]) == {}
+    assert stored(root, quantize__formats={"experts": "int8"}) == dict.fromkeys(names, "int8")
+
+
+def test_a_run_that_began_with_a_former_recipe_goes_on_with_whole_experts(root: Path) -> None:
+    cfg = config(root, quantize__keep=["experts"], train__steps=1)  # as recipe 3 stored them
+    run = make_run(root, cfg, "former")
+    train(alone(), cfg, run)
+    file = manifest.complete(run.checkpoints)[-1] / manifest.MANIFEST
+    facts = json.loads(file.read_text())
+    file.write_text(json.dumps({**facts, "recipe": 3}))
+    found = train(alone(), config(root), run)
+    kept = config(root, quantize__keep=["experts"])
+    whole = train(alone(), kept, make_run(root, kept, "whole"))
+    coded = train(alone(), config(root), make_run(root, config(root), "coded"))
+    assert found.losses == whole.losses[1:]
+    assert found.losses != pytest.approx(coded.losses[1:], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_merged_model_has_the_experts_of_its_folder_not_the_bytes(root: Path) -> None:
+    cfg = config(root, export__what="merged", train__precision="bf16")
+    run = make_run(root, cfg, "merged")
+    train(alone(), cfg, run)
+    folder = export(cfg, run, root / "cache")[0].path
+    found, expected = (load_file(path / "model.safetensors") for path in (folder, root / "mixtral"))
+    experts = [name for name in expected if ".experts." in name]
+    assert experts
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name].to(found[name].dtype)) for name in experts)
