@@ -112,6 +112,20 @@ def test_experts_are_kept_or_stored_otherwise_by_pattern(root: Path) -> None:
     assert stored(root, quantize__formats={"experts": "int8"}) == dict.fromkeys(names, "int8")
 
 
+def test_experts_of_a_class_that_computes_with_whole_weights_are_named_in_the_log(root: Path) -> None:
+    write_model("llama4_text", root / "llama4_text")
+    cfg = config(root, "llama4_text")
+    built = build_model(cfg, families.make(cfg, root / "cache"))
+    assert built.notes[-1] == (
+        "4 weights of fused experts are not stored in fewer bits, as "
+        "'language_model.model.layers.0.feed_forward.experts.gate_up_proj': a Llama4TextExperts computes with whole "
+        "weights"
+    )
+    assert not quantized_experts(built.module)
+    kept = config(root, quantize__keep=["experts"])  # by its user
+    assert not any("fewer bits" in note for note in build_model(kept, families.make(kept, root / "cache")).notes)
+
+
 def test_a_run_that_began_with_a_former_recipe_goes_on_with_whole_experts(root: Path) -> None:
     cfg = config(root, quantize__keep=["experts"], train__steps=1)  # as recipe 3 stored them
     run = make_run(root, cfg, "former")

@@ -44,7 +44,13 @@ from trainer.parallel.quantized_cache import QuantizedCache
 from trainer.parallel.strategy import TRAINED_BYTES, Strategy
 from trainer.weights.files import WeightFiles, give_storage
 from trainer.weights.quantization import FORMATS, VERSION, Format, choose_kernel, quantize_layers, quantized_layers
-from trainer.weights.quantized_experts import encode_experts, is_quantizable, quantize_experts, quantized_experts
+from trainer.weights.quantized_experts import (
+    encode_experts,
+    fused_experts,
+    is_quantizable,
+    quantize_experts,
+    quantized_experts,
+)
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,7 @@ def build_model(cfg: RunConfig, family: ModelFamily) -> BuiltModel:
     _freeze_base(model, cfg, family)
     if cfg.quantize.format != "none":
         _quantize(model, _stored_formats(model, cfg, family))
+        notes += _whole_experts(model)
     model.eval()
     built = BuiltModel(model, _inject_adapter(model, cfg, family), notes)
     for name, why in family.must_train.items():
@@ -351,6 +358,19 @@ def _quantize(model: nn.Module, formats: Mapping[str, Format]) -> None:
     for name in experts:
         quantize_experts(model.get_submodule(name), formats[name])
     quantize_layers(model, {name: format for name, format in formats.items() if name not in experts})
+
+
+def _whole_experts(model: nn.Module) -> tuple[str, ...]:
+    """Say which experts could not become bytes."""
+    modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in fused_experts(model)}
+    whole = {name: module for name, module in modules.items() if not is_quantizable(module)}
+    if not whole:
+        return ()
+    name, module = next(iter(whole.items()))
+    return (
+        f"{len(whole)} weights of fused experts are not stored in fewer bits, as '{name}': a {type(module).__name__} "
+        "computes with whole weights",
+    )
 
 
 def _stored_formats(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> dict[str, Format]:

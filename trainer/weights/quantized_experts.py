@@ -81,6 +81,15 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: own[name] for name in WEIGHTS if name in own and own[name].dim() == 3}
 
 
+def fused_experts(model: nn.Module) -> list[str]:
+    """Names of the weights that hold the experts of a layer in one tensor of numbers."""
+    return [
+        name
+        for name, weight in model.named_parameters()
+        if "expert" in name and weight.dim() == 3 and weight.is_floating_point()
+    ]
+
+
 def quantize_experts(module: nn.Module, format: Format) -> None:
     """Make a module that `is_quantizable` a `QuantExperts`, in place; on the meta device without values.
 

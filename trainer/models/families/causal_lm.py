@@ -59,6 +59,7 @@ from trainer.rng import SampleRng
 from trainer.run.manifest import RECIPE
 from trainer.weights.files import Fused, WeightFiles, safetensors_in, stored_tensors
 from trainer.weights.hub import find_folder
+from trainer.weights.quantized_experts import fused_experts
 from trainer.weights.tensors import NewRowsEntry
 
 COMPONENT = "language_model"
@@ -164,7 +165,7 @@ class CausalLM(TextFamily):
         linear = _linear_layers(self._empty, self._declared_blocks)
         if self._recipe >= 3:
             uncalled = self._sight.uncalled if self._sight else ()
-            has_experts = bool(_fused_experts(self._empty))
+            has_experts = bool(fused_experts(self._empty))
             linear = {
                 name: layer
                 for name, layer in linear.items()
@@ -206,7 +207,7 @@ class CausalLM(TextFamily):
 
     @property
     def _frozen_experts(self) -> tuple[str, ...]:
-        experts = _fused_experts(self._empty) if self._is_adapted else []
+        experts = fused_experts(self._empty) if self._is_adapted else []
         if not experts:
             return ()
         return (
@@ -608,11 +609,6 @@ def _is_small(name: str, layer: nn.Linear, has_experts: bool) -> bool:
     parts = name.split(".")
     is_router = any("router" in part for part in parts) or (has_experts and "gate" in parts)
     return is_router or min(layer.in_features, layer.out_features) < SMALLEST
-
-
-def _fused_experts(model: nn.Module) -> list[str]:
-    """Names of the weights that hold a layer's experts in one tensor."""
-    return [name for name, parameter in model.named_parameters() if "expert" in name and parameter.dim() == 3]
 
 
 FAMILY = CausalLM
