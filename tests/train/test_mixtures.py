@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.benchmarks.architectures import write_model
 from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, difference, make_run, make_text, text_config, train
+from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.distributed.world import World
 from trainer.export import export
 from trainer.models import families
-from trainer.models.build import build_model
+from trainer.models.build import build_model, load_model
+from trainer.parallel import load
 from trainer.run import manifest
+from trainer.run.drawings import DrawingRequest, check_request
+from trainer.run.folder import RunDir
+from trainer.train.draw import draw, on_one_device
+from trainer.train.loop import Trainer
 from trainer.weights.quantization import FORMATS, quantized_layers
 from trainer.weights.quantized_experts import quantized_experts
 
@@ -152,3 +161,58 @@ def test_a_merged_model_has_the_experts_of_its_folder_not_the_bytes(root: Path) 
     assert experts
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name].to(found[name].dtype)) for name in experts)
+
+
+def test_what_is_drawn_later_is_drawn_on_the_base_that_the_run_had(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = {"sample__every": 1, "sample__prompts": ["1 says"], "sample__tokens": 24, "sample__temperature": 0.0}
+    cfg, texts = config(root, train__steps=1, **samples), []
+    for recipe in (3, manifest.RECIPE):
+        monkeypatch.setattr("trainer.train.loop.RECIPE", recipe)
+        run = make_run(root, cfg, f"drawn-{recipe}")
+        train(alone(), cfg, run)
+        texts.append((run.samples / "step-000001-0.txt").read_text())
+        folder = draw(run, on_one_device(run, check_request(run, DrawingRequest("1 says"))), alone())
+        assert (folder / "trained.txt").read_text() == texts[-1]
+    assert texts[0] != texts[1]
+
+
+def loaded(root: Path, format: str) -> dict[str, torch.Tensor]:
+    cfg = config(root, quantize__format=format)
+    family = families.make(cfg, root / "cache")
+    model = load_model(build_model(cfg, family), cfg, family, alone()).module
+    return {name: tensor for name, tensor in model.state_dict().items() if ".experts." in name}
+
+
+@pytest.mark.parametrize("format", ["none", "nf4"])
+def test_experts_that_are_read_some_rows_at_a_time_are_the_same(
+    root: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = loaded(root, format)
+    monkeypatch.setattr(load, "PIECE", 64 * 5)  # five rows of a matrix
+    assert difference(loaded(root, format), whole) == 0
+
+
+def load_unlike(world: World, cfgs: list[RunConfig], runs: list[RunDir]) -> str:
+    """The error when rank 1 has other experts, of which only the first row of some is compared."""
+    load.PIECE = 64 * 5
+    try:
+        Trainer(cfgs[world.rank], runs[world.rank], world, runs[0].path.parent / "cache", lambda event: None)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_with_other_experts_is_named_before_the_first_step(root: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(root / "mixtral", tmp_path / "other"))
+    weights = load_file(copy / "model.safetensors")
+    changed = [name for name in weights if re.search(r"layers\.1\..*experts\.\d\.w2", name)]
+    for name in changed:
+        weights[name] += 0.5
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    same = config(root, parallel__devices=2, parallel__strategy="full")
+    other = config(root, parallel__devices=2, parallel__strategy="full", model__path=str(copy))
+    runs = [make_run(root, cfg, f"unlike-{rank}") for rank, cfg in enumerate((same, other))]
+    assert changed
+    for said in run_ranks(2, load_unlike, [same, other], runs):
+        assert "model.layers.1.mlp.experts.down_proj_records' on rank" in said
+        assert said.endswith("give every machine the same files, and remove the folder of quantize.cache")

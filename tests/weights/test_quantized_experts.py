@@ -25,7 +25,6 @@ KINDS = {
     "muse_spark": {"has_post_expert_norm": True},
 }
 """Classes of transformers that differ in each of its flags."""
-TOKENS = 11
 
 
 def experts_of(kind: str) -> Any:
@@ -42,20 +41,21 @@ def experts_of(kind: str) -> Any:
     return found.requires_grad_(False)
 
 
-def sent(experts: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def sent(experts: Any, tokens: int = 11) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, and the two experts of each; the last expert gets none."""
     width = experts.down_proj.shape[-1 if experts.is_transposed else 1]
-    x = torch.randn(TOKENS, width, dtype=dtype, requires_grad=True)
-    index = torch.stack([torch.randperm(experts.num_experts - 1)[:2] for _ in range(TOKENS)])
-    return x, index, torch.rand(TOKENS, 2, dtype=dtype, requires_grad=True)
+    x = torch.randn(tokens, width, requires_grad=True)
+    index = torch.stack([torch.randperm(experts.num_experts - 1)[:2] for _ in range(tokens)])
+    return x, index, torch.rand(tokens, 2, requires_grad=True)
 
 
+@pytest.mark.parametrize("tokens", [11, 1])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_answer_as_transformers_does_with_the_decoded_weights(kind: str, format: str) -> None:
+def test_they_answer_as_transformers_does_with_the_decoded_weights(kind: str, format: str, tokens: int) -> None:
     plain = experts_of(kind)
     assert all(getattr(plain, flag) == value for flag, value in KINDS[kind].items())
-    x, index, weights = sent(plain)
+    x, index, weights = sent(plain, tokens)
     stored = copy.deepcopy(plain)
     quantize_experts(stored, FORMATS[format])
     for name, shape in stored.shapes.items():

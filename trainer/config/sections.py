@@ -288,7 +288,7 @@ class QuantizeConfig(Section):
         "none", title="Precision of the base", keywords="4bit 8bit qlora bitsandbytes vram memory"
     )
     """How the linear layers and experts of the frozen base model are stored: in bf16 (`none`), in 8 bits (`int8`, or
-    `fp8`, which keeps weights that are already stored in fp8 unchanged), or in 4 bits (`nf4`). Norms, modulation,
+    `fp8`, which keeps layers that are already stored in fp8 unchanged), or in 4 bits (`nf4`). Norms, modulation,
     embedders and the output layer stay in bf16. Fewer bits need less GPU memory."""
     keep: tuple[str, ...] = option((), title="Layers kept in bf16")
     """Layers that stay in bf16, by name or regular expression."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from safetensors import SafetensorError
@@ -107,8 +107,11 @@ def check_same_weights(
         source = sources[name]
         own = torch.empty(1, *source.tensor.shape[1:], dtype=source.tensor.dtype)
         for row, expected in rows.items():
-            _Part(source.entry, row, row + 1, own, source.coded).load(opened, own.device)
-            if wrong is None and tensor_digest(own) != expected:
+            part = _Part(source.entry, row, row + 1, own, source.coded)
+            if _is_stack(source.tensor):
+                part = replace(part, into=own[:, :1], inside=(0, 1))
+            part.load(opened, own.device)
+            if wrong is None and tensor_digest(part.into) != expected:
                 wrong = (
                     f"row {row} of '{name}' on rank {other} is not what rank {world.rank} finds in {source.entry.file}"
                 )
@@ -118,13 +121,17 @@ def check_same_weights(
 
 
 def _samples(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (number in the whole tensor, row) for some of this rank's rows. A scalar counts as a row."""
+    """Yield (number in the whole tensor, row) for some of this rank's rows. A scalar counts as a row.
+
+    Of a matrix in a stack it is the first row.
+    """
     for rows, local in own_rows(tensor):
         if tensor.dim() == 0:
             yield 0, local
             continue
         for row in sorted({0, len(local) // 2, len(local) - 1}):
-            yield rows.start + row, local[row : row + 1]
+            found = local[row : row + 1]
+            yield rows.start + row, found[:, :1] if _is_stack(tensor) else found
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
@@ -135,30 +142,49 @@ def tensor_digest(tensor: Tensor) -> bytes:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some rows of a tensor that this rank holds. begin, end: rows of the whole tensor.  into: where they go."""
+    """Some rows of a tensor that this rank holds.
+
+    Attributes:
+        begin, end: Rows of the whole tensor.
+        into: Where they go.
+        inside: Begin and end of the rows in a matrix, where the part is of one matrix of a stack.
+    """
 
     entry: TensorEntry
     begin: int
     end: int
     into: Tensor
     coded: Coded | None
+    inside: tuple[int, int] | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are read from the file."""
-        return int(self.entry.stored_bytes(self.end - self.begin))
+        begin, end = self.inside or (0, 1)
+        share = (end - begin) / self.entry.shape[1] if self.inside else 1
+        return int(self.entry.stored_bytes(self.end - self.begin) * share)
 
     def load(self, files: OpenFiles, device: torch.device) -> None:
         """Read the rows. Raises InputError for a file that cannot be read, or numbers that cannot be encoded."""
         entry = self.entry
         try:
             with torch.no_grad():
-                rows = entry.rows(files, self.begin, self.end) if entry.shape else entry.whole(files)
+                rows = self._read(files)
                 self.into.copy_(self.coded.encode(rows.to(device), entry.scale(files)) if self.coded else rows)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{entry.file}: cannot be read ({error}); download it again") from error
         except ValueError as error:
             raise InputError(f"{entry.file}: '{entry.key}' {error}; download it again") from error
+
+    def _read(self, files: OpenFiles) -> Tensor:
+        if self.inside:
+            return self.entry.rows_of_matrix(files, self.begin, *self.inside)
+        return self.entry.rows(files, self.begin, self.end) if self.entry.shape else self.entry.whole(files)
+
+
+def _is_stack(tensor: Tensor) -> bool:
+    """Whether a tensor is a stack of large matrices, as experts are, each of which is read some rows at a time."""
+    return tensor.dim() == 3 and math.prod(tensor.shape[1:]) > PIECE
 
 
 @dataclass(frozen=True)
@@ -171,12 +197,24 @@ class _Source:
 
     def parts(self) -> Iterator[_Part]:
         """Split this rank's rows into pieces of about PIECE numbers."""
+        if _is_stack(self.tensor):
+            yield from self._parts_of_stack()
+            return
         step = max(1, PIECE // max(1, math.prod(self.entry.shape[1:])))
         for rows, local in own_rows(self.tensor):
             for begin in range(rows.start, rows.stop, step):
                 end = min(begin + step, rows.stop)
                 into = local[begin - rows.start : end - rows.start] if self.tensor.dim() else local
                 yield _Part(self.entry, begin, end, into, self.coded)
+
+    def _parts_of_stack(self) -> Iterator[_Part]:
+        num_rows, step = self.entry.shape[1], max(1, PIECE // max(1, self.entry.shape[2]))
+        for matrices, local in own_rows(self.tensor):
+            for index in range(matrices.start, matrices.stop):
+                for begin in range(0, num_rows, step):
+                    end = min(begin + step, num_rows)
+                    into = local[index - matrices.start, begin:end].unsqueeze(0)
+                    yield _Part(self.entry, index, index + 1, into, self.coded, (begin, end))
 
 
 def _sources(

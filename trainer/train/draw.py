@@ -101,9 +101,9 @@ def draw(run: RunDir, cfg: RunConfig, world: World) -> Path:
     began, cache = time.perf_counter(), shared_cache(cfg, run.path.parent)
     source = trained_weights(run)
     family = families.make(cfg, cache)
-    built = build_model(cfg, family)
     recipe = manifest.RECIPE if source.parent != run.checkpoints else manifest.progress_of(source).recipe
     family.follow_recipe(recipe)
+    built = build_model(cfg, family)
     drawer = _drawer(cfg, family, world, cache)
     drawer.follow_recipe(recipe)
     read_factors(cfg, initial_file(run))

@@ -227,10 +227,16 @@ class ComposedEntry(TensorEntry):
 
     def rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
         box = ((begin, end), *((0, size) for size in self.shape[1:]))
-        return self.node.read(lambda entry, inner: _stored(entry, files, inner), box)
+        return self._read(files, box)
+
+    def rows_of_matrix(self, files: OpenFiles, index: int, begin: int, end: int) -> Tensor:
+        return self._read(files, ((index, index + 1), (begin, end), (0, self.shape[2])))
 
     def whole(self, files: OpenFiles) -> Tensor:
-        return self.node.read(lambda entry, inner: _stored(entry, files, inner), _whole(self.shape)).contiguous()
+        return self._read(files, _whole(self.shape)).contiguous()
+
+    def _read(self, files: OpenFiles, box: Box) -> Tensor:
+        return self.node.read(lambda entry, inner: _stored(entry, files, inner), box)
 
     def scale(self, files: OpenFiles) -> float | None:
         return None

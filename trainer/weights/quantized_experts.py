@@ -64,6 +64,8 @@ class QuantExperts(Decoded, nn.Module):
 
     def _multiply(self, x: Tensor, name: str, experts: Tensor, ends: Tensor) -> Tensor:
         records, width = getattr(self, f"{name}_records"), self.shapes[name][-1]
+        if len(experts) < self.num_experts:  # as for one token of an answer: a group for each, the others stay bytes
+            records, ends = records[experts], torch.arange(1, len(experts) + 1, dtype=ends.dtype, device=ends.device)
         y: Tensor = _grouped(x, records, ends, self.format.name, width, self.is_transposed, self.is_fused)
         return y + getattr(self, f"{name}_bias")[experts] if self.has_bias else y
 
@@ -117,7 +119,7 @@ def _class_of(experts: Any) -> type[nn.Module]:
 
 
 def encode_experts(format: Format, weight: Tensor, scale_of_fp8: float | None) -> Tensor:
-    """Encode some experts: (experts, rows, numbers of a row) -> records (experts, rows, row bytes).
+    """Encode rows of some experts: (experts, rows, numbers of a row) -> records (experts, rows, row bytes).
 
     The arguments and errors are those of `Format.encode`.
     """

@@ -109,6 +109,12 @@ class TensorEntry:
         # The original may store a matrix as a convolution of one pixel.
         return rows.reshape(-1, *self.shape[1:])
 
+    def rows_of_matrix(self, files: OpenFiles, index: int, begin: int, end: int) -> Tensor:
+        """Read some rows of one matrix of a stack of them: (1, rows, columns)."""
+        first = (self.start + index) % self._num_rows(files)
+        rows: Tensor = files.slice(self.file, self.key)[first : first + 1, begin:end]
+        return rows
+
     def _num_rows(self, files: OpenFiles) -> int:
         """Number of rows of the stored tensor."""
         return int(files.slice(self.file, self.key).get_shape()[0])
@@ -149,6 +155,9 @@ class ScaledEntry(TensorEntry):
 
     def rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
         return super().rows(files, begin, end).float() * self._factor(files)
+
+    def rows_of_matrix(self, files: OpenFiles, index: int, begin: int, end: int) -> Tensor:
+        return super().rows_of_matrix(files, index, begin, end).float() * self._factor(files)
 
     def scale(self, files: OpenFiles) -> float | None:
         return self._factor(files) if self.dtype == "F8_E4M3" else None
