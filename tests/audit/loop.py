@@ -429,6 +429,8 @@ def losses_apart(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 LIMITS = {"losses": 1e-6, "weights": 1e-5, "average": 1e-5}
+LIMITS_OF = {"z_image": LIMITS | {"weights": 2e-5, "average": 2e-5}}
+"""Other limits of a family: rounding alone gives 7e-6 on one kind of processor, and 1.03e-5 on another."""
 EXACT = dict.fromkeys(LIMITS, 0.0)
 RANKS = {"losses": 1e-6, "average": 1e-5}
 QUICK = (("flux2", 3), ("sdxl", 2))
@@ -457,7 +459,7 @@ CHECKS = (
         for check in checks_of(
             f"{family}, passes of {micro_batch}",
             partial(from_the_plain_loop, family, "adamw", micro_batch),
-            LIMITS,
+            LIMITS_OF.get(family, LIMITS),
             is_quick=(family, micro_batch) in QUICK,
         )
     ),

@@ -613,6 +613,9 @@ def test_an_error_of_an_earlier_start_does_not_hide_that_of_the_latest(make_run)
     pretend_it_ran(run, "OSError: second\n")
     processes.settle(run)
     assert [error["message"] for error in errors_and_end(run)[:-1]] == ["first", "OSError: second"]
+    recorded = run.events_file.read_bytes()
+    processes.settle(run)
+    assert run.events_file.read_bytes() == recorded
 
 
 NO_MEETING = (
