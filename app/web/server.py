@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before the import, which reads it
-if "pyarrow" not in sys.modules:
+if "pyarrow" not in sys.modules:  # gradio imports pandas, which imports it if it can: 34 MB that the page never uses
     sys.modules["pyarrow"] = None  # type: ignore[assignment]
-    import gradio  # noqa: F401  with pandas, which uses pyarrow if it is there: 34 MB that the page does not need
+    import gradio  # noqa: F401
 
     del sys.modules["pyarrow"]
 
