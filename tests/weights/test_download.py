@@ -61,7 +61,7 @@ class Here:
         return [*(self.cache / f"models--{FLUX2.replace('/', '--')}" / "blobs").glob("*.incomplete")]
 
     def sizes(self) -> list[int]:
-        """Of the parts. One that is renamed while it is looked at is no part any more."""
+        """Of the parts, without one that is renamed meanwhile."""
         sizes = []
         for part in self.parts:
             with suppress(FileNotFoundError):
