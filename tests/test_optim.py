@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer.config.errors import InputError
 from trainer.config.sections import OptimConfig
-from trainer.optim import EXTRAS, Ema, clip_gradients, evaluation_weights, learning_rate, make_optimizer
+from trainer.optim import EXTRAS, Ema, evaluation_weights, learning_rate, make_optimizer, scale_gradients
 
 
 def rates(steps: int, **fields: object) -> list[float]:
@@ -41,14 +41,14 @@ def layer(gradient: float = 1.0) -> nn.Linear:
 
 def test_clipping_returns_the_norm_before_and_scales_to_the_limit() -> None:
     module = layer(2.0)
-    assert clip_gradients([module.weight], 1.0) == 8.0
+    assert scale_gradients([module.weight], None, 1.0) == 8.0
     assert module.weight.grad is not None
     assert float(module.weight.grad.norm()) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_without_a_limit_gradients_stay() -> None:
     module = layer(2.0)
-    assert clip_gradients([module.weight], None) == 8.0
+    assert scale_gradients([module.weight], None, None) == 8.0
     assert module.weight.grad is not None
     assert torch.equal(module.weight.grad, torch.full((4, 4), 2.0))
 
