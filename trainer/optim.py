@@ -98,11 +98,11 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: Tensor | None, m
     return norm
 
 
-def _norm(shards: Sequence[Tensor], like: nn.Parameter) -> Tensor:
+def _norm(shards: list[Tensor], like: nn.Parameter) -> Tensor:
     """The norm over all ranks of gradients, of which this rank has the shards. like: a parameter, sharded as all are.
 
-    The norm of each gradient is summed over the ranks before the norm of all is taken. DTensor does so too, and the last
-    bit depends on it.
+    The norm of each gradient is summed over the ranks before the norm of all is taken. DTensor does so too, and the
+    last bit depends on it.
     """
     norms = torch.stack(torch._foreach_norm(shards))
     if isinstance(like, DTensor):
@@ -111,7 +111,8 @@ def _norm(shards: Sequence[Tensor], like: nn.Parameter) -> Tensor:
                 norms = norms**2
                 dist.all_reduce(norms, group=like.device_mesh.get_group(dim))
                 norms = norms**0.5
-    return torch.linalg.vector_norm(norms)
+    norm: Tensor = torch.linalg.vector_norm(norms)
+    return norm
 
 
 class AdamW(torch.optim.AdamW):

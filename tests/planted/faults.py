@@ -137,8 +137,8 @@ FAULTS = (
     _fault(
         "every rank draws its own noise",
         "trainer/train/loop.py",
-        "SampleRng(self.cfg.train.seed, micro_batch.indices, world.device)",
-        "SampleRng(self.cfg.train.seed + world.rank, micro_batch.indices, world.device)",
+        "SampleRng(seed, indices, device)",
+        "SampleRng(seed + self.world.rank, indices, device)",
         "distributed/test_parity.py",
     ),
     _fault(
@@ -295,8 +295,8 @@ FAULTS = (
     _fault(
         "padding of the last pass is trained on",
         "trainer/data/loader.py",
-        "weights=tuple(self._loss_weight(batch[p]) if p <= last else 0.0 for p in positions),",
-        "weights=tuple(self._loss_weight(batch[min(p, last)]) for p in positions),",
+        "weights = tuple(self._loss_weight(batch[p]) if p <= last else 0.0 for p in positions)",
+        "weights = tuple(self._loss_weight(batch[min(p, last)]) for p in positions)",
         "data/test_loader.py",
     ),
     _fault(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from trainer.pinned import send
 from trainer.rng import derived_seed
 
 
@@ -33,7 +34,7 @@ class Rows:
             device: Device of `order`.
         """
         order = owners.argsort(stable=True).argsort()
-        return cls(tuple(owners.bincount(minlength=count).tolist()), order.to(device, non_blocking=True))
+        return cls(tuple(owners.bincount(minlength=count).tolist()), send(order, device))
 
 
 class SampleDropout(nn.Module):

@@ -8,9 +8,11 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from trainer.checkpoint.restore import newest_intact, restore
 from trainer.checkpoint.save import Checkpointer, TrainState
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data.loader import BatchSizes, Loader, MicroBatch
+from trainer.data.loader import BatchSizes, Loader, MicroBatch, Prepared
 from trainer.data.open import open_data
 from trainer.distributed.context import RankContext
 from trainer.distributed.straggler import Stragglers
@@ -57,7 +59,8 @@ from trainer.optim import (
     state_tensors,
 )
 from trainer.parallel.replicas import check_reduced, diverged
-from trainer.rng import SampleRng, derived_seed
+from trainer.pinned import pin
+from trainer.rng import Draw, SampleRng, derived_seed
 from trainer.run.events import (
     AnyEvent,
     Emit,
@@ -169,7 +172,13 @@ class Trainer:
         emit: Takes events; only rank 0's reach a reader.
         preemption: Whether this process received a signal to leave.
         before: Optimizer steps of the stages before, added to the steps that the user sees.
+
+    Attributes:
+        numbers: Of the last step whose numbers were read.
     """
+
+    numbers: StepNumbers | None = None
+    _launched: _Launched | None = None
 
     def __init__(
         self,
@@ -186,8 +195,7 @@ class Trainer:
         # A rank whose torchrun was killed is adopted by another process and would train on unnoticed.
         self._parent = os.getppid()
         self.step = self.samples_seen = self.skipped = self._skipped_in_a_row = 0
-        self.numbers: StepNumbers | None = None  # of the last step whose numbers were read
-        self._launched: _Launched | None = None
+        self._asked: defaultdict[Hashable, set[Draw]] = defaultdict(set)  # by a pass with a batch of these shapes
         self.log = RunLog(run, world, emit, before)
         self.family = families.make(cfg, cache)
         self.objective = preferences.make(cfg, self.family)
@@ -298,8 +306,8 @@ class Trainer:
             if len(micro_batches) > 1:  # it visits every module, and a single pass always reduces
                 sync_gradients(self.model, is_last, self._shards_gradients)
             self.oom_context.enter(FORWARD)
-            rng = SampleRng(self.cfg.train.seed, micro_batch.indices, world.device)
-            loss = self._loss(micro_batch.examples, micro_batch.weights, rng)
+            assert micro_batch.prepared is not None
+            loss = self._loss(micro_batch.prepared)
             self.clock.mark(FORWARD)
             self.oom_context.enter(BACKWARD)
             if is_last:
@@ -350,10 +358,19 @@ class Trainer:
         shares = [weight / total if total else 0.0 for weight, total in zip(weights, totals, strict=True)]
         return torch.tensor(shares, device=self.world.device)
 
-    def _loss(self, examples: Sequence[Example], weights: Sequence[float], rng: SampleRng) -> Loss:
-        """The loss of examples that share a batch key; the weight of padding is 0."""
-        examples, weights, rng = self.objective.items(examples, weights, rng)
+    def _prepare(
+        self, seed: int, examples: Sequence[Example], weights: Sequence[float], indices: Sequence[int]
+    ) -> Prepared:
+        """The pass over examples that share a batch key; the weight of padding is 0."""
+        device = self.world.device
+        examples, weights, rng = self.objective.items(examples, weights, SampleRng(seed, indices, device))
         batch = {**self.family.collate(examples), "weight": torch.tensor(weights)}
+        shapes = tuple((name, tensor.shape) for name, tensor in batch.items())
+        rng = rng.ahead(self._asked[shapes])
+        return Prepared({name: pin(tensor, device) for name, tensor in batch.items()}, rng)
+
+    def _loss(self, prepared: Prepared) -> Loss:
+        batch, rng = prepared.batch, prepared.rng
         if self._dropouts:
             rows = self.family.sample_rows(batch)
             adapters.set_samples(self._dropouts, rng.seed, rng.indices, rows, self.world.device)
@@ -527,13 +544,13 @@ class Trainer:
         count, size = self.data.num_held_out, self.world.size
         self.settle()
         sums = Sums.zero(self._num_parts, torch.empty(0, dtype=torch.float64, device=self.world.device))
+        seed = derived_seed(self.cfg.train.seed, "validation")
         with self._evaluating():
             for first in range(0, count, size):
                 index = first + self.world.rank
                 example = self.data.held_out(index % count)
                 mine = 1.0 if index < count else 0.0
-                rng = SampleRng(derived_seed(self.cfg.train.seed, "validation"), (index % count,), self.world.device)
-                sums.add(self._loss((example,), (mine,), rng))
+                sums.add(self._loss(self._prepare(seed, (example,), (mine,), (index % count,))))
         row = sums.row()
         self.world.add_up(row)
         total, weight, _, non_finite, *parts = row.tolist()
@@ -683,7 +700,10 @@ class Trainer:
         """The loader of this rank, which begins at the position that was resumed."""
         world, data, micro_batch = self.world, self.data, self.cfg.train.micro_batch
         batches = data.batch_sampler(self._batch_sizes, saved)
-        return Loader(batches, data.example, world.rank, world.size, micro_batch, data.loss_weight, world.device)
+        prepare = partial(self._prepare, self.cfg.train.seed)
+        return Loader(
+            batches, data.example, world.rank, world.size, micro_batch, data.loss_weight, world.device, prepare
+        )
 
     def _find_length(self, context: RankContext) -> int:
         """The optimizer steps of the run, which are announced. The number of ranks does not change them. Collective.
