@@ -25,6 +25,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig
 from trainer.config.terminal import not_installed
 from trainer.launcher.network import must_be_joined, node_environment
+from trainer.run.allocator import pins_exactly
 from trainer.run.events import EventWriter, StatusEvent
 from trainer.run.failure import launches, output_file
 from trainer.run.folder import RunDir
@@ -147,7 +148,8 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
             run.clear(request)
         with EventWriter(run.events_file) as events:
             events.write(StatusEvent(state="starting", message=waits))
-        process = _spawn(argv, output_file(run, launches(run) + 1), environment)
+        variables = {**worker_environment(pins_exactly(cfg)), **environment}
+        process = _spawn(argv, output_file(run, launches(run) + 1), variables)
         Launch.of(process, argv).write(run)
     return _handle(run, process, argv)
 
@@ -199,7 +201,9 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "t
         if any(argv_of(process) == argv for process in psutil.process_iter()):
             raise InputError(f"{run.path}: node {node_rank} of this run is already running on this machine")
         end_orphans(run, argv[2])
-        process = _spawn(argv, _free_node_log(run, node_rank), environment)
+        is_exact = run.config_file.is_file() and pins_exactly(run.config())
+        variables = {**worker_environment(is_exact), **environment}
+        process = _spawn(argv, _free_node_log(run, node_rank), variables)
     return _handle(run, process, argv)
 
 
@@ -232,6 +236,6 @@ def _spawn(argv: Sequence[str], output: Path, environment: Mapping[str, str]) ->
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**worker_environment(), **environment},
+            env=environment,
             start_new_session=True,
         )

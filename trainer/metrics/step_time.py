@@ -31,6 +31,11 @@ class StepMarks:
     blocks: list[tuple[Mark, Mark]] = field(default_factory=list)
     communication: float = 0.0
 
+    @property
+    def seconds(self) -> float:
+        """From the start to the end of the last phase. On CUDA, waits for it."""
+        return _elapsed(self.start, self.phases[-1][1])
+
     def read(self) -> dict[str, float]:
         """Seconds per phase, with `communication` and `own` (which are parts of the others). On CUDA, waits for the end
         of the step."""

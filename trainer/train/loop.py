@@ -58,6 +58,7 @@ from trainer.optim import (
     set_learning_rate,
     state_tensors,
 )
+from trainer.parallel.compile import describe_compiled
 from trainer.parallel.replicas import check_reduced, diverged
 from trainer.pinned import pin
 from trainer.rng import Draw, SampleRng, derived_seed
@@ -469,6 +470,11 @@ class Trainer:
             if self.ema:  # the next step has not changed the weights yet
                 self.ema.update(numbers.step - 1)
         self._log_step(numbers, launched)
+        if self.cfg.train.compile and self.numbers is None:
+            compiled, left = describe_compiled()
+            self.log.note("training", f"{compiled}; the first step took {launched.marks.seconds:.0f} s", numbers.step)
+            if left:
+                self.log.warn(left, numbers.step)
         return numbers
 
     def _note_skipped(self, numbers: StepNumbers) -> None:
@@ -491,7 +497,7 @@ class Trainer:
         self._own_s = split["own"]
         figures = numbers.step, numbers.loss, numbers.grad_norm, dict(split)
         log.debug("step %d: loss %.6g, gradient norm %.6g, seconds %s", *figures)
-        seconds = sum(split[phase] for phase in (DATA, FORWARD, BACKWARD, OPTIMIZER))
+        seconds = launched.marks.seconds
         images = self.cfg.train.batch_size * self.objective.images_per_example
         self.log.stepped(
             StepEvent(
