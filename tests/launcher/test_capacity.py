@@ -14,8 +14,8 @@ from tests.runs import run_config
 from trainer.config.installation import PRESETS
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
+from trainer.gpus import Gpu
 from trainer.launcher import capacity
-from trainer.metrics.gpus import Gpu
 from trainer.plan.fixes import planned
 from trainer.plan.phases import ASSUMED
 from trainer.run.folder import shared_cache

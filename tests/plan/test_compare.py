@@ -9,7 +9,7 @@ import pytest
 
 from tests.plan.common import run
 from trainer.config.amounts import GIB
-from trainer.metrics.gpus import Gpu
+from trainer.gpus import Gpu
 from trainer.plan.calibration import Measured, keep, reserve_of
 from trainer.plan.compare import describe_measured, describe_plan, plan_here, warning
 from trainer.plan.fixes import planned
