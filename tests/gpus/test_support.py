@@ -28,7 +28,9 @@ def said(gpu: Gpu, build: Build) -> str:
 
 
 def test_the_build_of_torch_is_read_without_importing_it() -> None:
-    script = "import sys; from trainer.gpus import support; print(support.installed()); assert 'torch' not in sys.modules"
+    script = (
+        "import sys; from trainer.gpus import support; print(support.installed()); assert 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     build = support.installed()
     assert done.stdout.strip() == str(build)
