@@ -11,8 +11,9 @@ from typing import Any
 
 import psutil
 import pytest
+from PIL import Image
 
-from tests.gpus.machines import CPU, CU130, TWO_H100, install, pretend
+from tests.gpus.machines import CPU, CU130, OLD_DRIVER, TWO_H100, install, pretend
 from tests.runs import run_config
 from trainer import gpus as machine_gpus
 from trainer.config.errors import InputError
@@ -21,10 +22,10 @@ from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.gpus import Gpu
 from trainer.gpus.support import Build
-from trainer.launcher import capacity
+from trainer.launcher import capacity, preflight
 from trainer.plan.fixes import planned
 from trainer.plan.phases import ASSUMED
-from trainer.run.folder import shared_cache
+from trainer.run.folder import RunDir, shared_cache
 
 MANY = 10_000
 """Checkpoints that no disk has room for."""
@@ -248,3 +249,15 @@ def test_a_disk_without_room_for_the_quantized_base_is_a_problem_of_that(runs: P
     found = said(preset("flux2-dev-lora-int8-4gpu", "quantize.cache=true"), runs, gpus(4))
     assert found["quantize.cache"].startswith("true: the quantized base, checkpoints and export take ")
     assert "checkpoint.keep" not in found
+
+
+def test_a_run_that_continues_on_a_machine_whose_gpu_cannot_be_used_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    install(OLD_DRIVER, tmp_path, monkeypatch)
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text("a")
+    run = RunDir.create(tmp_path / "runs", run_config(tmp_path, parallel__device="auto"))
+    with pytest.raises(InputError, match=r"parallel\.device: auto: driver 450\.51\.06 is too old for torch 2\.13"):
+        preflight.continued_run(run, ())
+    preflight.continued_run(run, ["parallel.device=cpu"])

@@ -106,7 +106,7 @@ def test_a_slice_has_its_share_of_the_card() -> None:
 
 
 def test_a_machine_is_as_good_as_its_smallest_gpu() -> None:
-    assert of_machine([]) is None
+    assert of_machine([]) is None and of_machine([gpu(0, "NVIDIA GB10", -1)]) is None
     hardware = of_machine([gpu(0, "NVIDIA H100 PCIe", 81559), gpu(1, "GPU of 24000", 24000)])
     assert hardware is not None
     assert (hardware.count, hardware.card.name, hardware.card.memory) == (2, "GPU of 24000", 24000 * MIB)

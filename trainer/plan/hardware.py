@@ -105,8 +105,9 @@ def of_machine(listed: Sequence[Gpu]) -> Hardware | None:
 
     MIG slices count where no whole GPU is listed, as one: a run trains on one of them.
     """
-    whole = [gpu for gpu in listed if not gpu.is_slice]
-    cards = [like(gpu.name, gpu.memory * MIB) for gpu in whole or listed]
+    known = [gpu for gpu in listed if gpu.memory > 0]  # a GPU that shares the host's memory reports none
+    whole = [gpu for gpu in known if not gpu.is_slice]
+    cards = [like(gpu.name, gpu.memory * MIB) for gpu in whole or known]
     if not cards:
         return None
     return Hardware(min(cards, key=lambda card: (card.memory, card.tflops)), len(whole) or 1)
