@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from trainer.config.errors import InputError
 from trainer.config.sections import ParallelConfig
@@ -27,8 +28,25 @@ MEET_WITHIN = datetime.timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
+class PendingSum:
+    """A sum over the ranks that is under way."""
+
+    _tensor: Tensor
+    _work: dist.Work | None
+    _heartbeat: Heartbeat
+
+    def wait(self) -> list[float]:
+        """Wait for the sum, which is the same on every rank."""
+        if self._work is not None:
+            with self._heartbeat.waiting("all_reduce"):
+                self._work.wait()
+        summed: list[float] = self._tensor.tolist()
+        return summed
+
+
+@dataclass(frozen=True)
 class World:
-    """This rank among the others. `gather`, `sum` and `barrier` are collective.
+    """This rank among the others. `gather`, `sum`, `begin_sum`, `add_up` and `barrier` are collective.
 
     Attributes:
         rank, size: Among all ranks.
@@ -62,13 +80,19 @@ class World:
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum element-wise over the ranks, in fp64."""
-        if self.size == 1:
-            return values
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with self.heartbeat.waiting("all_reduce"):
-            dist.all_reduce(tensor)
-            summed: list[float] = tensor.tolist()
-        return summed
+        return self.begin_sum(values).wait()
+
+    def begin_sum(self, values: list[float]) -> PendingSum:
+        """Begin to sum element-wise over the ranks, in fp64, while this rank goes on. The device has no part in it."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        work = dist.all_reduce(tensor, async_op=True) if self.size > 1 else None
+        return PendingSum(tensor, work, self.heartbeat)
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Sum a tensor of the device over the ranks, in place. With an accelerator the host does not wait."""
+        if self.size > 1:
+            with self.heartbeat.waiting("all_reduce"):
+                dist.all_reduce(tensor)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ from trainer.parallel.fsdp_rules import entries
 from trainer.parallel.older_fsdp import let_bytes_be_sharded
 from trainer.parallel.strategy import Strategy, reshard_after_forward
 
+GRAPHS_OF_A_CLASS = 64
+"""Most graphs of one class of blocks: by shape, by whether inputs need gradients, in training and in evaluation. Past
+torch's own limit of 8, further shapes of SDXL's blocks would run uncompiled without a word."""
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -85,6 +90,7 @@ def parallelize(
         _compute_in(model, units, dtype)
     checkpoint_activations(units, train.checkpointing)
     if train.compile:
+        torch._dynamo.config.recompile_limit = max(GRAPHS_OF_A_CLASS, torch._dynamo.config.recompile_limit)
         for unit in units:
             unit.compile(backend=train.compile_backend)
     if mesh is None:
@@ -152,7 +158,7 @@ def checkpoint_activations(units: Sequence[nn.Module], checkpointing: str | int)
         return
     every = 1 if checkpointing == "full" else int(checkpointing)
     for unit in units[::every]:
-        unit.forward = _recomputed(unit.forward)
+        unit.forward = _for_class(type(unit), _recomputed(unit.forward))
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,6 +170,21 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return run
+
+
+def _for_class(kind: type[nn.Module], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function of this file that wraps the forward of a block, with a code object for each class of blocks.
+
+    torch.compile keeps its graphs at the code object of what it compiles: all classes would share one limit.
+    """
+    assert isinstance(wrapper, FunctionType)
+    code = _code_for(wrapper.__code__, kind.__name__)
+    return FunctionType(code, wrapper.__globals__, code.co_name, wrapper.__defaults__, wrapper.__closure__)
+
+
+@cache
+def _code_for(code: CodeType, name: str) -> CodeType:
+    return code.replace(co_name=f"{code.co_name}_{name}")
 
 
 def _on_cast_inputs(method: Callable[..., Any], dtype: torch.dtype, kept: Collection[str]) -> Callable[..., Any]:
@@ -187,7 +208,7 @@ def _compute_in(model: nn.Module, units: Sequence[nn.Module], dtype: torch.dtype
     """
     inside = {id(module) for unit in units for module in unit.modules()}
     for unit in units:
-        unit.forward = _on_copies(unit, list(unit.modules()), dtype)
+        unit.forward = _for_class(type(unit), _on_copies(unit, list(unit.modules()), dtype))
     rest = [module for module in model.modules() if id(module) not in inside]
     model.forward = _on_copies(model, rest, dtype)
 
