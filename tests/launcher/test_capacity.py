@@ -63,8 +63,8 @@ def test_the_quickstart_is_trained_anywhere(runs: Path):
 @pytest.mark.parametrize(
     ("count", "devices", "message"),
     [
-        (1, 4, "4 are asked for, this machine has 1 GPU; set 1 or fewer"),
-        (2, 4, "4 are asked for, this machine has 2 GPUs; set 2 or fewer"),
+        (1, 4, "4 are asked for, this run may use 1 GPU; set 1 or fewer"),
+        (2, 4, "4 are asked for, this run may use 2 GPUs; set 2 or fewer"),
         (4, 4, None),
         (8, 4, None),
     ],
@@ -82,7 +82,7 @@ def test_only_the_visible_gpus_are_counted(
     cfg = run_config(tmp_path, parallel__device="auto", parallel__devices=4)
     count = f"{usable} GPU" + ("s" if usable > 1 else "")
     assert said(cfg, runs, gpus(4)) == {
-        "parallel.devices": f"4 are asked for, this machine has {count}; set {usable} or fewer"
+        "parallel.devices": f"4 are asked for, this run may use {count}; set {usable} or fewer"
     }
 
 
@@ -147,7 +147,7 @@ def test_several_ranks_on_slices_of_a_card_are_a_problem_and_one_is_not(runs: Pa
 def test_the_gpus_that_the_queue_chose_are_counted(runs: Path, tmp_path: Path):
     cfg = run_config(tmp_path, parallel__device="cuda", parallel__devices=2)
     (problem,) = capacity.problems(cfg, runs, gpus(4), chosen=(3,))
-    assert str(problem) == "parallel.devices: 2 are asked for, this machine has 1 GPU; set 1 or fewer"
+    assert str(problem) == "parallel.devices: 2 are asked for, this run may use 1 GPU; set 1 or fewer"
     (problem,) = capacity.problems(cfg, runs, gpus(2), chosen=(3,))
     assert str(problem) == (
         "parallel.device: cuda: GPU 3 was chosen for this run, but the GPUs that it may use are: 0, 1; or set cpu"

@@ -120,6 +120,16 @@ def test_a_queued_run_sees_its_gpus_by_uuid_whatever_order_cuda_gives_them(queue
         assert f'"message": "{uuid}"' in queue.run_of(entry).events_file.read_text()
 
 
+def test_more_ranks_than_the_gpus_that_were_chosen_are_refused(queue, config, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    install(MIXED, tmp_path / "bin", monkeypatch)
+    wide = config("wide")
+    parallel = wide.parallel.model_copy(update={"device": "cuda", "devices": 2})
+    queue.add(wide.model_copy(update={"parallel": parallel}), gpus=(1,))
+    (entry,) = queue.start_next()
+    assert "parallel.devices: 2 are asked for, this run may use 1 GPU" in entry.error
+
+
 def test_an_entry_of_an_older_queue_whose_gpu_is_hidden_now_says_so(queue, config, tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     install(MIXED, tmp_path / "bin", monkeypatch)

@@ -86,7 +86,7 @@ def _wrong_gpus(cfg: RunConfig, given: Sequence[Gpu], listed: Sequence[Gpu] | No
         yield Problem("parallel.devices", message)
     elif given and wanted > len(given):
         have = f"{len(given)} GPU" + ("s" if len(given) > 1 else "")
-        yield Problem("parallel.devices", f"{wanted} are asked for, this machine has {have}; set {len(given)} or fewer")
+        yield Problem("parallel.devices", f"{wanted} are asked for, this run may use {have}; set {len(given)} or fewer")
     else:
         yield from _without_bf16(cfg, given)
 
