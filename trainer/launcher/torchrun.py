@@ -24,6 +24,7 @@ from trainer.config.installation import start_command
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig
 from trainer.config.terminal import not_installed
+from trainer.gpus import visible
 from trainer.launcher.network import must_be_joined, node_environment
 from trainer.run.allocator import pins_exactly
 from trainer.run.events import EventWriter, StatusEvent
@@ -128,14 +129,13 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
         cfg: Config of the run.
         run: The run.
         module: Python module that every rank executes.
-        gpus: Indices of the GPUs that the ranks may use; empty for all.
+        gpus: nvidia-smi's indices of the GPUs that the ranks may use; empty for all.
 
     Raises:
-        InputError: The run is already running.
+        InputError: The run is already running, or a GPU is not visible here.
     """
-    environment = node_environment(cfg.parallel)  # resolves names, so not while the lock is held
-    if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    # Resolves names and asks nvidia-smi, so not while the lock is held.
+    environment = node_environment(cfg.parallel) | _gpu_environment(cfg.parallel, gpus)
     waits = f"waits for the other nodes: {joining(run, cfg.parallel.nodes)}" if must_be_joined(cfg.parallel) else ""
     with run.locked():
         require_ended(run)
@@ -152,6 +152,10 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
         process = _spawn(argv, output_file(run, launches(run) + 1), variables)
         Launch.of(process, argv).write(run)
     return _handle(run, process, argv)
+
+
+def _gpu_environment(parallel: ParallelConfig, chosen: Sequence[int]) -> dict[str, str]:
+    return visible.environment(chosen) if chosen or parallel.device != "cpu" else {}
 
 
 def _require_readable(written: Iterable[Path]) -> None:
@@ -193,7 +197,7 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "t
     if not 1 <= node_rank < nodes:
         numbers = "1" if nodes == 2 else f"1 to {nodes - 1}"
         raise InputError(f"--node-rank {node_rank}: the nodes that join {run.path} have the numbers {numbers}")
-    environment = node_environment(parallel)
+    environment = node_environment(parallel) | _gpu_environment(parallel, ())
     # A machine that does not see the run folder cannot train in stages; its ranks report that.
     has_stages = run.config_file.is_file() and bool(run.config().stages)
     with run.locked():
