@@ -112,7 +112,7 @@ def plan_bar(plan: MemoryPlan, checked: str = "") -> Markup:
     colored = list(zip(parts, colors, strict=True))
     named = [label.format(item.sentence, color, item.name, item.size / GIB) for item, color in colored]
     mood = {"fits": "good", "tight": "slow", "does not fit": "bad"}.get(plan.verdict or "", "good")
-    time = f" {plan.time.low:.1f} to {plan.time.high:.1f} s per step." if plan.time else ""
+    time = f" {plan.time}." if plan.time else ""
     others = ", ".join(f"{phase.name} {phase.need / GIB:.2f}" for phase in plan.phases if phase is not most)
     return Markup(
         '<div class="plan run {mood}" data-verdict="{fits}"><p role="status" class="sentence">'

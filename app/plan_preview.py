@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.gpus import Gpu
-from trainer.plan.calibration import reserve_of
+from trainer.plan.calibration import calibrate
 from trainer.plan.fixes import Fix, fixes, planned
 from trainer.plan.hardware import CARDS, Card, of_machine
 from trainer.plan.memory import MemoryPlan, describe_trace
@@ -82,7 +82,7 @@ class PlanPreviews:
 
     def _planned(self, cfg: RunConfig, card: Card | None, cache: Path) -> tuple[MemoryPlan, tuple[Fix, ...]] | None:
         """The plan and its fixes, made once for what a form shows again and again; None for a model without a table."""
-        reserve = reserve_of(cache, card)
+        card, reserve = calibrate(cache, card)
         key = cfg.model_dump_json(), card, reserve, cache
         known = self._plans.pop(key, None)
         if known is None:

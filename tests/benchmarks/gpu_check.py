@@ -57,6 +57,7 @@ PARTS = {
     "compile": Part("gpu_steps:compiled", 450),
     "blocks": Part("gpu_steps:blocks", 120),
     "memory": Part("gpu_plan:memory", 300),
+    "ranks": Part("gpu_ranks:ranks", 240),
     "tests": Part("gpu_check:tests", 300),
 }
 SLOWER = 3

@@ -50,6 +50,11 @@ class Place:
         return "inductor" if self.device == "cuda" else "aot_eager"
 
     @property
+    def cache(self) -> Path:
+        """Where plans read what was measured."""
+        return self.folder / "cache" if self.tiny else Path("runs", "cache")
+
+    @property
     def here(self) -> torch.device:
         """The device."""
         return torch.device(self.device)

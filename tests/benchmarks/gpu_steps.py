@@ -24,7 +24,9 @@ from tests.benchmarks.workload import KLEIN_4B, TINY, Bench, Workload, prepare
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World, connect
 from trainer.metrics.memory import MemoryMeter
+from trainer.plan.calibration import Measured, keep
 from trainer.plan.cards import speed_of
+from trainer.plan.fixes import planned
 from trainer.train.loop import Trainer
 
 WARM_UP, STEPS = 3, 8
@@ -33,6 +35,8 @@ KLEIN_4B_TFLOP = 76.3
 DEV_BLOCKS = Workload(double=1, single=1, heads=48, head_size=128, text_width=15360, text_tokens=512, pixels=1024)
 """One block of each kind at the width of FLUX.2 dev."""
 MOST_OPERATIONS = 12
+MOST_WAITS = 1
+"""Times that the host waits for the device in a step."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ EAGER = {
     "nf4, sharded, recompute": Variant({"quantize": {"format": "nf4"}, **RECOMPUTED, **SHARDED}),
     "512 px": Variant(pixels=512),
     "512 px, 4 images": Variant(pixels=512, batch=4),
+    "4 images, recompute": Variant(RECOMPUTED, batch=4),
 }
 COMPILED = {
     "compiled": Variant({"train": {"compile": True}}),
@@ -178,11 +183,43 @@ def _measure(name: str, variant: Variant, place: Place, report: Report) -> None:
         found = _time(trainer.train_step, place)
         found |= {"ready_s": ready_s, "peak": MemoryMeter(trainer.world).read().peak}
         if place.device == "cuda":
+            learn(trainer.cfg, found, torch.cuda.get_device_name(), place)
             found |= _waits(trainer.train_step)
             found["idle"] = max(0.0, 1 - _busy(trainer.train_step) / found["together_s"])
-        report.add(Row(name, _speed(found, variant, place), numbers=found))
+        waits = found.get("waits", 0)
+        limit = f"<= {MOST_WAITS} wait" if waits else ""
+        report.add(Row(name, _speed(found, variant, place), limit, waits <= MOST_WAITS, numbers=found))
         if name == "plain":
             _save(trainer, report)
+
+
+def learn(cfg: RunConfig, found: Mapping[str, float], gpu: str, place: Place) -> None:
+    """Keep a step's speed for later plans of the same kind of GPU.
+
+    Steps that also decode or gather say nothing of how fast a GPU computes.
+    """
+    if cfg.quantize.format != "none" or cfg.parallel.strategy != "none":
+        return
+    base = {"family": "flux2", "path": "published/model", "options": {"architecture": "klein-4b"}}
+    plan = planned(RunConfig.model_validate({**cfg.model_dump(exclude_unset=True), "model": base}), None, place.cache)
+    assert plan is not None, "its tables come with the program"
+    is_cuda = place.device == "cuda"
+    reserved = torch.cuda.max_memory_reserved() if is_cuda else int(found["peak"])
+    free, total = torch.cuda.mem_get_info() if is_cuda else (0, reserved)
+    keep(
+        place.cache,
+        Measured(
+            gpu=gpu,
+            ranks=1,
+            planned=plan.training.peak,
+            allocated=int(found["peak"]),
+            reserved=reserved,
+            used=total - free,
+            seconds=found["together_s"],
+            flops=plan.flops,
+            is_compiled=cfg.train.compile,
+        ),
+    )
 
 
 def _measure_by_hand(name: str, bench: Bench, place: Place, report: Report, compiler: str = "") -> None:

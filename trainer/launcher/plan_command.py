@@ -110,9 +110,7 @@ def _plan_part(cfg: RunConfig, card: Card | None, cache: Path, exactly: bool) ->
 def _all_lines(cfg: RunConfig, result: _PartPlan) -> list[str]:
     text = lines(cfg, result.plan)
     for fix in result.fixes:
-        assert fix.plan.time is not None
-        low, high = fix.plan.time.low, fix.plan.time.high
-        text.append(f"  fits with {fix}: {fix.plan.need / GIB:.2f} GiB, {low:.1f} to {high:.1f} s per step")
+        text.append(f"  fits with {fix}: {fix.plan.need / GIB:.2f} GiB, {fix.plan.time}")
     if result.largest:
         values = ", ".join(f"{field}={value}" for field, value in result.largest.items())
         text.append(f"largest that fit, each by itself: {values}")
@@ -137,12 +135,18 @@ def lines(cfg: RunConfig, found: MemoryPlan) -> list[str]:
     if found.card and found.card.speed_of:
         text.append(f"speed            that of this GPU is not known; assumed: {found.card.speed_of}")
     if found.time:
-        text.append(
-            f"time             {found.time.low:.1f} to {found.time.high:.1f} s per step; {found.time.bound_by} decides"
-        )
+        source = _SOURCES[found.time.source]
+        text.append(f"time             {found.time}, {source}; {found.time.bound_by} decides")
         text.append(f"length           {_length(cfg, found.time)}")
     text += ["", verdict(found)]
     return text
+
+
+_SOURCES = {
+    "measured here": "as measured in runs here",
+    "measured": "as measured on such a GPU",
+    "assumed": "by an assumed speed",
+}
 
 
 def _length(cfg: RunConfig, time: Time) -> str:

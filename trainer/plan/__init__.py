@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.config.schema import RunConfig
-from trainer.plan.calibration import reserve_of
+from trainer.plan.calibration import calibrate
 from trainer.plan.hardware import Card
 from trainer.plan.memory import MemoryPlan, plan_of
 from trainer.plan.store import find_model
@@ -47,4 +47,4 @@ def plan(
     Raises:
         InputError: The model is neither known nor on this machine.
     """
-    return plan_of(cfg, find_model(cfg, cache, say), card, reserve_of(cache, card))
+    return plan_of(cfg, find_model(cfg, cache, say), *calibrate(cache, card))

@@ -1,23 +1,35 @@
-"""Calibrates plans with the memory measured in runs on this machine. No torch.
+"""Calibrates plans with what was measured in runs. No torch.
 
-A run on GPUs adds a line to `plans/measured.jsonl` in the folder shared by runs. Plans for the same kind of GPU take
-the memory of the allocator and the driver from the newest of these lines instead of assuming it.
+A run on GPUs adds a line to `plans/measured.jsonl` in the folder shared by runs, and so does `make gpu-check`. Plans
+for the same kind of GPU take the memory of the allocator and the driver, and the speed of steps like theirs, from the
+newest of these lines instead of assuming them. Speeds of a few kinds of GPU come with the program.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from trainer.config.files import make_private_if_new
-from trainer.plan.hardware import Card
+from trainer.plan.cards import speed_of
+from trainer.plan.hardware import Card, MeasuredStep
 from trainer.plan.phases import Reserve
 
+SHIPPED = {
+    "H100": (
+        MeasuredStep(79.7e12, 0.294),
+        MeasuredStep(114.6e12, 0.408),
+        MeasuredStep(79.7e12, 0.204, is_compiled=True),
+        MeasuredStep(114.6e12, 0.267, is_compiled=True),
+    ),
+}
+"""{words of a card in `cards`: steps measured on it}. FLUX.2 klein-4B, a LoRA of rank 16, one image of 1024 px, without
+and with recompute (tests/benchmarks/RESULTS.md, GPU, 2026-11-26)."""
 NEWEST = 20
 """Number of lines that count, the newest of a kind of GPU."""
 
@@ -34,6 +46,8 @@ class Measured:
         reserved: Most bytes reserved by the allocator.
         used: Bytes of the device in use by all processes.
         seconds: Seconds of a step.
+        flops: Floating-point operations of a step; 0 in lines of versions that did not write it.
+        is_compiled: Whether the blocks were compiled.
     """
 
     gpu: str
@@ -43,6 +57,8 @@ class Measured:
     reserved: int
     used: int
     seconds: float
+    flops: float = 0.0
+    is_compiled: bool = False
 
 
 _MEASURED = TypeAdapter(Measured)
@@ -57,9 +73,24 @@ def keep(cache: Path, measured: Measured) -> None:
         lines.write(json.dumps(asdict(measured)) + "\n")
 
 
-def reserve_of(cache: Path, card: Card | None) -> Reserve:
-    """Return the memory of allocator and driver on this kind of GPU, measured or, without measurements, assumed."""
-    lines = [one for one in _read(_file(cache)) if card and one.gpu == card.name][-NEWEST:]
+def calibrate(cache: Path, card: Card | None) -> tuple[Card | None, Reserve]:
+    """Return the GPU with the speed of steps that were measured on its kind, and the memory of allocator and driver.
+
+    Args:
+        cache: Folder shared by runs.
+        card: As it is assumed to be.
+    """
+    if card is None:
+        return None, Reserve()
+    lines = [one for one in _read(_file(cache)) if one.gpu == card.name][-NEWEST:]
+    # Several ranks wait for each other, which says nothing of a GPU's own speed.
+    steps = [MeasuredStep(one.flops, one.seconds, one.is_compiled, True) for one in lines if one.ranks == 1]
+    speed = speed_of(card.name)
+    shipped = SHIPPED.get(speed.words, ()) if speed else ()
+    return replace(card, measured=(*(step for step in steps if step.flops), *shipped)), _reserve(lines)
+
+
+def _reserve(lines: Sequence[Measured]) -> Reserve:
     if not lines:
         return Reserve()
     share = statistics.median(one.reserved / one.allocated - 1 for one in lines)

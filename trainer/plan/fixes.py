@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from trainer.config.families import of, size_field, trains_on
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter, RankAdapter
-from trainer.plan.calibration import reserve_of
+from trainer.plan.calibration import calibrate
 from trainer.plan.hardware import Card
 from trainer.plan.memory import TIGHT, MemoryPlan, plan_of
 from trainer.plan.phases import CAPTIONS, SAMPLING, Reserve
@@ -57,7 +57,7 @@ def fixes(cfg: RunConfig, card: Card, cache: Path) -> list[Fix]:
     Returns:
         The changes, fastest first; empty if the run fits or nothing helps.
     """
-    reserve = reserve_of(cache, card)
+    card, reserve = _calibrated(cache, card)
     now = planned(cfg, card, cache, reserve)
     if now is None or now.verdict == "fits":
         return []
@@ -75,7 +75,7 @@ def largest(cfg: RunConfig, card: Card, cache: Path) -> dict[str, int]:
     """Return {field: largest value with which the run fits, other fields unchanged}, without fields that have none."""
     fields = [size_field(cfg), "train.micro_batch"]
     fields += ["adapter.rank"] if isinstance(cfg.adapter, RankAdapter) else []
-    reserve = reserve_of(cache, card)
+    card, reserve = _calibrated(cache, card)
 
     def fits(field: str) -> Callable[[int], bool]:
         def check(value: int) -> bool:
@@ -94,9 +94,23 @@ def largest(cfg: RunConfig, card: Card, cache: Path) -> dict[str, int]:
 
 
 def planned(cfg: RunConfig, card: Card | None, cache: Path, reserve: Reserve | None = None) -> MemoryPlan | None:
-    """Return the plan, or None where the model has no table yet. reserve: None for `reserve_of` the GPU."""
+    """Return the plan, or None where the model has no table yet.
+
+    Args:
+        cfg: The run's config.
+        card: The GPU of each rank.
+        cache: Folder shared by runs.
+        reserve: That of a card which was calibrated. None: both are, with the runs of this machine.
+    """
     model = known_model(cfg, cache)
-    return plan_of(cfg, model, card, reserve_of(cache, card) if reserve is None else reserve) if model else None
+    if reserve is None:
+        card, reserve = calibrate(cache, card)
+    return plan_of(cfg, model, card, reserve) if model else None
+
+
+def _calibrated(cache: Path, card: Card) -> tuple[Card, Reserve]:
+    found, reserve = calibrate(cache, card)
+    return found or card, reserve
 
 
 def _same_result(cfg: RunConfig, plan: MemoryPlan) -> dict[str, tuple[Any, ...]]:

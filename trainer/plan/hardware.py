@@ -6,6 +6,7 @@ DECISIONS.md).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,27 @@ from trainer.config.errors import InputError
 from trainer.gpus import Gpu
 from trainer.gpus.visible import visible
 from trainer.plan.cards import Speed, namesake_of, shares, speed_of
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step that one rank did by itself on a kind of GPU.
+
+    Attributes:
+        flops: Its floating-point operations.
+        seconds: How long it took.
+        is_compiled: Whether the blocks were compiled.
+        is_here: Whether it was a run of this machine.
+    """
+
+    flops: float
+    seconds: float
+    is_compiled: bool = False
+    is_here: bool = False
+
+
+LIKE, NEAREST = 3.0, 3
+"""Steps tell of another one of at most this many times their operations or as small a part; as many of them count."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +52,7 @@ class Card:
         link: Bytes per second that a rank receives from other ranks on the same machine.
         host_link: Bytes per second to and from host memory.
         speed_of: What its speed was assumed from, because it is not known; empty if it is.
+        measured: Steps on this kind of GPU. Those of this machine win over others.
     """
 
     name: str
@@ -40,6 +63,17 @@ class Card:
     link: float
     host_link: float
     speed_of: str = ""
+    measured: tuple[MeasuredStep, ...] = ()
+
+    def steps_like(self, flops: float, is_compiled: bool) -> list[MeasuredStep]:
+        """Return the measured steps that are most like one of so many operations; empty if none is like it."""
+
+        def distance(step: MeasuredStep) -> float:
+            return abs(math.log(step.flops / flops))
+
+        like = [one for one in self.measured if one.is_compiled == is_compiled and distance(one) <= math.log(LIKE)]
+        here = [one for one in like if one.is_here]
+        return sorted(here or like, key=distance)[:NEAREST]
 
 
 def _card(name: str, memory: int, speed: Speed, of: str = "") -> Card:

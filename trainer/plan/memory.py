@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,11 +36,17 @@ class Time:
         low: If everything overlaps.
         high: If nothing overlaps.
         bound_by: The part that takes longest.
+        source: Where the GPU's speed is from: measured in steps like this one, by runs here or by others, or assumed.
     """
 
     low: float
     high: float
     bound_by: str
+    source: Literal["measured here", "measured", "assumed"] = "assumed"
+
+    def __str__(self) -> str:
+        digits = 1 if self.low >= 1 else 2
+        return f"{self.low:.{digits}f} to {self.high:.{digits}f} s per step"
 
 
 @dataclass(frozen=True)
@@ -141,16 +148,20 @@ def _time(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Shard
     link = NETWORK if crosses else card.link
     gathers = ring_share(sharding.ranks) * (memory.gathered + memory.scattered) / link
     between = 2 * ring_share(sharding.replicas) * memory.reduced / (NETWORK if cfg.parallel.nodes > 1 else card.link)
-    computing = memory.flops / (card.tflops * 1e12 * card.share)
+    computing, fixed = memory.flops / (card.tflops * 1e12 * card.share), FIXED_STEP_S
+    source: Literal["measured here", "measured", "assumed"] = "assumed"
+    steps = card.steps_like(memory.flops, cfg.train.compile)
+    if steps:
+        computing, fixed = statistics.median(memory.flops / one.flops * one.seconds for one in steps), 0.0
+        source = "measured here" if steps[0].is_here else "measured"
     parts = {
         "computing": computing + DECODING_TRAFFIC * _decoded(cfg, model_pass) / card.bandwidth,
         "gathering weights": gathers + between,
         # The shard of this rank of all gathered bytes.
         "copies from host memory": memory.gathered / sharding.ranks / card.host_link if sharding.offload else 0.0,
     }
-    return Time(
-        max(parts.values()) + FIXED_STEP_S, sum(parts.values()) + FIXED_STEP_S, max(parts, key=parts.__getitem__)
-    )
+    low, high = max(parts.values()) + fixed, sum(parts.values()) + fixed
+    return Time(low, high, max(parts, key=parts.__getitem__), source)
 
 
 def _decoded(cfg: RunConfig, model_pass: ModelPass) -> float:

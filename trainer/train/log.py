@@ -118,7 +118,7 @@ class RunLog:
         """
         if self._world.device.type != "cuda" or self._world.rank:
             return
-        self._cache, self._measure_at = cache, step + MEASURED_STEPS
+        self._cache, self._measure_at, self._is_compiled = cache, step + MEASURED_STEPS, cfg.train.compile
         name = torch.cuda.get_device_name(self._world.device)
         self._plan = compare.plan_here(cfg, cache, name, self._world.memory)
         if self._plan is not None:
@@ -181,6 +181,8 @@ class RunLog:
             reserved=torch.cuda.max_memory_reserved(device),
             used=total - free,
             seconds=event.seconds,
+            flops=plan.flops,
+            is_compiled=self._is_compiled,
         )
         self.note("training", compare.describe_measured(measured), event.step)
         keep(self._cache, measured)

@@ -1,0 +1,108 @@
+"""What can be shown of several ranks on one device: NCCL by itself, and two ranks that talk over gloo."""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.benchmarks.gpu_report import Place, Report, Row
+from tests.runs import difference, make_pictures, make_run, run_config, train
+from trainer.config.schema import RunConfig
+from trainer.distributed.world import joined
+from trainer.run.folder import RunDir
+
+RANKS = 2
+CLOSE = 1e-5
+"""Largest difference of a loss or weight in fp32: the ranks add up in another order."""
+LIMIT = datetime.timedelta(seconds=120)
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "nf4": {"train__checkpointing": "full", "quantize__format": "nf4"},
+    "full": {"adapter__type": "none"},
+    "offloaded": {"parallel__cpu_offload": True},
+}
+
+
+def ranks(place: Place, report: Report) -> None:
+    """Collectives of one rank, then runs of two ranks on this device against one."""
+    with report.measuring("collectives"):
+        _collectives(place, report)
+    pictures = make_pictures(place.folder / "ranks" / "pictures")
+    found = [_outcomes(count, pictures, place) for count in (1, RANKS)]
+    for name in CASES:
+        with report.measuring(f"two ranks, {name}"):
+            one, two = (outcomes[name] for outcomes in found)
+            losses = max(abs(a - b) for a, b in zip(one["losses"], two["losses"], strict=True))
+            weights = difference(one["weights"], two["weights"])
+            figure = f"losses differ by {losses:.1e}, weights by {weights:.1e} from one rank"
+            report.add(Row(f"two ranks, {name}", figure, f"<= {CLOSE}", max(losses, weights) <= CLOSE))
+
+
+def _collectives(place: Place, report: Report) -> None:
+    """One rank gathers and reduces over its own backend. Bytes must come back as they were, whatever they mean."""
+    backend = "nccl" if place.device == "cuda" else "gloo"
+    with _group(backend, dist.HashStore(), 0, 1):
+        mine = torch.randint(0, 256, (2**20,), dtype=torch.uint8, device=place.here)  # as bf16, many are NaN
+        whole = torch.empty_like(mine)
+        dist.all_gather_into_tensor(whole, mine)
+        numbers = torch.randn(2**20, device=place.here)
+        share = torch.empty_like(numbers)
+        dist.reduce_scatter_tensor(share, numbers)
+        dist.all_reduce(total := numbers.clone())
+        place.synchronize()
+        found = {"bytes": torch.equal(whole, mine), "shares": torch.equal(share, numbers)}
+        found["sums"] = torch.equal(total, numbers)
+        wrong = [name for name, is_equal in found.items() if not is_equal]
+        figure = f"{backend}, one rank: " + (
+            f"other {', '.join(wrong)}" if wrong else "bytes, shares and sums are equal"
+        )
+        report.add(Row("collectives", figure, "equal", not wrong))
+
+
+def _outcomes(count: int, pictures: Path, place: Place) -> dict[str, Any]:
+    """{case: losses and weights of a tiny run in fp32}, on ranks that share this device; one rank shards nothing."""
+    configs = {}
+    for name, changes in CASES.items():
+        fields = changes if count > 1 else {key: value for key, value in changes.items() if "offload" not in key}
+        strategy = "full" if count > 1 else "none"
+        configs[name] = run_config(pictures, **fields, parallel__strategy=strategy, parallel__device=place.device)
+    with tempfile.TemporaryDirectory(dir=place.folder / "ranks") as root:
+        mp.spawn(_train, (count, configs, place.device, Path(root)), nprocs=count)
+        found: dict[str, Any] = torch.load(Path(root) / "outcomes.pt", weights_only=True)
+        return found
+
+
+def _train(rank: int, count: int, configs: dict[str, RunConfig], device: str, root: Path) -> None:
+    """One rank, in a process of its own. Rank 0 leaves losses and weights in a file."""
+    here = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(here)
+    outcomes = {}
+    with _group("gloo", dist.FileStore(str(root / "store"), count), rank, count):
+        world = joined(here, rank, count)
+        for name, cfg in configs.items():
+            folder = root / name
+            if rank == 0:
+                make_run(root, cfg, name)
+            world.barrier()
+            outcome = train(world, cfg, RunDir(folder))
+            outcomes[name] = {"losses": outcome.losses, "weights": outcome.weights}
+    if rank == 0:
+        torch.save(outcomes, root / "outcomes.pt")
+
+
+@contextmanager
+def _group(backend: str, store: dist.Store, rank: int, count: int) -> Iterator[None]:
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=LIMIT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
