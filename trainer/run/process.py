@@ -287,7 +287,7 @@ def derive_state(is_alive: bool, last: State) -> State:
 
 
 def stop(run: RunDir) -> None:
-    """Request a stop after the current step, with a checkpoint. Raises InputError if it is not running."""
+    """Request a stop after the current step or the next, with a checkpoint. Raises InputError if it is not running."""
     if not alive(run):
         raise InputError(f"{run.path}: is not running; continue it with --resume")
     run.request("stop")
