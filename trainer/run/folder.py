@@ -22,7 +22,7 @@ from trainer.config.load import dump_config, load_config
 from trainer.config.schema import RunConfig
 
 Request = Literal["stop", "save", "sample"]
-"""stop: stop after this step or the next, with a checkpoint.  save: save a checkpoint now.  sample: write samples now."""
+"""stop: stop after this step or the next, with a checkpoint.  save: save one now.  sample: write samples now."""
 
 
 NOT_RUNS = frozenset({"cache", "downloads", "drafts", "presets", "queue", "thumbnails"})
