@@ -26,7 +26,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from tests.benchmarks.gpu_report import GIB, Place, Report, Row, as_text, read
+from tests.benchmarks.gpu_report import GIB, Place, Report, Row, as_text, clocks, query, read
+from trainer.run.process import worker_environment
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "gpu-check"
@@ -118,7 +119,8 @@ def _run(name: str, place: Place) -> None:
     limit = PARTS[name].limit_s * (SLOWER if place.tiny else 1)
     argv = [sys.executable, "-m", "tests.benchmarks.gpu_check", "--part", name, "--device", place.device]
     began = time.monotonic()
-    process = subprocess.Popen([*argv, "--folder", str(place.folder), *(["--tiny"] * place.tiny)], cwd=ROOT)
+    argv += ["--folder", str(place.folder), *(["--tiny"] * place.tiny)]
+    process = subprocess.Popen(argv, cwd=ROOT, env=worker_environment())  # memory is taken as in a run
     try:
         code = process.wait(limit)
         problem = f"ended with exit code {code}" if code else ""
@@ -162,21 +164,13 @@ def machine(place: Place, report: Report) -> None:
     properties = torch.cuda.get_device_properties(0)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     parts = [f"{properties.name}, {properties.total_memory / GIB:.1f} GiB", versions, f"NCCL {nccl}"]
-    parts += [f"cuDNN {torch.backends.cudnn.version()}", f"driver {_query('driver_version')}"]
+    parts += [f"cuDNN {torch.backends.cudnn.version()}", f"driver {query('driver_version')}"]
     torch.empty(1, device="cuda")
     free, total = torch.cuda.mem_get_info()
     context = (total - free - torch.cuda.memory_reserved()) / GIB
     report.add(Row("machine", ", ".join(parts)))
     report.add(Row("taken by a process without tensors", f"{context:.2f} GiB", numbers={"gib": context}))
-    report.add(
-        Row("clocks, power, reasons to throttle", _query("clocks.sm,clocks.mem,power.draw,clocks_event_reasons.active"))
-    )
-
-
-def _query(fields: str) -> str:
-    argv = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    return (done.stdout.strip() or done.stderr.strip() or "unknown").splitlines()[0]
+    report.add(clocks("at rest"))
 
 
 def tests(place: Place, report: Report) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,6 +114,19 @@ def read(file: Path) -> tuple[list[Row], bool]:
         return [], False
     content = json.loads(file.read_text(encoding="utf-8"))
     return [Row(**row) for row in content["rows"]], content["done"]
+
+
+def clocks(when: str) -> Row:
+    """Clocks, power and what throttles them: steps on a GPU that is hot or capped are slower than it can do."""
+    figure = query("clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active")
+    return Row(f"clocks, power, heat, reasons to throttle, {when}", figure)
+
+
+def query(fields: str) -> str:
+    """Fields of the first GPU, by nvidia-smi."""
+    argv = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    return (done.stdout.strip() or done.stderr.strip() or "unknown").splitlines()[0]
 
 
 def as_text(row: Row, width: int = 0) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from tests.benchmarks.gpu_report import GIB, Place, Report, Row
+from tests.benchmarks.gpu_report import GIB, Place, Report, Row, clocks
 from tests.benchmarks.step_time import hand_written
 from tests.benchmarks.workload import KLEIN_4B, TINY, Bench, Workload, prepare
 from trainer.config.schema import RunConfig
@@ -99,6 +99,8 @@ def klein(place: Place, report: Report) -> None:
     for name, variant in EAGER.items():
         with report.measuring(name):
             _measure(name, variant, place, report)
+            if name == "plain" and place.device == "cuda":
+                report.add(clocks("after steps"))
     _compare(report, place)
 
 
