@@ -127,6 +127,21 @@ FAULTS = (
         "train/test_loop.py",
     ),
     _fault(
+        "the last checkpoint is saved before its step is in the moving average",
+        "trainer/train/loop.py",
+        "    def _save_last(self) -> None:\n        self.settle()\n",
+        "    def _save_last(self) -> None:\n",
+        "train/test_step_numbers.py",
+    ),
+    _fault(
+        "the device does not know that a step is to be skipped",
+        "trainer/train/loop.py",
+        "self.optimizer.found_inf = is_bad",
+        "self.optimizer.found_inf = torch.zeros_like(is_bad)",
+        "train/test_step_numbers.py",
+        "train/test_loop.py",
+    ),
+    _fault(
         "validation leaves dropout off for the rest of the run",
         "trainer/train/loop.py",
         "            module.train()\n",
