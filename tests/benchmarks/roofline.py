@@ -12,6 +12,7 @@ import argparse
 import logging
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -107,7 +108,8 @@ LIMITS = """Also measured: {others}.
 The computed times are too low, for two reasons. The host launches kernels one after another and waits for the GPU a few
 times a step, which is not counted; and kernels that are not plain copies (`cat`, `slice_backward`, broadcast products,
 narrow matrix products) do not reach the bandwidth of a copy. So these times are optimistic: read them as bounds, not as
-predictions. The split is what they are for: of {whole:.3f} s without recompute, {rest:.3f} s would remain if every
+predictions. What the GPU check's memory cases took is not compared: three processes shared the GPU then. The split is
+what the figures are for: of {whole:.3f} s without recompute, {rest:.3f} s would remain if every
 elementwise pass were free. Our compiled step takes 0.204 s, the host's part included."""
 
 
@@ -119,21 +121,21 @@ class Step:
         name: The preset's.
         about: A line about the run.
         count: Its kernels.
-        received: Bytes that the rank receives from others.
-        crosses: Whether they come from other machines.
+        local: Bytes that the rank receives from others on its machine.
+        remote: Bytes that it receives from other machines.
         need: Bytes of the GPU that the run takes at its fullest, by the plan.
     """
 
     name: str
     about: str
     count: StepCount
-    received: float
-    crosses: bool
+    local: float
+    remote: float
     need: float
 
     def receiving_s(self, card: Card) -> float:
         """Return the time of what is received."""
-        return self.received / (NETWORK if self.crosses else card.link)
+        return self.local / card.link + self.remote / NETWORK
 
     def seconds(self, card: Card) -> float:
         """Return the time of a step, in which all receiving hides behind computing or the other way round."""
@@ -171,15 +173,19 @@ def step_of(preset: Path, fields: Sequence[str]) -> Step:
         count = count_step(cfg, Path(cache))
     about = f"{describe(cfg)}, strategy {planned.strategy}, checkpointing {cfg.train.checkpointing}"
     passes = f", {cfg.micro_steps} passes" if cfg.micro_steps > 1 else ""
-    return Step(preset.stem, about + passes, count, *_received(cfg, count.sent), planned.need)
+    return Step(preset.stem, about + passes, count, *received(cfg, count.sent), planned.need)
 
 
-def _received(cfg: RunConfig, sent: Counter[str]) -> tuple[float, bool]:
-    """Return the bytes that a rank receives, by ring algorithms, and whether they come from other machines."""
-    sharding = sharding_of(cfg, cfg.parallel.strategy)
-    inside = ring_share(sharding.ranks) * (sent["gathered"] + sent["scattered"])
-    between = 2 * ring_share(sharding.replicas) * sent["reduced"]
-    return inside + between, cfg.parallel.nodes > 1 and (sharding.ranks > cfg.parallel.devices or between > inside)
+def received(cfg: RunConfig, sent: Counter[str]) -> tuple[float, float]:
+    """Return the bytes that a rank receives by ring algorithms, from its machine and from others.
+
+    sent: as in `MemoryTracker`.
+    """
+    sharding, parallel = sharding_of(cfg, cfg.parallel.strategy), cfg.parallel
+    shards = ring_share(sharding.ranks) * (sent["gathered"] + sent["scattered"])
+    replicas = 2 * ring_share(sharding.replicas) * sent["reduced"]
+    remote = shards * (sharding.ranks > parallel.devices) + replicas * (parallel.nodes > 1)
+    return shards + replicas - remote, remote
 
 
 def tables(step: Step, cards: Sequence[Card]) -> str:
@@ -189,9 +195,9 @@ def tables(step: Step, cards: Sequence[Card]) -> str:
     by_phase = step.count.by(lambda kernel: kernel.phase)
     rows = [_row(name, by_kind[name], cards) for name in kinds]
     rows.append(_row("**all**", step.count, cards))
-    if step.received:
-        received = " | ".join(f"{1e3 * step.receiving_s(card):.1f}" for card in cards)
-        rows.append(f"| received from other ranks | | | {step.received / 1e9:.1f} | {received} |")
+    if step.local + step.remote:
+        times = " | ".join(f"{1e3 * step.receiving_s(card):.1f}" for card in cards)
+        rows.append(f"| received from other ranks | | | {(step.local + step.remote) / 1e9:.1f} | {times} |")
     used = " | ".join(f"{step.utilization(card):.1%}" for card in cards)
     rows.append(f"| useful; MFU | | {step.count.useful_flops / 1e12:.2f} | | {used} |")
     phases = [_row(phase, by_phase[phase], cards) for phase in PHASES if phase in by_phase]
@@ -285,7 +291,15 @@ def report(steps: Sequence[Step], measured: Sequence[Step], cards: Sequence[Card
         LIMITS.format(others=OTHERS_MEASURED, whole=whole, rest=rest),
         *(part for step in steps for part in (f"## {step.name}", tables(step, cards))),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(map(wrapped, parts)) + "\n"
+
+
+def wrapped(text: str) -> str:
+    """Return the text with lines of at most 120 characters; tables stay as they are."""
+    if "|" in text:
+        return text
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(textwrap.fill(p, 120, break_long_words=False, break_on_hyphens=False) for p in paragraphs)
 
 
 def write_report(cards: Sequence[Card]) -> None:
@@ -310,7 +324,7 @@ def main(argv: Sequence[str]) -> int:
     if options.preset == "all":
         write_report(cards)
     else:
-        print(tables(step_of(Path(options.preset), options.fields), cards), rates(), sep="\n\n")
+        print(tables(step_of(Path(options.preset), options.fields), cards), wrapped(rates()), sep="\n\n")
     return 0
 
 
