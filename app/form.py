@@ -25,8 +25,8 @@ from trainer.config.load import (
 )
 from trainer.config.schema import RunConfig, rules
 from trainer.config.sections import Section, family_names
+from trainer.gpus import Gpu
 from trainer.launcher import capacity, preflight, torchrun
-from trainer.metrics.gpus import Gpu
 from trainer.models import distilled
 from trainer.plan.memory import MemoryPlan
 from trainer.run.folder import RunDir
@@ -120,6 +120,7 @@ class Checked:
         loaded: The config of the draft's valid values.
         errors: {field: error}; the empty field stands for the whole config.
         waiting: A sentence about a check that is still running; "" when all are done.
+        advice: What this machine's user should know before the start.
     """
 
     draft: Draft
@@ -127,6 +128,7 @@ class Checked:
     loaded: ConfigFile
     errors: Mapping[str, str]
     waiting: str = ""
+    advice: tuple[str, ...] = ()
 
     @property
     def can_start(self) -> bool:
@@ -139,7 +141,7 @@ class Checked:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Advice to read before the start. It does not prevent the start."""
-        return distilled.warnings(self.config)
+        return (*distilled.warnings(self.config), *self.advice)
 
     @property
     def changes(self) -> dict[str, tuple[Any, Any]]:
@@ -211,7 +213,8 @@ def check_machine(
     except InputError as error:
         field, _, message = str(error).partition(": ")
         problems.append(Problem(field, message) if field in all_names() else Problem("", str(error)))
-    return replace(checked, errors=_by_row(problems) | dict(checked.errors))
+    advice = tuple(capacity.warnings(checked.config, runs, gpus))
+    return replace(checked, errors=_by_row(problems) | dict(checked.errors), advice=advice)
 
 
 def kind_of(name: str) -> Kind:

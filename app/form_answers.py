@@ -21,8 +21,8 @@ from trainer.config.fields import Slot, all_names, label, slot, unit
 from trainer.config.load import COMMAND_LINE, dump_config, load_config_text, similar_name
 from trainer.config.schema import RunConfig
 from trainer.config.titles import METHODS as METHOD_NAMES
+from trainer.gpus import Gpu
 from trainer.launcher import capacity
-from trainer.metrics.gpus import Gpu
 from trainer.plan.memory import MemoryPlan, verdict
 from trainer.plan.phases import Item, moment
 from trainer.run.colors import MEMORY_KINDS

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from app.monitor import SILENT_S, RankState, RunView
 from trainer.config.amounts import GIB, file_size, memory_size
 from trainer.config.errors import InputError
-from trainer.metrics.gpus import Gpu
+from trainer.gpus import Gpu
 from trainer.plan.memory import MemoryPlan, verdict
 from trainer.plan.phases import Item, moment
 from trainer.run import process

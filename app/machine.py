@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config.errors import InputError
+from trainer.gpus import Gpu
 from trainer.launcher import doctor
 from trainer.launcher.doctor import Check
-from trainer.metrics.gpus import Gpu
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS
 from trainer.config.titles import method_title
-from trainer.metrics.gpus import Gpu
+from trainer.gpus import Gpu
 from trainer.plan.fixes import planned
 from trainer.plan.hardware import CARDS, of_machine
 from trainer.plan.memory import MemoryPlan

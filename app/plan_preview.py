@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.metrics.gpus import Gpu
+from trainer.gpus import Gpu
 from trainer.plan.calibration import reserve_of
 from trainer.plan.fixes import Fix, fixes, planned
 from trainer.plan.hardware import CARDS, Card, of_machine

@@ -21,8 +21,8 @@ from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.titles import method_title, model_title
+from trainer.gpus import Gpu
 from trainer.launcher.console import sentence
-from trainer.metrics.gpus import Gpu
 from trainer.run import manifest
 from trainer.run.events import (
     AnyEvent,

@@ -31,17 +31,17 @@ from app.monitor import Follower, explained, find_runs
 from app.plan_preview import PlanPreview, PlanPreviews
 from app.scans import Scans
 from app.web.served_files import Downloads, Thumbnails
+from trainer import gpus
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.installation import PRESETS
 from trainer.config.load import dump_config, load_config, stage_configs
 from trainer.config.presets import FIRST_PRESET, find_presets
 from trainer.config.sections import NAME_HELP, NAME_PATTERN
+from trainer.gpus import Gpu, visible
 from trainer.launcher import commands, preflight, torchrun
 from trainer.launcher.downloads import Downloads as ModelDownloads
 from trainer.launcher.queue import POLL_S, Entry, Queue
-from trainer.metrics import gpus
-from trainer.metrics.gpus import Gpu
 from trainer.run import process as processes
 from trainer.run.folder import RunDir, is_run
 from trainer.run.manifest import newest_step
@@ -223,7 +223,7 @@ class Studio:
             ConfigError: The preset itself is wrong.
         """
         named = form.check_with_files(self._formed(draft))
-        checked = form.check_machine(named, self.runs, self.gpus(), self.plan_previews.unplaced)
+        checked = form.check_machine(named, self.runs, self._listed_gpus(), self.plan_previews.unplaced)
         if any(name.startswith("data.") for name in checked.errors):
             return checked
         if is_typing:
@@ -376,7 +376,13 @@ class Studio:
         return "Exported and verified."
 
     def gpus(self) -> list[Gpu]:
-        """Return the state of the GPUs, read at most every GPUS_EVERY_S. Empty where nvidia-smi does not answer."""
+        """Return the state of the GPUs that runs started here may use. Empty where nvidia-smi does not answer."""
+        with contextlib.suppress(InputError):  # CUDA_VISIBLE_DEVICES is wrong: the form shows it
+            return visible.visible(self._listed_gpus())
+        return []
+
+    def _listed_gpus(self) -> list[Gpu]:
+        """Return the state of all GPUs of the machine, read at most every GPUS_EVERY_S."""
         with self._lock:
             read_at, states = self._gpus
             if time.monotonic() - read_at < GPUS_EVERY_S:

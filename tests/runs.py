@@ -21,7 +21,7 @@ from trainer.distributed.world import World, joined
 from trainer.run.events import AnyEvent, StepEvent
 from trainer.run.folder import RunDir
 from trainer.run.manifest import MANIFEST
-from trainer.train.loop import Trainer
+from trainer.train.loop import StepNumbers, Trainer
 
 T = TypeVar("T")
 SIZES = ((64, 64), (96, 48), (48, 96))
@@ -175,6 +175,14 @@ def awaited(waiting: Coroutine[Any, Any, T], timeout_s: float = 120) -> T:
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, asyncio.wait_for(waiting, timeout_s)).result()
+
+
+def step_numbers(trainer: Trainer) -> StepNumbers:
+    """Do one step, and wait for its numbers."""
+    trainer.train_step()
+    trainer.settle()
+    assert trainer.numbers is not None
+    return trainer.numbers
 
 
 def stopped_after(world: World, cfg: RunConfig, run: RunDir, steps: int) -> list[float]:

@@ -22,7 +22,7 @@ from trainer.config.sections import Section
 from trainer.models import families
 
 # What takes no torch, whatever it comes to import: a command and the page start in a fraction of a second.
-FREE_OF_TORCH = ("config", "run", "launcher", "app")
+FREE_OF_TORCH = ("config", "gpus", "run", "launcher", "app")
 NEVER = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightning", "torchvision"})
 # What takes seconds to import, or belongs to the page: a command that only checks and starts must not pay for it.
 HEAVY = frozenset({"diffusers", "gradio", "ipywidgets", "numpy", "peft", "safetensors", "torch", "transformers"})
@@ -31,7 +31,7 @@ READS_ENVIRONMENT = frozenset(
         "app.web.access",
         "app.web.server",
         "trainer.__main__",
-        "trainer.launcher.capacity",
+        "trainer.gpus.visible",
         "trainer.launcher.network",
         "trainer.run.process",
         "trainer.distributed.world",

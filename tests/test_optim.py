@@ -5,10 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from tests.distributed import run_ranks
 from trainer.config.errors import InputError
 from trainer.config.sections import OptimConfig
-from trainer.optim import EXTRAS, Ema, clip_gradients, evaluation_weights, learning_rate, make_optimizer
+from trainer.distributed.world import World
+from trainer.optim import (
+    EXTRAS,
+    AdamW,
+    Ema,
+    evaluation_weights,
+    learning_rate,
+    local,
+    make_optimizer,
+    scale_gradients,
+    state_tensors,
+)
 
 
 def rates(steps: int, **fields: object) -> list[float]:
@@ -41,14 +56,14 @@ def layer(gradient: float = 1.0) -> nn.Linear:
 
 def test_clipping_returns_the_norm_before_and_scales_to_the_limit() -> None:
     module = layer(2.0)
-    assert clip_gradients([module.weight], 1.0) == 8.0
+    assert scale_gradients([module.weight], None, 1.0) == 8.0
     assert module.weight.grad is not None
     assert float(module.weight.grad.norm()) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_without_a_limit_gradients_stay() -> None:
     module = layer(2.0)
-    assert clip_gradients([module.weight], None) == 8.0
+    assert scale_gradients([module.weight], None, None) == 8.0
     assert module.weight.grad is not None
     assert torch.equal(module.weight.grad, torch.full((4, 4), 2.0))
 
@@ -94,3 +109,62 @@ def test_schedule_free_evaluates_other_weights_and_gives_the_trained_ones_back_b
     with evaluation_weights(optimizer, [module.weight], None):
         assert not torch.equal(module.weight, trained)
     assert torch.equal(module.weight, trained)
+
+
+def steps_of_both(world: World) -> tuple[bool, bool, list[float], list[float]]:
+    """Two optimizers over the same shards, torch's own and ours. Returns whether weights and states are equal, and the
+    norms that torch and we find."""
+    mesh = init_device_mesh("cpu", (world.size,))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))
+        fully_shard(model, mesh=mesh)
+        models.append(model)
+    theirs, ours = (list(model.parameters()) for model in models)
+    made = make_optimizer(ours, OptimConfig(lr=0.1))
+    assert isinstance(made, AdamW)
+    settings = {name: made.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    usual = torch.optim.AdamW(theirs, **settings, fused=True)
+    norms: tuple[list[float], list[float]] = ([], [])
+    for step in range(3):
+        torch.manual_seed(step + 10 * world.rank)
+        batch = torch.randn(3, 5)
+        for model in models:
+            model(batch).square().sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+        norms[0].append(float(norm.full_tensor()))  # type: ignore[attr-defined]
+        norms[1].append(float(scale_gradients(ours, None, 0.5)))
+        for optimizer in (usual, made):
+            optimizer.step()
+            optimizer.zero_grad()
+    states = zip(state_tensors(usual), state_tensors(made), strict=True)
+    return (
+        all(torch.equal(local([a])[0], local([b])[0]) for a, b in zip(theirs, ours, strict=True)),
+        all(isinstance(b, DTensor) and torch.equal(local([a])[0], local([b])[0]) for a, b in states),
+        *norms,
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adamw_and_clipping_on_shards_are_those_of_torch_on_distributed_tensors_bit_for_bit(ranks: int) -> None:
+    for weights, states, theirs, ours in run_ranks(ranks, steps_of_both):
+        assert weights and states
+        assert ours == theirs
+
+
+def test_adamw_changes_nothing_where_the_device_says_so() -> None:
+    module = layer()
+    optimizer = make_optimizer([module.weight], OptimConfig(lr=0.1))
+    assert isinstance(optimizer, AdamW)
+    optimizer.step()
+    kept = module.weight.detach().clone(), [tensor.clone() for tensor in optimizer.state[module.weight].values()]
+    module.weight.grad = torch.full((4, 4), torch.nan)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert torch.equal(module.weight, kept[0])
+    assert all(map(torch.equal, optimizer.state[module.weight].values(), kept[1]))
+    module.weight.grad = torch.ones(4, 4)
+    optimizer.found_inf = torch.zeros(())
+    optimizer.step()
+    assert not torch.equal(module.weight, kept[0])

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -70,17 +71,64 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor) and value.numel() > 1]
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> float:
-    """Scale all gradients down to a global norm of `max_norm`; None leaves them as they are. Collective.
+def local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's shards. An operation on them takes the host a fifth of the time that it takes on DTensors."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: Tensor | None, max_norm: float | None) -> Tensor:
+    """Multiply all gradients by `factor`, then scale them down to a global norm of `max_norm`. Collective.
+
+    The host does not wait for the device.
+
+    Args:
+        parameters: All of them sharded in one way, or none.
+        factor: A scalar on the device of the gradients; None is 1.
+        max_norm: None leaves the norm as it is.
 
     Returns:
-        The norm before clipping. Where it is not finite, the gradients are left as they are.
+        The norm before it was scaled down. Where it is not finite, the gradients are of no use.
     """
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if max_norm is not None and torch.isfinite(norm):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return float(norm)
+    gradients = local(p.grad for p in parameters if p.grad is not None)
+    if factor is not None:
+        torch._foreach_mul_(gradients, factor)
+    norm = _norm(gradients, parameters[0])
+    if max_norm is not None:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch.nn.utils does
+    return norm
+
+
+def _norm(shards: list[Tensor], like: nn.Parameter) -> Tensor:
+    """The norm over all ranks of gradients, of which this rank has the shards. like: a parameter, sharded as all are.
+
+    The norm of each gradient is summed over the ranks before the norm of all is taken. DTensor does so too, and the
+    last bit depends on it.
+    """
+    norms = torch.stack(torch._foreach_norm(shards))
+    if isinstance(like, DTensor):
+        for dim, placement in enumerate(like.placements):
+            if placement.is_shard():
+                norms = norms**2
+                dist.all_reduce(norms, group=like.device_mesh.get_group(dim))
+                norms = norms**0.5
+    norm: Tensor = torch.linalg.vector_norm(norms)
+    return norm
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's fused AdamW on this rank's shards, with a step that the device itself may skip.
+
+    Attributes:
+        found_inf: A scalar fp32 tensor; where it is 1, `step` changes nothing. Its name and meaning are torch's.
+    """
+
+    found_inf: Tensor | None = None
+
+    def _init_group(self, group: Any, *lists: list[Tensor]) -> bool:
+        has_complex = bool(super()._init_group(group, *lists))  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = local(tensors)
+        return has_complex
 
 
 class Ema:
@@ -98,8 +146,7 @@ class Ema:
     def update(self, step: int) -> None:
         """Update the average with the weights after optimizer step `step` (0-based)."""
         decay = min(self._decay, (1 + step) / (10 + step))
-        current = [p.detach() for p in self._parameters.values()]
-        torch._foreach_lerp_(list(self.average.values()), current, 1 - decay)
+        torch._foreach_lerp_(local(self.average.values()), local(self._parameters.values()), 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -164,9 +211,7 @@ def _schedule_free_average(optimizer: HasEvaluationWeights, parameters: Sequence
 
 
 def _adamw(parameters: Sequence[nn.Parameter], cfg: OptimConfig) -> Optimizer:
-    return torch.optim.AdamW(
-        parameters, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay, fused=True
-    )
+    return AdamW(parameters, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay, fused=True)
 
 
 def _adamw8bit(parameters: Sequence[nn.Parameter], cfg: OptimConfig) -> Optimizer:

@@ -7,11 +7,13 @@ noise, timesteps, dropout and initial adapters, and a resumed run draws the same
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+from trainer.pinned import pin, send
 
 
 def derived_seed(*parts: int | str) -> int:
@@ -26,6 +28,18 @@ def generator(*parts: int | str) -> torch.Generator:
 
 
 @dataclass(frozen=True)
+class Draw:
+    """Which numbers are drawn for each item: standard normal ones of a shape, or one in [0, 1) where that is None."""
+
+    purpose: str
+    shape: tuple[int, ...] | None = None
+
+    def numbers(self, source: torch.Generator) -> Tensor:
+        """The fp32 numbers of one item."""
+        return torch.rand((), generator=source) if self.shape is None else torch.randn(*self.shape, generator=source)
+
+
+@dataclass(frozen=True)
 class SampleRng:
     """The random numbers of some samples of a run.
 
@@ -33,11 +47,24 @@ class SampleRng:
         seed: The run's seed.
         indices: Global sample index (optimizer step x batch size + position) of each item, in the order of the batch.
         device: Where the numbers go; they are always drawn on the CPU.
+        drawn: Numbers that were drawn before.
+        asked: Gets what is drawn here.
     """
 
     seed: int
     indices: Sequence[int]
     device: torch.device | str = "cpu"
+    drawn: Mapping[Draw, Tensor] = field(default_factory=dict)
+    asked: set[Draw] | None = None
+
+    def ahead(self, asked: set[Draw]) -> SampleRng:
+        """The same numbers, of which those that were asked of other items are drawn now.
+
+        Args:
+            asked: Of passes that are like this one; gets what this one asks.
+        """
+        drawn = {draw: pin(self._draw(draw), self.device) for draw in tuple(asked)}
+        return replace(self, drawn=drawn, asked=asked)
 
     def of(self, number: int) -> SampleRng:
         """The random numbers of one item alone. number: its position in the batch."""
@@ -49,10 +76,17 @@ class SampleRng:
 
     def normal(self, purpose: str, shape: Sequence[int]) -> Tensor:
         """Draw standard normal fp32 numbers, (B, *shape)."""
-        draws = [torch.randn(*shape, generator=source) for source in self.generators(purpose)]
-        return torch.stack(draws).to(self.device, non_blocking=True)
+        return self._numbers(Draw(purpose, tuple(shape)))
 
     def uniform(self, purpose: str) -> Tensor:
         """Draw one fp32 number in [0, 1) per item, (B,)."""
-        draws = [torch.rand((), generator=source) for source in self.generators(purpose)]
-        return torch.stack(draws).to(self.device, non_blocking=True)
+        return self._numbers(Draw(purpose))
+
+    def _numbers(self, draw: Draw) -> Tensor:
+        if self.asked is not None:
+            self.asked.add(draw)
+        drawn = self.drawn[draw] if draw in self.drawn else self._draw(draw)
+        return send(drawn, self.device)
+
+    def _draw(self, draw: Draw) -> Tensor:
+        return torch.stack([draw.numbers(source) for source in self.generators(draw.purpose)])

@@ -29,9 +29,9 @@ from trainer.config.errors import InputError
 from trainer.config.installation import CHECKOUT
 from trainer.config.load import ConfigFile, load_config
 from trainer.config.terminal import say
-from trainer.launcher import commands, preflight, torchrun
+from trainer.gpus import support, visible
+from trainer.launcher import capacity, commands, preflight, torchrun
 from trainer.launcher.torchrun import RunHandle
-from trainer.metrics import gpus
 from trainer.plan import hardware as hardware_of
 from trainer.plan.fixes import Fix, fixes
 from trainer.plan.memory import MemoryPlan
@@ -47,9 +47,10 @@ POLL_S = 0.2
 
 
 def device(ranks: int) -> Literal["cuda", "cpu"]:
-    """Return a value for `parallel.device`: cuda if this machine has a GPU for each rank, else cpu."""
+    """Return a value for `parallel.device`: cuda if this machine has a usable GPU for each rank, else cpu."""
     try:
-        return "cuda" if len(gpus.read()) >= ranks else "cpu"
+        given = visible.for_run()
+        return "cuda" if len(given) >= ranks and not support.unusable(given, support.installed()) else "cpu"
     except InputError:  # the driver does not answer: `launch.py --doctor` shows why
         return "cpu"
 
@@ -119,6 +120,8 @@ def start(config: ConfigFile, runs: Path = RUNS) -> RunDir:
 def _launch(config: ConfigFile, run: RunDir) -> None:
     for note in config.notes:
         say(f"note: {note}")
+    for warning in capacity.warnings(config.config, run.path.parent):
+        say(f"warning: {warning}")
     torchrun.start(config.config, run)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from trainer.adapters.dropout import Rows, SampleDropout
+from trainer.rng import derived_seed
 
 
 def masks(dropout: SampleDropout, indices: tuple[int, ...]) -> Tensor:
@@ -59,3 +61,24 @@ def test_rows_one_sample_after_the_other_drop_what_items_drop() -> None:
     assert torch.equal(dropout(torch.ones(2, 50, 40)), items)
     with pytest.raises(RuntimeError, match="layer: dropout of 99 rows, but the samples have 100"):
         dropout(torch.ones(99, 40))
+
+
+def test_compiled_dropout_is_one_graph_for_all_seeds() -> None:
+    dropout = SampleDropout(0.25, "layer")
+    compiled = torch.compile(dropout, backend="eager", fullgraph=True)
+    before = counters["stats"]["unique_graphs"]
+    for indices in ((4, 9), (5, 11), (6, 7)):
+        dropout.set_samples(7, indices)
+        x = torch.ones(2, 3, 4, requires_grad=True)
+        found = compiled(x)
+        (gradient,) = torch.autograd.grad(found.sum(), x)
+        dropout.set_samples(7, indices)
+        assert torch.equal(found, dropout(x)) and torch.equal(gradient, found)
+    assert counters["stats"]["unique_graphs"] - before == 1
+
+
+def test_a_mask_comes_from_a_generator_that_is_seeded_by_its_sample() -> None:
+    dropout = SampleDropout(0.25, "layer")
+    found = masks(dropout, (4,))[0]
+    source = torch.Generator().manual_seed(derived_seed(7, 4, "dropout", "layer"))
+    assert torch.equal(found != 0, torch.rand(50, 40, generator=source) >= 0.25)

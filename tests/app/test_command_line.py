@@ -11,8 +11,10 @@ import pytest
 from packaging.requirements import Requirement
 
 import launch as command_line
+from tests.gpus.machines import CPU, CU130, HIDDEN, MIXED, OLD_DRIVER, SLICED, TURING, install, pretend
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig, ModelConfig
+from trainer.gpus.support import Build
 from trainer.launcher import console, torchrun
 from trainer.launcher.doctor import graphics, notebooks, package, requirements, shared_memory
 from trainer.run.events import CheckpointEvent, LengthEvent, SampleEvent, StatusEvent, StepEvent, WarningEvent
@@ -341,11 +343,14 @@ def test_the_doctor_reports_each_requirement_of_the_project_and_a_remedy():
         (
             """case "$1" in
             topo) printf ' GPU0 GPU1 NIC0\\nGPU0 X SYS PIX\\nGPU1 SYS X PIX\\n';;
-            *) echo 'NVIDIA H200, 143771, 12, 97, 61'; echo 'NVIDIA H200, 143771, 9, [N/A], 55';;
+            *) echo 'NVIDIA H200, 143771, 12, 97, 61, GPU-1, 580.65.06, 9.0, Disabled'
+               echo 'NVIDIA H200, 143771, 99000, [N/A], 55, GPU-2, 580.65.06, 9.0, Disabled';;
             esac""",
             [
                 "ok    gpu 0: NVIDIA H200, 143771 MiB, 12 MiB in use",
-                "ok    gpu 1: NVIDIA H200, 143771 MiB, 9 MiB in use",
+                "warn  gpu 1: NVIDIA H200, 143771 MiB, 99000 MiB in use; end the processes that use it (nvidia-smi "
+                "lists them), or choose another GPU",
+                "ok    driver: 580.65.06, torch 2.13.0+cu130 can use it",
                 "warn  links: SYS: some GPUs are connected only across CPU sockets; this slows down sharded training: "
                 "prefer parallel.strategy ddp or hybrid if the model fits",
             ],
@@ -361,11 +366,92 @@ def test_the_doctor_reports_each_requirement_of_the_project_and_a_remedy():
     ids=["two", "broken"],
 )
 def test_the_doctor_reports_each_gpu_or_why_it_cannot(script, lines, tmp_path, monkeypatch):
+    pretend(CU130, monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert [str(check) for check in graphics()] == lines
+
+
+T4 = "Tesla T4, 15360 MiB, 0 MiB in use"
+A100 = "NVIDIA A100-SXM4-80GB MIG 3g.40gb, about 38912 MiB, for runs on one GPU"
+
+
+@pytest.mark.parametrize(
+    ("machine", "build", "visible", "lines"),
+    [
+        (
+            TURING,
+            CU130,
+            None,
+            [
+                f"warn  gpu 0: {T4}, compute capability 7.5; bf16 needs 8.0 or more: set train.precision: fp32",
+                "ok    driver: 580.65.06, torch 2.13.0+cu130 can use it",
+            ],
+        ),
+        (
+            OLD_DRIVER,
+            CU130,
+            None,
+            [
+                "ok    gpu 0: NVIDIA A100-SXM4-40GB, 40536 MiB, 0 MiB in use",
+                "fail  driver: driver 450.51.06 is too old for torch 2.13.0+cu130: CUDA 13.0 needs 580 or newer; "
+                "update the driver, install a torch built for CUDA 12, or set parallel.device: cpu",
+            ],
+        ),
+        (
+            MIXED,
+            CPU,
+            "1",
+            [
+                "ok    gpu 0: NVIDIA GeForce RTX 3060, 12288 MiB, 310 MiB in use",
+                "ok    gpu 1: NVIDIA GeForce RTX 4090, 24564 MiB, 10 MiB in use",
+                "ok    visible gpus: CUDA_VISIBLE_DEVICES leaves 1",
+                "fail  driver: torch 2.13.0+cpu is built without CUDA and cannot use the NVIDIA GeForce RTX 4090 here; "
+                "install the CUDA build (pip install torch), or set parallel.device: cpu",
+                "ok    links: NV4 is the slowest link",
+            ],
+        ),
+        (
+            SLICED,
+            CU130,
+            None,
+            [
+                f"ok    gpu 1: {A100}",
+                f"ok    gpu 2: {A100}",
+                "ok    driver: 580.65.06, torch 2.13.0+cu130 can use it",
+                "ok    links: NV4 is the slowest link",
+            ],
+        ),
+        (
+            HIDDEN,
+            CU130,
+            None,
+            [
+                "warn  visible gpus: nvidia-smi lists no GPU; a container needs --gpus all, a scheduler's job must ask "
+                "for GPUs"
+            ],
+        ),
+    ],
+    ids=["turing", "old driver", "cpu build", "slices", "none"],
+)
+def test_the_doctor_says_what_torch_makes_of_the_gpus(machine, build, visible, lines, tmp_path, monkeypatch):
+    install(machine, tmp_path, monkeypatch, build)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [str(check) for check in graphics()] == lines
+
+
+def test_the_doctor_speaks_of_other_makers_gpus(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    pretend(Build("2.13.0+xpu", xpu="20250302"), monkeypatch)
+    assert [str(check) for check in graphics()] == [
+        "warn  gpu: torch 2.13.0+xpu is built for Intel GPUs: ShardStudio trains on NVIDIA GPUs, and here on the CPU"
+    ]
+    pretend(CPU, monkeypatch)
+    assert [str(check) for check in graphics()] == ["ok    gpu: no NVIDIA driver found; training runs on the CPU"]
 
 
 def test_the_doctor_warns_of_a_container_with_little_shared_memory(tmp_path):

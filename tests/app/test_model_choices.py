@@ -13,7 +13,7 @@ from app import model_answers
 from app.model_choices import VERDICTS, ModelChoice, PresetChoice
 from app.studio import Studio
 from tests.runs import write_preset
-from trainer.metrics.gpus import Gpu
+from trainer.gpus import Gpu
 
 DEMO = "demo"
 

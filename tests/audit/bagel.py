@@ -27,6 +27,7 @@ from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 from tests.audit.check import Check
 from tests.audit.reference import Draws, largest_difference, scaled_latents, seed_of
 from tests.audit.run import TALL, WIDE, Model, Once, picture_data, started, write_picture
+from tests.runs import step_numbers
 
 MODEL = Model("bagel", "bagel")
 CAPTIONS = ("a red fox", "")
@@ -296,7 +297,7 @@ def compare(folder: Path) -> Figures:
         MODEL, path, folder, {"data": data, "train": {"batch_size": 4, "micro_batch": 4, "steps": 1}}
     ) as trainer:
         (step,) = trainer.loader.micro_batches(0)
-        one, batch = trainer.validate(), trainer.train_step().loss
+        one, batch = trainer.validate(), step_numbers(trainer).loss
         seed = trainer.cfg.train.seed
     reference = Bagel(path)
     latents = [reference.latents(image) for image in images]

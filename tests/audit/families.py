@@ -46,6 +46,7 @@ from tests.audit.reference import (
     seed_of,
 )
 from tests.audit.run import TALL, WIDE, Model, Once, picture_data, started, write_picture
+from tests.runs import step_numbers
 
 CAPTIONS = ("a red fox", "", "two dogs & a cat, in (deep) snow")
 LONG = "a long caption of many words " * 10
@@ -435,7 +436,7 @@ def compare(model: Model, folder: Path) -> Figures:
     with started(model, path, folder, sections) as trainer:
         (step,) = trainer.loader.micro_batches(0)
         examples = [*step.examples, trainer.data.held_out(0)]
-        one, batch = trainer.validate(), trainer.train_step().loss
+        one, batch = trainer.validate(), step_numbers(trainer).loss
         seed = trainer.cfg.train.seed
     # The order of an epoch is the trainer's own: its pictures are known by their latents.
     numbers = [nearest(example["latents"], [latents for latents, _ in theirs]) for example in step.examples]

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.audit.check import Check
 from tests.audit.run import Model, started
+from tests.runs import step_numbers
 
 LOSS_LIMIT = 1e-6
 SIZES = {
@@ -85,7 +86,7 @@ def apart(network: str, folder: Path) -> float:
     }
     with started(model, path, folder, sections) as trainer:
         rows = [example for step in trainer.loader.micro_batches(0) for example in step.examples]
-        ours = trainer.train_step().loss
+        ours = step_numbers(trainer).loss
     reference = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
     pieces = [piece for row in rows for piece in pieces_of(row["tokens"], row["documents"])]
     assert len(pieces) > len(rows), "rows of one document each show no packing"

@@ -24,27 +24,12 @@ from tests.benchmarks.workload import KLEIN_4B, TINY, Bench, Workload, prepare
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World, connect
 from trainer.metrics.memory import MemoryMeter
+from trainer.plan.cards import speed_of
 from trainer.train.loop import Trainer
 
 WARM_UP, STEPS = 3, 8
 # Forward and backward of one 1024 px image with 512 text tokens, rank 16, recomputation not counted.
 KLEIN_4B_TFLOP = 76.3
-# Dense bf16 TFLOP/s of the data sheets, by the name that the driver gives. The more exact name comes first.
-PEAK_TFLOPS = {
-    "H200": 989,
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H100": 989,
-    "A100": 312,
-    "L40S": 362,
-    "L4": 121,
-    "A10": 125,
-    "RTX 4090": 165,
-    "RTX 5090": 210,
-    "RTX 3090": 71,
-    "RTX A6000": 155,
-    "RTX 6000 Ada": 364,
-}
 DEV_BLOCKS = Workload(double=1, single=1, heads=48, head_size=128, text_width=15360, text_tokens=512, pixels=1024)
 """One block of each kind at the width of FLUX.2 dev."""
 MOST_OPERATIONS = 12
@@ -313,5 +298,5 @@ def _peak_tflops(place: Place) -> float | None:
     """Of a known device with the model whose operations are known."""
     if place.tiny or place.device == "cpu":
         return None
-    name = torch.cuda.get_device_name()
-    return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
+    speed = speed_of(torch.cuda.get_device_name())
+    return speed.tflops if speed else None

@@ -17,6 +17,7 @@ import torch
 
 from tests.benchmarks.style_transfer import Outcome, learn, trainer_of
 from tests.readme import write_section
+from tests.runs import step_numbers
 from trainer.weights.quantization import FORMATS
 
 LIMITS = {"int8": 0.01, "nf4": 0.05}
@@ -29,7 +30,7 @@ def losses_on(root: Path, format: str, precision: str) -> list[float]:
     """Of each step of a LoRA on the base in this format."""
     trainer = trainer_of(root, (f"train.precision={precision}", f"quantize.format={format}"))
     try:
-        return [trainer.train_step().loss for _ in range(trainer.cfg.train.steps)]
+        return [step_numbers(trainer).loss for _ in range(trainer.cfg.train.steps)]
     finally:
         trainer.close()
 

@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw
 
 from tests.demo_model.style import in_style
 from tests.readme import write_section
-from tests.runs import alone, make_run
+from tests.runs import alone, make_run, step_numbers
 from trainer.config.load import load_config
 from trainer.train.loop import Trainer
 
@@ -93,7 +93,7 @@ def learn(root: Path, changes: Sequence[str]) -> Outcome:
     try:
         before = [Image.open(path).convert("RGB") for path in trainer.draw_samples()]
         began = time.perf_counter()
-        losses = [trainer.train_step().loss for _ in range(trainer.cfg.train.steps)]
+        losses = [step_numbers(trainer).loss for _ in range(trainer.cfg.train.steps)]
         seconds = time.perf_counter() - began
         after = [Image.open(path).convert("RGB") for path in trainer.draw_samples()]
         count = sum(parameter.numel() for parameter in trainer.trainables.values())

@@ -5,6 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.pool import run_ranks
+from tests.gpus.machines import CPU, HIDDEN, OLD_DRIVER, TWO_H100, install, pretend
+from trainer.config.errors import InputError
+from trainer.config.sections import ParallelConfig
+from trainer.distributed import world as worlds
+from trainer.distributed.world import Rendezvous, World, connect, require_communication
 
 SCRIPT = """
 import os
@@ -25,3 +37,124 @@ def test_only_while_the_ranks_of_one_machine_are_connected_do_they_stay_on_loopb
     environment.pop("GLOO_SOCKET_IFNAME", None)
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["lo =lo", "None eth0"], "a run of several machines may follow"
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine whose CUDA does not work."""
+
+    def init() -> None:
+        raise RuntimeError("Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+
+
+def device_or_error(device: str) -> str:
+    try:
+        return str(worlds._device(ParallelConfig(device=device), 0, 1))
+    except InputError as error:
+        return str(error)
+
+
+CUDA_SAYS = " (Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized)"
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_auto_never_leaves_an_nvidia_gpu_for_the_cpu_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(OLD_DRIVER, tmp_path, monkeypatch)
+    for device in ("auto", "cuda"):
+        assert device_or_error(device) == (
+            f"parallel.device: {device}: driver 450.51.06 is too old for torch 2.13.0+cu130: CUDA 13.0 needs 580 or "
+            "newer; update the driver, install a torch built for CUDA 12, or set parallel.device: cpu" + CUDA_SAYS
+        )
+    assert device_or_error("cpu") == "cpu"
+    install(TWO_H100, tmp_path, monkeypatch)
+    assert device_or_error("auto") == (
+        "parallel.device: auto: CUDA cannot use the NVIDIA H100 80GB HBM3 here; see --doctor, or set parallel.device: "
+        "cpu" + CUDA_SAYS
+    )
+    pretend(CPU, monkeypatch)
+    assert "torch 2.13.0+cpu is built without CUDA and cannot use the NVIDIA H100" in device_or_error("auto")
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_auto_trains_on_the_cpu_where_no_gpu_can_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(HIDDEN, tmp_path, monkeypatch)
+    assert device_or_error("auto") == "cpu"
+    assert device_or_error("cuda") == (
+        "parallel.device: cuda: no NVIDIA GPU is visible to this process; see --doctor, or set parallel.device: cpu"
+        + CUDA_SAYS
+    )
+    install(TWO_H100, tmp_path, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device_or_error("auto") == "cpu"
+
+
+def test_several_ranks_on_gpus_need_nccl_and_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert worlds._backend(cuda, 4) == worlds._backend(cuda, 1) == "cpu:gloo,cuda:nccl"
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert worlds._backend(torch.device("cpu"), 4) == worlds._backend(cuda, 1) == "gloo"
+    with pytest.raises(InputError, match=r"^parallel\.devices: 4 ranks on GPUs communicate through NCCL, which torch "):
+        worlds._backend(cuda, 4)
+
+
+def communicate(world: World, fault: str) -> str:
+    """The error of `require_communication`, on gloo, with a fault in its collective on every rank."""
+    actual = dist.all_reduce
+
+    def faulty(tensor: torch.Tensor) -> None:
+        actual(tensor)
+        if fault == "raises":
+            raise dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:94\nncclUnhandledCudaError\nDuplicate GPU")
+        if fault == "wrong":
+            tensor.zero_()
+
+    dist.all_reduce = faulty
+    try:
+        require_communication(world.device)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.all_reduce = actual
+    return ""
+
+
+REMEDY = (
+    "run --doctor; NCCL_DEBUG=INFO logs what NCCL tries, NCCL_P2P_DISABLE=1 avoids faulty links, and "
+    "parallel.devices: 1 needs none"
+)
+
+
+def test_the_first_collective_names_the_gpu_its_error_and_a_remedy() -> None:
+    assert run_ranks(2, communicate, "") == ["", ""]
+    first, second = run_ranks(2, communicate, "raises")
+    assert first == (
+        "the first all_reduce between 2 ranks, on cpu (cpu) of rank 0, failed: NCCL error in: ProcessGroupNCCL.cpp:94 "
+        f"ncclUnhandledCudaError Duplicate GPU; {REMEDY}"
+    )
+    assert " of rank 1, failed: NCCL error" in second
+    assert run_ranks(2, communicate, "wrong")[0] == (
+        "the first all_reduce between 2 ranks, on cpu (cpu) of rank 0, gave 0: the GPUs do not exchange data "
+        f"correctly; {REMEDY}"
+    )
+
+
+def test_ranks_on_gpus_communicate_before_anything_else_and_one_rank_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(worlds, "require_communication", asked.append)
+    with connect(ParallelConfig(device="cpu")):
+        assert asked == []
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(worlds, "_device", lambda cfg, rank, size: device)
+    monkeypatch.setattr(worlds, "joined", lambda *arguments: World(0, 1, 0, 1, *arguments[:1], None, None))
+    monkeypatch.setattr(worlds, "_backend", lambda device, size: "gloo")
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *arguments, **options: None)
+    for size, expected in ((1, []), (2, [device])):
+        with connect(ParallelConfig(device="auto"), Rendezvous(dist.HashStore(), 0, size)):
+            assert asked == expected

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.gpus.machines import MIXED, install, uuids
 from tests.runs import run_config
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
@@ -106,6 +107,36 @@ def test_one_run_at_a_time_unless_their_gpus_differ(queue, config, tmp_path):
     seen = [queue.run_of(entry).events_file.read_text() for entry in queue.taken()]
     assert '"message": "0,1"' in seen[0]
     assert '"message": "2"' in seen[1]
+
+
+def test_a_queued_run_sees_its_gpus_by_uuid_whatever_order_cuda_gives_them(queue, config, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    install(MIXED, tmp_path / "bin", monkeypatch)
+    for index in (0, 1):
+        queue.add(config(f"on-{index}"), gpus=(index,))
+    assert names(queue.start_next()) == ["on-0", "on-1"]
+    wait_for(lambda: ended(queue))
+    for entry, uuid in zip(queue.taken(), uuids(MIXED), strict=True):
+        assert f'"message": "{uuid}"' in queue.run_of(entry).events_file.read_text()
+
+
+def test_more_ranks_than_the_gpus_that_were_chosen_are_refused(queue, config, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    install(MIXED, tmp_path / "bin", monkeypatch)
+    wide = config("wide")
+    parallel = wide.parallel.model_copy(update={"device": "cuda", "devices": 2})
+    queue.add(wide.model_copy(update={"parallel": parallel}), gpus=(1,))
+    (entry,) = queue.start_next()
+    assert "parallel.devices: 2 are asked for, this run may use 1 GPU" in entry.error
+
+
+def test_an_entry_of_an_older_queue_whose_gpu_is_hidden_now_says_so(queue, config, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    install(MIXED, tmp_path / "bin", monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", uuids(MIXED)[1])
+    queue.add(config("hidden"), gpus=(0,))
+    (entry,) = queue.start_next()
+    assert "GPU 0 was chosen for this run, but the GPUs that it may use are: 1" in entry.error
 
 
 @pytest.mark.parametrize(

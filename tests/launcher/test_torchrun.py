@@ -1009,6 +1009,14 @@ def test_a_full_disk_does_not_hide_why_the_run_failed(make_run, capsys):
         "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes",
         "cannot allocate memory for thread-local data: ABORT",
         "std::bad_alloc",
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built.",
+        "CUDA driver error: cudaErrorMemoryAllocation",
+        "OSError: [Errno 12] Cannot allocate memory",
+        "Memory cgroup out of memory: Killed process 71 (python)",
     ],
 )
 def test_a_lack_of_memory_is_known_by_what_torch_and_the_system_say(said: str) -> None:

@@ -9,11 +9,10 @@ import pytest
 
 from tests.plan.common import run
 from trainer.config.amounts import GIB
-from trainer.metrics.gpus import Gpu
 from trainer.plan.calibration import Measured, keep, reserve_of
 from trainer.plan.compare import describe_measured, describe_plan, plan_here, warning
 from trainer.plan.fixes import planned
-from trainer.plan.hardware import CARDS, like, of_machine
+from trainer.plan.hardware import CARDS
 from trainer.plan.phases import Reserve
 
 CARD = CARDS["24gb"]
@@ -73,15 +72,3 @@ def test_after_some_steps_plan_and_measurement_are_in_one_line() -> None:
     assert describe_measured(replace(ONE, allocated=11 * GIB)) == (
         "memory: 10.00 GiB planned, 11.00 allocated at most (+10.0%), 12.00 reserved; 1.50 s per step"
     )
-
-
-def test_a_machine_is_as_good_as_its_smallest_gpu_and_as_fast_as_one_of_that_memory() -> None:
-    def gpu(index: int, mib: int) -> Gpu:
-        return Gpu(index, f"GPU of {mib}", mib, 0, 0, 40)
-
-    assert of_machine([]) is None
-    hardware = of_machine([gpu(0, 81559), gpu(1, 24000)])
-    assert hardware is not None
-    assert (hardware.count, hardware.card.name, hardware.card.memory) == (2, "GPU of 24000", 24000 * 2**20)
-    assert hardware.card.tflops == CARD.tflops
-    assert like("x", 90 * GIB).tflops == CARDS["80gb"].tflops

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.plan.common import NOWHERE, planned, run
 from trainer.config.amounts import GIB
 from trainer.config.load import load_config
 from trainer.plan import fixes as fixing
+from trainer.plan import sizes as sizes_module
 from trainer.plan.fixes import fixes
 from trainer.plan.hardware import CARDS
 from trainer.plan.phases import CAPTIONS, EXPORT, IMAGES, SAMPLING, TRAINING, Item
@@ -141,6 +143,16 @@ def test_a_rank_holds_on_the_host_what_is_offloaded_and_the_copy_of_its_checkpoi
     checkpoint = sizes(planned("flux2 klein-4b").disk)["checkpoint"]
     assert host()["checkpoint"] == checkpoint / 4
     assert host()["export"] == checkpoint / 3
+
+
+def test_offloaded_weights_take_up_to_twice_their_bytes_where_torch_rounds_pinned_memory() -> None:
+    def offloaded(is_exact: bool) -> float:
+        with mock.patch.object(sizes_module, "pins_exactly", lambda cfg: is_exact):
+            fields = ("parallel.devices=4", "parallel.strategy=full", "parallel.cpu_offload=true")
+            return sizes(planned("flux2 dev", *fields).host)["offloaded"] / GIB
+
+    assert offloaded(True) == pytest.approx(15.1, rel=0.03)
+    assert offloaded(False) > 1.5 * offloaded(True)
 
 
 def ways(plan_for: str, model: str, *fields: str) -> list[str]:

@@ -108,8 +108,8 @@ FAULTS = (
     _fault(
         "a step of few tokens moves the weights less",
         "trainer/train/loop.py",
-        "if not self.family.loss_weights and agreed.weight not in (0, self.cfg.train.batch_size):",
-        "if False:",
+        "torch.where(weight == 0, 1.0, self.cfg.train.batch_size / weight)",
+        "torch.where(weight == 0, 1.0, 1.0 + 0 * weight)",
         "train/test_language_models.py",
     ),
     _fault(
@@ -122,8 +122,8 @@ FAULTS = (
     _fault(
         "a loss that is not finite moves the weights",
         "trainer/train/loop.py",
-        "if agreed.non_finite or not math.isfinite(grad_norm):",
-        "if agreed.non_finite and not math.isfinite(grad_norm):",
+        "(~norm.isfinite() | (row[3] > 0)",
+        "(~norm.isfinite() & (row[3] > 0)",
         "train/test_loop.py",
     ),
     _fault(
@@ -137,14 +137,14 @@ FAULTS = (
     _fault(
         "every rank draws its own noise",
         "trainer/train/loop.py",
-        "SampleRng(self.cfg.train.seed, micro_batch.indices, world.device)",
-        "SampleRng(self.cfg.train.seed + world.rank, micro_batch.indices, world.device)",
+        "SampleRng(seed, indices, device)",
+        "SampleRng(seed + self.world.rank, indices, device)",
         "distributed/test_parity.py",
     ),
     _fault(
         "a step's tokens are counted as its images",
         "trainer/train/loop.py",
-        'tokens_per_second=agreed.tokens / seconds if self.data.unit == "tokens"',
+        'tokens_per_second=numbers.tokens / seconds if self.data.unit == "tokens"',
         'tokens_per_second=self.cfg.train.batch_size / seconds if self.data.unit == "tokens"',
         "train/test_language_models.py",
     ),
@@ -159,15 +159,15 @@ FAULTS = (
     _fault(
         "each rank clips by its own norm",
         "trainer/optim.py",
-        "get_total_norm([p.grad for p in parameters if p.grad is not None])",
-        "get_total_norm([p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters])",
+        "if placement.is_shard():",
+        "if False:",
         "distributed/test_parity.py",
     ),
     _fault(
         "the moving average keeps what it should take in",
         "trainer/optim.py",
-        "current, 1 - decay)",
-        "current, decay)",
+        "local(self._parameters.values()), 1 - decay)",
+        "local(self._parameters.values()), decay)",
         "test_optim.py",
     ),
     # Checkpoints
@@ -295,8 +295,8 @@ FAULTS = (
     _fault(
         "padding of the last pass is trained on",
         "trainer/data/loader.py",
-        "weights=tuple(self._loss_weight(batch[p]) if p <= last else 0.0 for p in positions),",
-        "weights=tuple(self._loss_weight(batch[min(p, last)]) for p in positions),",
+        "weights = tuple(self._loss_weight(batch[p]) if p <= last else 0.0 for p in positions)",
+        "weights = tuple(self._loss_weight(batch[min(p, last)]) for p in positions)",
         "data/test_loader.py",
     ),
     _fault(

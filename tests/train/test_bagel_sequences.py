@@ -28,7 +28,8 @@ from trainer.models.base import MultimodalFamily
 from trainer.run import manifest
 from trainer.run.events import SampleEvent
 from trainer.run.folder import RunDir
-from trainer.train.loop import Agreed, Trainer
+from trainer.train.loop import Trainer
+from trainer.train.numbers import Sums
 
 BUDGET = 400
 
@@ -108,9 +109,8 @@ def test_a_seen_image_that_cannot_be_decoded_gives_its_turn_to_the_next_row(benc
 class Undone(Trainer):
     """A trainer that keeps the gradients of a step, and changes no weights."""
 
-    def _update(self, agreed: Agreed) -> tuple[float, float]:
+    def _update(self, sums: Sums) -> None:
         self.gradients = whole_gradients(self.model)
-        return 0.0, 0.0
 
 
 def step_gradients(world: World, cfg: RunConfig, run: RunDir) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from tests.runs import (
     make_pictures,
     make_run,
     run_config,
+    step_numbers,
     steps_of,
     train,
 )
@@ -107,14 +108,14 @@ def test_what_is_masked_adds_nothing_to_the_loss_and_gets_no_gradient(data: Data
         output[0].register_hook(gradients.append)
 
     trainer.model["transformer"].register_forward_hook(watch)
-    agreed = trainer.train_step()
+    numbers = step_numbers(trainer)
     trainer.close()
     latents, rng = part.examples[0]["latents"], SampleRng(3, part.indices)
     target = velocity(latents, rng.normal("noise", latents.shape)[0])
     errors = (predicted[0][0].T.reshape(latents.shape) - target).square()
     learned = latents.shape[-1] // 2
     assert latents.shape[-2:] == (4, 4)
-    assert agreed.loss == pytest.approx(float(errors[..., learned:].sum()) / errors.numel(), abs=1e-6)
+    assert numbers.loss == pytest.approx(float(errors[..., learned:].sum()) / errors.numel(), abs=1e-6)
     gradient = gradients[0][0].T.reshape(latents.shape)
     assert gradient[..., :learned].abs().max() == 0
     assert gradient[..., learned:].abs().min() > 0
@@ -127,7 +128,7 @@ def test_masks_of_one_half_everywhere_halve_the_loss_exactly(data: Data) -> None
         data.trainer("dim", data__masks=str(data.black), data__mask_background=0.5, **alike),
     )
     assert dim.validate() == plain.validate() / 2
-    assert dim.train_step().loss == plain.train_step().loss / 2
+    assert step_numbers(dim).loss == step_numbers(plain).loss / 2
     plain.close()
     dim.close()
 
@@ -229,7 +230,7 @@ def test_references_change_what_is_predicted_and_drawn(data: Data) -> None:
         "edit", data__references=str(data.before), sample__references=(str(data.before / "01_0.png"),), **drawing
     )
     pictures = [trainer.draw_samples()[0].read_bytes() for trainer in (plain, edit)]
-    losses = [trainer.train_step().loss for trainer in (plain, edit)]
+    losses = [step_numbers(trainer).loss for trainer in (plain, edit)]
     plain.close()
     edit.close()
     assert pictures[0] != pictures[1]

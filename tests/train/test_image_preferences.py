@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.bench import TOLERANCE, Bench
 from tests.distributed import run_ranks
 from tests.models.common import batch_of, model_of
-from tests.runs import alone, graphs_of, make_pictures, make_run, run_config, steps_of, train
+from tests.runs import alone, graphs_of, make_pictures, make_run, run_config, step_numbers, steps_of, train
 from trainer.config.errors import InputError
 from trainer.config.families import refused
 from trainer.config.schema import RunConfig
@@ -25,7 +25,7 @@ from trainer.data.loader import ImageItem
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
 from trainer.run.events import ValidationEvent
-from trainer.train.loop import Agreed, Trainer
+from trainer.train.loop import StepNumbers, Trainer
 
 BETA = 4.0
 """Small: rounding of the errors, about 1e-7, is multiplied by it in the loss."""
@@ -70,7 +70,7 @@ def loss_of_the_paper(now: tuple[Tensor, Tensor], before: tuple[Tensor, Tensor],
     return torch.log1p(torch.exp(beta / 2 * inside))
 
 
-def step_with_gradients(trainer: Trainer) -> tuple[Agreed, list[Tensor]]:
+def step_with_gradients(trainer: Trainer) -> tuple[StepNumbers, list[Tensor]]:
     """Do a step, and return the gradients that the optimizer was given."""
     seen: list[Tensor] = []
 
@@ -78,9 +78,9 @@ def step_with_gradients(trainer: Trainer) -> tuple[Agreed, list[Tensor]]:
         seen.extend(parameter.grad.clone() for parameter in trainer.parameters if parameter.grad is not None)
 
     hook = trainer.optimizer.register_step_pre_hook(note)
-    agreed = trainer.train_step()
+    numbers = step_numbers(trainer)
     hook.remove()
-    return agreed, seen
+    return numbers, seen
 
 
 @pytest.mark.parametrize("family", ["flux2", "sdxl"])
@@ -106,8 +106,8 @@ def test_three_steps_have_the_losses_and_gradients_of_a_loop_over_single_images(
                     )
             expected = torch.stack(losses).sum() / cfg.train.batch_size
             gradients = torch.autograd.grad(expected, trainer.parameters)
-            agreed, seen = step_with_gradients(trainer)
-            assert agreed.loss == pytest.approx(float(expected.detach()), abs=TOLERANCE)
+            numbers, seen = step_with_gradients(trainer)
+            assert numbers.loss == pytest.approx(float(expected.detach()), abs=TOLERANCE)
             for found, gradient in zip(seen, gradients, strict=True):
                 torch.testing.assert_close(found, gradient, atol=TOLERANCE, rtol=0)
     finally:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.bench import TOLERANCE, Bench
 from tests.benchmarks.preference_time import learn
 from tests.distributed import run_ranks
-from tests.runs import alone, make_run, make_text, run_config, steps_of
+from tests.runs import alone, make_run, make_text, run_config, step_numbers, steps_of
 from trainer.adapters import initial_value, switched_off
 from trainer.checkpoint.config_changes import changes, refused
 from trainer.config.errors import InputError
@@ -28,7 +28,7 @@ from trainer.models import families
 from trainer.models.preferences import Answers
 from trainer.run.events import ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
-from trainer.train.loop import Agreed, Trainer
+from trainer.train.loop import StepNumbers, Trainer
 
 BETA = 0.5
 KINDS: dict[str, dict[str, Any]] = {
@@ -121,7 +121,7 @@ def tokenized(trainer: Trainer, row: dict[str, Any]) -> dict[str, Any]:
     return answers | {"num_prompt": len(prompt)}
 
 
-def step_with_gradients(trainer: Trainer) -> tuple[Agreed, dict[str, Tensor]]:
+def step_with_gradients(trainer: Trainer) -> tuple[StepNumbers, dict[str, Tensor]]:
     """Do a step, and return the gradients that the optimizer was given."""
     seen: dict[str, Tensor] = {}
 
@@ -129,9 +129,9 @@ def step_with_gradients(trainer: Trainer) -> tuple[Agreed, dict[str, Tensor]]:
         seen.update({name: p.grad.clone() for name, p in trainer.trainables.items() if p.grad is not None})
 
     hook = trainer.optimizer.register_step_pre_hook(note)
-    agreed = trainer.train_step()
+    numbers = step_numbers(trainer)
     hook.remove()
-    return agreed, seen
+    return numbers, seen
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
@@ -155,9 +155,9 @@ def test_three_steps_are_those_of_a_loop_over_single_answers_in_transformers_and
             expected = torch.stack(losses).mean()
             optimizer.zero_grad()
             expected.backward()  # type: ignore[no-untyped-call]
-            agreed, seen = step_with_gradients(trainer)
-            assert agreed.weight == len(found)
-            assert agreed.loss == pytest.approx(float(expected.detach()), abs=TOLERANCE)
+            numbers, seen = step_with_gradients(trainer)
+            assert numbers.weight == len(found)
+            assert numbers.loss == pytest.approx(float(expected.detach()), abs=TOLERANCE)
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     ours = seen[f"language_model.{name.removeprefix('base_model.model.')}"]

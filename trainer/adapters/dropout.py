@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from trainer.pinned import send
 from trainer.rng import derived_seed
 
 
@@ -16,11 +17,11 @@ class Rows:
     """Positions of the samples' rows in a matrix that holds the rows of all samples.
 
     Attributes:
-        counts: Number of rows of each sample.
+        counts: (samples,) number of rows of each sample, on the CPU.
         order: (rows,) index of each row of the matrix when the rows are sorted by sample.
     """
 
-    counts: tuple[int, ...]
+    counts: Tensor
     order: Tensor
 
     @classmethod
@@ -33,7 +34,7 @@ class Rows:
             device: Device of `order`.
         """
         order = owners.argsort(stable=True).argsort()
-        return cls(tuple(owners.bincount(minlength=count).tolist()), order.to(device, non_blocking=True))
+        return cls(owners.bincount(minlength=count), send(order, device))
 
 
 class SampleDropout(nn.Module):
@@ -47,7 +48,7 @@ class SampleDropout(nn.Module):
         super().__init__()
         self.p = probability
         self.name = name
-        self._seeds: tuple[int, ...] = ()
+        self._seeds = torch.empty(0, dtype=torch.int64)
         self._rows: Rows | None = None
 
     def set_samples(self, seed: int, indices: Sequence[int], rows: Rows | None = None) -> None:
@@ -58,7 +59,7 @@ class SampleDropout(nn.Module):
             indices: Global index of each sample, in the order of the batch.
             rows: The samples' rows, if the layer receives a matrix with the rows of all samples.
         """
-        self._seeds = tuple(derived_seed(seed, index, "dropout", self.name) for index in indices)
+        self._seeds = torch.tensor([derived_seed(seed, index, "dropout", self.name) for index in indices])
         self._rows = rows
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,16 +72,35 @@ class SampleDropout(nn.Module):
     def _by_item(self, x: Tensor) -> Tensor:
         if len(self._seeds) != x.shape[0]:
             raise RuntimeError(f"{self.name}: dropout of {x.shape[0]} items, but {len(self._seeds)} samples are set")
-        return torch.stack([_draw(seed, x, x.shape[1:]) for seed in self._seeds])
+        draws: Tensor = uniform(x.detach(), self._seeds, torch.ones_like(self._seeds))
+        return draws
 
     def _by_row(self, x: Tensor, rows: Rows) -> Tensor:
         if len(rows.order) != x.shape[0]:
             raise RuntimeError(f"{self.name}: dropout of {x.shape[0]} rows, but the samples have {len(rows.order)}")
-        pairs = zip(self._seeds, rows.counts, strict=True)
-        return torch.cat([_draw(seed, x, (count, x.shape[1])) for seed, count in pairs])[rows.order]
+        draws: Tensor = uniform(x.detach(), self._seeds, rows.counts)
+        return draws[rows.order]
 
 
-def _draw(seed: int, x: Tensor, shape: Sequence[int]) -> Tensor:
-    # On the accelerator's own generator: drawing all tokens of a layer on the CPU would cost more than the layer.
-    source = torch.Generator(x.device).manual_seed(seed)
-    return torch.rand(*shape, generator=source, device=x.device)
+@torch.library.custom_op("shardstudio::uniform", mutates_args=())
+def uniform(x: Tensor, seeds: Tensor, counts: Tensor) -> Tensor:
+    """Uniform fp32 numbers in [0, 1) in the shape and on the device of x, one sample after the other.
+
+    One operation for torch.compile, which cannot follow a generator and would compile anew for every seed.
+
+    Args:
+        x: (rows, ...).
+        seeds: (samples,) int64, on the CPU.
+        counts: (samples,) rows of each sample, on the CPU; `rows` in all.
+    """
+    draws = []
+    for seed, count in zip(seeds.tolist(), counts.tolist(), strict=True):
+        # On the accelerator's own generator: drawing all tokens of a layer on the CPU would cost more than the layer.
+        source = torch.Generator(x.device).manual_seed(seed)
+        draws.append(torch.rand((count, *x.shape[1:]), generator=source, device=x.device))
+    return torch.cat(draws)
+
+
+@uniform.register_fake
+def _(x: Tensor, seeds: Tensor, counts: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=torch.float32, device=x.device)

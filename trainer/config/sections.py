@@ -529,7 +529,8 @@ class TrainConfig(Section):
     """Seed of the noise, the timesteps, the order of the data and the adapter's initialization. The number of ranks
     does not change what is drawn."""
     precision: Literal["fp32", "bf16"] = option("bf16", keywords="mixed precision fp16 speed")
-    """Number type of computation. Trained weights and their optimizer state are fp32 either way."""
+    """Number type of computation. Trained weights and their optimizer state are fp32 either way. bf16 needs a GPU of
+    compute capability 8.0 or more (Ampere)."""
     checkpointing: Literal["none", "full"] | Whole = option(
         "none", title="Gradient checkpointing", keywords="vram memory gradient checkpointing"
     )
@@ -560,7 +561,8 @@ class ParallelConfig(Section):
     )
     """Number of ranks (GPUs) per node."""
     device: Literal["auto", "cuda", "cpu"] = option("auto", title="Train on", keywords="gpu cpu cuda")
-    """Device to train on. auto: CUDA if there is a GPU, else the CPU."""
+    """Device to train on. auto: CUDA if there is an NVIDIA GPU, else the CPU. A GPU that CUDA cannot use is an
+    error."""
     nodes: Whole = option(1, title="Machines", ge=1, le=1024, keywords="multi node distributed cluster")
     """Number of nodes (machines)."""
     rendezvous: str | None = option(None, title="Address of the first machine")

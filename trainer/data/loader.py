@@ -20,8 +20,8 @@ import torch
 from trainer.config.errors import InputError
 from trainer.data import epochs
 from trainer.distributed.threads import worker_threads
-from trainer.models.objectives import Example
-from trainer.rng import derived_seed, generator
+from trainer.models.objectives import Batch, Example
+from trainer.rng import SampleRng, derived_seed, generator
 from trainer.run.manifest import Progress
 
 CPU = torch.device("cpu")
@@ -196,6 +196,23 @@ class ImageBatchSampler:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """A pass as the model takes it.
+
+    Attributes:
+        batch: On the CPU, in memory that the device reads by itself.
+        rng: The random numbers of its items.
+    """
+
+    batch: Batch
+    rng: SampleRng
+
+
+Prepare = Callable[[Sequence[Example], Sequence[float], Sequence[int]], Prepared]
+"""Prepares examples with their weights and global sample indices."""
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The part of a step that one rank trains in one pass; all examples share a batch key.
 
@@ -203,11 +220,13 @@ class MicroBatch:
         examples: The examples.
         indices: Global sample index of each example: the number of samples of all earlier steps + its position.
         weights: Weight of each example's loss, 0 for padding.
+        prepared: The pass as the model takes it; None without `prepare`.
     """
 
     examples: tuple[Example, ...]
     indices: tuple[int, ...]
     weights: tuple[float, ...]
+    prepared: Prepared | None = None
 
 
 class Loader(Generic[ItemT]):
@@ -225,6 +244,7 @@ class Loader(Generic[ItemT]):
         micro_batch: Most examples per pass.
         loss_weight: loss_weight(item) returns the weight of the item's loss, > 0.
         device: Of this rank.
+        prepare: Called on the thread.
     """
 
     def __init__(
@@ -236,10 +256,12 @@ class Loader(Generic[ItemT]):
         micro_batch: int,
         loss_weight: Callable[[ItemT], float] = lambda item: 1.0,
         device: torch.device = CPU,
+        prepare: Prepare | None = None,
     ) -> None:
         self._batch_sampler = batch_sampler
         self._fetch = fetch
         self._loss_weight = loss_weight
+        self._prepare = prepare
         self._rank = rank
         per_rank = math.ceil(batch_sampler.sizes.now / world_size)
         self._num_passes = math.ceil(per_rank / micro_batch)
@@ -274,8 +296,8 @@ class Loader(Generic[ItemT]):
     def _load_pass(self, step: int, batch: tuple[ItemT, ...], positions: range) -> MicroBatch:
         last, first_index = len(batch) - 1, self._batch_sampler.sizes.before(step)
         present = [min(position, last) for position in positions]
-        return MicroBatch(
-            examples=tuple(self._fetch(batch[position]) for position in present),
-            indices=tuple(first_index + position for position in present),
-            weights=tuple(self._loss_weight(batch[p]) if p <= last else 0.0 for p in positions),
-        )
+        examples = tuple(self._fetch(batch[position]) for position in present)
+        indices = tuple(first_index + position for position in present)
+        weights = tuple(self._loss_weight(batch[p]) if p <= last else 0.0 for p in positions)
+        prepared = self._prepare(examples, weights, indices) if self._prepare else None
+        return MicroBatch(examples, indices, weights, prepared)

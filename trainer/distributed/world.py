@@ -13,11 +13,13 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from trainer.config.errors import InputError
 from trainer.config.sections import ParallelConfig
 from trainer.distributed.heartbeat import Heartbeat
 from trainer.distributed.store import KeyValueStore
+from trainer.gpus import visible
 from trainer.run.folder import RunDir
 
 BEYOND_THE_WATCHDOG_S = 120
@@ -26,8 +28,25 @@ MEET_WITHIN = datetime.timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
+class PendingSum:
+    """A sum over the ranks that is under way."""
+
+    _tensor: Tensor
+    _work: dist.Work | None
+    _heartbeat: Heartbeat
+
+    def wait(self) -> list[float]:
+        """Wait for the sum, which is the same on every rank."""
+        if self._work is not None:
+            with self._heartbeat.waiting("all_reduce"):
+                self._work.wait()
+        summed: list[float] = self._tensor.tolist()
+        return summed
+
+
+@dataclass(frozen=True)
 class World:
-    """This rank among the others. `gather`, `sum` and `barrier` are collective.
+    """This rank among the others. `gather`, `sum`, `begin_sum`, `add_up` and `barrier` are collective.
 
     Attributes:
         rank, size: Among all ranks.
@@ -61,13 +80,19 @@ class World:
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum element-wise over the ranks, in fp64."""
-        if self.size == 1:
-            return values
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with self.heartbeat.waiting("all_reduce"):
-            dist.all_reduce(tensor)
-            summed: list[float] = tensor.tolist()
-        return summed
+        return self.begin_sum(values).wait()
+
+    def begin_sum(self, values: list[float]) -> PendingSum:
+        """Begin to sum element-wise over the ranks, in fp64, while this rank goes on. The device has no part in it."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        work = dist.all_reduce(tensor, async_op=True) if self.size > 1 else None
+        return PendingSum(tensor, work, self.heartbeat)
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Sum a tensor of the device over the ranks, in place. With an accelerator the host does not wait."""
+        if self.size > 1:
+            with self.heartbeat.waiting("all_reduce"):
+                dist.all_reduce(tensor)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -129,18 +154,22 @@ def connect(cfg: ParallelConfig, rendezvous: Rendezvous | None = None, is_guest:
         is_guest: This machine does not see the run folder.
 
     Raises:
-        InputError: CUDA is wanted and absent, or has fewer devices than ranks.
+        InputError: CUDA is wanted and absent, or has fewer devices than ranks, or this torch has no NCCL; or
+            `parallel.device: auto` would leave an NVIDIA GPU unused.
+        RuntimeError: The GPUs cannot communicate.
     """
     local_rank, local_size = _torchrun("LOCAL_RANK", 0), _torchrun("LOCAL_WORLD_SIZE", 1)
     device = _device(cfg, local_rank, local_size)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    meeting = rendezvous or find_rendezvous()
+    backend = _backend(device, meeting.size)
     # The watchdog comes first and knows more; this timeout is for what it does not notice.
     timeout = datetime.timedelta(seconds=cfg.timeout + BEYOND_THE_WATCHDOG_S)
-    meeting = rendezvous or find_rendezvous()
     with _on_loopback() if meeting.size == local_size else nullcontext():
         dist.init_process_group(
             backend, store=meeting.store, rank=meeting.rank, world_size=meeting.size, timeout=timeout
         )
+        if device.type == "cuda" and meeting.size > 1:
+            require_communication(device)
         world = joined(device, local_rank, local_size, timeout)
         ranks = world.gather((is_guest, local_rank))
         guests = tuple(rank for rank, (guest, _) in enumerate(ranks) if guest)
@@ -191,8 +220,14 @@ def _torchrun(name: str, alone: int) -> int:
 
 
 def _device(cfg: ParallelConfig, local_rank: int, local_size: int) -> torch.device:
-    if cfg.device == "cpu" or (cfg.device == "auto" and not torch.cuda.is_available()):
+    if cfg.device == "cpu":
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        why = visible.why_no_cuda()
+        if cfg.device == "auto" and not why:
+            return torch.device("cpu")
+        said = why or "no NVIDIA GPU is visible to this process; see --doctor, or set parallel.device: cpu"
+        raise InputError(f"parallel.device: {cfg.device}: {said}{_cuda_says()}")
     if torch.cuda.device_count() < local_size:
         raise InputError(
             f"parallel.devices: {local_size} ranks on this node, but it has {torch.cuda.device_count()} CUDA devices; "
@@ -201,3 +236,50 @@ def _device(cfg: ParallelConfig, local_rank: int, local_size: int) -> torch.devi
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _cuda_says() -> str:
+    """Return the first line of the error with which CUDA fails, in brackets."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return f" ({str(error).splitlines()[0]})" if str(error) else ""
+    return ""
+
+
+def _backend(device: torch.device, size: int) -> str:
+    """Return the backends of the default process group. Raises InputError if several GPUs have no NCCL."""
+    if device.type == "cpu":
+        return "gloo"
+    if dist.is_nccl_available():
+        return "cpu:gloo,cuda:nccl"
+    if size == 1:
+        return "gloo"
+    raise InputError(
+        f"parallel.devices: {size} ranks on GPUs communicate through NCCL, which torch {torch.__version__} is built "
+        "without; install the CUDA build of torch (pip install torch), or set parallel.devices: 1"
+    )
+
+
+def require_communication(device: torch.device) -> None:
+    """Sum a number over all ranks, which makes NCCL connect the GPUs now and not in the first step. Collective.
+
+    Raises:
+        RuntimeError: It fails, or the sum is wrong.
+    """
+    size = dist.get_world_size()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    between = f"the first all_reduce between {size} ranks, on {device} ({name}) of rank {dist.get_rank()},"
+    remedy = (
+        "run --doctor; NCCL_DEBUG=INFO logs what NCCL tries, NCCL_P2P_DISABLE=1 avoids faulty links, and "
+        "parallel.devices: 1 needs none"
+    )
+    try:
+        total = torch.ones(1, device=device)
+        dist.all_reduce(total)
+        found = int(total.item())
+    except RuntimeError as error:
+        said = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        raise RuntimeError(f"{between} failed: {said}; {remedy}") from error
+    if found != size:
+        raise RuntimeError(f"{between} gave {found}: the GPUs do not exchange data correctly; {remedy}")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
-from trainer.config.amounts import file_size, memory_size
+from trainer import gpus
+from trainer.config.amounts import GIB, MIB, file_size, memory_size
 from trainer.config.errors import InputError, Problem
+from trainer.config.load import stage_configs
 from trainer.config.schema import RunConfig
-from trainer.metrics import gpus
-from trainer.metrics.gpus import Gpu
+from trainer.gpus import Gpu, support, visible
 from trainer.plan.fixes import planned
+from trainer.plan.hardware import of_machine
 from trainer.plan.memory import MemoryPlan
 from trainer.plan.phases import ASSUMED
 from trainer.run.folder import shared_cache
@@ -28,6 +29,7 @@ def problems(
     runs: Path,
     listed: Sequence[Gpu] | None = None,
     plan: Callable[[RunConfig, Path], MemoryPlan | None] | None = None,
+    chosen: Sequence[int] = (),
 ) -> Iterator[Problem]:
     """Yield what this machine lacks for a run.
 
@@ -36,32 +38,113 @@ def problems(
         runs: Folder in which its run folder is made.
         listed: This machine's GPUs. None: nvidia-smi is asked.
         plan: Returns the plan of a config without a GPU, for callers that have it already. None: it is made here.
+        chosen: Indices of the GPUs that the run may use; empty for all that are visible.
     """
-    usable = _num_gpus(gpus.read() if listed is None else listed)
-    yield from _missing_gpus(cfg, usable)
+    given: Sequence[Gpu] = ()
+    try:
+        given = _given(cfg, listed, chosen)
+        yield from _wrong_gpus(cfg, given, listed)
+    except InputError as error:
+        yield Problem("parallel.device", f"{cfg.parallel.device}: {error}; or set cpu")
     found = (plan or unplaced_plan)(cfg, runs)
     if found is None:
         return
-    if cfg.parallel.device == "cpu" or not usable:
+    if not given and not _is_rocm():
         yield from _missing_memory(found)
     yield from _missing_disk(cfg, found, runs)
 
 
-def _num_gpus(listed: Sequence[Gpu]) -> int:
-    """The number of GPUs that processes started here may use: CUDA_VISIBLE_DEVICES restricts them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return len(listed)
-    return min(len(listed), len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+def gpu_problems(cfg: RunConfig) -> Iterator[Problem]:
+    """Yield what is wrong with this machine's GPUs for a run, as `problems` does."""
+    try:
+        yield from _wrong_gpus(cfg, _given(cfg, None, ()), None)
+    except InputError as error:
+        yield Problem("parallel.device", f"{cfg.parallel.device}: {error}; or set cpu")
 
 
-def _missing_gpus(cfg: RunConfig, usable: int) -> Iterator[Problem]:
-    wanted, device = cfg.parallel.devices, cfg.parallel.device
-    if device == "cuda" and not usable:
-        yield Problem("parallel.device", "cuda: this machine has no usable GPU; set cpu or auto, or see --doctor")
-    elif device != "cpu" and usable and wanted > usable:
-        have = f"{usable} GPU" + ("s" if usable > 1 else "")
-        yield Problem("parallel.devices", f"{wanted} are asked for, this machine has {have}; set {usable} or fewer")
+def _given(cfg: RunConfig, listed: Sequence[Gpu] | None, chosen: Sequence[int]) -> Sequence[Gpu]:
+    """The GPUs that the run gets, none on the CPU."""
+    return () if cfg.parallel.device == "cpu" else visible.for_run(chosen, listed)
+
+
+def _is_rocm() -> bool:
+    build = support.installed()
+    return build is not None and bool(build.hip)
+
+
+def _wrong_gpus(cfg: RunConfig, given: Sequence[Gpu], listed: Sequence[Gpu] | None) -> Iterator[Problem]:
+    device, wanted = cfg.parallel.device, cfg.parallel.devices
+    if device == "cpu" or (_is_rocm() and not given):
+        return
+    if found := support.unusable(given, support.installed()):
+        yield Problem("parallel.device", f"{device}: {found}")
+    elif device == "cuda" and not given:
+        why = visible.hidden(gpus.read() if listed is None else listed) or "this machine has no usable GPU"
+        yield Problem("parallel.device", f"cuda: {why}; set cpu or auto, or see --doctor")
+    elif given and wanted > 1 and given[0].is_slice:
+        message = f"{wanted} are asked for, but a run trains on one MIG slice: NCCL connects none; set 1"
+        yield Problem("parallel.devices", message)
+    elif given and wanted > len(given):
+        have = f"{len(given)} GPU" + ("s" if len(given) > 1 else "")
+        yield Problem("parallel.devices", f"{wanted} are asked for, this run may use {have}; set {len(given)} or fewer")
+    else:
+        yield from _without_bf16(cfg, given)
+
+
+def _without_bf16(cfg: RunConfig, given: Sequence[Gpu]) -> Iterator[Problem]:
+    old = next((gpu for gpu in given[: cfg.parallel.devices] if support.lacks_bf16(gpu)), None)
+    if old and any(part.train.precision == "bf16" for part in stage_configs(cfg)):
+        yield Problem(
+            "train.precision",
+            f"bf16: {old.name} has compute capability {old.compute_cap}, and bf16 needs 8.0 or more; set fp32, or use "
+            "a newer GPU",
+        )
+
+
+MOST_TAKEN = 0.5
+"""Share of a GPU's memory that others may use before a run without a plan is warned."""
+
+
+def warnings(cfg: RunConfig, runs: Path, listed: Sequence[Gpu] | None = None, chosen: Sequence[int] = ()) -> list[str]:
+    """Return what this machine's user should know before the start. Nothing of it prevents the start.
+
+    Args:
+        cfg, runs, listed, chosen: As for `problems`.
+    """
+    if cfg.parallel.device == "cpu":
+        return []
+    try:
+        listed = gpus.read() if listed is None else listed
+        given = visible.for_run(chosen, listed)
+        why = visible.hidden(listed)
+    except InputError:  # `problems` names it
+        return []
+    found = [f"parallel.device: {cfg.parallel.device}: {why}; the run trains on the CPU"] if why else []
+    if not given and (other := support.other_makers(support.installed())):
+        found.append(f"parallel.device: {cfg.parallel.device}: {other}")
+    return [*found, *_taken(cfg, runs, given[: cfg.parallel.devices])]
+
+
+def _taken(cfg: RunConfig, runs: Path, given: Sequence[Gpu]) -> Iterator[str]:
+    """Yield a sentence for each GPU whose memory other processes use."""
+    used = [gpu for gpu in given if gpu.memory_used * MIB > GIB]
+    hardware = of_machine(used)
+    if hardware is None:
+        return
+    try:
+        plan = planned(cfg, hardware.card, shared_cache(cfg, runs))
+    except InputError:
+        plan = None
+    for gpu in used:
+        free = (gpu.memory - gpu.memory_used) * MIB
+        need = plan.need if plan else MOST_TAKEN * gpu.memory * MIB
+        if free < need <= gpu.memory * MIB:
+            wants = f"the plan needs {plan.need / GIB:.1f}" if plan else "the run's need is not known"
+            yield (
+                f"GPU {gpu.index}, {gpu.name}: other processes use {gpu.memory_used / 1024:.1f} of "
+                f"{gpu.memory / 1024:.1f} GiB, and {wants}: memory may run out; end them (nvidia-smi lists them), or "
+                "choose another GPU"
+            )
 
 
 def unplaced_plan(cfg: RunConfig, runs: Path) -> MemoryPlan | None:

@@ -16,7 +16,7 @@ from trainer.config.load import ConfigFile, load_config, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig, family_names
 from trainer.config.terminal import complain, say
-from trainer.launcher import network, preflight, schedulers, side_process, torchrun
+from trainer.launcher import capacity, network, preflight, schedulers, side_process, torchrun
 from trainer.launcher.console import MessageEvent, ProgressDisplay, progress_display
 from trainer.launcher.schedulers import Scheduler
 from trainer.launcher.torchrun import RunHandle
@@ -261,6 +261,8 @@ def _run(loaded: ConfigFile, run: RunDir) -> int:
     cfg = loaded.config
     for note in loaded.notes:
         complain(f"note: {note}")
+    for warning in capacity.warnings(cfg, run.path.parent):
+        complain(f"warning: {warning}")
     events = EventReader(run.events_file)
     events.read()  # the events before this start are not shown again
     handle = torchrun.start(cfg, run)

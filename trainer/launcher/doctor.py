@@ -19,11 +19,13 @@ from typing import Literal
 import psutil
 from packaging.requirements import Requirement
 
+from trainer import gpus
 from trainer.config.amounts import GB, GIB
 from trainer.config.errors import InputError
 from trainer.config.installation import CHECKOUT
 from trainer.config.terminal import say
-from trainer.metrics import gpus
+from trainer.gpus import Gpu, support, visible
+from trainer.launcher.capacity import MOST_TAKEN
 
 DISTRIBUTION = "shardstudio"
 
@@ -112,9 +114,15 @@ def package(requirement: Requirement) -> Check:
 
 
 def graphics() -> Iterator[Check]:
-    """Check each GPU and the links between them. A machine without GPUs passes: everything also runs on CPUs."""
+    """Check each GPU, the links between them, and whether torch can use them. A machine without GPUs passes: everything
+    also runs on CPUs."""
+    build = support.installed()
+    other = support.other_makers(build)
     if not gpus.exist():
-        yield Check("ok", "gpu", "no NVIDIA driver found; training runs on the CPU")
+        if other:
+            yield Check("warn", "gpu", other.fact, other.remedy)
+        else:
+            yield Check("ok", "gpu", "no NVIDIA driver found; training runs on the CPU")
         return
     try:
         found = gpus.read()
@@ -123,9 +131,42 @@ def graphics() -> Iterator[Check]:
         yield Check("fail", "gpu", str(error), "reinstall the driver, or restart the machine")
         return
     for gpu in found:
-        yield Check("ok", f"gpu {gpu.index}", f"{gpu.name}, {gpu.memory} MiB, {gpu.memory_used} MiB in use")
+        yield _gpu(gpu)
+    yield from _use(found, build)
     if link:
         yield _link(link)
+
+
+def _gpu(gpu: Gpu) -> Check:
+    what, fact = f"gpu {gpu.index}", f"{gpu.name}, {gpu.memory} MiB, {gpu.memory_used} MiB in use"
+    if gpu.is_slice:
+        return Check("ok", what, f"{gpu.name}, about {gpu.memory} MiB, for runs on one GPU")
+    if gpu.memory_used > MOST_TAKEN * gpu.memory:
+        return Check("warn", what, fact, "end the processes that use it (nvidia-smi lists them), or choose another GPU")
+    if support.lacks_bf16(gpu):
+        remedy = "bf16 needs 8.0 or more: set train.precision: fp32"
+        return Check("warn", what, f"{fact}, compute capability {gpu.compute_cap}", remedy)
+    return Check("ok", what, fact)
+
+
+def _use(found: Sequence[Gpu], build: support.Build | None) -> Iterator[Check]:
+    """Check whether torch started here can use the GPUs."""
+    try:
+        given = visible.visible(found)
+        hidden = visible.hidden(found)
+    except InputError as error:
+        yield Check("fail", "visible gpus", str(error))
+        return
+    if hidden:
+        yield Check("warn", "visible gpus", hidden)
+    elif len(given) < len(found):
+        numbers = ", ".join(str(gpu.index) for gpu in given)
+        yield Check("ok", "visible gpus", f"{visible.VISIBLE} leaves {numbers}")
+    wrong = support.unusable(given, build)
+    if wrong:
+        yield Check("fail", "driver", wrong.fact, wrong.remedy)
+    elif given and build and given[0].driver_version:
+        yield Check("ok", "driver", f"{given[0].driver_version}, torch {build.version} can use it")
 
 
 def _link(slowest: str) -> Check:

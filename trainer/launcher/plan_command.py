@@ -134,6 +134,8 @@ def lines(cfg: RunConfig, found: MemoryPlan) -> list[str]:
     if found.ranks > 1:
         text.append(f"through links    {found.received / GIB:.2f} GiB per rank and step")
     text.append(f"computing        {found.flops / 1e12:.0f} TFLOP per rank and step")
+    if found.card and found.card.speed_of:
+        text.append(f"speed            that of this GPU is not known; assumed: {found.card.speed_of}")
     if found.time:
         text.append(
             f"time             {found.time.low:.1f} to {found.time.high:.1f} s per step; {found.time.bound_by} decides"

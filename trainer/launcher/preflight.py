@@ -24,7 +24,9 @@ from trainer.run.manifest import Progress
 from trainer.weights.hub import find_folder
 
 
-def new_run(loaded: ConfigFile, runs: Path, at: Path | None = None, is_here: bool = True) -> RunDir:
+def new_run(
+    loaded: ConfigFile, runs: Path, at: Path | None = None, is_here: bool = True, gpus: Sequence[int] = ()
+) -> RunDir:
     """Check a config and make the folder of a new run, without starting it.
 
     Args:
@@ -32,13 +34,15 @@ def new_run(loaded: ConfigFile, runs: Path, at: Path | None = None, is_here: boo
         runs: Folder in which the run folder is made.
         at: Exact path of the run folder, instead.
         is_here: Whether this machine trains it. False for a scheduler's job: other machines have its GPUs.
+        gpus: Indices of the GPUs that it may use; empty for all.
 
     Raises:
         InputError: The config, its files or its images are wrong. Nothing was written.
     """
     check(loaded)
     if is_here:
-        loaded.refuse(list(capacity.problems(loaded.config, (at.absolute().parent if at else runs))))
+        folder = at.absolute().parent if at else runs
+        loaded.refuse(list(capacity.problems(loaded.config, folder, chosen=gpus)))
     _prepare_cache(loaded, at.absolute().parent if at else runs)
     run = RunDir.create(runs, loaded.config, at)
     files.make_private_if_new(shared_cache(loaded.config, run.path.parent))  # it holds encoded images and captions
@@ -57,6 +61,7 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     if saved:
         _check_changes(loaded, stages.current(run, loaded.config).config, manifest.progress_of(saved[-1]))
     check(loaded, is_new=not saved)
+    loaded.refuse(list(capacity.gpu_problems(loaded.config)))
     _prepare_cache(loaded, run.path.parent)
     if overrides:
         run.replace_config(loaded.config)

@@ -41,7 +41,7 @@ class Entry:
         number: Its place in the queue.
         name: `name` of its config.
         config: The whole config as YAML.
-        gpus: Indices of the GPUs it may use; empty for all.
+        gpus: nvidia-smi's indices of the GPUs it may use; empty for all.
         run: Name of its run folder, once it was started.
         error: Why it could not be started.
         queued_at: Unix seconds; 0 in the queues of older versions.
@@ -218,7 +218,7 @@ class Queue:
             _file(self._waiting, entry.number).unlink()
         path = self._folder / "config.yaml"  # does not exist: errors show the name of the entry instead
         try:
-            run = preflight.new_run(load_config_text(entry.config, (), path), self.runs)
+            run = preflight.new_run(load_config_text(entry.config, (), path), self.runs, gpus=entry.gpus)
             torchrun.start(run.config(), run, self._module, entry.gpus)
             entry = replace(entry, run=run.path.name)
         except (InputError, OSError) as error:

@@ -24,7 +24,9 @@ from trainer.config.installation import start_command
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig
 from trainer.config.terminal import not_installed
+from trainer.gpus import visible
 from trainer.launcher.network import must_be_joined, node_environment
+from trainer.run.allocator import pins_exactly
 from trainer.run.events import EventWriter, StatusEvent
 from trainer.run.failure import launches, output_file
 from trainer.run.folder import RunDir
@@ -127,14 +129,13 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
         cfg: Config of the run.
         run: The run.
         module: Python module that every rank executes.
-        gpus: Indices of the GPUs that the ranks may use; empty for all.
+        gpus: nvidia-smi's indices of the GPUs that the ranks may use; empty for all.
 
     Raises:
-        InputError: The run is already running.
+        InputError: The run is already running, or a GPU is not visible here.
     """
-    environment = node_environment(cfg.parallel)  # resolves names, so not while the lock is held
-    if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    # Resolves names and asks nvidia-smi, so not while the lock is held.
+    environment = node_environment(cfg.parallel) | _gpu_environment(cfg.parallel, gpus)
     waits = f"waits for the other nodes: {joining(run, cfg.parallel.nodes)}" if must_be_joined(cfg.parallel) else ""
     with run.locked():
         require_ended(run)
@@ -147,9 +148,14 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
             run.clear(request)
         with EventWriter(run.events_file) as events:
             events.write(StatusEvent(state="starting", message=waits))
-        process = _spawn(argv, output_file(run, launches(run) + 1), environment)
+        variables = {**worker_environment(pins_exactly(cfg)), **environment}
+        process = _spawn(argv, output_file(run, launches(run) + 1), variables)
         Launch.of(process, argv).write(run)
     return _handle(run, process, argv)
+
+
+def _gpu_environment(parallel: ParallelConfig, chosen: Sequence[int]) -> dict[str, str]:
+    return visible.environment(chosen) if chosen or parallel.device != "cpu" else {}
 
 
 def _require_readable(written: Iterable[Path]) -> None:
@@ -191,7 +197,7 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "t
     if not 1 <= node_rank < nodes:
         numbers = "1" if nodes == 2 else f"1 to {nodes - 1}"
         raise InputError(f"--node-rank {node_rank}: the nodes that join {run.path} have the numbers {numbers}")
-    environment = node_environment(parallel)
+    environment = node_environment(parallel) | _gpu_environment(parallel, ())
     # A machine that does not see the run folder cannot train in stages; its ranks report that.
     has_stages = run.config_file.is_file() and bool(run.config().stages)
     with run.locked():
@@ -199,7 +205,9 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "t
         if any(argv_of(process) == argv for process in psutil.process_iter()):
             raise InputError(f"{run.path}: node {node_rank} of this run is already running on this machine")
         end_orphans(run, argv[2])
-        process = _spawn(argv, _free_node_log(run, node_rank), environment)
+        is_exact = run.config_file.is_file() and pins_exactly(run.config())
+        variables = {**worker_environment(is_exact), **environment}
+        process = _spawn(argv, _free_node_log(run, node_rank), variables)
     return _handle(run, process, argv)
 
 
@@ -232,6 +240,6 @@ def _spawn(argv: Sequence[str], output: Path, environment: Mapping[str, str]) ->
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**worker_environment(), **environment},
+            env=environment,
             start_new_session=True,
         )

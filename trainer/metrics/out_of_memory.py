@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.config.amounts import GIB
 from trainer.distributed.heartbeat import Heartbeat
-from trainer.metrics.memory import MemoryMeter
+from trainer.metrics.memory import MemoryMeter, MemoryReading
 from trainer.metrics.step_time import OPTIMIZER
 from trainer.run.failure import OUT_OF_MEMORY
 
@@ -75,14 +75,23 @@ def explain_out_of_memory(
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        first = str(error).partition("\n")[0] or type(error).__name__
-        if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or re.search(OUT_OF_MEMORY, first)):
+        lines = str(error).splitlines() or [type(error).__name__]
+        said = next((line for line in lines if re.search(OUT_OF_MEMORY, line)), None)
+        if said is None and not isinstance(error, MemoryError | torch.OutOfMemoryError):
             raise
         memory = meter.read()
         raise OutOfMemoryError(
             f"out of memory in {context}: peak {memory.peak / GIB:.2f} of {memory.limit / GIB:.2f} GiB"
-            f"{_shares(held(), memory.peak)} ({first})"
+            f"{_shares(held(), memory.peak)}{_unused(memory)} ({said or lines[0]})"
         ) from error
+
+
+def _unused(memory: MemoryReading) -> str:
+    """What torch has taken and does not use; not worth a word below a twentieth of the memory."""
+    unused = memory.reserved - memory.allocated
+    if unused < memory.limit / 20:
+        return ""
+    return f"; {unused / GIB:.2f} GiB more were taken, in pieces that did not fit"
 
 
 def _shares(held: Mapping[str, int], peak: int) -> str:

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -20,8 +21,36 @@ DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 Mark = float | torch.cuda.Event
 
 
+@dataclass
+class StepMarks:
+    """When the phases of one step began and ended."""
+
+    start: Mark
+    is_hidden: bool
+    phases: list[tuple[str, Mark]] = field(default_factory=list)
+    blocks: list[tuple[Mark, Mark]] = field(default_factory=list)
+    communication: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the end of the last phase. On CUDA, waits for it."""
+        return _elapsed(self.start, self.phases[-1][1])
+
+    def read(self) -> dict[str, float]:
+        """Seconds per phase, with `communication` and `own` (which are parts of the others). On CUDA, waits for the end
+        of the step."""
+        seconds: dict[str, float] = defaultdict(float)
+        before = self.start
+        for phase, mark in self.phases:
+            seconds[phase] += _elapsed(before, mark)
+            before = mark
+        seconds["communication"] = float("nan") if self.is_hidden else self.communication
+        seconds["own"] = seconds[DATA] + sum(_elapsed(*block) for block in self.blocks)
+        return seconds
+
+
 class StepTimer:
-    """Splits the seconds of each step into phases. On CUDA by events; reading them waits for the end of the step.
+    """Splits the seconds of each step into phases, on CUDA by events.
 
     `communication` is the time that this rank's compute waited for other ranks: exact where collectives block the host
     (gloo). NaN with several ranks on CUDA, where the wait happens inside streams that torch does not expose, and with
@@ -33,22 +62,20 @@ class StepTimer:
         self._cuda = world.device.type == "cuda"
         has_copies = mesh is not None and mesh.ndim > 1
         self._hidden = world.size > 1 and (self._cuda or has_copies)
-        self._marks: list[tuple[str, Mark]] = []
-        self._start: Mark = 0.0
-        self._communication = 0.0
+        self._step = StepMarks(0.0, self._hidden)
         self._block_start: Mark = 0.0
-        self._in_blocks: list[tuple[Mark, Mark]] = []
 
     def start(self) -> None:
         """Begin a step."""
-        self._marks.clear()
-        self._in_blocks.clear()
-        self._communication = 0.0
-        self._start = self._now()
+        self._step = StepMarks(self._now(), self._hidden)
 
     def mark(self, phase: str) -> None:
         """End `phase`, which began at the last mark."""
-        self._marks.append((phase, self._now()))
+        self._step.phases.append((phase, self._now()))
+
+    def marks(self) -> StepMarks:
+        """Those of the step that began last."""
+        return self._step
 
     @contextmanager
     def communication(self) -> Iterator[None]:
@@ -57,18 +84,7 @@ class StepTimer:
         try:
             yield
         finally:
-            self._communication += time.perf_counter() - begin
-
-    def read(self) -> dict[str, float]:
-        """Seconds per phase since `start`, with `communication` and `own` (which are parts of the others)."""
-        seconds: dict[str, float] = defaultdict(float)
-        before = self._start
-        for phase, mark in self._marks:
-            seconds[phase] += _elapsed(before, mark)
-            before = mark
-        seconds["communication"] = float("nan") if self._hidden else self._communication
-        seconds["own"] = seconds[DATA] + sum(_elapsed(*block) for block in self._in_blocks)
-        return seconds
+            self._step.communication += time.perf_counter() - begin
 
     def watch(self, model: nn.Module, blocks: Collection[str], is_compiled: bool) -> None:
         """Time the forward of blocks, given by class names, and the collectives of a sharded model.
@@ -92,7 +108,7 @@ class StepTimer:
         self._block_start = self._now()
 
     def _leave_block(self, *_: object) -> None:
-        self._in_blocks.append((self._block_start, self._now()))
+        self._step.blocks.append((self._block_start, self._now()))
 
     def _now(self) -> Mark:
         if not self._cuda:

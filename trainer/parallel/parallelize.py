@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config.sections import ParallelConfig, TrainConfig
+from trainer.parallel.compile import compile_blocks, for_class
 from trainer.parallel.fsdp_rules import entries
 from trainer.parallel.older_fsdp import let_bytes_be_sharded
 from trainer.parallel.strategy import Strategy, reshard_after_forward
@@ -85,8 +86,7 @@ def parallelize(
         _compute_in(model, units, dtype)
     checkpoint_activations(units, train.checkpointing)
     if train.compile:
-        for unit in units:
-            unit.compile(backend=train.compile_backend)
+        compile_blocks(units, train.compile_backend)
     if mesh is None:
         return model
     offload = offload_policy(parallel)
@@ -152,7 +152,7 @@ def checkpoint_activations(units: Sequence[nn.Module], checkpointing: str | int)
         return
     every = 1 if checkpointing == "full" else int(checkpointing)
     for unit in units[::every]:
-        unit.forward = _recomputed(unit.forward)
+        unit.forward = for_class(type(unit), _recomputed(unit.forward))
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,7 +187,7 @@ def _compute_in(model: nn.Module, units: Sequence[nn.Module], dtype: torch.dtype
     """
     inside = {id(module) for unit in units for module in unit.modules()}
     for unit in units:
-        unit.forward = _on_copies(unit, list(unit.modules()), dtype)
+        unit.forward = for_class(type(unit), _on_copies(unit, list(unit.modules()), dtype))
     rest = [module for module in model.modules() if id(module) not in inside]
     model.forward = _on_copies(model, rest, dtype)
 

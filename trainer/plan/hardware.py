@@ -1,7 +1,7 @@
 """GPUs for the plan: memory, speed and bandwidth. Detected, or named as `4x24gb`.
 
-Speeds are those of the makers' data sheets for bf16 with fp32 sums, without sparsity. The share that a training step
-reaches, and the speeds of links, are assumptions: no GPU was measured (see DECISIONS.md).
+Speeds are those of `cards`. The share that a training step reaches, and the speeds of links, are assumptions (see
+DECISIONS.md).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from trainer.config.amounts import GB, MIB
 from trainer.config.errors import InputError
-from trainer.metrics import gpus
-from trainer.metrics.gpus import Gpu
+from trainer.gpus import Gpu
+from trainer.gpus.visible import visible
+from trainer.plan.cards import Speed, namesake_of, shares, speed_of
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Card:
         bandwidth: Bytes per second of the GPU's own memory.
         link: Bytes per second that a rank receives from other ranks on the same machine.
         host_link: Bytes per second to and from host memory.
+        speed_of: What its speed was assumed from, because it is not known; empty if it is.
     """
 
     name: str
@@ -37,18 +39,39 @@ class Card:
     bandwidth: float
     link: float
     host_link: float
+    speed_of: str = ""
+
+
+def _card(name: str, memory: int, speed: Speed, of: str = "") -> Card:
+    computing, bandwidth = shares(name)
+    return Card(
+        name,
+        memory,
+        speed.tflops * computing,
+        speed.share,
+        speed.bandwidth * bandwidth * GB,
+        speed.link * GB,
+        speed.host_link * GB,
+        of,
+    )
+
+
+def _example(size: str, model: str, mib: int) -> Card:
+    speed = speed_of(model)
+    assert speed is not None
+    return _card(f"{size} ({model})", mib * MIB, speed)
 
 
 CARDS = {
-    "12gb": Card("12 GB (RTX 4070)", 12282 * MIB, 58, 0.43, 504 * GB, 11 * GB, 20 * GB),
-    "16gb": Card("16 GB (RTX 4080)", 16376 * MIB, 97, 0.43, 717 * GB, 11 * GB, 20 * GB),
-    "24gb": Card("24 GB (RTX 4090)", 24564 * MIB, 165, 0.43, 1008 * GB, 11 * GB, 20 * GB),
-    "32gb": Card("32 GB (RTX 5090)", 32607 * MIB, 209, 0.43, 1792 * GB, 22 * GB, 40 * GB),
-    "48gb": Card("48 GB (L40S)", 46068 * MIB, 362, 0.35, 864 * GB, 11 * GB, 20 * GB),
-    "80gb": Card("80 GB (H100)", 81559 * MIB, 989, 0.40, 3350 * GB, 360 * GB, 40 * GB),
-    "141gb": Card("141 GB (H200)", 143771 * MIB, 989, 0.40, 4800 * GB, 360 * GB, 40 * GB),
+    "12gb": _example("12 GB", "RTX 4070", 12282),
+    "16gb": _example("16 GB", "RTX 4080", 16376),
+    "24gb": _example("24 GB", "RTX 4090", 24564),
+    "32gb": _example("32 GB", "RTX 5090", 32607),
+    "48gb": _example("48 GB", "L40S", 46068),
+    "80gb": _example("80 GB", "H100", 81559),
+    "141gb": _example("141 GB", "H200", 143771),
 }
-"""{name for `--gpus`: GPU}. A laptop's or an older GPU of the same memory is slower."""
+"""{name for `--gpus`: GPU}. Another GPU of the same memory may be slower."""
 NETWORK = 25 * GB
 """Bytes per second that a rank receives from another machine: 200 Gbit/s per GPU."""
 NAMED = re.compile(r"(?:(?P<count>\d{1,4})x)?(?P<card>\d+gb)", re.IGNORECASE)
@@ -73,19 +96,33 @@ def named(text: str) -> Hardware:
 
 
 def detected() -> Hardware | None:
-    """Return this machine's GPUs, or None without a driver. Raises InputError with nvidia-smi's error."""
-    return of_machine(gpus.read())
+    """Return the GPUs that runs started here may use, or None without any. Raises InputError as `visible`."""
+    return of_machine(visible())
 
 
 def of_machine(listed: Sequence[Gpu]) -> Hardware | None:
-    """Treat the GPUs that nvidia-smi lists as equal to the one with the least memory. Returns None without GPUs."""
-    if not listed:
+    """Treat the GPUs as equal to the one with the least memory, and of those to the slowest. Returns None without GPUs.
+
+    MIG slices count where no whole GPU is listed, as one: a run trains on one of them.
+    """
+    known = [gpu for gpu in listed if gpu.memory > 0]  # a GPU that shares the host's memory reports none
+    whole = [gpu for gpu in known if not gpu.is_slice]
+    cards = [like(gpu.name, gpu.memory * MIB) for gpu in whole or known]
+    if not cards:
         return None
-    smallest = min(listed, key=lambda gpu: gpu.memory)
-    return Hardware(like(smallest.name, smallest.memory * MIB), len(listed))
+    return Hardware(min(cards, key=lambda card: (card.memory, card.tflops)), len(whole) or 1)
 
 
 def like(name: str, memory: int) -> Card:
-    """Return a GPU of this name and memory in bytes, as fast as the one in CARDS with the nearest memory."""
+    """Return the GPU of this name with a memory in bytes.
+
+    Where `cards` does not know it, a laptop's card is taken to be half as fast as the desktop's of that name, another
+    one as fast as the one in CARDS with the nearest memory.
+    """
+    if speed := speed_of(name):
+        return _card(name, memory, speed)
+    if speed := namesake_of(name):
+        half = replace(speed, tflops=speed.tflops / 2, bandwidth=speed.bandwidth / 2)
+        return _card(name, memory, half, f"half that of {speed.words}")
     near = min(CARDS.values(), key=lambda card: abs(card.memory - memory))
-    return replace(near, name=name, memory=memory)
+    return replace(near, name=name, memory=memory, speed_of=f"that of {near.name}, which has the nearest memory")

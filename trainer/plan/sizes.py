@@ -11,6 +11,7 @@ from trainer.parallel.strategy import TRAINED_BYTES, Strategy, choose_strategy, 
 from trainer.plan.hardware import Card
 from trainer.plan.steps import ModelPass, Size
 from trainer.plan.timeline import Sharding
+from trainer.run.allocator import pins_exactly
 
 STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.0 + 8 / 256, "schedulefree": 8.0}
 """Bytes of optimizer state per trained number: two moments in fp32; two in 8 bits with a scale per 256; one moment and
@@ -71,6 +72,7 @@ def sharding_of(cfg: RunConfig, strategy: Strategy) -> Sharding:
         is_sharded=strategy != "none",
         reshard=reshard_after_forward(parallel, strategy),
         offload=parallel.cpu_offload,
+        pins_exactly=pins_exactly(cfg),
         prefetch=(parallel.prefetch_forward, parallel.prefetch_backward),
         passes=cfg.micro_steps,
         is_reduced_each_pass=cfg.shards_gradients(strategy),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from trainer.plan.steps import ModelPass, Moment, Parameter, Unit, grains
+from trainer.run.allocator import pinned_bytes
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Sharding:
         is_sharded: Whether FSDP wraps the model.
         reshard: Whether blocks are freed after forward, or the number of ranks over which they are kept.
         offload: Whether weights and optimizer state are in host memory.
+        pins_exactly: Whether pinned host memory is not rounded up, as `run.allocator` has it.
         prefetch: Blocks gathered ahead in forward and in backward; 0 is torch's own order.
         passes: Passes per optimizer step.
         is_reduced_each_pass: Whether gradients are reduced in each pass: no rank may hold the whole gradient.
@@ -36,6 +38,7 @@ class Sharding:
     is_sharded: bool = True
     reshard: bool | int = True
     offload: bool = False
+    pins_exactly: bool = False
     prefetch: tuple[int, int] = (0, 0)
     passes: int = 1
     is_reduced_each_pass: bool = False
@@ -81,6 +84,7 @@ class _Sizes:
         reduced: The whole gradients in fp32.
         reduced_shard: This rank's part of the gradients in fp32.
         trained: Numbers, not bytes, that this rank trains.
+        pinned: Pinned host memory of the shards and of their gradients, if they are offloaded.
     """
 
     shard: int
@@ -92,6 +96,7 @@ class _Sizes:
     reduced: int
     reduced_shard: int
     trained: int
+    pinned: int
 
 
 REDUCED_BYTES = 4
@@ -146,7 +151,7 @@ class _Simulation:
             "optimizer": trained * sharding.optimizer_bytes,
         }
         if sharding.offload:
-            self.memory.host = sum(resident.values()) + trained * REDUCED_BYTES
+            self.memory.host = sum(sizes.pinned for sizes in self.sizes) + resident["optimizer"]
         else:
             for what, size in resident.items():
                 self._add(what, size)
@@ -318,11 +323,12 @@ def _sizes_of_units(model_pass: ModelPass, sharding: Sharding) -> list[_Sizes]:
 
 def _sizes(unit: Unit, sharding: Sharding) -> _Sizes:
     ranks = sharding.ranks
-    shard = inputs = transient = buffer = whole = copied = kept = reduced = reduced_shard = trained = 0
+    shard = inputs = transient = buffer = whole = copied = kept = reduced = reduced_shard = trained = pinned = 0
     for p in unit.parameters:
         rows = p.shard_rows(ranks)
         numbers = rows * p.row
         shard += p.count * grains(numbers * p.stored)
+        pinned += p.count * pinned_bytes(numbers * p.stored, sharding.pins_exactly)
         if p.stored != p.gathered:
             inputs += p.count * grains(numbers * p.gathered)
             copied += p.count * grains(p.rows * p.row * p.gathered)
@@ -337,12 +343,22 @@ def _sizes(unit: Unit, sharding: Sharding) -> _Sizes:
             reduced += p.count * ranks * numbers * REDUCED_BYTES
             reduced_shard += p.count * numbers * REDUCED_BYTES
             trained += p.count * numbers
+            pinned += p.count * pinned_bytes(numbers * REDUCED_BYTES, sharding.pins_exactly)
     if ranks == 1:
         # Copied one parameter at a time, without a collective.
         biggest = max(
             (grains(p.rows * p.row * p.gathered) for p in unit.parameters if p.stored != p.gathered), default=0
         )
-        return _Sizes(shard, biggest, 0, whole, copied, kept, grains(reduced), grains(reduced_shard), trained)
+        inputs, transient, buffer = biggest, 0, 0
     return _Sizes(
-        shard, inputs + transient, grains(buffer), whole, copied, kept, grains(reduced), grains(reduced_shard), trained
+        shard=shard,
+        inputs=inputs + transient,
+        buffer=grains(buffer),
+        whole=whole,
+        copied=copied,
+        kept=kept,
+        reduced=grains(reduced),
+        reduced_shard=grains(reduced_shard),
+        trained=trained,
+        pinned=pinned,
     )

@@ -172,7 +172,12 @@ def _end_of(log: Path) -> str:
         return stream.read().decode(errors="replace")
 
 
-OUT_OF_MEMORY = r"out of memory|OutOfMemoryError|can(?:'|no)t allocate memory|bad_alloc|MemoryError"
+OUT_OF_MEMORY = (
+    r"(?i:out of memory|OutOfMemoryError|can(?:'|no)t allocate memory|bad_alloc|MemoryError|cudaErrorMemoryAllocation"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS\w*ALLOC\w*FAILED|No valid execution plans)"
+)
+"""By torch, CUDA and its libraries (cuDNN finds no plan that fits its workspace), NCCL, Python, the system and a
+cgroup. NCCL says it in the last line of its error."""
 
 _REMEDIES = (
     (

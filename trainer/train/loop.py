@@ -8,9 +8,11 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from trainer.checkpoint.restore import newest_intact, restore
 from trainer.checkpoint.save import Checkpointer, TrainState
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data.loader import BatchSizes, Loader, MicroBatch
+from trainer.data.loader import BatchSizes, Loader, MicroBatch, Prepared
 from trainer.data.open import open_data
 from trainer.distributed.context import RankContext
 from trainer.distributed.straggler import Stragglers
@@ -32,7 +34,7 @@ from trainer.distributed.world import World
 from trainer.export import check_export
 from trainer.metrics.memory import local_bytes
 from trainer.metrics.out_of_memory import OomContext, explain_out_of_memory
-from trainer.metrics.step_time import BACKWARD, DATA, FORWARD, OPTIMIZER, StepTimer
+from trainer.metrics.step_time import BACKWARD, DATA, FORWARD, OPTIMIZER, StepMarks, StepTimer
 from trainer.models import families, preferences
 from trainer.models.build import (
     build_model,
@@ -46,17 +48,20 @@ from trainer.models.objectives import Example, Loss, perplexity_of
 from trainer.models.parts.neftune import noises
 from trainer.models.pissa import initial_file
 from trainer.optim import (
+    AdamW,
     Ema,
     HasEvaluationWeights,
-    clip_gradients,
     evaluation_weights,
     learning_rate,
     make_optimizer,
+    scale_gradients,
     set_learning_rate,
     state_tensors,
 )
+from trainer.parallel.compile import describe_compiled
 from trainer.parallel.replicas import check_reduced, diverged
-from trainer.rng import SampleRng, derived_seed
+from trainer.pinned import pin
+from trainer.rng import Draw, SampleRng, derived_seed
 from trainer.run.events import (
     AnyEvent,
     Emit,
@@ -73,6 +78,7 @@ from trainer.run.manifest import RECIPE, Progress, complete, progress_of
 from trainer.run.preemption import Preemption
 from trainer.run.prompts import check_prompts, clear_prompts, prompts_in_force, requested_prompts
 from trainer.train.log import RunLog
+from trainer.train.numbers import LateRead, Sums
 from trainer.train.sampling import Sampler
 
 log = logging.getLogger(__name__)
@@ -82,63 +88,63 @@ SKIPS_IN_A_ROW = 20
 
 @dataclass(frozen=True)
 class Agreed:
-    """The result of the small reduction after the passes of a step, equal on all ranks.
+    """What all ranks do together after a step.
 
     Attributes:
-        loss: Mean over the examples; NaN where it was not finite on some rank.
-        weight: Examples of all ranks, without padding.
-        tokens: Learned tokens of all ranks, for a language model.
-        non_finite: Ranks whose loss was not finite.
         stop, save, sample: Whether the user requested this.
         preempted: Whether some rank received a signal to leave soon.
         saved: Whether every rank has written the checkpoint that was begun.
-        losses, metrics: By name, as in `StepEvent`.
     """
 
-    loss: float
-    weight: float
-    tokens: float
-    non_finite: int
     stop: bool
     preempted: bool
     save: bool
     sample: bool
     saved: bool
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """The numbers of a step, equal on all ranks.
+
+    Attributes:
+        step: Optimizer steps until then, with this one.
+        loss: Mean over the examples; NaN where it was not finite on some rank.
+        weight: Examples of all ranks, without padding.
+        tokens: Learned tokens of all ranks, for a language model.
+        non_finite: Ranks whose loss was not finite.
+        grad_norm: Norm of the gradients before clipping.
+        losses, metrics: By name, as in `StepEvent`.
+    """
+
+    step: int
+    loss: float
+    weight: float
+    tokens: float
+    non_finite: int
+    grad_norm: float
     losses: dict[str, float]
     metrics: dict[str, float]
 
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the weights were left as they are."""
+        return bool(self.non_finite) or not math.isfinite(self.grad_norm)
 
-@dataclass
-class _Sums:
-    """The losses of several passes of one rank, added up.
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step that the device was given, whose numbers the host has not read.
 
     Attributes:
-        total, weight, tokens: As in `Loss`; a loss whose `tokens` are None has as many as its weight.
-        parts: `Loss.parts`, then `Loss.metrics`.
+        step: As in `StepNumbers`.
+        numbers: `Sums.row` of all ranks, then the gradient norm.
     """
 
-    total: Tensor
-    weight: Tensor
-    tokens: Tensor
-    parts: Tensor
-
-    @classmethod
-    def zero(cls, num_parts: int, like: Tensor) -> _Sums:
-        """No pass yet. like: a tensor on the device and of the type of the sums."""
-        total, weight, tokens = like.new_zeros(3)
-        return cls(total, weight, tokens, like.new_zeros(num_parts, 2))
-
-    def add(self, loss: Loss) -> None:
-        self.total += loss.total.detach().to(self.total)
-        self.weight += loss.weight.to(self.total)
-        self.tokens += (loss.weight if loss.tokens is None else loss.tokens).to(self.total)
-        measured = [part for part in (loss.parts, loss.metrics) if part is not None]
-        if measured:
-            self.parts += torch.cat(measured).detach().to(self.total)
-
-    def numbers(self) -> list[float]:
-        """Total, weight, tokens and the flattened parts."""
-        return [float(self.total), float(self.weight), float(self.tokens), *self.parts.flatten().tolist()]
+    step: int
+    lr: float
+    numbers: LateRead
+    marks: StepMarks
 
 
 class Trainer:
@@ -167,7 +173,13 @@ class Trainer:
         emit: Takes events; only rank 0's reach a reader.
         preemption: Whether this process received a signal to leave.
         before: Optimizer steps of the stages before, added to the steps that the user sees.
+
+    Attributes:
+        numbers: Of the last step whose numbers were read.
     """
+
+    numbers: StepNumbers | None = None
+    _launched: _Launched | None = None
 
     def __init__(
         self,
@@ -184,6 +196,7 @@ class Trainer:
         # A rank whose torchrun was killed is adopted by another process and would train on unnoticed.
         self._parent = os.getppid()
         self.step = self.samples_seen = self.skipped = self._skipped_in_a_row = 0
+        self._asked: defaultdict[Hashable, set[Draw]] = defaultdict(set)  # by a pass with a batch of these shapes
         self.log = RunLog(run, world, emit, before)
         self.family = families.make(cfg, cache)
         self.objective = preferences.make(cfg, self.family)
@@ -274,39 +287,58 @@ class Trainer:
         return "finished"
 
     def train_step(self) -> Agreed:
-        """Do one optimizer step over `train.batch_size` examples of all ranks."""
+        """Do one optimizer step over `train.batch_size` examples of all ranks.
+
+        Its numbers are read as soon as that stops nothing: at once on a CPU, and during the next step where the device
+        is still at work. `settle` waits for them.
+        """
         world, batch_size = self.world, self.cfg.train.batch_size
         self.clock.start()
         world.heartbeat.step = self.step
         # Storage may be slow, and the first step of a resumed run counts through the epochs before.
         world.heartbeat.enter("data", moves=False)
-        began = time.perf_counter()
         micro_batches = self.loader.micro_batches(self.step)
         self.clock.mark(DATA)
-        sums = _Sums.zero(self._num_parts, torch.empty(0, device=world.device))
+        sums = Sums.zero(self._num_parts, torch.empty(0, device=world.device))
         shares = self._shares(micro_batches)
+        flags = None
         for i, micro_batch in enumerate(micro_batches):
+            is_last = i == len(micro_batches) - 1
             if len(micro_batches) > 1:  # it visits every module, and a single pass always reduces
-                sync_gradients(self.model, i == len(micro_batches) - 1, self._shards_gradients)
+                sync_gradients(self.model, is_last, self._shards_gradients)
             self.oom_context.enter(FORWARD)
-            rng = SampleRng(self.cfg.train.seed, micro_batch.indices, world.device)
-            loss = self._loss(micro_batch.examples, micro_batch.weights, rng)
+            assert micro_batch.prepared is not None
+            loss = self._loss(micro_batch.prepared)
             self.clock.mark(FORWARD)
             self.oom_context.enter(BACKWARD)
+            if is_last:
+                flags = world.begin_sum(self._flags())  # backward hides it
             # FSDP averages over ranks; the loss of the step is a sum over them.
             mine = loss.total / batch_size if shares is None else loss.parts_with(shares)
             (mine * world.size).backward()  # type: ignore[no-untyped-call]
             self.clock.mark(BACKWARD)
             sums.add(loss)
-        agreed = self._agree(*sums.numbers())
+        assert flags is not None, "a step has at least one pass"
         self.oom_context.enter(OPTIMIZER)
-        grad_norm, lr = self._update(agreed)
-        self.clock.mark(OPTIMIZER)
+        self._update(sums)
         self.step += 1
         self.samples_seen += batch_size
-        self._log_step(agreed, lr, grad_norm, began)
+        with self.clock.communication():
+            agreed = self._agree(flags.wait())
+        if self._launched is not None and self._launched.numbers.is_ready:
+            self.settle()
         self.oom_context.enter("the end of a step")
         return agreed
+
+    def settle(self) -> None:
+        """Wait for the numbers of the last step, which decide about its moving average and whether the run goes on.
+
+        Raises:
+            FloatingPointError: A number is not finite and the step may not be skipped.
+        """
+        if self._launched is not None:
+            launched, self._launched = self._launched, None
+            self.numbers = self._read(launched)
 
     def _shares(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
         """Weight of each sum of `Loss.parts` in the loss of the step, for a family with `loss_weights`.
@@ -327,10 +359,19 @@ class Trainer:
         shares = [weight / total if total else 0.0 for weight, total in zip(weights, totals, strict=True)]
         return torch.tensor(shares, device=self.world.device)
 
-    def _loss(self, examples: Sequence[Example], weights: Sequence[float], rng: SampleRng) -> Loss:
-        """The loss of examples that share a batch key; the weight of padding is 0."""
-        examples, weights, rng = self.objective.items(examples, weights, rng)
+    def _prepare(
+        self, seed: int, examples: Sequence[Example], weights: Sequence[float], indices: Sequence[int]
+    ) -> Prepared:
+        """The pass over examples that share a batch key; the weight of padding is 0."""
+        device = self.world.device
+        examples, weights, rng = self.objective.items(examples, weights, SampleRng(seed, indices, device))
         batch = {**self.family.collate(examples), "weight": torch.tensor(weights)}
+        shapes = tuple((name, tensor.shape) for name, tensor in batch.items())
+        rng = rng.ahead(self._asked[shapes])
+        return Prepared({name: pin(tensor, device) for name, tensor in batch.items()}, rng)
+
+    def _loss(self, prepared: Prepared) -> Loss:
+        batch, rng = prepared.batch, prepared.rng
         if self._dropouts:
             rows = self.family.sample_rows(batch)
             adapters.set_samples(self._dropouts, rng.seed, rng.indices, rows, self.world.device)
@@ -339,30 +380,21 @@ class Trainer:
         on_device = {key: tensor.to(self.world.device, non_blocking=True) for key, tensor in batch.items()}
         return self.objective.loss(self.family, self.model, on_device, rng)
 
-    def _agree(self, total: float, weight: float, tokens: float, *parts: float) -> Agreed:
-        """Reduce once after the passes: loss, weight, and the flags that all ranks must act on together.
-
-        Args:
-            total, weight, tokens, parts: `_Sums.numbers` of this rank.
-        """
-        world, is_rank0, is_finite = self.world, self.world.rank == 0, math.isfinite(total)
-        mine = [
-            total if is_finite else 0.0,
-            weight,
-            tokens,
-            float(not is_finite),
+    def _flags(self) -> list[float]:
+        """What this rank saw since the last step, to be summed over the ranks."""
+        world, is_rank0 = self.world, self.world.rank == 0
+        return [
             float(self._is_stopping()),
             float(bool(self.preemption)),
             *(float(is_rank0 and self.run.requested(what)) for what in ("save", "sample")),
             float(self.checkpointer.writing and self.checkpointer.done),
             *(self._own_s if rank == world.rank else 0.0 for rank in range(world.size)),
-            *parts,
         ]
-        with self.clock.communication():
-            total, weight, tokens, non_finite, stop, preempted, save, sample, saved, *others = world.sum(mine)
-        own_s, parts = others[: world.size], tuple(others[world.size :])
-        losses, metrics = self._means(parts)
-        if is_rank0:
+
+    def _agree(self, flags: list[float]) -> Agreed:
+        """Act on the sum of all ranks' `_flags`."""
+        stop, preempted, save, sample, saved, *own_s = flags
+        if self.world.rank == 0:
             # Cleared only where this step answers it: a request that came since waits for the next step.
             answered: dict[Request, float] = {"stop": stop, "save": save, "sample": sample}
             for request, is_answered in answered.items():
@@ -371,53 +403,86 @@ class Trainer:
             if self._own_s and (sentence := self.stragglers.add(own_s)):
                 self.log.warn(sentence, self.step)
         return Agreed(
-            loss=math.nan if non_finite else self._step_loss(total, weight, parts),
-            weight=weight,
-            tokens=tokens,
-            non_finite=int(non_finite),
             stop=bool(stop),
             preempted=bool(preempted),
             save=bool(save),
             sample=bool(sample),
-            saved=saved == world.size,
+            saved=saved == self.world.size,
+        )
+
+    def _update(self, sums: Sums) -> None:
+        """Clip the gradients and update the weights, if all numbers are finite: the device decides, where it can."""
+        cfg = self.cfg.optim
+        with self.clock.communication():
+            row = sums.row()
+            self.world.add_up(row)
+        norm = scale_gradients(self.parameters, self._gradient_factor(row), cfg.clip_norm)
+        is_bad = (~norm.isfinite() | (row[3] > 0).to(norm.device)).float()
+        self.settle()  # the step before, which the device has done long ago
+        self.checkpointer.wait_for_copy()
+        lr = learning_rate(self.step, cfg, self.num_steps)
+        set_learning_rate(self.optimizer, lr)
+        if isinstance(self.optimizer, AdamW):
+            self.optimizer.found_inf = is_bad
+            self.optimizer.step()
+        elif not is_bad:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        numbers = LateRead(torch.cat([row, norm[None].to(row)]))
+        self.clock.mark(OPTIMIZER)
+        self._launched = _Launched(self.step + 1, lr, numbers, self.clock.marks())
+
+    def _gradient_factor(self, row: Tensor) -> Tensor | None:
+        """By how much the gradients are too small, because the step has fewer tokens or pairs than its batch size.
+
+        None where that is known before the step: images are all counted, and several losses have shares.
+
+        Args:
+            row: `Sums.row` of all ranks.
+        """
+        if self.family.loss_weights or (self.data.unit == "images" and not self.objective.metrics):
+            return None
+        weight = row[1]
+        # Rows of long prompts may hold nothing that is learned: the gradients are 0.
+        factor = torch.where(weight == 0, 1.0, self.cfg.train.batch_size / weight)
+        return factor.float().to(self.parameters[0].device)
+
+    def _read(self, launched: _Launched) -> StepNumbers:
+        """The numbers of a step, once the device has computed them. Logs them."""
+        with self.world.heartbeat.waiting("all_reduce") if self.world.size > 1 else nullcontext():
+            *row, grad_norm = launched.numbers.read()
+        total, weight, tokens, non_finite, *parts = row
+        losses, metrics = self._means(parts)
+        numbers = StepNumbers(
+            step=launched.step,
+            loss=math.nan if non_finite else self._step_loss(total, weight, parts),
+            weight=weight,
+            tokens=tokens,
+            non_finite=int(non_finite),
+            grad_norm=grad_norm,
             losses=losses,
             metrics=metrics,
         )
+        if numbers.is_skipped:
+            self._note_skipped(numbers)
+        else:
+            self._skipped_in_a_row = 0
+            if self.ema:  # the next step has not changed the weights yet
+                self.ema.update(numbers.step - 1)
+        self._log_step(numbers, launched)
+        if self.cfg.train.compile and self.numbers is None:
+            compiled, left = describe_compiled()
+            self.log.note("training", f"{compiled}; the first step took {launched.marks.seconds:.0f} s", numbers.step)
+            if left:
+                self.log.warn(left, numbers.step)
+        return numbers
 
-    def _update(self, agreed: Agreed) -> tuple[float, float]:
-        """Clip the gradients and update the weights, if all numbers are finite.
-
-        Returns:
-            The gradient norm before clipping, and the learning rate.
-
-        Raises:
-            FloatingPointError: A number is not finite and the step may not be skipped.
-        """
-        cfg = self.cfg.optim
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        # Rows of long prompts may hold nothing that is learned: the gradients are 0.
-        if not self.family.loss_weights and agreed.weight not in (0, self.cfg.train.batch_size):
-            torch._foreach_mul_(gradients, self.cfg.train.batch_size / agreed.weight)
-        grad_norm = clip_gradients(self.parameters, cfg.clip_norm)
-        lr = learning_rate(self.step, cfg, self.num_steps)
-        if agreed.non_finite or not math.isfinite(grad_norm):
-            self._skip_update(agreed, grad_norm)
-            return grad_norm, lr
-        self._skipped_in_a_row = 0
-        self.checkpointer.wait_for_copy()
-        set_learning_rate(self.optimizer, lr)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.ema:
-            self.ema.update(self.step)
-        return grad_norm, lr
-
-    def _skip_update(self, agreed: Agreed, grad_norm: float) -> None:
-        """Leave the weights unchanged, or end the run: all ranks see the same loss and norm."""
+    def _note_skipped(self, numbers: StepNumbers) -> None:
+        """Count a step that left the weights unchanged, or end the run: all ranks see the same loss and norm."""
         reason = (
-            f"step {self.step + 1}: the loss is not finite on {agreed.non_finite} of {self.world.size} ranks"
-            if agreed.non_finite
-            else f"step {self.step + 1}: the gradient norm is {grad_norm}, the loss {agreed.loss}"
+            f"step {numbers.step}: the loss is not finite on {numbers.non_finite} of {self.world.size} ranks"
+            if numbers.non_finite
+            else f"step {numbers.step}: the gradient norm is {numbers.grad_norm}, the loss {numbers.loss}"
         )
         if self.cfg.train.non_finite == "stop":
             raise FloatingPointError(reason)
@@ -425,22 +490,21 @@ class Trainer:
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row == SKIPS_IN_A_ROW:
             raise FloatingPointError(f"{reason}, as in the {SKIPS_IN_A_ROW - 1} steps before")
-        self.log.warn(f"{reason}; step skipped, {self.skipped} in this run so far", self.step + 1)
-        self.optimizer.zero_grad()
+        self.log.warn(f"{reason}; step skipped, {self.skipped} in this run so far", numbers.step)
 
-    def _log_step(self, agreed: Agreed, lr: float, grad_norm: float, began: float) -> None:
-        split = self.clock.read()
+    def _log_step(self, numbers: StepNumbers, launched: _Launched) -> None:
+        split = launched.marks.read()
         self._own_s = split["own"]
-        log.debug("step %d: loss %.6g, gradient norm %.6g, seconds %s", self.step, agreed.loss, grad_norm, dict(split))
-        # After reading the clock, which waits for the accelerator: its optimizer step belongs to this one.
-        seconds = time.perf_counter() - began
+        figures = numbers.step, numbers.loss, numbers.grad_norm, dict(split)
+        log.debug("step %d: loss %.6g, gradient norm %.6g, seconds %s", *figures)
+        seconds = launched.marks.seconds
         images = self.cfg.train.batch_size * self.objective.images_per_example
         self.log.stepped(
             StepEvent(
-                step=self.step,
-                loss=agreed.loss,
-                lr=lr,
-                grad_norm=grad_norm,
+                step=numbers.step,
+                loss=numbers.loss,
+                lr=launched.lr,
+                grad_norm=numbers.grad_norm,
                 seconds=seconds,
                 seconds_data=split[DATA],
                 seconds_forward=split[FORWARD],
@@ -448,9 +512,9 @@ class Trainer:
                 seconds_optimizer=split[OPTIMIZER],
                 seconds_communication=split["communication"],
                 images_per_second=images / seconds if self.data.unit == "images" else math.nan,
-                tokens_per_second=agreed.tokens / seconds if self.data.unit == "tokens" else math.nan,
-                losses=agreed.losses,
-                metrics=agreed.metrics,
+                tokens_per_second=numbers.tokens / seconds if self.data.unit == "tokens" else math.nan,
+                losses=numbers.losses,
+                metrics=numbers.metrics,
             )
         )
 
@@ -459,7 +523,7 @@ class Trainer:
         return len(self.family.losses) + len(self.objective.metrics)
 
     def _means(self, parts: Sequence[float]) -> tuple[dict[str, float], dict[str, float]]:
-        """The mean of each named loss that had items, and of each metric. parts: `_Sums.parts`, flattened and summed
+        """The mean of each named loss that had items, and of each metric. parts: `Sums.parts`, flattened and summed
         over the ranks."""
         sums, losses = list(zip(parts[::2], parts[1::2], strict=True)), self.family.losses
         named = (zip(losses, sums, strict=False), zip(self.objective.metrics, sums[len(losses) :], strict=True))
@@ -469,7 +533,7 @@ class Trainer:
         return of_losses, of_metrics
 
     def _step_loss(self, total: float, weight: float, parts: Sequence[float]) -> float:
-        """The loss of all ranks' total, weight and parts of `_Sums`, each summed."""
+        """The loss of all ranks' total, weight and parts of `Sums`, each summed."""
         weights = self.family.loss_weights
         if not weights:
             return total / weight if weight else 0.0
@@ -484,16 +548,20 @@ class Trainer:
     def validate(self) -> float:
         """Mean loss on the held-out examples, with noise and timesteps that are the same every time."""
         count, size = self.data.num_held_out, self.world.size
-        sums = _Sums.zero(self._num_parts, torch.empty(0, dtype=torch.float64))
+        self.settle()
+        sums = Sums.zero(self._num_parts, torch.empty(0, dtype=torch.float64, device=self.world.device))
+        seed = derived_seed(self.cfg.train.seed, "validation")
         with self._evaluating():
             for first in range(0, count, size):
                 index = first + self.world.rank
                 example = self.data.held_out(index % count)
                 mine = 1.0 if index < count else 0.0
-                rng = SampleRng(derived_seed(self.cfg.train.seed, "validation"), (index % count,), self.world.device)
-                sums.add(self._loss((example,), (mine,), rng))
-        total, weight, _, *parts = self.world.sum(sums.numbers())
-        mean, (losses, metrics) = self._step_loss(total, weight, parts), self._means(parts)
+                sums.add(self._loss(self._prepare(seed, (example,), (mine,), (index % count,))))
+        row = sums.row()
+        self.world.add_up(row)
+        total, weight, _, non_finite, *parts = row.tolist()
+        mean = math.nan if non_finite else self._step_loss(total, weight, parts)
+        losses, metrics = self._means(parts)
         self._validated = (self.step, mean)
         is_entropy = self.data.unit == "tokens" and not self.objective.metrics
         perplexity = perplexity_of(mean) if is_entropy else math.nan
@@ -503,6 +571,7 @@ class Trainer:
 
     def draw_samples(self) -> list[Path]:
         """Draw one image or text per prompt, from the same noise at every step. Returns their paths on rank 0."""
+        self.settle()
         self._change_prompts()
         if not self.drawer.prompts:
             self.log.warn("no samples are drawn: sample.prompts is empty", self.step)
@@ -554,6 +623,7 @@ class Trainer:
 
     def save(self) -> None:
         """Begin a checkpoint; it is written while training goes on."""
+        self.settle()
         self.world.heartbeat.enter("waiting for the previous checkpoint", moves=False)
         self._finish_checkpoint()
         self.checkpointer.save(self._progress(), self._state())
@@ -561,6 +631,7 @@ class Trainer:
 
     def trained_weights(self) -> dict[str, Tensor]:
         """The trained weights in the form that is exported, whole, on the CPU of rank 0; empty on other ranks."""
+        self.settle()
         weights = {}
         with self._evaluating():
             for name, parameter in self.trainables.items():
@@ -635,7 +706,10 @@ class Trainer:
         """The loader of this rank, which begins at the position that was resumed."""
         world, data, micro_batch = self.world, self.data, self.cfg.train.micro_batch
         batches = data.batch_sampler(self._batch_sizes, saved)
-        return Loader(batches, data.example, world.rank, world.size, micro_batch, data.loss_weight, world.device)
+        prepare = partial(self._prepare, self.cfg.train.seed)
+        return Loader(
+            batches, data.example, world.rank, world.size, micro_batch, data.loss_weight, world.device, prepare
+        )
 
     def _find_length(self, context: RankContext) -> int:
         """The optimizer steps of the run, which are announced. The number of ranks does not change them. Collective.
@@ -680,6 +754,7 @@ class Trainer:
         )
 
     def _save_last(self) -> None:
+        self.settle()
         self.log.enter("saving", self.step)
         self._finish_checkpoint()
         self.checkpointer.save(self._progress(), self._state())

@@ -502,9 +502,9 @@
   function drawGpus() {
     const gpus = state.gpus;
     $('gpus').hidden = gpus.length < 2;
-    fill($('gpus'), [gpus], () => [h('p.l', {}, 'Queued run on GPUs'), h('div.gpu-list', {}, gpus.map((name, index) => h('label', { title: name },
+    fill($('gpus'), [gpus], () => [h('p.l', {}, 'Queued run on GPUs'), h('div.gpu-list', {}, gpus.map(({ index, name }) => h('label', { title: name },
       h('input', { type: 'checkbox', checked: !chosenGpus || chosenGpus.has(index), onchange: event => {
-        chosenGpus = chosenGpus || new Set(gpus.keys());
+        chosenGpus = chosenGpus || new Set(gpus.map(gpu => gpu.index));
         if (event.target.checked) chosenGpus.add(index); else chosenGpus.delete(index);
       } }), String(index))))]);
   }
@@ -689,7 +689,7 @@
   }
 
   async function enqueue() {
-    const gpus = chosenGpus ? [...chosenGpus].sort() : [];
+    const gpus = chosenGpus ? [...chosenGpus].sort((a, b) => a - b) : [];
     await studio.act($('enqueue'), $('outcome'), async () => { await settled(); return call('new_enqueue', { gpus }); });
     drawStart();
   }

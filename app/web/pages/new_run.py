@@ -162,7 +162,7 @@ def start(studio: Studio) -> str:
 
 
 def enqueue(studio: Studio, gpus: list[int]) -> str:
-    """Add the run to the queue and return a sentence. gpus: indices; none for all."""
+    """Add the run to the queue and return a sentence. gpus: nvidia-smi's indices; none for all."""
     entry = studio.enqueue(studio.draft(), ",".join(map(str, gpus)))
     return f"{entry.name} waits in the queue as number {entry.number}."
 
@@ -274,7 +274,7 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
         "data": None if is_typing else form_answers.data(studio, checked),
         "downloads": {model: vars(found) for model, found in studio.model_downloads.all().items()},
         "disk": form_answers.disk(preview, checked.config, studio.runs),
-        "gpus": [gpu.name for gpu in studio.gpus()],
+        "gpus": [{"index": gpu.index, "name": gpu.name} for gpu in studio.gpus()],
         "recent": studio.recent.all(),
         **form_answers.config_text(checked),
         "commands": [

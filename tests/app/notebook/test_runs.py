@@ -8,9 +8,10 @@ import pytest
 
 from app import notebook
 from tests.runs import awaited, make_pictures, make_run, run_config
+from trainer import gpus
 from trainer.config.errors import InputError
-from trainer.metrics import gpus
-from trainer.metrics.gpus import Gpu
+from trainer.gpus import Gpu, support
+from trainer.gpus.support import Build
 from trainer.run import process
 from trainer.run.events import AnyEvent, EventWriter, ExportEvent, SampleEvent, StatusEvent, StepEvent
 from trainer.run.folder import RunDir
@@ -35,6 +36,7 @@ def step(number: int) -> StepEvent:
 
 @pytest.mark.parametrize(("found", "device"), [(0, "cpu"), (1, "cpu"), (2, "cuda"), (8, "cuda")])
 def test_two_ranks_take_gpus_where_each_can_have_one(found, device, monkeypatch):
+    monkeypatch.setattr(support, "installed", lambda: Build("2.13.0+cu130", cuda="13.0"))
     monkeypatch.setattr(gpus, "read", lambda: [Gpu(index, "H200", 141_000, 0, 0, 40) for index in range(found)])
     assert notebook.device(2) == device
 

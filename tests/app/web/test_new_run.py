@@ -20,6 +20,7 @@ from app.studio import Studio
 from app.web.answers import server_functions
 from app.web.pages import new_run
 from tests.app.browser import recorded
+from tests.gpus.machines import TWO_H100, Machine, install
 from tests.runs import make_pictures, write_preset
 from trainer.plan.memory import plan_of
 from trainer.run.events import ErrorEvent, StatusEvent
@@ -139,6 +140,27 @@ def test_what_start_uses_is_what_is_shown(window: Window, studio: Studio):
     assert queued == "mine waits in the queue as number 1."
     [entry] = studio.queue.waiting()
     assert "steps: 3" in entry.config and "name: mine" in entry.config
+
+
+def test_the_gpus_that_can_be_chosen_are_those_that_are_visible_by_nvidia_smis_numbers(
+    window: Window, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    install(TWO_H100, tmp_path, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    window.call("preset", name="flux2-dev-lora-nf4-2x24gb")
+    monkeypatch.setattr("app.studio.GPUS_EVERY_S", 0)
+    assert window.call("state")["gpus"] == [{"index": 1, "name": "NVIDIA H100 80GB HBM3"}]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert window.call("state")["gpus"] == []
+    assert window.errors()["parallel.device"].startswith("cuda: CUDA_VISIBLE_DEVICES=5: '5' names none of this machine")
+
+
+def test_a_gpu_that_others_use_is_among_the_warnings(window: Window, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install(Machine("NVIDIA L4, 23034, 20000, 0, 30, GPU-1, 580.65.06, 8.9, [N/A]"), tmp_path, monkeypatch)
+    monkeypatch.setattr("app.studio.GPUS_EVERY_S", 0)
+    window.call("preset", name="flux2-dev-lora-nf4-2x24gb")
+    (warning,) = [text for text in window.call("state")["warnings"] if text.startswith("GPU 0, NVIDIA L4: ")]
+    assert "other processes use 19.5 of 22.5 GiB, and the plan needs " in warning
 
 
 def test_an_error_that_another_field_caused_goes_with_its_cause(window: Window):

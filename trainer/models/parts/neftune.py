@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from trainer.pinned import send
 from trainer.rng import derived_seed
 
 
@@ -33,7 +34,7 @@ class EmbeddingNoise(nn.Module):
             device: The model's device.
         """
         self._seeds = tuple(derived_seed(seed, index, "embedding noise") for index in indices)
-        self._lengths = torch.stack([_lengths(row) for row in documents]).to(device, non_blocking=True)
+        self._lengths = send(torch.stack([_lengths(row) for row in documents]), device)
 
     def forward(self, embedded: Tensor) -> Tensor:
         """Add noise to embeddings, (B, L, D)."""

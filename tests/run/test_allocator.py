@@ -1,0 +1,65 @@
+"""Settings of torch's allocators for the ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runs import run_config
+from trainer.config.amounts import MIB
+from trainer.run import allocator, process
+from trainer.run.allocator import pinned_bytes, pins_exactly
+
+OFFLOADED: dict[str, Any] = {"parallel__cpu_offload": True, "parallel__strategy": "full"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in allocator.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("changes", [{}, OFFLOADED])
+def test_ranks_get_settings_that_this_torch_knows(changes: dict[str, Any]) -> None:
+    cfg = run_config(Path("pictures"), **changes)
+    settings = process.worker_environment(pins_exactly(cfg))["PYTORCH_ALLOC_CONF"]
+    assert settings.startswith("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings(settings)  # torch 2.11 raises an error for a name it does not know
+
+
+@pytest.mark.parametrize("name", allocator.VARIABLES)
+def test_what_the_user_has_set_is_left_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    environment = process.worker_environment()
+    found = {key: environment[key] for key in allocator.VARIABLES if key in environment}
+    assert found == {name: "max_split_size_mb:512"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "installed", "expected"),
+    [
+        (OFFLOADED, "2.13.1", True),
+        (OFFLOADED, "3.0.0", True),
+        (OFFLOADED, "2.11.0+cu130", False),
+        ({**OFFLOADED, "adapter__type": "none"}, "2.13.1", False),
+        ({}, "2.13.1", False),
+    ],
+)
+def test_a_frozen_base_that_is_offloaded_is_pinned_exactly_where_torch_can(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], installed: str, expected: bool
+) -> None:
+    monkeypatch.setattr(allocator, "version", lambda name: installed)
+    allocator._has_setting.cache_clear()
+    try:
+        assert pins_exactly(run_config(Path("pictures"), **changes)) is expected
+    finally:
+        allocator._has_setting.cache_clear()
+
+
+def test_pinned_memory_is_a_power_of_two_unless_it_is_exact() -> None:
+    sizes = [0, 1, 3 * MIB // 4, 3 * MIB, 4 * MIB, 162 * MIB]
+    assert [pinned_bytes(size, False) for size in sizes] == [0, 1, MIB, 4 * MIB, 4 * MIB, 256 * MIB]
+    assert [pinned_bytes(size, True) for size in sizes] == [0, 1, MIB, 3 * MIB, 4 * MIB, 162 * MIB]
