@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from trainer.config.schema import RunConfig
 from trainer.models import families
 from trainer.models.build import build_model
+from trainer.optim import scale_gradients
 from trainer.plan import fake_device
 from trainer.plan.memory_tracker import GATHERED, REDUCED, MemoryTracker, decoding, operations
 from trainer.plan.sizes import size_of
@@ -224,7 +225,7 @@ def count_step(cfg: RunConfig, cache: Path) -> StepCount:
             with _counted(sharded, counter, count, times):
                 sharded.one_pass(size, is_last)
         with _counted(sharded, counter, count, 1), sharded.tracker.making(OPTIMIZER):
-            _clip(sharded)
+            scale_gradients(list(sharded.trainables.values()), None, cfg.optim.clip_norm)
             sharded.update()
             if sharded.ema:
                 sharded.ema.update(0)
@@ -265,15 +266,6 @@ def _counted(sharded: Sharded, counter: KernelCounter, count: StepCount, times: 
     sharded.tracker.reset()
     yield
     count.add(StepCount(counter.kernels, sharded.tracker.sent), times)
-
-
-def _clip(sharded: Sharded) -> None:
-    """Clip the gradients as `trainer.optim.clip_gradients` does, which reads the norm: here it has no value."""
-    parameters = list(sharded.trainables.values())
-    # A fake tensor's type hides from torch that its device has these kernels.
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
-    if sharded.cfg.optim.clip_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, sharded.cfg.optim.clip_norm, norm, foreach=True)
 
 
 def traffic(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
