@@ -1,7 +1,7 @@
 """What a training step computes and moves, kernel by kernel, and the time that takes at stated rates.
 
 python -m tests.benchmarks.roofline PRESET [--gpus 80gb 24gb] [FIELD=VALUE ...]     a minute; no weights, no GPU
-python -m tests.benchmarks.roofline all                                             writes ROOFLINE.md, ten minutes
+python -m tests.benchmarks.roofline all                                             writes ROOFLINE.md, five minutes
 
 The trainer's own step runs on the plan's fake device, where `kernel_count` counts it.
 """
