@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz bench plan recorded interop gpu-check gpu-wheels oldest table browser network proxies screenshots eightbit schema demo-base clean
+.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz bench plan roofline recorded interop gpu-check gpu-wheels oldest table browser network proxies screenshots eightbit schema demo-base clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -71,6 +71,11 @@ bench: .venv browser
 # The plan against full traces of published models.
 plan: .venv
 	$(BIN)/python -m tests.benchmarks.plan
+
+# Kernels, bytes, operations and time of a preset's step: PRESET=presets/NAME.yaml, ARGS more arguments. Without PRESET it
+# writes tests/benchmarks/ROOFLINE.md.
+roofline: .venv
+	$(BIN)/python -m tests.benchmarks.roofline $(or $(PRESET),all) $(ARGS)
 
 # What the plan knows of published models, after a change of their code; MODELS names some.
 recorded: .venv

@@ -16,7 +16,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trainer.plan.fake_device import fake_tensors
+from trainer.plan.fake_device import Watch, fake_tensors
 from trainer.plan.steps import grains
 from trainer.weights.quantization import FORMATS, piece_rows
 
@@ -32,6 +32,10 @@ class _Allocation:
 class MemoryTracker:
     """Bytes on one type of device, by purpose, and floating-point operations.
 
+    Args:
+        device: Type of the device.
+        watch: Called with each operation that runs.
+
     Attributes:
         device: Type of the device.
         what: Purpose of the tensors that are made from now on.
@@ -45,7 +49,7 @@ class MemoryTracker:
         sent: {collective: bytes} since `reset`.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, watch: Watch | None = None) -> None:
         self.device, self.what = device, ACTIVATIONS
         self.current: Counter[str] = Counter()
         self.total = self.peak = self.highest = 0
@@ -55,6 +59,7 @@ class MemoryTracker:
         self.sent: Counter[str] = Counter()
         self._allocations: dict[int, _Allocation] = {}
         self._is_off = False
+        self._watch = watch
         self._undo: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -109,32 +114,23 @@ class MemoryTracker:
         """Track the tensors that an operation made. For `fake_device.fake_tensors`."""
         if self._is_off or func.namespace == "prim":
             return
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
+        if self._watch:
+            self._watch(func, args, kwargs, out)
+        self.flops += operations(func, args, kwargs, out)
         self._count_sent(func, args)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
                 self._track_output(tensor)
-        if packet is torch.ops.aten._scaled_dot_product_flash_attention_backward:
+        if func._overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_backward:
             self._use_briefly(args[1].numel() * 4)  # the gradient of the queries is summed in fp32
-        elif packet is torch.ops.aten._grouped_mm:  # each token by one expert of several
-            self.flops += 2 * args[0].numel() * args[1].shape[-1]
         elif func.namespace == "shardstudio":
             self._observe_quantized(func._opname, args)
 
     def _observe_quantized(self, name: str, args: Any) -> None:
-        """Count an operator on quantized weights, opaque to torch: it decodes the weight and multiplies."""
-        if name == "decoded":
-            records, format, inputs, dtype = args[:4]
-            self._use_briefly(decoding_bytes(records, format, inputs, dtype))
-            return
-        x, records = args[:2]
-        format, inputs = (args[2], args[3]) if name == "linear_backward" else (args[3], args[4])
-        self.flops += 2 * x.numel() // x.shape[-1] * records.shape[-2] * inputs  # each token by one expert of several
-        records = records.flatten(0, -2)
-        weight = grains(records.shape[0] * inputs * x.dtype.itemsize)
-        self._use_briefly(weight + decoding_bytes(records, format, inputs, x.dtype))
+        """Count the memory of an operator on quantized weights: it decodes the weight and multiplies."""
+        records, format, inputs, dtype = decoding(name, args)
+        decoded = 0 if name == "decoded" else grains(records.shape[0] * inputs * dtype.itemsize)
+        self._use_briefly(decoded + decoding_bytes(records, format, inputs, dtype))
 
     def _use_briefly(self, num_bytes: int) -> None:
         """Count bytes that are allocated and freed within one operator."""
@@ -204,6 +200,39 @@ class MemoryTracker:
     def _replace(self, holder: Any, name: str, value: Any) -> None:
         self._undo.append((holder, name, getattr(holder, name)))
         setattr(holder, name, value)
+
+
+def operations(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the floating-point operations of an operation, whose arguments are those of `fake_device.Watch`."""
+    packet = func._overloadpacket
+    if packet in flop_registry:
+        found: int = flop_registry[packet](*args, **kwargs, out_val=out)
+        return found
+    if packet is torch.ops.aten._grouped_mm:  # each token by one expert of several
+        return int(2 * args[0].numel() * args[1].shape[-1])
+    if func.namespace == "shardstudio" and func._opname != "decoded":
+        x, records = args[:2]
+        inputs = decoding(func._opname, args)[2]
+        return int(2 * x.numel() // x.shape[-1] * records.shape[-2] * inputs)  # each token by one expert of several
+    return 0
+
+
+def decoding(name: str, args: Any) -> tuple[Tensor, str, int, torch.dtype]:
+    """Return what an operator on quantized weights, opaque to torch, decodes.
+
+    Args:
+        name: Of the operator.
+        args: Its arguments.
+
+    Returns:
+        Records (rows, row bytes), their format, the numbers of a row, and the type of the decoded weight.
+    """
+    if name == "decoded":
+        records, format, inputs, dtype = args[:4]
+        return records, format, inputs, dtype
+    x, records = args[:2]
+    format, inputs = (args[2], args[3]) if name == "linear_backward" else (args[3], args[4])
+    return records.flatten(0, -2), format, inputs, x.dtype
 
 
 def decoding_bytes(records: Tensor, format: str, inputs: int, dtype: torch.dtype) -> int:

@@ -404,15 +404,21 @@ def _parameters(parameters: Iterable[nn.Parameter], compute: torch.dtype) -> tup
 
 
 @contextmanager
-def sharded_model(built: BuiltModel, cfg: RunConfig, family: ModelFamily, device: torch.device) -> Iterator[Sharded]:
+def sharded_model(
+    built: BuiltModel,
+    cfg: RunConfig,
+    family: ModelFamily,
+    device: torch.device,
+    watch: fake_device.Watch | None = None,
+) -> Iterator[Sharded]:
     """Put the model on the device, wrapped as the trainer wraps it, on rank 0 of a fake process group.
 
-    On every device all tensors inside are fake.
+    On every device all tensors inside are fake. `watch` is called with each operation that runs.
     """
     with fake_device.ranks(cfg.parallel.world_size, device) as world, ExitStack() as stack:
         strategy: Strategy = cfg.parallel.strategy  # type: ignore[assignment]
         mesh = device_mesh(cfg.parallel, world, strategy)
-        tracker = stack.enter_context(MemoryTracker(device.type))
+        tracker = stack.enter_context(MemoryTracker(device.type, watch))
         stack.enter_context(fake_device.fake_tensors(device, tracker.observe))
         shard_model(built.module, cfg, family, strategy, mesh)
         with tracker.making("weights"):
