@@ -122,8 +122,8 @@ FAULTS = (
     _fault(
         "a loss that is not finite moves the weights",
         "trainer/train/loop.py",
-        "(~norm.isfinite() | (row[3] > 0)",
-        "(~norm.isfinite() & (row[3] > 0)",
+        "(~norm.isfinite() | (row[NON_FINITE] > 0)",
+        "(~norm.isfinite() & (row[NON_FINITE] > 0)",
         "train/test_loop.py",
     ),
     _fault(

@@ -78,7 +78,7 @@ from trainer.run.manifest import RECIPE, Progress, complete, progress_of
 from trainer.run.preemption import Preemption
 from trainer.run.prompts import check_prompts, clear_prompts, prompts_in_force, requested_prompts
 from trainer.train.log import RunLog
-from trainer.train.numbers import LateRead, Sums
+from trainer.train.numbers import NON_FINITE, WEIGHT, LateRead, Sums
 from trainer.train.sampling import Sampler
 
 log = logging.getLogger(__name__)
@@ -417,7 +417,7 @@ class Trainer:
             row = sums.row()
             self.world.add_up(row)
         norm = scale_gradients(self.parameters, self._gradient_factor(row), cfg.clip_norm)
-        is_bad = (~norm.isfinite() | (row[3] > 0).to(norm.device)).float()
+        is_bad = (~norm.isfinite() | (row[NON_FINITE] > 0).to(norm.device)).float()
         self.settle()  # the step before, which the device has done long ago
         self.checkpointer.wait_for_copy()
         lr = learning_rate(self.step, cfg, self.num_steps)
@@ -442,7 +442,7 @@ class Trainer:
         """
         if self.family.loss_weights or (self.data.unit == "images" and not self.objective.metrics):
             return None
-        weight = row[1]
+        weight = row[WEIGHT]
         # Rows of long prompts may hold nothing that is learned: the gradients are 0.
         factor = torch.where(weight == 0, 1.0, self.cfg.train.batch_size / weight)
         return factor.float().to(self.parameters[0].device)
