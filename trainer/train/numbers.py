@@ -9,8 +9,8 @@ from torch import Tensor
 
 from trainer.models.objectives import Loss
 
-WEIGHT, NON_FINITE, PARTS = 1, 3, 4
-"""Places in `Sums.row`; the parts begin at the last."""
+WEIGHT, NON_FINITE = 1, 3
+"""Places in `Sums.row`."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Sums:
 
     def row(self) -> Tensor:
         """The sums as fp64, to be added up over the ranks: total, weight, tokens, the number of totals that are not
-        finite (and count as 0), then the parts; (PARTS + 2 * parts,)."""
+        finite (and count as 0), then the parts; (4 + 2 * parts,)."""
         is_finite = self.total.isfinite()
         total = torch.where(is_finite, self.total, 0.0)
         sums = torch.stack([total, self.weight, self.tokens, (~is_finite).to(total)])
