@@ -208,6 +208,7 @@ def plan(
         "host": [_item(item) for item in found.host],
         "disk": [_item(item) for item in found.disk],
         "seconds": [found.time.low, found.time.high] if found.time else None,
+        "speed": found.time.origin if found.time else "",
         "whole": list(whole) if whole else None,
     }
 

@@ -135,18 +135,10 @@ def lines(cfg: RunConfig, found: MemoryPlan) -> list[str]:
     if found.card and found.card.speed_of:
         text.append(f"speed            that of this GPU is not known; assumed: {found.card.speed_of}")
     if found.time:
-        source = _SOURCES[found.time.source]
-        text.append(f"time             {found.time}, {source}; {found.time.bound_by} decides")
+        text.append(f"time             {found.time}, {found.time.origin}; {found.time.bound_by} decides")
         text.append(f"length           {_length(cfg, found.time)}")
     text += ["", verdict(found)]
     return text
-
-
-_SOURCES = {
-    "measured here": "as measured in runs here",
-    "measured": "as measured on such a GPU",
-    "assumed": "by an assumed speed",
-}
 
 
 def _length(cfg: RunConfig, time: Time) -> str:

@@ -28,6 +28,13 @@ FIXED_STEP_S = 0.4
 """Seconds of a step beyond its operations, such as kernel launches (from published step times, see DECISIONS.md)."""
 
 
+_ORIGINS = {
+    "measured here": "as measured in runs here",
+    "measured": "as measured on such a GPU",
+    "assumed": "by an assumed speed",
+}
+
+
 @dataclass(frozen=True)
 class Time:
     """Seconds of an optimizer step.
@@ -43,6 +50,11 @@ class Time:
     high: float
     bound_by: str
     source: Literal["measured here", "measured", "assumed"] = "assumed"
+
+    @property
+    def origin(self) -> str:
+        """The source in words."""
+        return _ORIGINS[self.source]
 
     def __str__(self) -> str:
         digits = 1 if self.low >= 1 else 2
