@@ -103,7 +103,7 @@ def test_the_time_of_a_step_is_that_of_steps_like_it_on_this_machine(tmp_path: P
     assert learned.source == "measured here"
     assert learned.low == learned.high == pytest.approx(0.5, rel=0.01)
     assert time_of(tmp_path, CARD, "train.compile=true").low == pytest.approx(0.3, rel=0.01)
-    assert str(learned) == "0.50 to 0.50 s per step"
+    assert str(learned) == "0.50 s per step"
 
 
 def test_speeds_of_some_gpus_come_with_the_program_and_those_of_this_machine_win(tmp_path: Path) -> None:

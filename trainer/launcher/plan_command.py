@@ -17,7 +17,7 @@ from trainer.models import distilled
 from trainer.plan import plan
 from trainer.plan.fixes import Fix, fixes, largest
 from trainer.plan.hardware import Card, detected, named
-from trainer.plan.memory import MemoryPlan, Time, describe, describe_trace, verdict
+from trainer.plan.memory import MemoryPlan, Time, between, describe, describe_trace, verdict
 from trainer.plan.phases import moment
 from trainer.plan.store import traced_peak
 from trainer.run.events import format_duration
@@ -98,7 +98,8 @@ def _all_stages(cfg: RunConfig, results: Sequence[_PartPlan]) -> str:
         if steps is None or result.plan.time is None:
             return ""
         total, low, high = total + steps, low + steps * result.plan.time.low, high + steps * result.plan.time.high
-    return f"all stages: {total:,} steps in {format_duration(low)} to {format_duration(high)}" if cfg.stages else ""
+    took = between(format_duration(low), format_duration(high))
+    return f"all stages: {total:,} steps in {took}" if cfg.stages else ""
 
 
 def _plan_part(cfg: RunConfig, card: Card | None, cache: Path, exactly: bool) -> _PartPlan:
@@ -146,8 +147,8 @@ def _length(cfg: RunConfig, time: Time) -> str:
     length = RunLength(cfg)
     if not length.num_steps:
         return f"{length}; the steps are known once the data are read"
-    low, high = (format_duration(length.num_steps * seconds) for seconds in (time.low, time.high))
-    return f"{length} steps in {low} to {high}"
+    took = between(*(format_duration(length.num_steps * seconds) for seconds in (time.low, time.high)))
+    return f"{length} steps in {took}"
 
 
 def to_json(found: MemoryPlan, ways: Sequence[Fix], most: Mapping[str, int]) -> dict[str, object]:

@@ -28,6 +28,11 @@ FIXED_STEP_S = 0.4
 """Seconds of a step beyond its operations, such as kernel launches (from published step times, see DECISIONS.md)."""
 
 
+def between(low: str, high: str) -> str:
+    """Say a range of two values, as one where they are the same."""
+    return low if low == high else f"{low} to {high}"
+
+
 _ORIGINS = {
     "measured here": "as measured in runs here",
     "measured": "as measured on such a GPU",
@@ -58,7 +63,7 @@ class Time:
 
     def __str__(self) -> str:
         digits = 1 if self.low >= 1 else 2
-        return f"{self.low:.{digits}f} to {self.high:.{digits}f} s per step"
+        return f"{between(*(f'{seconds:.{digits}f}' for seconds in (self.low, self.high)))} s per step"
 
 
 @dataclass(frozen=True)

@@ -537,6 +537,8 @@
 
   /** A duration as it is said when it is estimated: "2 min". */
   const roughly = seconds => seconds < 55 ? `${Math.max(5, 5 * Math.round(seconds / 5))} s` : studio.duration(seconds < 5400 ? 60 * Math.max(1, Math.round(seconds / 60)) : 300 * Math.round(seconds / 300));
+  /** Two values in words, as one where they are the same. */
+  const between = (low, high, word) => [...new Set([low, high].map(word))].join(' to ');
   const perStep = seconds => seconds < 10 ? seconds.toFixed(seconds < 1 ? 2 : 1) : Math.round(seconds);
   const day = unix => { const date = new Date(unix * 1e3); return date.toLocaleDateString('en-GB', { day: 'numeric', month: 'short', ...(date.getFullYear() === new Date().getFullYear() ? {} : { year: 'numeric' }) }); };
 
@@ -550,7 +552,7 @@
           ['Steps', `${steps} × ${perStep(earlier.step_s)} s`], ['Ends, if started now', `about ${ends(earlier.seconds)}`]);
       } else if (plan.whole) {
         const [low, high] = plan.whole, each = plan.whole.map(seconds => seconds / plan.steps);
-        rows.push(['Whole run', `${studio.duration(low)} to ${studio.duration(high)}`], ['Steps', `${steps} × ${[...new Set(each.map(perStep))].join(' to ')} s, ${plan.speed}`], ['Ends, if started now', `${ends(low)} to ${ends(high)}`]);
+        rows.push(['Whole run', between(low, high, studio.duration)], ['Steps', `${steps} × ${between(...each, perStep)} s, ${plan.speed}`], ['Ends, if started now', between(low, high, ends)]);
       } else rows.push(['Steps', steps], ['Whole run', earlier?.is_looking ? 'looking at earlier runs …' : 'not known yet; a first run measures it']);
       rows.push(['Disk', disk.need ? [h(disk.need > disk.free ? 'b.bad-text' : 'span', {}, studio.size(disk.need)), disk.need > disk.free ? `, ${studio.size(disk.free)} free` : ` of ${studio.size(disk.free)} free`] : `${studio.size(disk.free)} free`]);
       return rows.map(([name, value]) => h('div.facts', {}, h('span.dim', {}, name), h('span', {}, value)));
