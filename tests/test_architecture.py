@@ -33,6 +33,7 @@ READS_ENVIRONMENT = frozenset(
         "trainer.__main__",
         "trainer.gpus.visible",
         "trainer.launcher.network",
+        "trainer.run.allocator",
         "trainer.run.process",
         "trainer.distributed.world",
     }

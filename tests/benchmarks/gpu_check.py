@@ -27,6 +27,7 @@ import psutil
 import torch
 
 from tests.benchmarks.gpu_report import GIB, Place, Report, Row, as_text, clocks, query, read
+from trainer.run import allocator
 from trainer.run.process import worker_environment
 
 ROOT = Path(__file__).parents[2]
@@ -120,7 +121,7 @@ def _run(name: str, place: Place) -> None:
     argv = [sys.executable, "-m", "tests.benchmarks.gpu_check", "--part", name, "--device", place.device]
     began = time.monotonic()
     argv += ["--folder", str(place.folder), *(["--tiny"] * place.tiny)]
-    process = subprocess.Popen(argv, cwd=ROOT, env=worker_environment())  # memory is taken as in a run
+    process = subprocess.Popen(argv, cwd=ROOT, env=_environment())
     try:
         code = process.wait(limit)
         problem = f"ended with exit code {code}" if code else ""
@@ -135,6 +136,12 @@ def _run(name: str, place: Place) -> None:
         report = Report(place.results(name))
         for row in (*rows, Row(name, f"FAILED: {problem}", passed=False)):
             report.add(row)
+
+
+def _environment() -> dict[str, str]:
+    """Memory is taken as in a run."""
+    names = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
+    return worker_environment() | allocator.environment(False, names)
 
 
 def _show(parts: Sequence[str], place: Place) -> int:

@@ -1013,7 +1013,6 @@ def test_a_full_disk_does_not_hide_why_the_run_failed(make_run, capsys):
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
         "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-        "cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built.",
         "CUDA driver error: cudaErrorMemoryAllocation",
         "OSError: [Errno 12] Cannot allocate memory",
         "Memory cgroup out of memory: Killed process 71 (python)",

@@ -10,7 +10,7 @@ import torch
 
 from tests.runs import run_config
 from trainer.config.amounts import MIB
-from trainer.run import allocator, process
+from trainer.run import allocator
 from trainer.run.allocator import pinned_bytes, pins_exactly
 
 OFFLOADED: dict[str, Any] = {"parallel__cpu_offload": True, "parallel__strategy": "full"}
@@ -25,7 +25,7 @@ def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("changes", [{}, OFFLOADED])
 def test_ranks_get_settings_that_this_torch_knows(changes: dict[str, Any]) -> None:
     cfg = run_config(Path("pictures"), **changes)
-    settings = process.worker_environment(pins_exactly(cfg))["PYTORCH_ALLOC_CONF"]
+    settings = allocator.environment(pins_exactly(cfg), ["NVIDIA H100 80GB HBM3"])["PYTORCH_ALLOC_CONF"]
     assert settings.startswith("expandable_segments:True")
     torch._C._accelerator_setAllocatorSettings(settings)  # torch 2.11 raises an error for a name it does not know
 
@@ -33,9 +33,27 @@ def test_ranks_get_settings_that_this_torch_knows(changes: dict[str, Any]) -> No
 @pytest.mark.parametrize("name", allocator.VARIABLES)
 def test_what_the_user_has_set_is_left_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:512")
-    environment = process.worker_environment()
-    found = {key: environment[key] for key in allocator.VARIABLES if key in environment}
-    assert found == {name: "max_split_size_mb:512"}
+    assert allocator.environment(True, ["NVIDIA A100"]) == {}
+    assert not pins_exactly(run_config(Path("pictures"), **OFFLOADED)), "the plan counts what the ranks will take"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "gpu", "expected"),
+    [
+        ("6.8.0-45-generic", "NVIDIA GeForce RTX 4090", True),
+        ("6.8.0-45-generic", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", True),
+        ("5.15.153.1-microsoft-standard-WSL2", "NVIDIA RTX A4000", False),
+        ("5.15.148-tegra", "Orin", False),
+        ("6.8.0-45-generic", "NVIDIA A40-48Q", False),
+        ("6.8.0-45-generic", "GRID T4-16C", False),
+    ],
+)
+def test_expandable_segments_are_left_out_where_drivers_fail_on_them(kernel: str, gpu: str, expected: bool) -> None:
+    assert allocator.can_expand(kernel, [gpu]) is expected
+
+
+def test_a_machine_without_gpus_gets_no_settings() -> None:
+    assert allocator.environment(False, []) == {}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from trainer import gpus as machine_gpus
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.installation import start_command
@@ -26,6 +27,7 @@ from trainer.config.sections import ParallelConfig
 from trainer.config.terminal import not_installed
 from trainer.gpus import visible
 from trainer.launcher.network import must_be_joined, node_environment
+from trainer.run import allocator
 from trainer.run.allocator import pins_exactly
 from trainer.run.events import EventWriter, StatusEvent
 from trainer.run.failure import launches, output_file
@@ -148,7 +150,7 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
             run.clear(request)
         with EventWriter(run.events_file) as events:
             events.write(StatusEvent(state="starting", message=waits))
-        variables = {**worker_environment(pins_exactly(cfg)), **environment}
+        variables = {**worker_environment(), **_allocator(pins_exactly(cfg)), **environment}
         process = _spawn(argv, output_file(run, launches(run) + 1), variables)
         Launch.of(process, argv).write(run)
     return _handle(run, process, argv)
@@ -156,6 +158,14 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
 
 def _gpu_environment(parallel: ParallelConfig, chosen: Sequence[int]) -> dict[str, str]:
     return visible.environment(chosen) if chosen or parallel.device != "cpu" else {}
+
+
+def _allocator(is_exact: bool) -> dict[str, str]:
+    try:
+        names = [gpu.name for gpu in machine_gpus.read()]
+    except InputError:  # preflight reports it
+        names = []
+    return allocator.environment(is_exact, names)
 
 
 def _require_readable(written: Iterable[Path]) -> None:
@@ -206,7 +216,7 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "t
             raise InputError(f"{run.path}: node {node_rank} of this run is already running on this machine")
         end_orphans(run, argv[2])
         is_exact = run.config_file.is_file() and pins_exactly(run.config())
-        variables = {**worker_environment(is_exact), **environment}
+        variables = {**worker_environment(), **_allocator(is_exact), **environment}
         process = _spawn(argv, _free_node_log(run, node_rank), variables)
     return _handle(run, process, argv)
 

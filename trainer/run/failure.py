@@ -174,10 +174,10 @@ def _end_of(log: Path) -> str:
 
 OUT_OF_MEMORY = (
     r"(?i:out of memory|OutOfMemoryError|can(?:'|no)t allocate memory|bad_alloc|MemoryError|cudaErrorMemoryAllocation"
-    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS\w*ALLOC\w*FAILED|No valid execution plans)"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS\w*ALLOC\w*FAILED)"
 )
-"""By torch, CUDA and its libraries (cuDNN finds no plan that fits its workspace), NCCL, Python, the system and a
-cgroup. NCCL says it in the last line of its error."""
+"""By torch, CUDA and its libraries, NCCL, Python, the system and a cgroup. NCCL says it in the last line of its error.
+cuDNN's "No valid execution plans" is not here: it says so of shapes that it cannot do, too."""
 
 _REMEDIES = (
     (
@@ -224,6 +224,11 @@ _REMEDIES = (
         r"differs between ranks",
         "copies of one weight drifted apart, probably because of a faulty GPU or memory: run --doctor, and continue "
         "with --resume on other hardware",
+    ),
+    (
+        r"CUDA driver error",
+        "the driver may lack what expandable segments need: set PYTORCH_ALLOC_CONF=expandable_segments:False, else run "
+        "--doctor; then continue with --resume",
     ),
     (r"CUDA|NCCL", "run --doctor; if the GPUs are fine, set NCCL_DEBUG=INFO and continue with --resume"),
 )

@@ -26,7 +26,6 @@ from pydantic import TypeAdapter
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.installation import CHECKOUT
-from trainer.run import allocator
 from trainer.run.events import (
     ENDS,
     AnyEvent,
@@ -206,19 +205,13 @@ def require_ended(run: RunDir) -> None:
     )
 
 
-def worker_environment(pins_exactly: bool = False) -> dict[str, str]:
-    """Return the environment for processes that run `python -m trainer`, from an installation or from a checkout.
-
-    Args:
-        pins_exactly: As `allocator.pins_exactly` says of the run.
-    """
+def worker_environment() -> dict[str, str]:
+    """Return the environment for processes that run `python -m trainer`, from an installation or from a checkout."""
     inherited = os.environ.get("PYTHONPATH")
     # An installation is found anyway, and its folder must not come before the standard library.
     folders = [str(folder) for folder in (CHECKOUT, inherited) if folder]
-    is_set = any(name in os.environ for name in allocator.VARIABLES)
     return {
         "OMP_NUM_THREADS": "1",  # ranks share the cores; without it each rank would use all of them
-        **({} if is_set else {allocator.VARIABLES[0]: allocator.settings(pins_exactly)}),
         **os.environ,
         **({"PYTHONPATH": os.pathsep.join(folders)} if folders else {}),
         "PYTHONUNBUFFERED": "1",
