@@ -64,7 +64,7 @@ def on_every_rank(run: RunDir, work: Callable[[RunDir], None]) -> int:
 @record
 def _train(run: RunDir) -> None:
     from trainer.distributed.watchdog import Watchdog
-    from trainer.distributed.world import connect, find_rendezvous
+    from trainer.distributed.world import connect, connect_gpus, find_rendezvous
     from trainer.metrics.debug_log import debug_log
     from trainer.metrics.trackers import following
     from trainer.train.log import emitter
@@ -82,6 +82,7 @@ def _train(run: RunDir) -> None:
         trackers = cfg.trackers if world.rank == 0 else TrackersConfig()
         answer = partial(_start_again_with, run, emit)
         with Watchdog(world, run, cfg.parallel.timeout, preemption, answer) as watchdog, following(trackers, run, emit):
+            connect_gpus(world)
             end = _train_on(attached, world, emit, preemption, watchdog.request)
     stage = attached.stage
     if end.state == "finished" and not stage.is_last and world.local_rank == 0:

@@ -90,10 +90,10 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: Tensor | None, m
         The norm before it was scaled down. Where it is not finite, the gradients are of no use.
     """
     gradients = local(p.grad for p in parameters if p.grad is not None)
-    if factor is not None:
+    if factor is not None and gradients:
         torch._foreach_mul_(gradients, factor)
     norm = _norm(gradients, parameters[0])
-    if max_norm is not None:
+    if max_norm is not None and gradients:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch.nn.utils does
     return norm
 
@@ -104,7 +104,7 @@ def _norm(shards: list[Tensor], like: nn.Parameter) -> Tensor:
     The norm of each gradient is summed over the ranks before the norm of all is taken. DTensor does so too, and the
     last bit depends on it.
     """
-    norms = torch.stack(torch._foreach_norm(shards))
+    norms = torch.stack(torch._foreach_norm(shards)) if shards else like.new_zeros(0, dtype=torch.float32)
     if isinstance(like, DTensor):
         for dim, placement in enumerate(like.placements):
             if placement.is_shard():

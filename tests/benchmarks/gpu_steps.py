@@ -24,7 +24,7 @@ from tests.benchmarks.workload import KLEIN_4B, TINY, Bench, Workload, prepare
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World, connect
 from trainer.metrics.memory import MemoryMeter
-from trainer.plan.calibration import Measured, keep
+from trainer.plan.calibration import Measured, keep, tells_speed
 from trainer.plan.cards import speed_of
 from trainer.plan.fixes import planned
 from trainer.train.loop import Trainer
@@ -196,11 +196,8 @@ def _measure(name: str, variant: Variant, place: Place, report: Report) -> None:
 
 
 def learn(cfg: RunConfig, found: Mapping[str, float], gpu: str, place: Place) -> None:
-    """Keep a step's speed for later plans of the same kind of GPU.
-
-    Steps that also decode or gather say nothing of how fast a GPU computes.
-    """
-    if cfg.quantize.format != "none" or cfg.parallel.strategy != "none":
+    """Keep a step's speed for later plans of the same kind of GPU, if it tells one."""
+    if not tells_speed(cfg, cfg.parallel.strategy):
         return
     base = {"family": "flux2", "path": "published/model", "options": {"architecture": "klein-4b"}}
     plan = planned(RunConfig.model_validate({**cfg.model_dump(exclude_unset=True), "model": base}), None, place.cache)

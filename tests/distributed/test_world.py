@@ -16,7 +16,7 @@ from tests.gpus.machines import CPU, HIDDEN, OLD_DRIVER, TWO_H100, install, pret
 from trainer.config.errors import InputError
 from trainer.config.sections import ParallelConfig
 from trainer.distributed import world as worlds
-from trainer.distributed.world import Rendezvous, World, connect, require_communication
+from trainer.distributed.world import World, connect_gpus, require_communication
 
 SCRIPT = """
 import os
@@ -145,16 +145,11 @@ def test_the_first_collective_names_the_gpu_its_error_and_a_remedy() -> None:
 
 
 def test_ranks_on_gpus_communicate_before_anything_else_and_one_rank_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
-    monkeypatch.setattr(worlds, "require_communication", asked.append)
-    with connect(ParallelConfig(device="cpu")):
-        assert asked == []
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(worlds, "_device", lambda cfg, rank, size: device)
-    monkeypatch.setattr(worlds, "joined", lambda *arguments: World(0, 1, 0, 1, *arguments[:1], None, None))
-    monkeypatch.setattr(worlds, "_backend", lambda device, size: "gloo")
-    for name in ("init_process_group", "destroy_process_group"):
-        monkeypatch.setattr(dist, name, lambda *arguments, **options: None)
-    for size, expected in ((1, []), (2, [device])):
-        with connect(ParallelConfig(device="auto"), Rendezvous(dist.HashStore(), 0, size)):
-            assert asked == expected
+    asked: list[tuple[torch.device, str]] = []
+    for kind, size in (("cpu", 2), ("cuda", 1), ("cuda", 2)):
+        world = World(0, size, 0, size, torch.device(kind, 0), None, None)  # type: ignore[arg-type]
+        noting = lambda device, world=world: asked.append((device, world.heartbeat.waits_in))  # noqa: E731
+        monkeypatch.setattr(worlds, "require_communication", noting)
+        connect_gpus(world)
+        assert world.heartbeat.waits_in == ""
+    assert asked == [(torch.device("cuda", 0), "the first all_reduce between the GPUs")]

@@ -13,7 +13,7 @@ from tests.benchmarks.workload import KLEIN_4B, Bench
 from tests.plan.common import run
 from trainer.config.amounts import GIB
 from trainer.launcher.plan_command import lines
-from trainer.plan.calibration import Measured, calibrate, keep
+from trainer.plan.calibration import Measured, calibrate, keep, tells_speed
 from trainer.plan.compare import describe_measured, describe_plan, plan_here, warning
 from trainer.plan.fixes import planned
 from trainer.plan.hardware import CARDS, Card, like
@@ -113,6 +113,24 @@ def test_speeds_of_some_gpus_come_with_the_program_and_those_of_this_machine_win
     assert time_of(tmp_path, like("NVIDIA H100 PCIe", 80 * GIB)).source == "assumed"
     keep(tmp_path, replace(STEP, gpu=card.name, seconds=0.7))
     assert time_of(tmp_path, card).low == pytest.approx(0.7, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("field", "strategy", "expected"),
+    [
+        ("train.compile=true", "none", True),
+        ("quantize.format=nf4", "none", False),
+        ("train.precision=fp32", "none", False),
+        ("parallel.cpu_offload=true", "full", False),
+        ("train.compile=true", "full", False),
+    ],
+)
+def test_only_steps_that_do_nothing_else_tell_how_fast_a_gpu_computes(
+    field: str, strategy: str, expected: bool
+) -> None:
+    assert (
+        tells_speed(run("flux2 klein-4b", "parallel.devices=1", "parallel.strategy=auto", field), strategy) is expected
+    )
 
 
 def test_the_check_for_gpus_teaches_plans_the_speed_of_the_card(tmp_path: Path) -> None:

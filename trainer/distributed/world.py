@@ -156,7 +156,6 @@ def connect(cfg: ParallelConfig, rendezvous: Rendezvous | None = None, is_guest:
     Raises:
         InputError: CUDA is wanted and absent, or has fewer devices than ranks, or this torch has no NCCL; or
             `parallel.device: auto` would leave an NVIDIA GPU unused.
-        RuntimeError: The GPUs cannot communicate.
     """
     local_rank, local_size = _torchrun("LOCAL_RANK", 0), _torchrun("LOCAL_WORLD_SIZE", 1)
     device = _device(cfg, local_rank, local_size)
@@ -168,8 +167,6 @@ def connect(cfg: ParallelConfig, rendezvous: Rendezvous | None = None, is_guest:
         dist.init_process_group(
             backend, store=meeting.store, rank=meeting.rank, world_size=meeting.size, timeout=timeout
         )
-        if device.type == "cuda" and meeting.size > 1:
-            require_communication(device)
         world = joined(device, local_rank, local_size, timeout)
         ranks = world.gather((is_guest, local_rank))
         guests = tuple(rank for rank, (guest, _) in enumerate(ranks) if guest)
@@ -261,8 +258,21 @@ def _backend(device: torch.device, size: int) -> str:
     )
 
 
+def connect_gpus(world: World) -> None:
+    """Have NCCL connect the GPUs of several ranks now, and not in the first step. Collective.
+
+    To be called while the watchdog watches: what is wrong with links often shows as a wait without an end.
+
+    Raises:
+        RuntimeError: As `require_communication`.
+    """
+    if world.device.type == "cuda" and world.size > 1:
+        with world.heartbeat.waiting("the first all_reduce between the GPUs"):
+            require_communication(world.device)
+
+
 def require_communication(device: torch.device) -> None:
-    """Sum a number over all ranks, which makes NCCL connect the GPUs now and not in the first step. Collective.
+    """Sum a number over all ranks. Collective.
 
     Raises:
         RuntimeError: It fails, or the sum is wrong.

@@ -16,6 +16,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from trainer.config.files import make_private_if_new
+from trainer.config.schema import RunConfig
 from trainer.plan.cards import speed_of
 from trainer.plan.hardware import Card, MeasuredStep
 from trainer.plan.phases import Reserve
@@ -46,7 +47,8 @@ class Measured:
         reserved: Most bytes reserved by the allocator.
         used: Bytes of the device in use by all processes.
         seconds: Seconds of a step.
-        flops: Floating-point operations of a step; 0 in lines of versions that did not write it.
+        flops: Floating-point operations of a step; 0 where they do not tell a GPU's speed (`tells_speed`), and in
+            lines of versions that did not write it.
         is_compiled: Whether the blocks were compiled.
     """
 
@@ -71,6 +73,17 @@ def keep(cache: Path, measured: Measured) -> None:
     file.parent.mkdir(exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(asdict(measured)) + "\n")
+
+
+def tells_speed(cfg: RunConfig, strategy: str) -> bool:
+    """Whether the steps of a run say how fast a GPU computes: they do nothing else, such as decoding or gathering.
+
+    Args:
+        cfg: The run's config.
+        strategy: That it has, which may be decided from `auto`.
+    """
+    only_computes = cfg.quantize.format == "none" and strategy == "none" and not cfg.parallel.cpu_offload
+    return only_computes and cfg.train.precision == "bf16"
 
 
 def calibrate(cache: Path, card: Card | None) -> tuple[Card | None, Reserve]:

@@ -167,7 +167,7 @@ def _time(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Shard
     between = 2 * ring_share(sharding.replicas) * memory.reduced / (NETWORK if cfg.parallel.nodes > 1 else card.link)
     computing, fixed = memory.flops / (card.tflops * 1e12 * card.share), FIXED_STEP_S
     source: Literal["measured here", "measured", "assumed"] = "assumed"
-    steps = card.steps_like(memory.flops, cfg.train.compile)
+    steps = card.steps_like(memory.flops, cfg.train.compile) if cfg.train.precision == "bf16" else []
     if steps:
         computing, fixed = statistics.median(memory.flops / one.flops * one.seconds for one in steps), 0.0
         source = "measured here" if steps[0].is_here else "measured"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -19,7 +21,7 @@ from trainer.distributed.world import World
 from trainer.metrics.memory import MemoryMeter
 from trainer.models.build import Listener, LoadedModel
 from trainer.plan import compare
-from trainer.plan.calibration import Measured, keep
+from trainer.plan.calibration import Measured, keep, tells_speed
 from trainer.plan.memory import MemoryPlan
 from trainer.run.events import (
     CheckpointEvent,
@@ -120,8 +122,10 @@ class RunLog:
             return
         self._cache, self._measure_at, self._is_compiled = cache, step + MEASURED_STEPS, cfg.train.compile
         name = torch.cuda.get_device_name(self._world.device)
+        self._seconds: deque[float] = deque(maxlen=MEASURED_STEPS // 2)
         self._plan = compare.plan_here(cfg, cache, name, self._world.memory)
         if self._plan is not None:
+            self._tells_speed = tells_speed(cfg, self._plan.strategy)
             self.note("loading", compare.describe_plan(self._plan), step)
             warning = compare.warning(cfg, self._plan, cache)
             if warning:
@@ -132,8 +136,10 @@ class RunLog:
     def stepped(self, event: StepEvent) -> None:
         """Log an optimizer step, and a heartbeat when one is due."""
         self.emit(event)
-        if self._plan is not None and event.step == self._measure_at:
-            self._compare_with_plan(self._plan, event)
+        if self._plan is not None:
+            self._seconds.append(event.seconds)
+            if event.step == self._measure_at:
+                self._compare_with_plan(self._plan, event)
         if time.monotonic() - self._beat_at >= HEARTBEAT_SECONDS:
             self.heartbeat("training", event.step)
 
@@ -180,8 +186,8 @@ class RunLog:
             allocated=torch.cuda.max_memory_allocated(device),
             reserved=torch.cuda.max_memory_reserved(device),
             used=total - free,
-            seconds=event.seconds,
-            flops=plan.flops,
+            seconds=statistics.median(self._seconds),
+            flops=plan.flops if self._tells_speed else 0.0,
             is_compiled=self._is_compiled,
         )
         self.note("training", compare.describe_measured(measured), event.step)
