@@ -47,10 +47,11 @@ POLL_S = 0.2
 
 
 def device(ranks: int) -> Literal["cuda", "cpu"]:
-    """Return a value for `parallel.device`: cuda if this machine has a usable GPU for each rank, else cpu."""
+    """Return a value for `parallel.device`: cuda if this machine has a GPU for each rank that trains in bf16 too."""
     try:
         given = visible.for_run()
-        return "cuda" if len(given) >= ranks and not support.unusable(given, support.installed()) else "cpu"
+        is_usable = not support.unusable(given, support.installed()) and not any(map(support.lacks_bf16, given))
+        return "cuda" if len(given) >= ranks and is_usable else "cpu"
     except InputError:  # the driver does not answer: `launch.py --doctor` shows why
         return "cpu"
 

@@ -35,8 +35,9 @@ KLEIN_4B_TFLOP = 76.3
 DEV_BLOCKS = Workload(double=1, single=1, heads=48, head_size=128, text_width=15360, text_tokens=512, pixels=1024)
 """One block of each kind at the width of FLUX.2 dev."""
 MOST_OPERATIONS = 12
-MOST_WAITS = 1
-"""Times that the host waits for the device in a step."""
+MOST_WAITS = 0
+"""Times that the host waits for the device in a step. Not among them is the late read of the step before: torch does
+not count the wait for an event."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def _measure(name: str, variant: Variant, place: Place, report: Report) -> None:
             found |= _waits(trainer.train_step)
             found["idle"] = max(0.0, 1 - _busy(trainer.train_step) / found["together_s"])
         waits = found.get("waits", 0)
-        limit = f"<= {MOST_WAITS} wait" if waits else ""
+        limit = f"<= {MOST_WAITS} waits" if "waits" in found else ""
         report.add(Row(name, _speed(found, variant, place), limit, waits <= MOST_WAITS, numbers=found))
         if name == "plain":
             _save(trainer, report)

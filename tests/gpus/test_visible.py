@@ -69,6 +69,13 @@ def test_a_slice_is_named_by_the_beginning_of_its_uuid(machine, monkeypatch):
     assert visible.environment(()) == {"CUDA_VISIBLE_DEVICES": "MIG-8a1ce3b2-9f0c-5f3a-8d11-0a1b2c3d4e5f"}
 
 
+@pytest.mark.parametrize("word", ["0", "GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77", "GPU-5d5b"])
+def test_a_divided_gpu_that_is_named_as_a_whole_gives_its_first_slice(machine, monkeypatch, word):
+    machine(SLICED)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", word)
+    assert visible.environment(()) == {"CUDA_VISIBLE_DEVICES": "MIG-7f0bd2a1-9f0c-5f3a-8d11-0a1b2c3d4e5f"}
+
+
 def test_a_chosen_gpu_of_a_mixed_machine_is_named_by_its_uuid_which_cuda_does_not_number_anew(machine):
     machine(MIXED)
     assert visible.environment([0]) == {"CUDA_VISIBLE_DEVICES": uuids(MIXED)[0]}

@@ -49,7 +49,7 @@ def test_it_is_known_by_any_line_and_the_line_is_quoted(error: Exception, said: 
 
 
 def test_memory_that_was_taken_in_pieces_too_small_is_told() -> None:
-    assert "; 4.00 GiB more were taken, in pieces that did not fit (" in explained(MemoryError())
+    assert "; 2.00 GiB more were taken, in pieces that did not fit (" in explained(MemoryError())
 
     class Full:
         def read(self) -> MemoryReading:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from tests.distributed import run_ranks
 from tests.runs import make_pictures, make_run, run_config, train
+from trainer.parallel import compile as compiling
 from trainer.parallel.compile import compile_blocks, describe_compiled
 from trainer.run.events import StatusEvent, WarningEvent
 
@@ -39,6 +41,21 @@ def test_what_was_left_uncompiled_is_said_with_its_reason() -> None:
     assert left.startswith("torch.compile left code uncompiled in 1 places, which run as without it: ")
     counters.clear()
     assert describe_compiled()[1].endswith(": no block was compiled")
+
+
+class Shaped(nn.Module):
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+
+def test_a_limit_of_graphs_that_was_hit_is_said() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=2), mock.patch.object(compiling, "GRAPHS_OF_A_CLASS", 2):
+        compile_blocks([block := Shaped()], "eager")
+        for length in range(2, 8):
+            block(torch.ones(1, *[1] * length), length / 2)
+    assert "left code uncompiled" in describe_compiled()[1]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpus.machines import MIXED, SLICED, install
+from tests.gpus.machines import BESIDE_A_DISPLAY_ADAPTER, MIXED, SLICED, install
 from tests.plan.common import run
 from trainer.config.amounts import GB, GIB, MIB
 from trainer.gpus import Gpu
@@ -123,3 +123,17 @@ def test_the_plan_is_for_the_gpus_that_a_run_may_use(tmp_path: Path, monkeypatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     found = detected()
     assert found is not None and (found.count, found.card.name) == (1, "NVIDIA GeForce RTX 4090")
+
+
+def test_a_display_adapter_that_torch_has_no_code_for_is_not_planned_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(BESIDE_A_DISPLAY_ADAPTER, tmp_path, monkeypatch)
+    found = detected()
+    assert found is not None
+    assert (found.card.name, found.count) == ("NVIDIA GeForce RTX 3090", 1)
+
+
+def test_a_laptops_card_is_not_taken_for_its_namesake() -> None:
+    assert like("NVIDIA RTX PRO 5000 Blackwell Generation Laptop GPU", 24 * GIB).speed_of
+    assert not like("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 96 * GIB).speed_of

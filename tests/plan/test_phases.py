@@ -139,7 +139,7 @@ def host(*fields: str) -> dict[str, float]:
 
 def test_a_rank_holds_on_the_host_what_is_offloaded_and_the_copy_of_its_checkpoint() -> None:
     assert "offloaded" not in host()
-    assert host("parallel.cpu_offload=true")["offloaded"] / GIB == pytest.approx(3.88 * 2 / 4 / 1.0737, rel=0.1)
+    assert host("parallel.cpu_offload=true")["offloaded"] / GIB == pytest.approx(3.88 * 2 / 4 / 1.0737, rel=0.2)
     checkpoint = sizes(planned("flux2 klein-4b").disk)["checkpoint"]
     assert host()["checkpoint"] == checkpoint / 4
     assert host()["export"] == checkpoint / 3

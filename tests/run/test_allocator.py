@@ -78,6 +78,6 @@ def test_a_frozen_base_that_is_offloaded_is_pinned_exactly_where_torch_can(
 
 
 def test_pinned_memory_is_a_power_of_two_unless_it_is_exact() -> None:
-    sizes = [0, 1, 3 * MIB // 4, 3 * MIB, 4 * MIB, 162 * MIB]
-    assert [pinned_bytes(size, False) for size in sizes] == [0, 1, MIB, 4 * MIB, 4 * MIB, 256 * MIB]
-    assert [pinned_bytes(size, True) for size in sizes] == [0, 1, MIB, 3 * MIB, 4 * MIB, 162 * MIB]
+    sizes = [0, 1, 3 * MIB, 16 * MIB, 18 * MIB, 162 * MIB]
+    assert [pinned_bytes(size, False) for size in sizes] == [0, 1, 4 * MIB, 16 * MIB, 32 * MIB, 256 * MIB]
+    assert [pinned_bytes(size, True) for size in sizes] == [0, 1, 4 * MIB, 16 * MIB, 18 * MIB, 162 * MIB]

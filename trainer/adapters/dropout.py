@@ -48,7 +48,7 @@ class SampleDropout(nn.Module):
         super().__init__()
         self.p = probability
         self.name = name
-        self._seeds = torch.empty(0, dtype=torch.int64)
+        self._seeds, self._ones = torch.empty(2, 0, dtype=torch.int64)
         self._rows: Rows | None = None
 
     def set_samples(self, seed: int, indices: Sequence[int], rows: Rows | None = None) -> None:
@@ -60,6 +60,7 @@ class SampleDropout(nn.Module):
             rows: The samples' rows, if the layer receives a matrix with the rows of all samples.
         """
         self._seeds = torch.tensor([derived_seed(seed, index, "dropout", self.name) for index in indices])
+        self._ones = torch.ones_like(self._seeds)  # here: inside a compiled block it would be a kernel of its own
         self._rows = rows
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ class SampleDropout(nn.Module):
     def _by_item(self, x: Tensor) -> Tensor:
         if len(self._seeds) != x.shape[0]:
             raise RuntimeError(f"{self.name}: dropout of {x.shape[0]} items, but {len(self._seeds)} samples are set")
-        draws: Tensor = uniform(x.detach(), self._seeds, torch.ones_like(self._seeds))
+        draws: Tensor = uniform(x.detach(), self._seeds, self._ones)
         return draws
 
     def _by_row(self, x: Tensor, rows: Rows) -> Tensor:

@@ -44,6 +44,7 @@ class Gpu:
         uuid: How CUDA_VISIBLE_DEVICES names it unambiguously.
         compute_cap: Compute capability, such as 8.6.
         is_slice: Whether it is a MIG slice.
+        card: Index and UUID of the GPU that a slice is of.
     """
 
     index: int
@@ -56,6 +57,7 @@ class Gpu:
     driver_version: str = ""
     compute_cap: str = ""
     is_slice: bool = False
+    card: tuple[int, str] = (-1, "")
 
     @property
     def capability(self) -> tuple[int, ...]:
@@ -171,7 +173,8 @@ def _slices(found: Sequence[Gpu], listing: str) -> Iterator[Gpu]:
             size = MIG_NAME.match(part[1])
             memory = int(int(size["gb"]) * 1024 * SLICE_SHARE) if size else -1
             name = f"{card.name} {part[1]}"
-            yield replace(card, name=name, memory=memory, memory_used=-1, busy=-1, uuid=part[2], is_slice=True)
+            of_slice = replace(card, name=name, memory=memory, memory_used=-1, busy=-1, uuid=part[2])
+            yield replace(of_slice, is_slice=True, card=(card.index, card.uuid))
 
 
 LINKS_FROM_FAST_TO_SLOW = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS")

@@ -41,7 +41,10 @@ def _named(listed: Sequence[Gpu], text: str) -> list[Gpu]:
         if word in ENDS_THE_LIST:
             break
         by_number = [gpu for gpu in listed if word.isdecimal() and gpu.index == int(word)]
-        matching = by_number or [gpu for gpu in listed if not word.isdecimal() and gpu.uuid.startswith(word)]
+        by_uuid = [gpu for gpu in listed if not word.isdecimal() and gpu.uuid.startswith(word)]
+        # CUDA takes the first slice of a divided GPU that is named as a whole.
+        of_card = [gpu for gpu in listed if gpu.is_slice and _is_of(gpu.card, word)]
+        matching = of_card[:1] if word.isdecimal() and of_card else by_number or by_uuid or of_card[:1]
         if len(matching) != 1 or matching[0] in found:
             wrong = "occurs twice" if matching and matching[0] in found else f"names {len(matching) or 'none'}"
             numbers = ", ".join(str(gpu.index) for gpu in listed)
@@ -51,6 +54,11 @@ def _named(listed: Sequence[Gpu], text: str) -> list[Gpu]:
             )
         found += matching
     return found
+
+
+def _is_of(card: tuple[int, str], word: str) -> bool:
+    index, uuid = card
+    return word == str(index) or (not word.isdecimal() and uuid.startswith(word))
 
 
 def hidden(listed: Sequence[Gpu]) -> str:

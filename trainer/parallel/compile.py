@@ -44,7 +44,7 @@ def describe_compiled() -> tuple[str, str]:
     """
     from torch._dynamo.utils import counters
 
-    graphs, breaks = counters["stats"]["unique_graphs"], counters["graph_break"]
+    graphs, breaks = counters["stats"]["unique_graphs"], counters["graph_break"] + counters["unimplemented"]
     compiled = f"compiled the blocks into {graphs} graph{'s' * (graphs != 1)}"
     if not breaks and graphs:
         return compiled, ""

@@ -167,7 +167,8 @@ def namesake_of(name: str) -> Speed | None:
 
 def is_laptop(name: str) -> bool:
     """Whether the name is that of a laptop's GPU, which draws less power and has fewer units than its namesake."""
-    return bool({"laptop", "mobile", "max"} & _words(name)) and "pro" not in _words(name)
+    words = _words(name)
+    return bool({"laptop", "mobile"} & words) or ("max" in words and "pro" not in words)  # Max-Q is also a desktop's
 
 
 def _words(name: str) -> frozenset[str]:

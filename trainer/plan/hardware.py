@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from trainer.config.amounts import GB, MIB
 from trainer.config.errors import InputError
-from trainer.gpus import Gpu
+from trainer.gpus import Gpu, support
 from trainer.gpus.visible import visible
 from trainer.plan.cards import Speed, namesake_of, shares, speed_of
 
@@ -137,9 +137,11 @@ def detected() -> Hardware | None:
 def of_machine(listed: Sequence[Gpu]) -> Hardware | None:
     """Treat the GPUs as equal to the one with the least memory, and of those to the slowest. Returns None without GPUs.
 
-    MIG slices count where no whole GPU is listed, as one: a run trains on one of them.
+    MIG slices count where no whole GPU is listed, as one: a run trains on one of them. GPUs that torch has no code for
+    do not count next to others: runs leave them out.
     """
-    known = [gpu for gpu in listed if gpu.memory > 0]  # a GPU that shares the host's memory reports none
+    usable = support.usable(listed, support.installed()) or listed
+    known = [gpu for gpu in usable if gpu.memory > 0]  # a GPU that shares the host's memory reports none
     whole = [gpu for gpu in known if not gpu.is_slice]
     cards = [like(gpu.name, gpu.memory * MIB) for gpu in whole or known]
     if not cards:

@@ -15,9 +15,10 @@ from trainer.config.schema import RunConfig
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables that torch reads its settings from. What the user has set is left alone."""
 VIRTUAL_GPU = re.compile(r"\bGRID\b|-\d+[ABCQ]$")
-EXACT_ABOVE = MIB
-"""Where pinned memory is exact, smaller amounts are rounded still. A power of two: torch looks for memory to use again
-by its rounded size, and with another limit may find some that is too small (pytorch/pytorch, pull request 192722)."""
+EXACT_ABOVE = 16 * MIB
+"""Where pinned memory is exact, smaller amounts are rounded still, and kept for later use: those of a batch, which
+would be pinned anew in each step. A power of two: torch looks for memory to use again by its rounded size, and with
+another limit may find some that is too small (pytorch/pytorch, pull request 192722)."""
 
 
 def environment(pins_exactly: bool, gpu_names: Sequence[str]) -> dict[str, str]:

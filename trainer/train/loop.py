@@ -60,7 +60,7 @@ from trainer.optim import (
 )
 from trainer.parallel.compile import describe_compiled
 from trainer.parallel.replicas import check_reduced, diverged
-from trainer.pinned import pin
+from trainer.pinned import pin, send
 from trainer.rng import Draw, SampleRng, derived_seed
 from trainer.run.events import (
     AnyEvent,
@@ -357,7 +357,7 @@ class Trainer:
         with self.clock.communication():
             totals = self.world.sum(counts)
         shares = [weight / total if total else 0.0 for weight, total in zip(weights, totals, strict=True)]
-        return torch.tensor(shares, device=self.world.device)
+        return send(torch.tensor(shares), self.world.device)
 
     def _prepare(
         self, seed: int, examples: Sequence[Example], weights: Sequence[float], indices: Sequence[int]

@@ -56,6 +56,7 @@ from trainer.models.parts.t5 import (
 from trainer.models.parts.text_encoder import TextEncoder, load_tokenizer, max_tokens, text_lengths
 from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
 from trainer.parallel.parallelize import ShardSpec
+from trainer.pinned import send
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused
 
@@ -294,7 +295,7 @@ class Flux1(ImageFamily):
         """Predict the velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  prompt: (B, ...) of `encode_text`."""
         patches = patchify(latents)
         height, width = patches.shape[-2:]
-        ids = image_ids(height, width).to(latents.device, non_blocking=True)
+        ids = send(image_ids(height, width), latents.device)
         packed = model["transformer"](
             hidden_states=pack(patches),
             encoder_hidden_states=prompt["prompt_embeds"].to(latents.dtype),

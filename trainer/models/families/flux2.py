@@ -68,6 +68,7 @@ from trainer.models.parts.text_encoder import (
     write_tiny_tokenizer,
 )
 from trainer.parallel.parallelize import ShardSpec
+from trainer.pinned import send
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused
 
@@ -375,8 +376,8 @@ class Flux2(ImageFamily):
             encoder_hidden_states=text.to(latents.dtype),
             timestep=sigma,
             guidance=torch.full_like(sigma, guidance) if self._architecture.guidance_embeds else None,
-            img_ids=ids.to(latents.device, non_blocking=True),
-            txt_ids=text_ids(text.shape[1]).to(latents.device, non_blocking=True),
+            img_ids=send(ids, latents.device),
+            txt_ids=send(text_ids(text.shape[1]), latents.device),
             return_dict=False,
         )[0]
         return unpack(packed[:, : height * width].float(), height, width)

@@ -58,6 +58,7 @@ from trainer.models.parts.text_encoder import (
     write_tiny_tokenizer,
 )
 from trainer.parallel.parallelize import ShardSpec
+from trainer.pinned import send
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused
 
@@ -321,13 +322,13 @@ def _predict(model: nn.ModuleDict, latents: Tensor, sigma: Tensor, prompt: Batch
     if references:
         ids = [image_ids(x.shape[-2], x.shape[-1], -number) for number, x in enumerate(references, 1)]
         conditions["image_cond_hidden_states"] = torch.cat([pack(image) for image in references], dim=1)
-        conditions["image_cond_ids"] = torch.cat(ids).to(latents.device, non_blocking=True)
+        conditions["image_cond_ids"] = send(torch.cat(ids), latents.device)
     packed = model["transformer"](
         hidden_states=pack(latents),
         encoder_hidden_states=text.to(latents.dtype),
         timestep=sigma,
-        img_ids=image_ids(height, width).to(latents.device, non_blocking=True),
-        txt_ids=text_ids(text.shape[1]).to(latents.device, non_blocking=True),
+        img_ids=send(image_ids(height, width), latents.device),
+        txt_ids=send(text_ids(text.shape[1]), latents.device),
         return_dict=False,
         **conditions,
     )[0]

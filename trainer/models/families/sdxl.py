@@ -77,6 +77,7 @@ from trainer.models.parts.ldm_names import clip_layout, open_clip_layout, unet_l
 from trainer.models.parts.text_encoder import from_folder, text_lengths
 from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
 from trainer.parallel.parallelize import ShardSpec
+from trainer.pinned import send
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused, WeightFiles, digest
 
@@ -299,7 +300,7 @@ class Sdxl(ImageFamily):
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
         latents = batch["latents"]
         timestep = draw_timestep(len(self._alpha_bar), rng)
-        alpha_bar = self._alpha_bar.to(latents.device)[timestep]
+        alpha_bar = send(self._alpha_bar, latents.device)[timestep]
         noise = rng.normal("noise", latents.shape[1:])
         states, pooled = self._conditions(model, batch)
         sizes = batch.get("original_size")
@@ -518,7 +519,7 @@ class Sdxl(ImageFamily):
         original_size: (B, 2) int64, height and width of the images' files.
         """
         height, width = (side * self._pixels_per_latent for side in latents.shape[-2:])
-        ids = torch.tensor([height, width, 0, 0, height, width], device=latents.device).expand(latents.shape[0], 6)
+        ids = send(torch.tensor([height, width, 0, 0, height, width]), latents.device).expand(latents.shape[0], 6)
         if original_size is None:
             return ids
         # Images are scaled to cover their size, so an image is enlarged if either side was shorter.

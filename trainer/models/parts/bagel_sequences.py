@@ -28,6 +28,7 @@ from trainer.models.parts.bagel_packing import (
     TextPiece,
     unpatched,
 )
+from trainer.pinned import send
 from trainer.rng import SampleRng, derived_seed
 
 
@@ -217,7 +218,7 @@ def loss_parts(
 
 
 def _index(like: Tensor, numbers: Sequence[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=like.device)
+    return send(torch.tensor(numbers, dtype=torch.int64), like.device)
 
 
 def loss_counts(example: Example, token_weight: str) -> tuple[float, float]:
