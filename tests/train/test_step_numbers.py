@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
 from tests.runs import Outcome, difference, in_two_parts, make_pictures, make_run, run_config, steps_of, train
+from trainer.benchmark import worker
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.rng import Draw
-from trainer.run.events import AnyEvent, SampleEvent, StepEvent, ValidationEvent, WarningEvent
+from trainer.run.events import AnyEvent, EventReader, SampleEvent, StepEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.train.loop import Trainer
 from trainer.train.numbers import LateRead
@@ -52,23 +54,33 @@ def train_late(world: World, cfg: RunConfig, run: RunDir) -> Outcome:
         return train(world, cfg, run)
 
 
+def train_unevenly(world: World, cfg: RunConfig, run: RunDir) -> Outcome:
+    """Each rank reads at times of its own."""
+    draws = random.Random(world.rank)
+    with mock.patch.object(LateRead, "is_ready", property(lambda self: draws.random() < 0.5)):
+        return train(world, cfg, run)
+
+
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
         (2, {"parallel__strategy": "full", **BUSY}),
+        (2, {"parallel__strategy": "full", "parallel__cpu_offload": True, "optim__ema": 0.9}),
         (1, {"optim__type": "schedulefree"}),
         (1, {"adapter__type": "none", "train__micro_batch": 2}),
     ],
-    ids=["busy", "an optimizer that cannot skip", "full"],
+    ids=["busy", "offloaded", "an optimizer that cannot skip", "full"],
 )
 def test_a_run_whose_numbers_are_read_late_is_the_same_bit_for_bit(
     pictures: Path, tmp_path: Path, ranks: int, changes: dict[str, Any]
 ) -> None:
     cfg = run_config(pictures, parallel__devices=ranks, **changes)
-    prompt, late = (run_ranks(ranks, how, cfg, make_run(tmp_path, cfg, how.__name__))[0] for how in (train, train_late))
-    assert late.losses == prompt.losses and late.grad_norms == prompt.grad_norms
-    assert difference(late.weights, prompt.weights) == 0.0
-    assert said(late.events) == said(prompt.events)
+    prompt = run_ranks(ranks, train, cfg, make_run(tmp_path, cfg, "prompt"))[0]
+    for how in (train_late, train_unevenly)[:ranks]:
+        late = run_ranks(ranks, how, cfg, make_run(tmp_path, cfg, how.__name__))[0]
+        assert late.losses == prompt.losses and late.grad_norms == prompt.grad_norms
+        assert difference(late.weights, prompt.weights) == 0.0
+        assert said(late.events) == said(prompt.events)
 
 
 def said(events: list[AnyEvent]) -> list[tuple[object, ...]]:
@@ -149,6 +161,18 @@ def test_the_host_reads_the_device_once_in_a_step_and_what_it_reads_is_of_the_st
         # That of world.py is of the flags, which never were on the device.
         assert files == ["numbers.py", "world.py"]
         assert seen == [0, 1, 2]
+
+
+def compared(world: World, cfg: RunConfig, run: RunDir) -> list[int]:
+    """The steps of a variant's events."""
+    with a_busy_device():
+        worker.measure(run, world, run.path.parent / "cache")
+    return [event.step for event in steps_of(EventReader(run.events_file).read())]
+
+
+def test_a_comparison_of_variants_has_the_last_step_too(pictures: Path, tmp_path: Path) -> None:
+    cfg = run_config(pictures, train__steps=4)
+    assert run_ranks(1, compared, cfg, make_run(tmp_path, cfg, "compared"))[0] == [1, 2, 3, 4]
 
 
 def steps_over_nan(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[float], list[str], list[bool], float]:

@@ -101,16 +101,16 @@ def _rank(gpu: Gpu) -> tuple[tuple[int, ...], int]:
     return tuple(-number for number in gpu.capability), -gpu.memory
 
 
-def environment(chosen: Sequence[int]) -> dict[str, str]:
+def environment(chosen: Sequence[int], listed: Sequence[Gpu] | None = None) -> dict[str, str]:
     """Return the variables with which a run's processes see the GPUs of `for_run`, in its order.
 
     Args:
-        chosen: As for `for_run`.
+        chosen, listed: As for `for_run`.
 
     Raises:
         InputError: As `for_run`.
     """
-    listed = gpus.read()
+    listed = gpus.read() if listed is None else listed
     if not listed:  # nothing is known about the GPUs, if there are any
         return {VISIBLE: ",".join(map(str, chosen)), **BY_BUS} if chosen else {}
     given = for_run(chosen, listed)

@@ -137,7 +137,7 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
         InputError: The run is already running, or a GPU is not visible here.
     """
     # Resolves names and asks nvidia-smi, so not while the lock is held.
-    environment = node_environment(cfg.parallel) | _gpu_environment(cfg.parallel, gpus)
+    environment = node_environment(cfg.parallel) | _gpu_environment(cfg.parallel, gpus, pins_exactly(cfg))
     waits = f"waits for the other nodes: {joining(run, cfg.parallel.nodes)}" if must_be_joined(cfg.parallel) else ""
     with run.locked():
         require_ended(run)
@@ -150,22 +150,17 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
             run.clear(request)
         with EventWriter(run.events_file) as events:
             events.write(StatusEvent(state="starting", message=waits))
-        variables = {**worker_environment(), **_allocator(pins_exactly(cfg)), **environment}
-        process = _spawn(argv, output_file(run, launches(run) + 1), variables)
+        process = _spawn(argv, output_file(run, launches(run) + 1), environment)
         Launch.of(process, argv).write(run)
     return _handle(run, process, argv)
 
 
-def _gpu_environment(parallel: ParallelConfig, chosen: Sequence[int]) -> dict[str, str]:
-    return visible.environment(chosen) if chosen or parallel.device != "cpu" else {}
-
-
-def _allocator(is_exact: bool) -> dict[str, str]:
-    try:
-        names = [gpu.name for gpu in machine_gpus.read()]
-    except InputError:  # preflight reports it
-        names = []
-    return allocator.environment(is_exact, names)
+def _gpu_environment(parallel: ParallelConfig, chosen: Sequence[int], is_exact: bool) -> dict[str, str]:
+    """Which GPUs the ranks see, and how torch takes their memory. is_exact: as `allocator.pins_exactly` says."""
+    if parallel.device == "cpu" and not chosen:
+        return {}
+    listed = machine_gpus.read()
+    return visible.environment(chosen, listed) | allocator.environment(is_exact, [gpu.name for gpu in listed])
 
 
 def _require_readable(written: Iterable[Path]) -> None:
@@ -207,17 +202,16 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "t
     if not 1 <= node_rank < nodes:
         numbers = "1" if nodes == 2 else f"1 to {nodes - 1}"
         raise InputError(f"--node-rank {node_rank}: the nodes that join {run.path} have the numbers {numbers}")
-    environment = node_environment(parallel) | _gpu_environment(parallel, ())
     # A machine that does not see the run folder cannot train in stages; its ranks report that.
-    has_stages = run.config_file.is_file() and bool(run.config().stages)
+    cfg = run.config() if run.config_file.is_file() else None
+    has_stages, is_exact = cfg is not None and bool(cfg.stages), cfg is not None and pins_exactly(cfg)
+    environment = node_environment(parallel) | _gpu_environment(parallel, (), is_exact)
     with run.locked():
         argv = command(parallel, run, module, node_rank, has_stages)
         if any(argv_of(process) == argv for process in psutil.process_iter()):
             raise InputError(f"{run.path}: node {node_rank} of this run is already running on this machine")
         end_orphans(run, argv[2])
-        is_exact = run.config_file.is_file() and pins_exactly(run.config())
-        variables = {**worker_environment(), **_allocator(is_exact), **environment}
-        process = _spawn(argv, _free_node_log(run, node_rank), variables)
+        process = _spawn(argv, _free_node_log(run, node_rank), environment)
     return _handle(run, process, argv)
 
 
@@ -250,6 +244,6 @@ def _spawn(argv: Sequence[str], output: Path, environment: Mapping[str, str]) ->
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env={**worker_environment(), **environment},
             start_new_session=True,
         )

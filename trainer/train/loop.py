@@ -253,7 +253,11 @@ class Trainer:
             FloatingPointError: A loss or gradient is not finite, at once or after too many skipped steps.
         """
         with explain_out_of_memory(self.oom_context, self.log.meter, self.held):
-            return self._train()
+            try:
+                return self._train()
+            except (MemoryError, torch.OutOfMemoryError):
+                self.settle()  # the step before was done
+                raise
 
     def _train(self) -> State:
         cfg = self.cfg
