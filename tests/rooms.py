@@ -32,7 +32,7 @@ ROOMS = {
     "models": "adapters config distributed metrics parallel pinned rng run weights",
     "data": "config distributed models rng run weights",
     "export": "adapters checkpoint config models rng run weights",
-    "plan": "config data distributed gpus models optim parallel rng run weights",
+    "plan": "adapters config data distributed gpus models optim parallel rng run weights",
     "launcher": "checkpoint config data gpus metrics models plan run weights",
     "train": "adapters checkpoint config data distributed export metrics models optim parallel pinned plan rng run",
     "__main__": "config data distributed export metrics run train",

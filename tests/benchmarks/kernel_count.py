@@ -23,7 +23,7 @@ from trainer.models import families
 from trainer.models.build import build_model
 from trainer.optim import scale_gradients
 from trainer.plan import fake_device
-from trainer.plan.memory_tracker import GATHERED, REDUCED, MemoryTracker, decoding, operations
+from trainer.plan.memory_tracker import GATHERED, REDUCED, MemoryTracker, decoding, is_quantized, operations
 from trainer.plan.sizes import size_of
 from trainer.plan.trace import Sharded, on_this_machine, sharded_model
 
@@ -153,7 +153,7 @@ class KernelCounter:
         """Count one operation. Its arguments are those of `fake_device.Watch`."""
         if func.namespace in ("c10d", "_c10d_functional", "prim", "profiler"):
             return
-        if func.namespace == "shardstudio":
+        if is_quantized(func):
             self._count_quantized(func, args, kwargs, out)
             return
         tensors = _tensors(args, kwargs, out)

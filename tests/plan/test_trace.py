@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.plan.common import MODELS
-from trainer.plan.store import SHIPPED
+from trainer.config.load import load_config_text
+from trainer.plan.fixes import planned
+from trainer.plan.memory_tracker import is_quantized
+from trainer.plan.store import SHIPPED, find_model
 from trainer.plan.tables import decode, encode
 
 ROOT = Path(__file__).parents[2]
@@ -49,3 +53,19 @@ def test_the_shipped_tables_are_what_is_traced_today(models: tuple[str, ...], tm
 def test_files_are_written_alike_from_the_same_tables() -> None:
     for file in SHIPPED.glob("*.json.gz"):
         assert encode(*decode(file.read_bytes())) == file.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["flux2", "causal_lm", "bagel"])
+def test_a_model_whose_adapter_has_dropout_is_traced(tmp_path: Path, family: str) -> None:
+    fields = (f"model.family={family}", "model.path=tiny", "adapter.dropout=0.1", "parallel.devices=1")
+    cfg = load_config_text("data: {path: .}", fields, Path("run.yaml")).config
+    assert planned(cfg, None, tmp_path) is None
+    find_model(cfg, tmp_path)
+    found = planned(cfg, None, tmp_path)
+    assert found is not None and found.training.peak > 0
+
+
+def test_the_operation_of_dropout_is_not_taken_for_one_on_quantized_weights() -> None:
+    assert not is_quantized(torch.ops.shardstudio.uniform.default)
+    assert is_quantized(torch.ops.shardstudio.linear_backward.default)

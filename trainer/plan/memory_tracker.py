@@ -123,7 +123,7 @@ class MemoryTracker:
                 self._track_output(tensor)
         if func._overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_backward:
             self._use_briefly(args[1].numel() * 4)  # the gradient of the queries is summed in fp32
-        elif func.namespace == "shardstudio":
+        elif is_quantized(func):
             self._observe_quantized(func._opname, args)
 
     def _observe_quantized(self, name: str, args: Any) -> None:
@@ -202,6 +202,14 @@ class MemoryTracker:
         setattr(holder, name, value)
 
 
+QUANTIZED = frozenset({"decoded", "linear", "linear_backward", "experts", "experts_backward"})
+
+
+def is_quantized(func: Any) -> bool:
+    """Whether an operation is one on quantized weights, which are opaque to torch."""
+    return func.namespace == "shardstudio" and func._opname in QUANTIZED
+
+
 def operations(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the floating-point operations of an operation, whose arguments are those of `fake_device.Watch`."""
     packet = func._overloadpacket
@@ -210,7 +218,7 @@ def operations(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         return found
     if packet is torch.ops.aten._grouped_mm:  # each token by one expert of several
         return int(2 * args[0].numel() * args[1].shape[-1])
-    if func.namespace == "shardstudio" and func._opname != "decoded":
+    if is_quantized(func) and func._opname != "decoded":
         x, records = args[:2]
         inputs = decoding(func._opname, args)[2]
         return int(2 * x.numel() // x.shape[-1] * records.shape[-2] * inputs)  # each token by one expert of several

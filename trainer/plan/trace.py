@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from trainer import adapters
 from trainer.config.schema import RunConfig
 from trainer.config.sections import HUB_ID, ObjectiveConfig, ParallelConfig
 from trainer.models import families
@@ -349,8 +350,13 @@ class Sharded:
         return bytes_on(self.module.buffers(), self.device)
 
     def _forward(self, size: Size) -> Tensor:
-        batch = batch_of(self.family, size, COMPUTE_DTYPE[self.cfg.train.precision], self.device)
+        dtype = COMPUTE_DTYPE[self.cfg.train.precision]
+        batch = batch_of(self.family, size, dtype, self.device)
         rng = SampleRng(0, tuple(range(size.batch)), self.device)
+        if dropouts := adapters.dropouts(self.module):
+            with unset_fake_temporarily():  # which row is whose depends on values
+                rows = self.family.sample_rows(batch_of(self.family, size, dtype, torch.device("cpu")))
+                adapters.set_samples(dropouts, rng.seed, rng.indices, rows)
         total: Tensor = self.family.loss(self.module, batch, rng).total
         return total
 
