@@ -16,7 +16,7 @@ from trainer.launcher.plan_command import lines
 from trainer.plan.calibration import Measured, calibrate, keep, tells_speed
 from trainer.plan.compare import describe_measured, describe_plan, plan_here, warning
 from trainer.plan.fixes import planned
-from trainer.plan.hardware import CARDS, Card, like
+from trainer.plan.hardware import CARDS, Card, MeasuredStep, like
 from trainer.plan.memory import Time
 from trainer.plan.phases import Reserve
 
@@ -131,6 +131,33 @@ def test_only_steps_that_do_nothing_else_tell_how_fast_a_gpu_computes(
     assert (
         tells_speed(run("flux2 klein-4b", "parallel.devices=1", "parallel.strategy=auto", field), strategy) is expected
     )
+
+
+def test_between_measured_steps_the_speed_follows_their_sizes_and_beyond_it_stays() -> None:
+    steps = (MeasuredStep(10e12, 1.0), MeasuredStep(1000e12, 25.0), MeasuredStep(1000e12, 100.0, is_compiled=True))
+    card = replace(CARD, measured=steps)
+    speeds = [card.speed(flops, False) for flops in (1e12, 10e12, 100e12, 1000e12, 9000e12)]
+    assert [(pytest.approx(rate / 1e12), source) for rate, source in filter(None, speeds)] == [
+        (10, "scaled"),
+        (10, "measured"),
+        (20, "scaled"),
+        (40, "measured"),
+        (40, "scaled"),
+    ]
+    assert CARD.speed(1e12, False) is None
+
+
+@pytest.mark.parametrize("model", ["sd3 sd3-medium", "flux2 klein-4b", "flux1 dev", "flux2 dev"])
+def test_recompute_never_looks_faster(tmp_path: Path, model: str) -> None:
+    card = like("NVIDIA H100 80GB HBM3", 80 * GIB)
+    plain, again = (
+        planned(
+            run(model, "parallel.devices=1", "parallel.strategy=none", f"train.checkpointing={how}"), card, tmp_path
+        )
+        for how in ("none", "full")
+    )
+    assert plain and again and plain.time and again.time
+    assert plain.time.low < again.time.low
 
 
 def test_the_check_for_gpus_teaches_plans_the_speed_of_the_card(tmp_path: Path) -> None:

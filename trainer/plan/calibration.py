@@ -27,10 +27,11 @@ SHIPPED = {
         MeasuredStep(114.6e12, 0.408),
         MeasuredStep(79.7e12, 0.204, is_compiled=True),
         MeasuredStep(114.6e12, 0.267, is_compiled=True),
+        MeasuredStep(893.5e12, 2.21),
     ),
 }
-"""{words of a card in `cards`: steps measured on it}. FLUX.2 klein-4B, a LoRA of rank 16, one image of 1024 px, without
-and with recompute (tests/benchmarks/RESULTS.md, GPU, 2026-11-26)."""
+"""{words of a card in `cards`: steps measured on it}. A LoRA of rank 16, one image of 1024 px: FLUX.2 klein-4B without
+and with recompute, and dev's rank 0 of 4 alone (tests/benchmarks/RESULTS.md, GPU, 2026-11-26)."""
 NEWEST = 20
 """Number of lines that count, the newest of a kind of GPU."""
 

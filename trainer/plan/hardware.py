@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
+from typing import Literal
 
 from trainer.config.amounts import GB, MIB
 from trainer.config.errors import InputError
 from trainer.gpus import Gpu, support
 from trainer.gpus.visible import visible
 from trainer.plan.cards import Speed, namesake_of, shares, speed_of
+
+Source = Literal["measured here", "measured", "scaled", "assumed"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,10 @@ class MeasuredStep:
     is_here: bool = False
 
 
-LIKE, NEAREST = 3.0, 3
-"""Steps tell of another one of at most this many times their operations or as small a part; as many of them count."""
+LIKE = 3.0
+"""Measured steps are like another one of at most this many times their operations, or as small a part."""
+PER_GROUP = 1.2
+"""Steps whose operations differ by less than about this factor count as one, with their median speed."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +73,40 @@ class Card:
     speed_of: str = ""
     measured: tuple[MeasuredStep, ...] = ()
 
-    def steps_like(self, flops: float, is_compiled: bool) -> list[MeasuredStep]:
-        """Return the measured steps that are most like one of so many operations; empty if none is like it."""
+    def speed(self, flops: float, is_compiled: bool) -> tuple[float, Source] | None:
+        """Return the operations per second that a step of `flops` reaches, and how that is known; None without
+        measured steps.
 
-        def distance(step: MeasuredStep) -> float:
-            return abs(math.log(step.flops / flops))
+        Large steps reach more: between two measured ones the speed follows a line in logarithms, beyond the last it
+        stays. All plans for a card are thus compared by one measure, whatever their size.
+        """
+        steps = [step for step in self.measured if step.is_compiled == is_compiled]
+        steps = [step for step in steps if step.is_here] or steps
+        groups: defaultdict[int, list[MeasuredStep]] = defaultdict(list)
+        for step in steps:
+            groups[round(math.log(step.flops, PER_GROUP))].append(step)
+        points = sorted(
+            (
+                median(math.log(step.flops) for step in group),
+                median(math.log(step.flops / step.seconds) for step in group),
+            )
+            for group in groups.values()
+        )
+        if not points:
+            return None
+        at = math.log(flops)
+        is_like = min(abs(place - at) for place, _ in points) <= math.log(LIKE)
+        source: Source = "scaled" if not is_like else "measured here" if steps[0].is_here else "measured"
+        return math.exp(_between(points, at)), source
 
-        like = [one for one in self.measured if one.is_compiled == is_compiled and distance(one) <= math.log(LIKE)]
-        here = [one for one in like if one.is_here]
-        return sorted(here or like, key=distance)[:NEAREST]
+
+def _between(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Interpolate; the first and the last value hold beyond. points: (place, value), by place."""
+    after = bisect([place for place, _ in points], at)
+    if after in (0, len(points)):
+        return points[min(after, len(points) - 1)][1]
+    (left, low), (right, high) = points[after - 1], points[after]
+    return low + (high - low) * (at - left) / (right - left)
 
 
 def _card(name: str, memory: int, speed: Speed, of: str = "") -> Card:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +10,7 @@ from trainer.config.families import trains_on
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter, RankAdapter
 from trainer.parallel.strategy import Strategy, ring_share
-from trainer.plan.hardware import CARDS, NETWORK, Card
+from trainer.plan.hardware import CARDS, NETWORK, Card, Source
 from trainer.plan.phases import ASSUMED, TRAINING, Item, Phase, Reserve, phases_of
 from trainer.plan.sizes import BITS, rank_of, sharding_of, size_of, strategy_of
 from trainer.plan.steps import ModelPass
@@ -36,6 +35,7 @@ def between(low: str, high: str) -> str:
 _ORIGINS = {
     "measured here": "as measured in runs here",
     "measured": "as measured on such a GPU",
+    "scaled": "by the speed of other steps on such a GPU",
     "assumed": "by an assumed speed",
 }
 
@@ -48,13 +48,14 @@ class Time:
         low: If everything overlaps.
         high: If nothing overlaps.
         bound_by: The part that takes longest.
-        source: Where the GPU's speed is from: measured in steps like this one, by runs here or by others, or assumed.
+        source: Where the GPU's speed is from: measured in steps like this one, by runs here or by others; in steps of
+            another size; or assumed.
     """
 
     low: float
     high: float
     bound_by: str
-    source: Literal["measured here", "measured", "assumed"] = "assumed"
+    source: Source = "assumed"
 
     @property
     def origin(self) -> str:
@@ -166,11 +167,10 @@ def _time(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Shard
     gathers = ring_share(sharding.ranks) * (memory.gathered + memory.scattered) / link
     between = 2 * ring_share(sharding.replicas) * memory.reduced / (NETWORK if cfg.parallel.nodes > 1 else card.link)
     computing, fixed = memory.flops / (card.tflops * 1e12 * card.share), FIXED_STEP_S
-    source: Literal["measured here", "measured", "assumed"] = "assumed"
-    steps = card.steps_like(memory.flops, cfg.train.compile) if cfg.train.precision == "bf16" else []
-    if steps:
-        computing, fixed = statistics.median(memory.flops / one.flops * one.seconds for one in steps), 0.0
-        source = "measured here" if steps[0].is_here else "measured"
+    source: Source = "assumed"
+    known = card.speed(memory.flops, cfg.train.compile) if cfg.train.precision == "bf16" else None
+    if known:
+        computing, fixed, source = memory.flops / known[0], 0.0, known[1]
     parts = {
         "computing": computing + DECODING_TRAFFIC * _decoded(cfg, model_pass) / card.bandwidth,
         "gathering weights": gathers + between,

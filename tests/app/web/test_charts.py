@@ -181,6 +181,7 @@ def test_a_drag_zooms_all_charts_and_a_double_click_or_the_button_resets_them(sh
     point_at(sheet, norm, 0.999)
     assert 550 < float(readout(norm)[0].removeprefix("step ")) < 650
     norm.locator("canvas").dblclick()
+    sheet.evaluate(DRAWN)
     point_at(sheet, loss, 0.999)
     assert readout(loss)[0] == "step 1,000"
     drag(sheet, norm, 0.5, 0.6)
