@@ -1,4 +1,4 @@
-"""Whether a torch can use a GPU, told from its version.py, the driver's version and the card's compute capability."""
+"""Whether a torch can use a GPU, judged by its version.py, the driver's version and the card's compute capability."""
 
 from __future__ import annotations
 

@@ -130,10 +130,10 @@ def test_bf16_on_a_card_before_ampere_is_a_problem_of_the_precision(runs: Path, 
     }
     fp32 = run_config(tmp_path, parallel__device="auto", parallel__devices=2, train__precision="fp32")
     assert said(fp32, runs, old) == {}
-    beside = [*gpus(1), dataclasses.replace(old[1], index=1)]
+    mixed = [*gpus(1), dataclasses.replace(old[1], index=1)]
     one = run_config(tmp_path, parallel__device="auto", train__precision="bf16")
-    assert said(one, runs, beside) == {}, "one rank gets the newer GPU"
-    assert list(said(bf16, runs, beside)) == ["train.precision"]
+    assert said(one, runs, mixed) == {}, "one rank gets the newer GPU"
+    assert list(said(bf16, runs, mixed)) == ["train.precision"]
 
 
 def test_several_ranks_on_slices_of_a_card_are_a_problem_and_one_is_not(runs: Path, tmp_path: Path):

@@ -156,7 +156,7 @@ def with_slices(found: Sequence[Gpu], divided: set[int], listing: str) -> list[G
 
     Args:
         found: GPUs.
-        divided: Indices of those in MIG mode. One without slices can be used by nobody.
+        divided: Indices of those in MIG mode. One without slices is of no use.
         listing: Output of `nvidia-smi -L`.
     """
     whole = [gpu for gpu in found if gpu.index not in divided]

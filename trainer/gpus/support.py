@@ -76,7 +76,7 @@ def unusable(listed: Sequence[Gpu], build: Build | None) -> Finding | None:
 
 
 def usable(listed: Sequence[Gpu], build: Build | None) -> list[Gpu]:
-    """Return the GPUs that torch has code for. A display adapter too old for it must not stop the GPU beside it."""
+    """Return the GPUs that torch has code for. A display adapter too old for it must not stop the GPU next to it."""
     return [gpu for gpu in listed if build is None or not build.cuda or not _wrong_card(gpu, build)]
 
 

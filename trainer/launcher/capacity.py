@@ -45,7 +45,7 @@ def problems(
         given = _given(cfg, listed, chosen)
         yield from _wrong_gpus(cfg, given, listed)
     except InputError as error:
-        yield Problem("parallel.device", f"{cfg.parallel.device}: {error}; or set cpu")
+        yield _unknown_gpus(cfg, error)
     found = (plan or unplaced_plan)(cfg, runs)
     if found is None:
         return
@@ -59,7 +59,11 @@ def gpu_problems(cfg: RunConfig) -> Iterator[Problem]:
     try:
         yield from _wrong_gpus(cfg, _given(cfg, None, ()), None)
     except InputError as error:
-        yield Problem("parallel.device", f"{cfg.parallel.device}: {error}; or set cpu")
+        yield _unknown_gpus(cfg, error)
+
+
+def _unknown_gpus(cfg: RunConfig, error: InputError) -> Problem:
+    return Problem("parallel.device", f"{cfg.parallel.device}: {error}; or set cpu")
 
 
 def _given(cfg: RunConfig, listed: Sequence[Gpu] | None, chosen: Sequence[int]) -> Sequence[Gpu]:
