@@ -302,7 +302,9 @@ def test_the_row_lengths_of_dora_are_exact_without_building_the_weight(size: flo
     nn.init.zeros_(lengths.weight)
     turned = (base.double() + 0.5 * up.double() @ down.double()).norm(dim=1)
     expected = base.double().norm(dim=1) / turned - 1
-    found = lengths(base, down, up, 0.5).detach().double()
+    layer = nn.Linear(512, 256, bias=False)
+    layer.weight = nn.Parameter(base)
+    found = lengths(layer, down, up, 0.5).detach().double()
     assert float((found - expected).abs().max()) <= 1e-6 * max(float(expected.abs().max()), 1e-2)
 
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +243,6 @@ def count_pass(cfg: RunConfig, cache: Path) -> StepCount:
 def _counted_model(cfg: RunConfig, cache: Path) -> Iterator[tuple[Sharded, KernelCounter]]:
     cfg = on_this_machine(cfg.model_copy(update={"train": cfg.train.model_copy(update={"compile": False})}), cache)
     family, device = families.make(cfg, cache), fake_device.install()
-    use_kernels_of_cuda()
     counter = KernelCounter(device)
     with sharded_model(build_model(cfg, family), cfg, family, device, counter.watch) as sharded:
         counter.tracker = sharded.tracker
@@ -323,19 +321,3 @@ def _foreach_launches(args: Any) -> int:
     chunks = sum(-(-tensor.numel() // _FOREACH_CHUNK) for tensor in lists[0])
     of_tensors = _FOREACH_TENSORS[min(len(lists), len(_FOREACH_TENSORS)) - 1]
     return max(1, -(-len(lists[0]) // of_tensors), -(-chunks // _FOREACH_CHUNKS))
-
-
-@cache
-def use_kernels_of_cuda() -> torch.library.Library:
-    """Register kernels that CUDA has and the fake device lacks: torch would compute them by several.
-
-    They are not called: on fake tensors only the shapes of their results are computed.
-    """
-    library = torch.library.Library("aten", "IMPL")
-
-    def never(*_: Any) -> Any:
-        raise AssertionError("a fake device computes nothing")
-
-    for name in ("_fused_rms_norm", "silu_backward", "mish_backward"):
-        library.impl(name, never, "PrivateUse1")
-    return library

@@ -67,7 +67,7 @@ data:
 train:
   steps: abc
   precision: fp8
-  checkpointing: sometimes
+  checkpointing: [full]
   batch_size:
 parallel:
   nodes: 2
@@ -89,7 +89,8 @@ sample: 3
             "preset.yaml:12: data.folders[1].wieght: unknown field; did you mean 'weight'?",
             "preset.yaml:14: train.steps: needs a whole number, not 'abc'",
             "preset.yaml:15: train.precision: 'fp8' is not one of fp32, bf16",
-            "preset.yaml:16: train.checkpointing: needs none, full or a whole number, not 'sometimes'",
+            "preset.yaml:16: train.checkpointing: needs none, selective, full, auto, text or a whole number, "
+            "not a list",
             "preset.yaml:17: train.batch_size: is empty; give it a whole number, or remove it",
             "preset.yaml:19: parallel.rendezvous: 2 nodes need host:port of the first node",
             "preset.yaml:20: parallel.cpu_offload: needs true or false, not a list",

@@ -69,7 +69,13 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"train": {"checkpointing": 0}},
-        "train.checkpointing: 0 is not none, full or n >= 1 for every n-th block",
+        "train.checkpointing: 0 is not none, selective, full, auto, n >= 1 for every n-th block, "
+        "or a mixture as 'full 12, selective 20'",
+    ),
+    (
+        {"train": {"checkpointing": "sometimes"}},
+        "train.checkpointing: sometimes is not none, selective, full, auto, n >= 1 for every n-th block, "
+        "or a mixture as 'full 12, selective 20'",
     ),
     (
         {"optim": {"schedule": "cosine", "warmup": 20}, "train": {"steps": 20}},

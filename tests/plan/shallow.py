@@ -27,7 +27,7 @@ from trainer.plan.phases import captions, over_all
 from trainer.plan.sizes import sharding_of
 from trainer.plan.steps import ModelPass, Size, lengthen
 from trainer.plan.store import key_of
-from trainer.plan.tables import PASS_KINDS, RANKS, PassKind, PassTable, decode, traced_sizes
+from trainer.plan.tables import KIND_OF, PASS_KINDS, RANKS, PassKind, PassTable, decode, traced_sizes
 from trainer.plan.timeline import simulate, simulate_forward
 from trainer.plan.trace import on_this_machine, trace_passes, trace_sampling, trace_step
 
@@ -40,6 +40,10 @@ CASES: tuple[tuple[str, ...], ...] = (
     ("quantize.format=nf4", "parallel.devices=2", "train.checkpointing=full"),
     ("adapter.type=dora", "parallel.strategy=hybrid", "parallel.shard_size=2"),
     ("adapter.type=loha", "parallel.strategy=none", "parallel.devices=1"),
+    ("train.checkpointing=selective",),
+    ("quantize.format=nf4", "parallel.devices=1", "parallel.strategy=none", "train.checkpointing=selective"),
+    ("adapter.type=none", "parallel.strategy=grad_op", "train.checkpointing=selective"),
+    ("adapter.type=dora", "quantize.format=int8", "train.checkpointing=selective"),
 )
 
 
@@ -70,16 +74,15 @@ def _compared(folder: Path, fields: tuple[str, ...], cache: Path) -> Iterator[tu
     given = (*fields, f"model.path={folder}", "model.options.architecture=null", "train.batch_size=4")
     cfg = run("flux2 klein-4b", *given)
     family, device = families.make(cfg, cache), fake_device.install()
-    trained: PassKind = "recomputed" if cfg.train.checkpointing == "full" else "kept"
+    trained = KIND_OF[cfg.train.checkpointing]  # type: ignore[index]
     drawn: tuple[PassKind, ...] = ("drawn",) if cfg.adapter.type == "lora" else ()
     found = trace_passes(cfg, family, device, [SIZE], (*drawn, trained))
 
     def model_pass(kind: PassKind) -> ModelPass:
         units, marks = lengthen(found.units, found.marks[kind][0], found.runs)
         blocks = [number for number, unit in enumerate(units) if kind == "drawn" or not unit.is_root]
-        return ModelPass(
-            tuple(units), tuple(marks), found.buffers, frozenset() if kind == "kept" else frozenset(blocks)
-        )
+        again = frozenset[int]() if kind == "kept" else frozenset(blocks)
+        return ModelPass(tuple(units), tuple(marks), found.buffers, again)
 
     sharding = sharding_of(cfg, cfg.parallel.strategy)  # type: ignore[arg-type]
     training = simulate(model_pass(trained), sharding)

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from trainer.adapters.dropout import Rows, SampleDropout
 from trainer.adapters.kinds import ADAPTER
-from trainer.adapters.lowrank import dora_layer, lora_layer
+from trainer.adapters.lowrank import RowLengths, dora_layer, lora_layer
 from trainer.adapters.orthogonal import Boft, DiagOft
 from trainer.adapters.products import Loha, Lokr, Split, whole_notes
 from trainer.adapters.replace import Layer, Make, replace_layers
@@ -55,6 +56,7 @@ __all__ = [
     "is_linear",
     "match_layers",
     "match_names",
+    "saves_little",
     "set_samples",
     "switched_off",
 ]
@@ -119,6 +121,20 @@ def switched_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+def saves_little(model: nn.Module) -> set[nn.Module]:
+    """Return the adapted layers, and parts of them, in which autograd saves nothing large but their inputs.
+
+    Those are layers of lora and locon without dropout, and the row lengths of dora.
+    """
+    low_rank = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    plain = [layer for layer in low_rank if not layer.use_dora[ADAPTER] and _has_no_dropout(layer)]
+    return {*plain, *(module for module in model.modules() if isinstance(module, RowLengths))}
+
+
+def _has_no_dropout(layer: LoraLayer) -> bool:
+    return isinstance(layer.lora_dropout[ADAPTER], nn.Identity)
 
 
 def dropouts(model: nn.Module) -> list[SampleDropout]:

@@ -46,14 +46,14 @@ class RowLengths(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs))
 
-    def forward(self, base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    def forward(self, base: Layer, down: Tensor, up: Tensor, scale: float) -> Tensor:
         """Return g - 1, where g scales each row of V = W + scale * up @ down to its trained length.
 
         The length of V is a constant in backward (DoRA, arXiv 2402.09353, sec. 4.3). V itself is never built:
         |V|^2 = |W|^2 + 2 scale <up, W down^T> + scale^2 <up, up G> row by row, with G = down down^T.
 
         Args:
-            base: W, (out, in).
+            base: The layer with W, (out, in), which is decoded here where it is stored in fewer bits.
             down: (r, in).
             up: (out, r).
             scale: Factor of the update.
@@ -62,9 +62,10 @@ class RowLengths(nn.Module):
             (out,), fp32.
         """
         with torch.no_grad():
-            length = torch.linalg.vector_norm(base, dim=1, dtype=torch.float32)
+            weight = base.weight
+            length = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
             rows, gram = scale * up.float(), down.float() @ down.float().T
-            grown = (rows * (2 * (base @ down.to(base.dtype).T).float() + rows @ gram)).sum(dim=1)
+            grown = (rows * (2 * (weight @ down.to(weight.dtype).T).float() + rows @ gram)).sum(dim=1)
             new = (length.square() + grown).clamp_min(SHORTEST**2).sqrt()
             # |W| - |V| without the cancellation.
             shorter = -grown / (length + new)
@@ -82,7 +83,7 @@ class _Dora(LoraVariant):  # type: ignore[misc]
         down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
         scale = module.scaling[active_adapter]
         base = module.get_base_layer()
-        excess = module.lora_magnitude_vector[active_adapter](base.weight, down.weight, up.weight, scale)
+        excess = module.lora_magnitude_vector[active_adapter](base, down.weight, up.weight, scale)
         update: Tensor = scale * up(down(module.lora_dropout[active_adapter](x)))
         result = result + update.to(result.dtype)
         unbiased = result if base.bias is None else result - base.bias

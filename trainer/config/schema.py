@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from pydantic import model_validator
 
 from trainer.config.errors import Problem, RuleError, not_one_of
+from trainer.config.recompute import mixture
 from trainer.config.sections import (
     ADAPTER_FILES,
     HOST_PORT,
@@ -394,8 +395,13 @@ def _reference_rules(cfg: RunConfig) -> Iterator[Problem]:
 
 def _optim_rules(cfg: RunConfig) -> Iterator[Problem]:
     optim, every = cfg.optim, cfg.train.checkpointing
-    if isinstance(every, int) and every < 1:
-        yield Problem("train.checkpointing", f"{every} is not none, full or n >= 1 for every n-th block")
+    is_known = every >= 1 if isinstance(every, int) else every == "auto" or mixture(every) is not None
+    if not is_known:
+        yield Problem(
+            "train.checkpointing",
+            f"{every} is not none, selective, full, auto, n >= 1 for every n-th block, "
+            "or a mixture as 'full 12, selective 20'",
+        )
     if cfg.train.out_of_memory == "retry" and not cfg.parallel.max_restarts:
         yield Problem(
             "train.out_of_memory",

@@ -531,11 +531,14 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16"] = option("bf16", keywords="mixed precision fp16 speed")
     """Number type of computation. Trained weights and their optimizer state are fp32 either way. bf16 needs a GPU of
     compute capability 8.0 or more (Ampere)."""
-    checkpointing: Literal["none", "full"] | Whole = option(
-        "none", title="Gradient checkpointing", keywords="vram memory gradient checkpointing"
+    checkpointing: Literal["none", "selective", "full", "auto"] | str | Whole = option(
+        "none", title="Gradient checkpointing", keywords="vram memory gradient checkpointing recompute activations"
     )
-    """Gradient checkpointing (activations are recomputed in backward, which saves memory and costs time): in no block
-    (none), in every block (full), or in every n-th block."""
+    """Gradient checkpointing: backward computes activations again, which saves memory and costs time. none: in no
+    block. selective: everything in all blocks but what takes long, the products with the base's weights and attention.
+    full: everything in all blocks. A number n: everything in every n-th block. A mixture: "full 12, selective" is full
+    in the first 12 blocks and selective in the others. auto: the least with which the run fits the GPUs, by the
+    plan."""
     neftune_alpha: Number = option(0.0, title="Noise on embeddings (NEFTune)", ge=0, le=1000, keywords="neftune noise")
     """Size of the uniform noise on a language model's embeddings in training (arXiv 2310.05914): each number is within
     alpha / sqrt(tokens of the document x width). The paper uses 5, 10 and 15. 0 = none."""

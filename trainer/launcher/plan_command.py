@@ -122,7 +122,8 @@ def _all_lines(cfg: RunConfig, result: _PartPlan) -> list[str]:
 
 def lines(cfg: RunConfig, found: MemoryPlan) -> list[str]:
     """Return a plan as lines of text."""
-    text = [f"{cfg.name}: {describe(cfg)}, strategy {found.strategy}", ""]
+    auto = f", checkpointing {found.checkpointing}" if cfg.train.checkpointing == "auto" else ""
+    text = [f"{cfg.name}: {describe(cfg)}, strategy {found.strategy}{auto}", ""]
     most = found.fullest
     shown = [item for item in most.items if item.size >= SMALLEST_SHOWN]
     text += [f"  {item.size / GIB:8.2f} GiB  {item.name}: {item.sentence}" for item in shown]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from trainer.adapters.files import read_adapter, read_modules
 from trainer.adapters.state import Factors, parameters_of
 from trainer.adapters.targets import counted
 from trainer.config.errors import InputError
+from trainer.config.recompute import modes_of
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
 from trainer.distributed.world import World
@@ -191,9 +193,12 @@ def shard_model(
     model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily, strategy: Strategy, mesh: DeviceMesh | None
 ) -> None:
     """Checkpointing -> compile -> shard each live component, on the meta device. Without a mesh nothing is sharded."""
+    blocks = {name: len(blocks_of(module, family.shard.blocks)) for name, module in model.items()}
+    modes, whole = iter(modes_of(cfg.train.checkpointing, sum(blocks.values()))), adapters.saves_little(model)
     for name, module in model.items():
         spec = family.shard if name == family.components[0] else replace(family.shard, methods=())
-        parallelize(module, spec, cfg.train, cfg.parallel, strategy, mesh)
+        recompute = list(islice(modes, blocks[name]))
+        parallelize(module, spec, cfg.train, cfg.parallel, strategy, mesh, recompute, whole)
 
 
 def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -> tuple[str, ...]:

@@ -19,12 +19,13 @@ from torch.distributed.fsdp import (
 )
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 
+from trainer.config.recompute import Recompute, modes_of
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.parallel.compile import compile_blocks, for_class
 from trainer.parallel.fsdp_rules import entries
 from trainer.parallel.older_fsdp import let_bytes_be_sharded
+from trainer.parallel.recompute import recompute_all, recompute_cheap
 from trainer.parallel.strategy import Strategy, reshard_after_forward
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -65,6 +66,8 @@ def parallelize(
     parallel: ParallelConfig,
     strategy: Strategy,
     mesh: DeviceMesh | None,
+    recompute: Sequence[Recompute] | None = None,
+    whole: Collection[nn.Module] = (),
 ) -> nn.Module:
     """Make a model on the meta device ready to be materialized and loaded, in place.
 
@@ -72,6 +75,8 @@ def parallelize(
 
     Args:
         mesh: None shards nothing.
+        recompute: What backward computes again in each block. None: as `train.checkpointing` says of these blocks.
+        whole: As in `recompute.recompute_cheap`.
 
     Raises:
         ValueError: `spec.methods` names a method that `forward` calls.
@@ -84,7 +89,8 @@ def parallelize(
             setattr(model, method, _on_cast_inputs(getattr(model, method), dtype, spec.fp32_inputs))
     if mesh is None and dtype != torch.float32:
         _compute_in(model, units, dtype)
-    checkpoint_activations(units, train.checkpointing)
+    recompute = modes_of(train.checkpointing, len(units)) if recompute is None else recompute
+    checkpoint_activations(units, recompute, whole, train.compile)
     if train.compile:
         compile_blocks(units, train.compile_backend)
     if mesh is None:
@@ -142,28 +148,21 @@ def prefetch(units: Sequence[nn.Module], forward: int, backward: int) -> None:
             unit.set_modules_to_backward_prefetch(sharded[max(0, i - backward) : i][::-1])
 
 
-def checkpoint_activations(units: Sequence[nn.Module], checkpointing: str | int) -> None:
-    """Recompute every n-th block in backward, inside the sharded unit, so that a recompute gathers nothing again.
+def checkpoint_activations(
+    units: Sequence[nn.Module], recompute: Sequence[Recompute], whole: Collection[nn.Module], is_compiled: bool
+) -> None:
+    """Recompute blocks in backward, inside the sharded unit, so that a recompute gathers nothing again.
 
     Args:
-        checkpointing: The value of `train.checkpointing`.
+        units: The blocks.
+        recompute: What backward computes again in each.
+        whole: As in `recompute.recompute_cheap`.
+        is_compiled: Whether torch.compile traces the blocks.
     """
-    if checkpointing == "none":
-        return
-    every = 1 if checkpointing == "full" else int(checkpointing)
-    for unit in units[::every]:
-        unit.forward = for_class(type(unit), _recomputed(unit.forward))
-
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        # The state of torch's own generator need not be kept, as nothing here draws from it: the base is in eval mode
-        # (see trainer.models.build), and the adapter's dropout has generators of its own (see trainer.adapters).
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    return run
+    modes = list(zip(units, recompute, strict=True))
+    for unit in (unit for unit, mode in modes if mode == "full"):
+        recompute_all(unit)
+    recompute_cheap([unit for unit, mode in modes if mode == "selective"], whole, is_compiled)
 
 
 def _on_cast_inputs(method: Callable[..., Any], dtype: torch.dtype, kept: Collection[str]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ make_tables     turns traces into the tables of a model
 tables          the traced passes of a model, for every size and rank of the adapter
 store           finds the tables of a run
 timeline        simulates the memory of a pass under FSDP2, for every sharding
+decide          the least recompute with which a run fits
 sizes           derives input and sharding from a config
 phases          memory of each part of a run, from the first caption to the export
 storage         host memory and files

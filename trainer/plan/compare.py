@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from trainer.config.amounts import GIB
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.plan.calibration import Measured
+from trainer.plan.calibration import Measured, calibrate
 from trainer.plan.fixes import fixes, planned
 from trainer.plan.hardware import like
-from trainer.plan.memory import MemoryPlan
+from trainer.plan.memory import MemoryPlan, plan_of
+from trainer.plan.store import find_model
 
 
 def plan_here(cfg: RunConfig, cache: Path, gpu: str, memory: int) -> MemoryPlan | None:
@@ -26,6 +28,38 @@ def plan_here(cfg: RunConfig, cache: Path, gpu: str, memory: int) -> MemoryPlan 
         return planned(cfg, like(gpu, memory), cache)
     except InputError:
         return None
+
+
+def decide_here(cfg: RunConfig, cache: Path, gpu: str, memory: int, say: Callable[[str], None]) -> RunConfig:
+    """Return the config with a decided `train.checkpointing`.
+
+    A model that was not traced yet is traced first, which takes half a minute to a few minutes. Where that fails, all
+    blocks are recomputed.
+
+    Args:
+        cfg: The run's config.
+        cache: Folder shared by runs.
+        gpu: The device's name.
+        memory: Its bytes.
+        say: Called with sentences for the log.
+    """
+    try:
+        model = find_model(cfg, cache, say)
+    except InputError as error:
+        say(f"train.checkpointing: auto became full, as the run could not be planned: {error}")
+        return decided(cfg, "full")
+    card, reserve = calibrate(cache, like(gpu, memory))
+    found = plan_of(cfg, model, card, reserve)
+    say(
+        f"train.checkpointing: auto became {found.checkpointing}: by the plan, training takes "
+        f"{found.training.need / GIB:.2f} of {memory / GIB:.2f} GiB"
+    )
+    return decided(cfg, found.checkpointing)
+
+
+def decided(cfg: RunConfig, checkpointing: str | int) -> RunConfig:
+    """Return the config with this `train.checkpointing`."""
+    return cfg.model_copy(update={"train": cfg.train.model_copy(update={"checkpointing": checkpointing})})
 
 
 def describe_plan(plan: MemoryPlan) -> str:

@@ -105,6 +105,15 @@ class _Module:
         pass
 
 
+_KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+"""Kernels that CUDA has and this device lacks: torch would compute them by several, which allocate more. They are not
+called: of fake tensors only the shapes are computed."""
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("a fake device computes nothing")
+
+
 @cache
 def install() -> torch.device:
     """Register the device with torch and return it."""
@@ -113,6 +122,8 @@ def install() -> torch.device:
     # FSDP2 calls it for a gathered block that backward did not reach; torch's own function returns streams of real
     # devices.
     torch.accelerator.current_stream = lambda *_: _Stream()  # type: ignore[assignment]
+    for name in ("_fused_rms_norm", "silu_backward", "mish_backward"):
+        _KERNELS.impl(name, _never, "PrivateUse1")  # type: ignore[no-untyped-call]
     return torch.device(NAME, 0)
 
 

@@ -15,8 +15,9 @@ from trainer.config.families import of, size_field, trains_on
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter, RankAdapter
 from trainer.plan.calibration import calibrate
+from trainer.plan.decide import TIGHT
 from trainer.plan.hardware import Card
-from trainer.plan.memory import TIGHT, MemoryPlan, plan_of
+from trainer.plan.memory import MemoryPlan, plan_of
 from trainer.plan.phases import CAPTIONS, SAMPLING, Reserve
 from trainer.plan.store import known_model
 
@@ -116,8 +117,8 @@ def _calibrated(cache: Path, card: Card) -> tuple[Card, Reserve]:
 def _same_result(cfg: RunConfig, plan: MemoryPlan) -> dict[str, tuple[Any, ...]]:
     """Return {field: other values} with the same result, or nearly: a base in fewer bits is rounded."""
     choices: dict[str, tuple[Any, ...]] = {}
-    if cfg.train.checkpointing != "full":
-        choices["train.checkpointing"] = ("full",)
+    if cfg.train.checkpointing not in ("full", "auto"):
+        choices["train.checkpointing"] = ("auto",)
     if plan.strategy not in ("full", "none"):
         choices["parallel.strategy"] = ("full",)
     if cfg.quantize.format == "none" and not isinstance(cfg.adapter, NoAdapter):

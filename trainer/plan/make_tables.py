@@ -27,7 +27,7 @@ from trainer.plan.tables import PASS_KINDS, Encoders, PassKind, PassTable, encod
 if TYPE_CHECKING:
     from trainer.plan.trace import PassTraces
 
-HALVES: tuple[tuple[PassKind, ...], ...] = (("kept", "drawn"), ("recomputed",))
+HALVES: tuple[tuple[PassKind, ...], ...] = (("kept", "drawn"), ("selective", "recomputed"))
 """Two groups of kinds of passes that take about the same time to trace."""
 PARTS = 5
 """Most processes for one model: two halves for each rank of an adapter, and one for the encoders."""

@@ -10,6 +10,7 @@ from trainer.config.families import trains_on
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter, RankAdapter
 from trainer.parallel.strategy import Strategy, ring_share
+from trainer.plan.decide import TIGHT, recompute_of
 from trainer.plan.hardware import CARDS, NETWORK, Card, Source
 from trainer.plan.phases import ASSUMED, TRAINING, Item, Phase, Reserve, phases_of
 from trainer.plan.sizes import BITS, rank_of, sharding_of, size_of, strategy_of
@@ -19,8 +20,6 @@ from trainer.plan.tables import Model
 from trainer.plan.timeline import Memory, Sharding, simulate
 
 Verdict = Literal["fits", "tight", "does not fit"]
-TIGHT = 0.92
-"""Above this share of a GPU's memory a plan is tight: memory that the plan does not count may exceed the rest."""
 DECODING_TRAFFIC = 4
 """Bytes to and from a GPU's memory for each decoded byte of bf16: codes, the weight and its pieces."""
 FIXED_STEP_S = 0.4
@@ -73,6 +72,7 @@ class MemoryPlan:
 
     Attributes:
         strategy: The decided `parallel.strategy`.
+        checkpointing: The decided `train.checkpointing`.
         ranks: Number of ranks.
         phases: Parts of the run in their order.
         host: Host memory per rank.
@@ -84,6 +84,7 @@ class MemoryPlan:
     """
 
     strategy: Strategy
+    checkpointing: str | int
     ranks: int
     phases: tuple[Phase, ...]
     host: tuple[Item, ...]
@@ -127,15 +128,17 @@ def plan_of(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve = 
         card: The GPU of each rank. None: unknown; `parallel.strategy: auto` is then decided as for 80 GB.
         reserve: Memory of the allocator and the driver.
     """
-    model_pass = model.table.training(size_of(cfg), rank_of(cfg), cfg.train.checkpointing)
+    checkpointing = recompute_of(cfg, model, card, reserve)
+    model_pass = model.table.training(size_of(cfg), rank_of(cfg), checkpointing)
     strategy = strategy_of(cfg, model_pass, card)
     sharding = sharding_of(cfg, strategy)
     memory = simulate(model_pass, sharding)
     if cfg.objective.dpo_beta is not None:
-        _add_reference(cfg, memory)
+        _add_reference(model_pass, memory)
     received = _received(memory, sharding)
     return MemoryPlan(
         strategy=strategy,
+        checkpointing=checkpointing,
         ranks=cfg.parallel.world_size,
         phases=phases_of(cfg, model, model_pass, sharding, memory, reserve),
         host=host_of(cfg, model_pass, memory, sharding),
@@ -147,10 +150,10 @@ def plan_of(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve = 
     )
 
 
-def _add_reference(cfg: RunConfig, memory: Memory) -> None:
+def _add_reference(model_pass: ModelPass, memory: Memory) -> None:
     """Add the forward of the model without its adapter to what a step computes and gathers. Of a frozen base, forward
     and backward cost the same; recomputed blocks are run forward twice. It holds less memory than training."""
-    memory.flops *= 4 / 3 if cfg.train.checkpointing == "full" else 3 / 2
+    memory.flops *= 4 / 3 if model_pass.repeated else 3 / 2
     memory.gathered *= 3 / 2
 
 
@@ -188,7 +191,7 @@ def _decoded(cfg: RunConfig, model_pass: ModelPass) -> float:
         return 0.0
     stored = [sum(p.numbers for p in unit.parameters if p.stored == 1) for unit in model_pass.units]
     reference = cfg.objective.dpo_beta is not None
-    passes = sum(size * (2 + (number in model_pass.recomputed) + reference) for number, size in enumerate(stored))
+    passes = sum(size * (2 + (number in model_pass.repeated) + reference) for number, size in enumerate(stored))
     return passes * 16 / BITS[cfg.quantize.format] * cfg.micro_steps
 
 

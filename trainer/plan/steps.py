@@ -123,13 +123,15 @@ class ModelPass:
         units: The model's units.
         marks: The moments in order.
         buffers: Bytes of buffers on the device.
-        recomputed: Numbers of units that compute forward again in backward.
+        recomputed: Numbers of units that compute forward again in backward, or the cheap part of it.
+        repeated: Those of them that compute all of it again, products with the base's weights included.
     """
 
     units: tuple[Unit, ...]
     marks: tuple[Mark, ...]
     buffers: int
     recomputed: frozenset[int] = frozenset()
+    repeated: frozenset[int] = frozenset()
 
     @cached_property
     def at_rest(self) -> ModelPass:

@@ -26,7 +26,7 @@ from trainer.weights.hub import find_folder
 
 SHIPPED = Path(__file__).parent / "recorded"
 TRACE_TIMEOUT_S = 600
-TABLE_VERSION = 5
+TABLE_VERSION = 6
 """Part of the names of cached files: raise it when the content of tables changes."""
 
 

@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from trainer.config.families import trains_on
+from trainer.config.recompute import Recompute, modes_of
 from trainer.config.schema import RunConfig
 from trainer.config.sections import LokrAdapter, RankAdapter
 from trainer.plan.steps import Mark, ModelPass, Moment, Parameter, Run, Size, Unit, lengthen
@@ -31,10 +32,13 @@ CACHED_PASSES = 256
 """Passes that are cached: a search needs the same ones many times."""
 RANKS = (16, 32)
 """Ranks of the traced adapters, where they have one."""
-PassKind = Literal["kept", "recomputed", "drawn"]
-"""Blocks keep their activations for backward, or recompute them; or backward does not run, as in sampling."""
-PASS_KINDS: tuple[PassKind, ...] = ("kept", "drawn", "recomputed")
-"""All kinds, in the order in which one model can run them."""
+PassKind = Literal["kept", "selective", "recomputed", "drawn"]
+"""Blocks keep their activations for backward, recompute the cheap ones, or recompute all; or backward does not run, as
+in sampling."""
+PASS_KINDS: tuple[PassKind, ...] = ("kept", "drawn", "selective", "recomputed")
+"""All kinds."""
+KIND_OF: dict[Recompute, PassKind] = {"none": "kept", "selective": "selective", "full": "recomputed"}
+"""{what backward computes again in a block: the kind of its pass}"""
 Moments = tuple[tuple[Moment, int], ...]
 """(moment, number of the unit) in order."""
 
@@ -166,17 +170,13 @@ class PassTable:
 @lru_cache(CACHED_PASSES)
 def _training(table: PassTable, size: Size, rank: int, checkpointing: str | int) -> ModelPass:
     blocks = [number for number, unit in enumerate(table._whole_units) if not unit.is_root]
-    every = {"none": 0, "full": 1}.get(str(checkpointing), checkpointing)
-    assert isinstance(every, int)
-    recomputed = frozenset(blocks[::every]) if every else frozenset()
-    if not recomputed:
-        marks = table._marks(size, rank, "kept")
-    elif len(recomputed) == len(blocks):
-        marks = table._marks(size, rank, "recomputed")
-    else:
-        pairs = zip(table._marks(size, rank, "kept"), table._marks(size, rank, "recomputed"), strict=True)
-        marks = [again if again.unit in recomputed else kept for kept, again in pairs]
-    return ModelPass(table._units(rank), tuple(marks), table.buffers, recomputed)
+    modes = dict(zip(blocks, modes_of(checkpointing, len(blocks)), strict=True))
+    by_mode = {mode: table._marks(size, rank, KIND_OF[mode]) for mode in dict.fromkeys(["none", *modes.values()])}
+    # Moments outside of blocks are those of the one mode that all blocks have, or of a pass that keeps everything.
+    rest = next(iter(modes.values())) if len(set(modes.values())) == 1 else "none"
+    marks = [by_mode[modes.get(mark.unit, rest)][number] for number, mark in enumerate(by_mode["none"])]
+    again, repeated = ({n for n, mode in modes.items() if mode in of} for of in (("full", "selective"), ("full",)))
+    return ModelPass(table._units(rank), tuple(marks), table.buffers, frozenset(again), frozenset(repeated))
 
 
 @lru_cache(CACHED_PASSES)

@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from trainer import adapters
+from trainer.config.recompute import Recompute
 from trainer.config.schema import RunConfig
 from trainer.config.sections import HUB_ID, ObjectiveConfig, ParallelConfig
 from trainer.models import families
@@ -40,6 +41,7 @@ from trainer.plan import fake_device
 from trainer.plan.memory_tracker import ACTIVATIONS, GATHERED, REDUCED, MemoryTracker
 from trainer.plan.steps import Mark, Moment, Parameter, Run, Size, Unit, grains
 from trainer.plan.tables import (
+    KIND_OF,
     PASS_KINDS,
     MomentFigures,
     PassKind,
@@ -52,6 +54,7 @@ from trainer.plan.tables import (
 )
 from trainer.rng import SampleRng
 
+RECOMPUTES = {kind: mode for mode, kind in KIND_OF.items()}
 KEPT = 4
 """Blocks traced of a list of equal ones: the first, which may have no gradient to pass on, the second, before which the
 input of the first is freed, one in the middle, and the last."""
@@ -138,7 +141,7 @@ def trace_passes(
         family: The run's family.
         device: The fake device.
         sizes: Inputs of the passes.
-        kinds: Kinds of passes, in the order of PASS_KINDS.
+        kinds: Kinds of passes.
     """
     cfg = _plain(cfg)
     built = build_model(cfg, family)
@@ -160,8 +163,8 @@ def trace_passes(
 
         marks: dict[PassKind, tuple[tuple[Mark, ...], ...]] = {}
         for kind in kinds:
-            if kind == "recomputed":
-                sharded.recompute()
+            if kind in RECOMPUTES:
+                sharded.recompute(RECOMPUTES[kind])
             marks[kind] = passes(sharded.draw if kind == "drawn" else partial(sharded.one_pass, is_last=True))
         kept = tuple(Run(numbers[name], count, KEPT) for name, count in runs.items())
         return PassTraces(units, kept, sharded.buffers(), marks)
@@ -303,6 +306,7 @@ class Sharded:
         self.ema: Ema | None = None
         self.optimizer = make_optimizer(list(self.trainables.values()), cfg.optim)
         self.moments = MomentRecorder(tracker)
+        self._forwards = {module: vars(module).get("forward") for module in built.module.modules()}
 
     def average(self) -> None:
         """Allocate the moving average of the weights, if the run has one."""
@@ -330,10 +334,14 @@ class Sharded:
                 component.set_reshard_after_forward(False)
                 component.set_reshard_after_backward(False)
 
-    def recompute(self) -> None:
-        """Recompute the forward of blocks in backward from now on."""
-        for module in self.module.values():
-            checkpoint_activations(blocks_of(module, self.family.shard.blocks), "full")
+    def recompute(self, mode: Recompute) -> None:
+        """Recompute all blocks in this way from now on."""
+        for module, forward in self._forwards.items():
+            vars(module).pop("forward", None)
+            if forward:
+                module.forward = forward
+        units = [unit for module in self.module.values() for unit in blocks_of(module, self.family.shard.blocks)]
+        checkpoint_activations(units, [mode] * len(units), adapters.saves_little(self.module), is_compiled=False)
 
     def update(self) -> None:
         """Run the optimizer's step."""

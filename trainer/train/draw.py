@@ -89,7 +89,8 @@ def on_one_device(run: RunDir, cfg: RunConfig, device: str | None = None, offloa
     changes = {"device": wanted, "devices": 1, "nodes": 1, "rendezvous": None, "shard_size": None}
     changes |= {"strategy": "full" if offloads else "none", "cpu_offload": offloads}
     parallel = cfg.parallel.model_copy(update=changes)
-    return cfg.model_copy(update={"parallel": parallel, "train": cfg.train.model_copy(update={"compile": False})})
+    train = cfg.train.model_copy(update={"compile": False, "checkpointing": "none"})
+    return cfg.model_copy(update={"parallel": parallel, "train": train})
 
 
 def draw(run: RunDir, cfg: RunConfig, world: World) -> Path:

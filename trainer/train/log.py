@@ -112,6 +112,23 @@ class RunLog:
         )
         self.heartbeat("loading", step)
 
+    def decide(self, cfg: RunConfig, cache: Path) -> RunConfig:
+        """Return the config with a `train.checkpointing` that is decided, on rank 0 for all. Collective.
+
+        Args:
+            cache: Folder shared by runs.
+        """
+        if cfg.train.checkpointing != "auto":
+            return cfg
+        world, found = self._world, cfg
+        memory = min(world.gather(world.memory))
+        world.heartbeat.enter("loading", moves=False)  # a model is traced before its first run
+        if world.rank == 0:
+            on_gpu = world.device.type == "cuda"
+            name = torch.cuda.get_device_name(world.device) if on_gpu else "CPU"
+            found = compare.decide_here(cfg, cache, name, memory, partial(self.note, "loading"))
+        return compare.decided(cfg, world.gather(found.train.checkpointing)[0])
+
     def show_plan(self, cfg: RunConfig, cache: Path, step: int) -> None:
         """Log the memory plan before the first step. It needs a GPU and a model that was recorded.
 

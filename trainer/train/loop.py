@@ -214,6 +214,7 @@ class Trainer:
         self.sampler = Sampler(self.drawer, cfg.sample.seed, run, world, self.log, before, events)
         emit(StatusEvent(state="loading"))
         started = time.perf_counter()
+        self.cfg = cfg = self.log.decide(cfg, cache)
         self.loaded = load_model(built, cfg, self.family, world, cache, self.log.listener("loading"), initial_file(run))
         self.model, self.trainables = self.loaded.module, self.loaded.trainables
         self._shards_gradients = cfg.shards_gradients(self.loaded.strategy)
@@ -225,8 +226,7 @@ class Trainer:
         self._noises = noises(self.model)
         self.parameters = list(self.trainables.values())
         self.optimizer = make_optimizer(self.parameters, cfg.optim)
-        optimized = [p for group in self.optimizer.param_groups for p in group["params"]]
-        check_reduced(self.trainables, optimized, world)
+        check_reduced(self.trainables, (p for group in self.optimizer.param_groups for p in group["params"]), world)
         self.ema = Ema(self.trainables, cfg.optim.ema) if cfg.optim.ema else None
         self.checkpointer = Checkpointer(run.checkpoints, world, cfg.checkpoint.keep, cfg.checkpoint.keep_best)
         self.clock = StepTimer(world, self.loaded.mesh)

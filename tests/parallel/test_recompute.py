@@ -1,0 +1,256 @@
+"""Selective recompute: the same numbers as without, and nothing dear computed twice."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._dynamo import register_backend
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed import run_ranks
+from tests.distributed.matrix import METHODS
+from tests.runs import alone, difference, make_pictures, make_run, make_text, run_config, text_config, train
+from trainer.config.schema import RunConfig
+from trainer.distributed.world import World
+from trainer.parallel.recompute import recompute_cheap
+from trainer.plan.memory_tracker import is_quantized
+from trainer.run.folder import RunDir
+from trainer.train.loop import Trainer
+
+SELECTIVE = {"train__checkpointing": "selective"}
+IMAGE_FAMILIES = ("flux2", "flux1", "sd3", "sdxl", "qwen_image", "z_image", "bagel")
+aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recompute")
+    make_pictures(folder / "pictures", 4)
+    make_text(folder / "text")
+    return folder
+
+
+def config(root: Path, family: str = "flux2", **changes: Any) -> RunConfig:
+    """Three steps on one rank."""
+    fields = {"train__steps": 3, "parallel__strategy": "none", "export__what": "none"} | changes
+    if family == "causal_lm":
+        return text_config(root / "text", **fields)
+    return run_config(root / "pictures", model={"family": family}, **fields)
+
+
+class Dear(TorchDispatchMode):
+    """Counts products with matrices of these shapes, and attention."""
+
+    def __init__(self, shapes: set[tuple[int, ...]]) -> None:
+        super().__init__()
+        self._shapes, self.found = shapes, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func._overloadpacket
+        weight = {aten.mm: 1, aten.addmm: 2, aten.convolution: 1}.get(packet)
+        is_product = weight is not None and tuple(args[weight].shape) in self._shapes
+        if is_product or is_quantized(func) or "attention" in packet.__name__:
+            self.found[str(packet)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(cfg: RunConfig, run: RunDir) -> Counter[str]:
+    """The dear operations of a step, forward and backward, in this process."""
+    trainer = Trainer(cfg, run, alone(), run.path.parent / "cache", lambda event: None)
+    layers = [module for module in trainer.model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
+    frozen = [layer.weight for layer in layers if cfg.adapter.type == "none" or not layer.weight.requires_grad]
+    shapes = {tuple(weight.shape) for weight in frozen}
+    shapes |= {shape[::-1] for shape in shapes if len(shape) == 2}
+    try:
+        trainer.train_step()
+        with Dear(shapes) as dear:
+            trainer.train_step()
+        return dear.found
+    finally:
+        trainer.close()
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    **METHODS,
+    "lora with dropout": {"type": "lora", "rank": 4, "dropout": 0.1},
+    "dense loha": {"type": "loha", "rank": 24},
+}
+CASES: list[tuple[str, str, str, str]] = [
+    ("flux2", "lora", "none", "bf16"),
+    ("flux2", "lora", "nf4", "bf16"),
+    ("flux2", "dora", "nf4", "fp32"),
+    ("flux2", "full", "none", "bf16"),
+    ("sdxl", "locon", "none", "fp32"),
+    ("flux2", "lora with dropout", "none", "bf16"),
+    ("causal_lm", "lora", "none", "bf16"),
+]
+ALL_CASES = [
+    *((family, "lora", base, "bf16") for family in (*IMAGE_FAMILIES, "causal_lm") for base in ("none", "nf4")),
+    *(("flux2", method, base, "fp32") for method in ADAPTERS for base in ("none", "int8")),
+]
+
+
+def cases() -> list[Any]:
+    rest = [case for case in dict.fromkeys(ALL_CASES) if case not in CASES and case[1:3] != ("full", "int8")]
+    return [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
+
+
+@pytest.mark.parametrize(("family", "method", "base", "precision"), cases())
+def test_no_product_of_the_base_and_no_attention_runs_twice_and_no_bit_changes(
+    root: Path, family: str, method: str, base: str, precision: str
+) -> None:
+    changes = {"adapter": ADAPTERS[method], "quantize__format": base, "train__precision": precision}
+    name = f"{family}-{method}-{base}-{precision}".replace(" ", "-")
+    found = {}
+    for mode in ("none", "selective", "full"):
+        cfg = config(root, family, **changes, train__checkpointing=mode)
+        found[mode] = counted(cfg, make_run(root, cfg, f"count-{name}-{mode}"))
+    assert found["selective"] == found["none"]
+    assert found["full"].total() > found["none"].total(), "the count sees what is computed again"
+    plain, selective = (
+        train(alone(), cfg, make_run(root, cfg, f"{name}-{cfg.train.checkpointing}"))
+        for cfg in (config(root, family, **changes), config(root, family, **changes, **SELECTIVE))
+    )
+    assert selective.losses == plain.losses
+    assert difference(selective.weights, plain.weights) == 0
+
+
+def outcome_on(world: World, cfgs: list[RunConfig], runs: list[RunDir]) -> list[Any]:
+    return [train(world, cfg, run) for cfg, run in zip(cfgs, runs, strict=True)]
+
+
+@pytest.mark.parametrize("strategy", ["full", pytest.param("grad_op", marks=pytest.mark.slow), "ddp"])
+@pytest.mark.parametrize("mode", ["selective", "full 1, selective"])
+def test_no_bit_changes_on_two_ranks(root: Path, strategy: str, mode: str) -> None:
+    base = {"parallel__strategy": strategy, "parallel__devices": 2, "quantize__format": "nf4"}
+    cfgs = [config(root, **base, train__checkpointing=value) for value in ("none", mode)]
+    name = f"ranks-{strategy}-{re.sub(r'[ ,]+', '-', mode)}"
+    runs = [make_run(root, cfg, f"{name}-{number}") for number, cfg in enumerate(cfgs)]
+    plain, selective = run_ranks(2, outcome_on, cfgs, runs)[0]
+    assert selective.losses == plain.losses
+    assert difference(selective.weights, plain.weights) == 0
+
+
+class Block(nn.Module):
+    """A linear layer, what `between` makes of its output, a norm, and another layer."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.between = nn.Linear(8, 8), nn.Linear(8, 8), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(F.layer_norm(self.between(self.first(x)), [8]))
+        return out
+
+
+def gradients(block: Block, x: Tensor) -> list[Tensor]:
+    block(x).square().sum().backward()
+    return [p.grad for p in block.parameters() if p.grad is not None]
+
+
+def selectively(block: Block) -> Block:
+    recompute_cheap([block], (), is_compiled=False)
+    return block
+
+
+def products(block: Block, x: Tensor) -> tuple[list[Tensor], int]:
+    with Dear({(8, 8)}) as dear:
+        found = gradients(block, x)
+    return found, dear.found.total()
+
+
+def test_an_output_that_is_changed_in_place_is_computed_again() -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    kinds = {"changed": lambda y: y.mul_(2), "kept": lambda y: y.mul(2)}
+    expected, count = products(Block(kinds["kept"]), x)
+    for name, between in kinds.items():
+        found, again = products(selectively(Block(between)), x)
+        assert all(map(torch.equal, found, expected))
+        assert again == count + (name == "changed")
+
+
+def test_a_tensor_that_backward_needs_and_that_was_changed_in_place_is_refused_as_torch_refuses_it() -> None:
+    def spoil(y: Tensor) -> Tensor:
+        out = y.exp()
+        y.square()  # saves y
+        with torch.no_grad():
+            y.mul_(2)
+        return out + y.detach()
+
+    block = selectively(Block(lambda y: y.square() + spoil(y)))
+    with pytest.raises(RuntimeError, match="changed in place after forward used it"):
+        gradients(block, torch.ones(4, 8))
+
+
+def test_a_second_backward_is_refused_with_what_to_do() -> None:
+    block = selectively(Block(torch.exp))
+    loss = block(torch.ones(4, 8)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"backward ran twice .*; run forward again"):
+        loss.backward()
+
+
+def test_a_forward_that_computes_something_else_the_second_time_is_refused() -> None:
+    shapes = iter((8, 4))
+    block = selectively(Block(lambda y: y[..., : next(shapes)].exp().repeat(1, 2)[..., :8]))
+    with pytest.raises(RuntimeError, match=r"forward saved .* when it ran again"):
+        gradients(block, torch.ones(4, 8))
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    block = selectively(Block(torch.exp))
+    with torch.no_grad():
+        assert not block(torch.ones(4, 8)).requires_grad
+
+
+class Graphs:
+    """A backend of torch.compile that counts products and attention in what it compiles, but those of a LoRA."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self.found = rank, Counter[str]()
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        split = min_cut_rematerialization_partition
+        return aot_autograd(fw_compiler=self._count, bw_compiler=self._count, partition_fn=split)(graph, inputs)
+
+    def _count(self, graph: Any, _: Any) -> Any:
+        for node in graph.graph.nodes:
+            name = str(node.target)
+            inputs = [arg.meta["val"] for arg in node.all_input_nodes if "val" in arg.meta]
+            sides = [side for value in inputs if isinstance(value, Tensor) for side in value.shape]
+            if ("mm.default" in name and self._rank not in sides) or "attention" in name or "shardstudio" in name:
+                self.found[name] += 1
+        return make_boxed_func(graph.forward)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("base", ["none", "nf4"])
+def test_compiled_blocks_compute_nothing_dear_twice_either(root: Path, base: str) -> None:
+    rank, found, losses = 5, {}, {}
+    changes: dict[str, Any] = {"adapter": {"type": "lora", "rank": rank}, "quantize__format": base}
+    changes |= {"train__precision": "bf16", "train__compile": True, "data__max_aspect": 1}
+    for mode in ("none", "selective", "full"):
+        backend, name = Graphs(rank), f"graphs_{base}_{mode}"
+        register_backend(backend, name)  # type: ignore[arg-type]
+        cfg = config(root, **changes, train__checkpointing=mode, train__compile_backend=name)
+        torch._dynamo.reset()
+        counters.clear()
+        losses[mode] = train(alone(), cfg, make_run(root, cfg, name)).losses
+        assert counters["graph_break"] == {}
+        found[mode] = backend.found
+    assert found["selective"] == found["none"]
+    assert found["full"].total() > found["none"].total()
+    assert losses["selective"] == pytest.approx(losses["none"], rel=1e-3)

@@ -1,0 +1,354 @@
+"""Gradient checkpointing: what a block keeps of its forward, and what backward computes again.
+
+`full` keeps a block's inputs, by torch's own checkpointing. `selective` also keeps what is dear: the outputs of linear
+layers, convolutions and attention. Backward computes again what is cheap: norms, modulation, rotary embeddings,
+activation functions, concatenations. No matrix product of the base and no attention runs twice.
+
+torch's selective checkpointing does this by a dispatch mode, which costs the host 26 us per operation (DECISIONS.md,
+176). It serves where torch.compile traces the mode away. Elsewhere a `_Pass` sees layers instead of operations.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as contexts_by
+
+from trainer.parallel.compile import for_class
+from trainer.weights import quantized_experts
+
+Forward = Callable[..., Any]
+Slot = tuple[dict[str, nn.Parameter | None], str]
+"""A parameter's place in its module, where a copy may stand for it during a forward."""
+Shapes = frozenset[tuple[int, ...]]
+aten = torch.ops.aten
+
+ATTENTION = (
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+)
+_DEAR_FUNCTIONS = frozenset(
+    {F.scaled_dot_product_attention, *ATTENTION, torch._grouped_mm, quantized_experts._grouped._opoverload}
+)
+"""Functions whose results are kept as those of layers are: attention, and products with the weights of experts."""
+_DEAR_OPERATORS = frozenset({*ATTENTION, aten._grouped_mm})
+
+
+def recompute_cheap(units: Sequence[nn.Module], whole: Collection[nn.Module], is_compiled: bool) -> None:
+    """Recompute what is cheap in each unit, in place.
+
+    Args:
+        units: The blocks.
+        whole: Adapted layers, and parts of them, that save nothing large but their inputs: their own output is kept
+            instead of the base layer's.
+        is_compiled: Whether torch.compile traces the units.
+    """
+    if is_compiled:
+        policy = partial(_policy, _base_shapes(units))
+        for unit in units:
+            unit.forward = for_class(type(unit), _traced(unit.forward, policy))
+        return
+    for unit in units:
+        for layer in _dear_layers(unit, whole):
+            layer.forward = _kept(layer)
+        unit.forward = _in_pass(unit.forward)
+
+
+def recompute_all(unit: nn.Module) -> None:
+    """Keep nothing but a unit's inputs, in place."""
+    unit.forward = for_class(type(unit), _by_torch(unit.forward))
+
+
+def _dear_layers(module: nn.Module, whole: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the layers whose output is kept. An adapter's own layers are not among them, but for those in `whole`."""
+    if module in whole or isinstance(module, (nn.Linear, nn.Conv2d)):
+        yield module
+        return
+    base = module._modules.get("base_layer")  # of an adapted layer
+    for child in module.children():
+        if base is None or child is base:
+            yield from _dear_layers(child, whole)
+        else:
+            yield from (part for part in child.modules() if part in whole)
+
+
+def _kept(layer: nn.Module) -> Forward:
+    """Wrap a layer's forward: within a pass its output is kept."""
+    forward = layer.forward
+    slots = [(module._parameters, name) for module in layer.modules() for name in module._parameters]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        running = _current.running
+        return running.call(forward, slots, args, kwargs) if running else forward(*args, **kwargs)
+
+    return run
+
+
+def _in_pass(forward: Forward) -> Forward:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _Pass(forward, args, kwargs).run() if torch.is_grad_enabled() else forward(*args, **kwargs)
+
+    return run
+
+
+class _Saved:
+    """Stands for a tensor that autograd saves: holds the tensor, or its number where it is computed again."""
+
+    __slots__ = ("number", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version, self.number = tensor._version, -1
+
+
+@dataclass
+class _Call:
+    """The call of a layer in a pass.
+
+    Attributes:
+        first: Number of the first tensor that autograd saved in it.
+        end: Number after the last one.
+        result: What it returned, without its graph; None where it must run again, or no later operation is.
+        version: Of the result's tensors, which an operation in place would change.
+        needs_gradient: Of the result's tensors.
+        is_whole: Whether all that was saved in it is kept or a view of its inputs, so that it need not run again.
+        views: (number of the input, size, stride, offset) of each saved tensor that is a view of an input.
+    """
+
+    first: int
+    end: int = 0
+    result: Any = None
+    versions: list[int] = field(default_factory=list)
+    needs_gradient: list[bool] = field(default_factory=list)
+    is_whole: bool = True
+    views: dict[int, tuple[int, torch.Size, tuple[int, ...], int]] = field(default_factory=dict)
+
+
+class _EnoughError(Exception):
+    """All that backward needs has been computed again."""
+
+
+class _Current(threading.local):
+    running: _Pass | None = None
+
+
+_current = _Current()
+
+
+class _DearFunctions(TorchFunctionMode):
+    """Inside, dear functions are calls of the pass as layers are."""
+
+    def __init__(self, running: _Pass) -> None:
+        super().__init__()
+        self._running = running
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DEAR_FUNCTIONS:
+            return self._running.call(func, (), args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class _Pass:
+    """The forward of a block, and its second run in backward."""
+
+    def __init__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forward: Forward | None = forward
+        self._args, self._kwargs = args, kwargs
+        self._kept = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        self._calls: list[_Call] = []
+        self._shapes: list[tuple[torch.Size, torch.dtype] | None] = []  # of all saved tensors; None: it is kept
+        self._last = -1  # of the tensors that are computed again
+        self._is_again = False
+        self._at = self._call_at = 0
+        self._again: dict[int, Tensor] = {}
+
+    def run(self) -> Any:
+        """Run the forward, and decide what is kept."""
+        assert self._forward is not None
+        with saved_tensors_hooks(self._pack, self._unpack), self._running():
+            out = self._forward(*self._args, **self._kwargs)
+        self._kept.clear()
+        for call in self._calls:
+            if [tensor._version for tensor in _tensors(call.result)] != call.versions:
+                call.result, call.is_whole = None, False
+            elif call.end > self._last:
+                call.result = None
+        return out
+
+    def call(self, run: Forward, slots: Sequence[Slot], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer and keep its result, or return the one that was kept."""
+        inputs = [*_tensors((args, kwargs)), *(p for of, name in slots if (p := of[name]) is not None)]
+        if not self._is_again:
+            return self._call(run, inputs, args, kwargs)
+        call = self._calls[self._call_at]
+        self._call_at += 1
+        return self._give(call, inputs) if call.is_whole else run(*args, **kwargs)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        before, _current.running = _current.running, self
+        try:
+            with _DearFunctions(self):
+                yield
+        finally:
+            _current.running = before
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        self._decide(saved, _storage(tensor) in self._kept)
+        return saved
+
+    def _decide(self, saved: _Saved, is_kept: bool) -> None:
+        assert saved.tensor is not None
+        if is_kept:
+            self._shapes.append(None)
+            return
+        saved.number = self._last = len(self._shapes)
+        self._shapes.append((saved.tensor.shape, saved.tensor.dtype))
+        saved.tensor = None
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        if saved.tensor is not None:
+            if saved.tensor._version != saved.version:
+                raise RuntimeError("a tensor that backward needs was changed in place after forward used it")
+            return saved.tensor
+        if self._forward is not None:
+            self._run_again()
+        if saved.number not in self._again:
+            raise RuntimeError("backward ran twice through a block that recomputes; run forward again before it")
+        return self._again.pop(saved.number)
+
+    def _call(self, run: Forward, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        packed: list[_Saved] = []
+
+        def pack(tensor: Tensor) -> _Saved:
+            packed.append(_Saved(tensor))
+            return packed[-1]
+
+        with saved_tensors_hooks(pack, self._unpack):
+            out = run(*args, **kwargs)
+        call = _Call(len(self._shapes))
+        results = {_storage(tensor) for tensor in _tensors(out)}
+        numbers = {_storage(tensor): number for number, tensor in reversed([*enumerate(inputs)])}
+        largest = max((tensor.nbytes for tensor in _tensors(out)), default=0)
+        sources = [self._source(saved, results, numbers, largest) for saved in packed]
+        call.is_whole = None not in sources
+        for saved, source in zip(packed, sources, strict=True):
+            tensor = saved.tensor
+            assert tensor is not None
+            if source is not None and source >= 0:
+                offset = int(tensor.storage_offset() - inputs[source].storage_offset())
+                call.views[len(self._shapes)] = source, tensor.shape, tensor.stride(), offset
+            is_kept = _storage(tensor) in self._kept or (source == -1 and call.is_whole)
+            self._decide(saved, is_kept)
+        call.end = len(self._shapes)
+        if call.is_whole:
+            call.result = tree_map_only(Tensor, Tensor.detach, out)
+            call.versions = [tensor._version for tensor in _tensors(out)]
+            call.needs_gradient = [tensor.requires_grad for tensor in _tensors(out)]
+            self._kept |= results
+        self._calls.append(call)
+        return out
+
+    def _source(self, saved: _Saved, results: set[int], inputs: dict[int, int], largest: int) -> int | None:
+        """Return the number of the input that a saved tensor is a view of, -1 if it is kept, or None."""
+        assert saved.tensor is not None
+        storage = _storage(saved.tensor)
+        if storage in self._kept or storage in results:
+            return -1
+        return inputs.get(storage, -1 if saved.tensor.nbytes <= largest else None)
+
+    def _give(self, call: _Call, inputs: Sequence[Tensor]) -> Any:
+        """Save what the call saved in forward, and return its result."""
+        for number, (source, size, stride, offset) in call.views.items():
+            tensor = inputs[source].detach()
+            self._at = number
+            self._pack_again(tensor.as_strided(size, stride, tensor.storage_offset() + offset))
+        self._at = call.end
+        needs_gradient = iter(call.needs_gradient)
+        return tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(next(needs_gradient)), call.result)
+
+    def _run_again(self) -> None:
+        assert self._forward is not None
+        self._is_again = True
+        hooks = saved_tensors_hooks(self._pack_again, _never)
+        with suppress(_EnoughError), torch.enable_grad(), hooks, self._running():
+            self._forward(*self._args, **self._kwargs)
+        self._forward, self._args, self._kwargs = None, (), {}
+        self._calls.clear()
+
+    def _pack_again(self, tensor: Tensor) -> None:
+        expected = self._shapes[self._at]
+        if expected is not None:
+            if expected != (tensor.shape, tensor.dtype):
+                raise RuntimeError(f"forward saved {expected}, and {(tensor.shape, tensor.dtype)} when it ran again")
+            self._again[self._at] = tensor.detach()
+        self._at += 1
+        if self._at > self._last:
+            raise _EnoughError
+
+
+def _never(_: object) -> Tensor:
+    raise AssertionError("the graph of a second forward is never used")
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _by_torch(forward: Forward) -> Forward:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # The state of torch's own generator need not be kept, as nothing here draws from it: the base is in eval mode
+        # (see trainer.models.build), and the adapter's dropout has generators of its own (see trainer.adapters).
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run
+
+
+def _traced(forward: Forward, policy: Callable[..., CheckpointPolicy]) -> Forward:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        contexts = partial(contexts_by, policy)  # made here: torch.compile takes no other kind of variable for it
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+
+    return run
+
+
+def _base_shapes(units: Sequence[nn.Module]) -> Shapes:
+    """Return the shapes of the base's weights as they are multiplied with: an adapter's halves have others."""
+    layers = [layer for unit in units for layer in _dear_layers(unit, ())]
+    linear = {(layer.in_features, layer.out_features) for layer in layers if isinstance(layer, nn.Linear)}
+    return frozenset({*linear, *(tuple(layer.weight.shape) for layer in layers if isinstance(layer, nn.Conv2d))})
+
+
+def _policy(shapes: Shapes, _: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Decide about an operation that torch.compile traces."""
+    packet = op._overloadpacket
+    weight = {aten.mm: 1, aten.addmm: 2, aten.convolution: 1}.get(packet)
+    is_dear = tuple(args[weight].shape) in shapes if weight else packet in _DEAR_OPERATORS or _is_quantized(op)
+    return CheckpointPolicy.MUST_SAVE if is_dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_quantized(op: Any) -> bool:
+    return op.namespace == "shardstudio" and op._opname in ("linear", "experts")
