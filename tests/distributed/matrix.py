@@ -55,13 +55,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing": {"parallel__strategy": "full", "train__checkpointing": "full"},
 }
 """Fields that a strategy's name sets in addition to `parallel.strategy`."""
+SAVINGS: dict[str, dict[str, Any]] = {
+    "selective": {"train__checkpointing": "selective"},
+    "mixed": {"train__checkpointing": "full 1, selective 1"},
+}
+"""Fields by which a run saves memory on each rank."""
 TOLERANCE = {"sdxl": 1e-5}
 """Largest absolute difference of a weight or a loss where it is not 1e-6: convolutions add up in another order."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training. precision: of the base and of the compute; trained weights are fp32.  base: `quantize.format`."""
+    """One training. precision: of the base and of the compute; trained weights are fp32.  base: `quantize.format`.
+
+    saving: one of SAVINGS, or "".
+    """
 
     method: str
     family: str
@@ -69,11 +77,12 @@ class Cell:
     ranks: int
     precision: str = "fp32"
     base: str = "none"
+    saving: str = ""
 
     @property
     def reference(self) -> Cell:
-        """The same on one process."""
-        return replace(self, strategy="none", ranks=1)
+        """The same on one process, saving no memory."""
+        return replace(self, strategy="none", ranks=1, saving="")
 
     @property
     def tolerance(self) -> float:
@@ -82,7 +91,8 @@ class Cell:
     def __str__(self) -> str:
         base = "-bf16" if self.precision == "bf16" else ""
         base += f"-{self.base}" if self.base != "none" else ""
-        return f"{self.method}{base}-{self.family}-{self.strategy}-{self.ranks}"
+        saving = f"-{self.saving}" if self.saving else ""
+        return f"{self.method}{base}-{self.family}-{self.strategy}-{self.ranks}{saving}"
 
     def config(self, pictures: Path) -> RunConfig:
         return run_config(
@@ -99,6 +109,7 @@ class Cell:
                 "parallel__devices": self.ranks,
                 "export__what": "none",
                 **VARIANTS.get(self.strategy, {}),
+                **SAVINGS.get(self.saving, {}),
             },
         )
 
@@ -172,8 +183,9 @@ def _train(world: World, cfg: RunConfig, run: RunDir) -> Trained:
 
 
 def whole_matrix() -> list[Cell]:
-    """Every method, family, strategy and number of ranks; on a bf16 base what reads it; on quantized ones FLUX.2."""
-    return [*_plain_cells(), *quantized_cells(METHODS)]
+    """Every method, family, strategy and number of ranks; on a bf16 base what reads it; FLUX.2 on quantized bases, and
+    with less memory on each rank."""
+    return [*_plain_cells(), *quantized_cells(METHODS), *saving_cells(METHODS)]
 
 
 def quantized_cells(methods: Iterable[str]) -> list[Cell]:
@@ -185,6 +197,19 @@ def quantized_cells(methods: Iterable[str]) -> list[Cell]:
         for base in FORMATS
         for ranks, strategies in STRATEGIES.items()
         for strategy in (*strategies, "offload", "checkpointing")
+    ]
+
+
+def saving_cells(methods: Iterable[str], savings: Iterable[str] = SAVINGS) -> list[Cell]:
+    """These adapters on a base in bf16 and nf4, on any number of ranks, with less memory on each."""
+    return [
+        Cell(method, "flux2", strategy, ranks, precision, base, saving)
+        for saving in savings
+        for method in methods
+        if method != "full"
+        for precision, base in (("bf16", "none"), ("fp32", "nf4"))
+        for ranks, strategies in ({1: ("none",)} | STRATEGIES).items()
+        for strategy in strategies
     ]
 
 
@@ -202,17 +227,26 @@ def _plain_cells() -> list[Cell]:
 def table(found: Mapping[Cell, float]) -> str:
     """Markdown: a row per family and method, a column per strategy and number of ranks."""
     columns = list(dict.fromkeys((cell.strategy, cell.ranks) for cell in found))
-    rows = dict.fromkeys((cell.family, cell.method, cell.precision, cell.base) for cell in found)
+    rows = dict.fromkeys((cell.family, cell.method, cell.precision, cell.base, cell.saving) for cell in found)
     lines = [
         "| family | method | " + " | ".join(f"{strategy} x {ranks}" for strategy, ranks in columns) + " |",
         "|---" * (len(columns) + 2) + "|",
     ]
-    for family, method, precision, base in rows:
-        cells = [found[Cell(method, family, *column, precision, base)] for column in columns]
+    for family, method, precision, base, saving in rows:
+        cells = [found[Cell(method, family, *column, precision, base, saving)] for column in columns]
         stored = "bf16" if precision == "bf16" else base
         name = method if stored == "none" else f"{method}, {stored} base"
+        name += f", {saving}" if saving else ""
         lines.append(f"| {family} | {name} | " + " | ".join(f"{value:.1e}" for value in cells) + " |")
     return "\n".join(lines)
+
+
+def _savings() -> str:
+    """A line for each of SAVINGS with its fields."""
+    return "\n".join(
+        f"- {name}: " + ", ".join(f"`{field.replace('__', '.')}: {value}`" for field, value in fields.items())
+        for name, fields in SAVINGS.items()
+    )
 
 
 def main() -> int:
@@ -225,15 +259,17 @@ def main() -> int:
         for family in FAMILIES:
             found |= matrix.differences([cell for cell in cells if cell.family == family])
             print(f"{family}: {len(found)} of {len(cells)} cells, {time.perf_counter() - began:.0f} s", flush=True)
-    plain = {cell: value for cell, value in found.items() if cell.base == "none"}
-    quantized = {cell: value for cell, value in found.items() if cell.base != "none"}
+    saving = {cell: value for cell, value in found.items() if cell.saving}
+    plain = {cell: value for cell, value in found.items() if cell.base == "none" and not cell.saving}
+    quantized = {cell: value for cell, value in found.items() if cell.base != "none" and not cell.saving}
     wrong = [cell for cell in cells if not found[cell] <= cell.tolerance]
     RESULTS.write_text(
         f"# Parity\n\nWritten by `make parity`: {len(cells)} cells of tiny models, torch {torch.__version__}, gloo on "
         f"CPU, {STEPS} AdamW steps at lr 1e-4, eps {EPS:g}, batch 4 (on a bf16 base 2). "
         "Each number is the largest absolute difference of "
         "a trained weight or a loss to one process that trains the same.\nLimit 1e-6, 1e-5 for sdxl. "
-        f"{len(wrong)} cells are beyond it.\n\n{table(plain)}\n\n## On a quantized base\n\n{table(quantized)}\n",
+        f"{len(wrong)} cells are beyond it.\n\n{table(plain)}\n\n## On a quantized base\n\n{table(quantized)}\n\n"
+        f"## With less memory on each rank\n\n{_savings()}\n\n{table(saving)}\n",
         encoding="utf-8",
     )
     for cell in wrong:

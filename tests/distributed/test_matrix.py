@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.distributed.matrix import FAMILIES, FORMATS, METHODS, ON_BF16, STRATEGIES, Cell, Matrix, quantized_cells
+from tests.distributed.matrix import (
+    FAMILIES,
+    FORMATS,
+    METHODS,
+    ON_BF16,
+    SAVINGS,
+    STRATEGIES,
+    Cell,
+    Matrix,
+    quantized_cells,
+    saving_cells,
+)
 
 THOROUGH = ("dora", "boft")
 
@@ -55,3 +68,19 @@ def test_every_adapter_trains_on_quantized_bases_under_every_strategy_what_one_p
     matrix: Matrix, method: str
 ) -> None:
     check(matrix, quantized_cells([method]))
+
+
+def test_less_memory_on_each_rank_changes_nothing_that_is_trained(matrix: Matrix) -> None:
+    """Each way of saving memory on every strategy, with some adapter."""
+    methods = [method for method in METHODS if method != "full"]
+    cells = saving_cells(["lora"])
+    check(matrix, [replace(cell, method=methods[number % len(methods)]) for number, cell in enumerate(cells)][::2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saving", SAVINGS)
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "full"])
+def test_every_adapter_trains_with_less_memory_what_it_trains_otherwise(
+    matrix: Matrix, method: str, saving: str
+) -> None:
+    check(matrix, saving_cells([method], [saving]))
