@@ -181,6 +181,35 @@ def test_an_output_that_is_changed_in_place_is_computed_again() -> None:
         assert again == count + (name == "changed")
 
 
+def test_an_output_that_is_changed_after_the_block_is_computed_again_too() -> None:
+    x, block, plain = torch.ones(4, 8), selectively(Returning()), Returning()
+    for one in (block, plain):
+        inner, out = one(x)
+        inner.mul_(3)
+        (inner.sum() + out.square().sum()).backward()
+    pairs = zip(block.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(mine.grad, its.grad) for mine, its in pairs if mine.grad is not None)
+
+
+class Returning(Block):
+    """Returns the first layer's output as well, of which autograd has saved nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda y: y * 2)
+
+    def forward(self, x: Tensor) -> Any:
+        first = self.first(x)
+        return first, self.last(torch.sigmoid(self.between(first)))
+
+
+def test_an_input_that_is_changed_after_the_block_is_refused() -> None:
+    x = torch.ones(4, 8)
+    out = selectively(Block(torch.exp))(x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="an input of a block that recomputes was changed in place"):
+        out.sum().backward()
+
+
 def test_a_tensor_that_backward_needs_and_that_was_changed_in_place_is_refused_as_torch_refuses_it() -> None:
     def spoil(y: Tensor) -> Tensor:
         out = y.exp()

@@ -122,8 +122,8 @@ class _Call:
     Attributes:
         first: Number of the first tensor that autograd saved in it.
         end: Number after the last one.
-        result: What it returned, without its graph; None where it must run again, or no later operation is.
-        version: Of the result's tensors, which an operation in place would change.
+        result: What it returned, without its graph; None where nothing after it runs again.
+        versions: Of the result's tensors, which an operation in place changes.
         needs_gradient: Of the result's tensors.
         is_whole: Whether all that was saved in it is kept or a view of its inputs, so that it need not run again.
         views: (number of the input, size, stride, offset) of each saved tensor that is a view of an input.
@@ -136,6 +136,11 @@ class _Call:
     needs_gradient: list[bool] = field(default_factory=list)
     is_whole: bool = True
     views: dict[int, tuple[int, torch.Size, tuple[int, ...], int]] = field(default_factory=dict)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it need not run again."""
+        return self.is_whole and (self.result is None or _versions(self.result) == self.versions)
 
 
 class _EnoughError(Exception):
@@ -167,7 +172,7 @@ class _Pass:
 
     def __init__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forward: Forward | None = forward
-        self._args, self._kwargs = args, kwargs
+        self._args, self._kwargs, self._versions = args, kwargs, _versions((args, kwargs))
         self._kept = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         self._calls: list[_Call] = []
         self._shapes: list[tuple[torch.Size, torch.dtype] | None] = []  # of all saved tensors; None: it is kept
@@ -183,9 +188,7 @@ class _Pass:
             out = self._forward(*self._args, **self._kwargs)
         self._kept.clear()
         for call in self._calls:
-            if [tensor._version for tensor in _tensors(call.result)] != call.versions:
-                call.result, call.is_whole = None, False
-            elif call.end > self._last:
+            if call.end > self._last:
                 call.result = None
         return out
 
@@ -196,7 +199,7 @@ class _Pass:
             return self._call(run, inputs, args, kwargs)
         call = self._calls[self._call_at]
         self._call_at += 1
-        return self._give(call, inputs) if call.is_whole else run(*args, **kwargs)
+        return self._give(call, inputs) if call.is_kept else run(*args, **kwargs)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -258,7 +261,7 @@ class _Pass:
         call.end = len(self._shapes)
         if call.is_whole:
             call.result = tree_map_only(Tensor, Tensor.detach, out)
-            call.versions = [tensor._version for tensor in _tensors(out)]
+            call.versions = _versions(out)
             call.needs_gradient = [tensor.requires_grad for tensor in _tensors(out)]
             self._kept |= results
         self._calls.append(call)
@@ -284,6 +287,8 @@ class _Pass:
 
     def _run_again(self) -> None:
         assert self._forward is not None
+        if _versions((self._args, self._kwargs)) != self._versions:
+            raise RuntimeError("an input of a block that recomputes was changed in place after the block's forward")
         self._is_again = True
         hooks = saved_tensors_hooks(self._pack_again, _never)
         with suppress(_EnoughError), torch.enable_grad(), hooks, self._running():
@@ -333,6 +338,10 @@ def _traced(forward: Forward, policy: Callable[..., CheckpointPolicy]) -> Forwar
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
 
     return run
+
+
+def _versions(tree: Any) -> list[int]:
+    return [tensor._version for tensor in _tensors(tree)]
 
 
 def _base_shapes(units: Sequence[nn.Module]) -> Shapes:

@@ -12,7 +12,7 @@ from trainer.plan.calibration import Measured, calibrate
 from trainer.plan.fixes import fixes, planned
 from trainer.plan.hardware import like
 from trainer.plan.memory import MemoryPlan, plan_of
-from trainer.plan.store import find_model
+from trainer.plan.store import find_model, known_model
 
 
 def plan_here(cfg: RunConfig, cache: Path, gpu: str, memory: int) -> MemoryPlan | None:
@@ -30,25 +30,27 @@ def plan_here(cfg: RunConfig, cache: Path, gpu: str, memory: int) -> MemoryPlan 
         return None
 
 
-def decide_here(cfg: RunConfig, cache: Path, gpu: str, memory: int, say: Callable[[str], None]) -> RunConfig:
+def decide_here(cfg: RunConfig, cache: Path, gpu: str | None, memory: int, say: Callable[[str], None]) -> RunConfig:
     """Return the config with a decided `train.checkpointing`.
 
-    A model that was not traced yet is traced first, which takes half a minute to a few minutes. Where that fails, all
-    blocks are recomputed.
+    For a GPU a model that was not traced yet is traced first, which takes half a minute to a few minutes; where that
+    fails, all blocks are recomputed. On the CPU such a model recomputes nothing.
 
     Args:
         cfg: The run's config.
         cache: Folder shared by runs.
-        gpu: The device's name.
-        memory: Its bytes.
+        gpu: The GPU's name; None for the CPU.
+        memory: Bytes of the device.
         say: Called with sentences for the log.
     """
     try:
-        model = find_model(cfg, cache, say)
+        model = find_model(cfg, cache, say) if gpu else known_model(cfg, cache)
     except InputError as error:
         say(f"train.checkpointing: auto became full, as the run could not be planned: {error}")
         return decided(cfg, "full")
-    card, reserve = calibrate(cache, like(gpu, memory))
+    if model is None:
+        return decided(cfg, "none")
+    card, reserve = calibrate(cache, like(gpu or "CPU", memory))
     found = plan_of(cfg, model, card, reserve)
     say(
         f"train.checkpointing: auto became {found.checkpointing}: by the plan, training takes "

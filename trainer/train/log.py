@@ -124,8 +124,7 @@ class RunLog:
         memory = min(world.gather(world.memory))
         world.heartbeat.enter("loading", moves=False)  # a model is traced before its first run
         if world.rank == 0:
-            on_gpu = world.device.type == "cuda"
-            name = torch.cuda.get_device_name(world.device) if on_gpu else "CPU"
+            name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
             found = compare.decide_here(cfg, cache, name, memory, partial(self.note, "loading"))
         return compare.decided(cfg, world.gather(found.train.checkpointing)[0])
 

@@ -1,0 +1,68 @@
+"""The least recompute with which a run fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.common import NOWHERE, run
+from trainer.config.recompute import checkpointing_of
+from trainer.plan.decide import TIGHT
+from trainer.plan.hardware import CARDS, Card
+from trainer.plan.memory import MemoryPlan, plan_of
+from trainer.plan.phases import ASSUMED
+from trainer.plan.steps import Size
+from trainer.plan.store import known_model
+
+AUTO = "train.checkpointing=auto"
+
+
+def planned(model: str, card: Card, *fields: str) -> MemoryPlan:
+    cfg = run(model, *fields)
+    found = known_model(cfg, NOWHERE)
+    assert found is not None
+    return plan_of(cfg, found, card)
+
+
+@pytest.mark.parametrize(
+    ("model", "card", "fields"),
+    [
+        ("flux2 klein-4b", "80gb", ()),
+        ("flux2 dev", "24gb", ("quantize.format=nf4", "data.resolution=512")),
+        ("flux2 dev", "80gb", ("data.resolution=1024",)),
+        ("flux2 dev", "32gb", ("quantize.format=int8", "data.resolution=1024")),
+        ("sdxl base", "12gb", ("parallel.devices=1", "parallel.strategy=none")),
+        ("causal_lm qwen3-8b", "24gb", ("quantize.format=nf4", "parallel.devices=1", "parallel.strategy=none")),
+    ],
+)
+def test_auto_fits_and_one_block_less_does_not(model: str, card: str, fields: tuple[str, ...]) -> None:
+    gpu = CARDS[card]
+    found = planned(model, gpu, *fields, AUTO)
+    assert found.training.need <= TIGHT * gpu.memory
+    known = known_model(run(model, *fields), NOWHERE)
+    assert known is not None
+    blocks = sum(not unit.is_root for unit in known.table.training(Size(1, 1), 16, "none").units)
+    amounts = {checkpointing_of(amount, blocks): amount for amount in range(2 * blocks + 1)}
+    amount = amounts[str(found.checkpointing)]
+    assert found == planned(model, gpu, *fields, f"train.checkpointing={found.checkpointing}")
+    if amount:
+        less = planned(model, gpu, *fields, f"train.checkpointing={checkpointing_of(amount - 1, blocks)}")
+        assert less.training.need > TIGHT * gpu.memory
+
+
+def test_auto_goes_from_nothing_to_everything_as_memory_shrinks() -> None:
+    levels = [
+        str(planned("flux2 dev", replace(CARDS["80gb"], memory=gib << 30), "quantize.format=nf4", AUTO).checkpointing)
+        for gib in (140, 60, 40, 20, 12)
+    ]
+    assert levels[0] == "none" and levels[-1] == "full"
+    assert [level.partition(" ")[0] for level in levels[1:-1]] == ["selective", "selective", "full"]
+
+
+def test_without_a_gpu_auto_is_decided_as_for_80_gib() -> None:
+    cfg = run("flux2 dev", AUTO)
+    found = known_model(cfg, NOWHERE)
+    assert found is not None
+    unknown, known = plan_of(cfg, found, None), plan_of(cfg, found, replace(CARDS["80gb"], memory=80 << 30), ASSUMED)
+    assert unknown.checkpointing == known.checkpointing != "none"
