@@ -20,8 +20,11 @@ LINE = re.compile(r"^# (?P<where>per GPU|on the GPU), GiB +training .+$", re.MUL
 
 
 def needs(name: str, *fields: str) -> dict[str, str]:
-    """{part of a preset's run: GiB}; - for a part that there is not."""
-    found = planned(load_config(PRESETS / f"{name}.yaml", fields).config, None, NOWHERE)
+    """{part of a preset's run: GiB}; - for a part that there is not. What is left to the plan is decided for least."""
+    cfg = load_config(PRESETS / f"{name}.yaml", fields).config
+    if cfg.train.checkpointing == "auto":
+        cfg = load_config(PRESETS / f"{name}.yaml", (*fields, "train.checkpointing=full")).config
+    found = planned(cfg, None, NOWHERE)
     assert found is not None
     peaks = {phase.name: f"{phase.peak / GIB:.1f}" for phase in found.phases}
     return {part: peaks.get(part, "-") for part in (TRAINING, CAPTIONS, SAMPLING)}
