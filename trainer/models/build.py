@@ -20,6 +20,7 @@ from trainer.adapters import Injected
 from trainer.adapters.files import read_adapter, read_modules
 from trainer.adapters.state import Factors, parameters_of
 from trainer.adapters.targets import counted
+from trainer.config.amounts import memory_size
 from trainer.config.errors import InputError
 from trainer.config.recompute import modes_of
 from trainer.config.schema import RunConfig
@@ -47,6 +48,7 @@ from trainer.parallel.offload_order import offloaded_blocks
 from trainer.parallel.parallelize import COMPUTE_DTYPE, blocks_of, offload_policy, parallelize, shard_units
 from trainer.parallel.quantized_cache import QuantizedCache
 from trainer.parallel.strategy import TRAINED_BYTES, Strategy
+from trainer.pinned import pin
 from trainer.weights.files import WeightFiles, give_storage
 from trainer.weights.quantization import FORMATS, VERSION, Format, choose_kernel, quantize_layers, quantized_layers
 from trainer.weights.quantized_experts import (
@@ -185,6 +187,9 @@ def load_model(
     for name, module in model.items():
         _set_buffers(module, family.computed_buffers(name), world.device)
     offloaded = offload(model, chosen, family, world.device)
+    if offloaded:
+        size = memory_size(offloaded.num_bytes)
+        listener.note(f"the frozen weights of {len(chosen)} blocks are in host memory, {size} on this rank")
     kernel = choose_kernel(model, world.device)
     if kernel:
         listener.note(kernel)
@@ -229,7 +234,7 @@ def offload(
         blocks = blocks_of(module, family.shard.blocks)
         found += entries(module, blocks, family.shard.methods if name == family.components[0] else ())
         units += blocks
-    return OffloadedBlocks(model, units, chosen, found, device)
+    return OffloadedBlocks(model, units, chosen, found, device, partial(pin, device=device))
 
 
 def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -> tuple[str, ...]:

@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.parallel.fsdp_rules import Entry
 from trainer.parallel.offload_order import Direction, Residence
-from trainer.pinned import pin
 
 Slot = tuple[nn.Module, str]
 """A module and the name of a parameter of it."""
@@ -82,6 +81,7 @@ class OffloadedBlocks:
         chosen: Those that are offloaded, in this order.
         entries: Methods other than `forward` through which blocks are entered.
         device: Where they compute.
+        pin: Copies a CPU tensor to host memory that the device reads by itself.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class OffloadedBlocks:
         chosen: Sequence[nn.Module],
         entries: Sequence[Entry],
         device: torch.device,
+        pin: Callable[[Tensor], Tensor],
     ) -> None:
-        self._device = device
         self._handle: Any = torch.get_device_module(device)
         self._stream = self._handle.Stream()
         self._current: int | None = None  # in backward, without FSDP
@@ -100,12 +100,12 @@ class OffloadedBlocks:
         self._order = Residence(len(chosen), all(group is None or _gathers_again(group) for group in self._groups))
         self._weights: list[_Weights] = []
         if None in self._groups:
-            self._weights = [_to_host(slots, device) for slots in frozen_slots(model, chosen)]
+            self._weights = [_to_host(slots, device, pin) for slots in frozen_slots(model, chosen)]
             numbers = {unit: number for number, unit in enumerate(chosen)}
             for unit in units:
                 self._watch(unit, numbers.get(unit), [method for module, method in entries if module is unit])
         for number, group in enumerate(filter(None, self._groups)):
-            self._weights.append(_shards_to_host(group, device))
+            self._weights.append(_shards_to_host(group, device, pin))
             group.__class__ = _OffloadedGroup
             group.blocks, group.number = self, number  # type: ignore[attr-defined]
 
@@ -183,7 +183,6 @@ class OffloadedBlocks:
         """Without FSDP: notice when a block begins and ends, from outside of what torch.compile compiles."""
         if unit._compiled_call_impl is not None:
             unit._compiled_call_impl = self._around(unit._compiled_call_impl, number)
-            methods = [method for method in methods if method != "forward"]
         else:
             methods = ["forward", *methods]
         for method in methods:
@@ -191,6 +190,7 @@ class OffloadedBlocks:
 
     def _around(self, method: Callable[..., Any], number: int | None) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
+            self._end_backward()
             if number is not None:
                 self.begin(number, "forward")
                 self.wait(number, self._handle.current_stream())
@@ -211,12 +211,17 @@ class OffloadedBlocks:
         """
         if number == self._current and number is not None:  # another output of the same block
             return
-        if self._current is not None:
-            self.end(self._current)
+        self._end_backward()
         self._current = number
         if number is not None:
             self.begin(number, "backward")
             self.wait(number, self._handle.current_stream())
+
+    def _end_backward(self) -> None:
+        """End the use of the block whose backward began last: that of another has begun, or a forward."""
+        if self._current is not None:
+            self.end(self._current)
+            self._current = None
 
 
 class _OffloadedGroup(FSDPParamGroup):
@@ -262,7 +267,9 @@ def _gathers_again(group: FSDPParamGroup) -> bool:
     return bool(group._reshard_after_forward and not group._use_post_forward_mesh)
 
 
-def _to_host(slots: Mapping[nn.Parameter, Sequence[Slot]], device: torch.device) -> _Weights:
+def _to_host(
+    slots: Mapping[nn.Parameter, Sequence[Slot]], device: torch.device, pin: Callable[[Tensor], Tensor]
+) -> _Weights:
     """Move weights to the host and leave parameters with empty storage on the device."""
     tensors = []
     for parameter, places in slots.items():
@@ -271,23 +278,25 @@ def _to_host(slots: Mapping[nn.Parameter, Sequence[Slot]], device: torch.device)
         for module, name in places:
             setattr(module, name, moved)
         # Not `moved` itself: autograd would take a copy into it for a change of what it has saved.
-        tensors.append((moved.data, pin(parameter.data.cpu(), device)))
+        tensors.append((moved.data, pin(parameter.data.cpu())))
     return _Weights(tensors)
 
 
-def _shards_to_host(group: FSDPParamGroup, device: torch.device) -> _Weights:
-    """The same of the frozen shards of a block."""
+def _shards_to_host(group: FSDPParamGroup, device: torch.device, pin: Callable[[Tensor], Tensor]) -> _Weights:
+    """The same of the frozen shards of a block. FSDP holds each padded, and a view of its rows without padding."""
     # FSDP would look at its shards again in the first forward, when they are empty.
     group._reset_sharded_params = True
-    return _Weights([_shard_to_host(p, device) for p in group.fsdp_params if not p.sharded_param.requires_grad])
-
-
-def _shard_to_host(shard: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The same of a parameter of FSDP, which holds its padded shard, and a view of the rows without padding."""
-    padded, local = shard._sharded_param_data, shard.sharded_param._local_tensor
-    moved = torch.empty_like(padded, device=device)
-    rows = local.shape[0] if local.numel() else 0
-    shard._sharded_param_data = moved
-    shard.sharded_param._local_tensor = moved.view(shard.padded_sharded_param_size).narrow(0, 0, rows)
-    moved.untyped_storage().resize_(0)
-    return moved, pin(padded.cpu(), device)
+    tensors = []
+    shards: Sequence[Any] = group.fsdp_params
+    for shard in shards:
+        if shard.sharded_param.requires_grad:
+            continue
+        padded, local = shard._sharded_param_data, shard._sharded_local_tensor
+        moved = torch.empty_like(padded, device=device)
+        rows = moved.view(shard.padded_sharded_param_size).narrow(0, 0, local.shape[0] if local.numel() else 0)
+        shard.sharded_param = nn.Parameter(shard.to_sharded_dtensor(rows), requires_grad=False)
+        shard._setattr_on_modules(shard.sharded_param)
+        shard._sharded_param_data = moved
+        moved.untyped_storage().resize_(0)
+        tensors.append((moved, pin(padded.cpu())))
+    return _Weights(tensors)

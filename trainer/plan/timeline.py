@@ -231,9 +231,10 @@ class _Simulation:
         copied = self.sizes[unit].copied
         again = unit in self.model_pass.recomputed
         if moment == "forward" or (moment == "backward" and again):
+            self.whole[unit] = copied
             self._add("gathered blocks", copied)
         elif moment == "backward_end" or (moment == "forward_end" and again):
-            self._add("gathered blocks", -copied)
+            self._free(unit)  # unless no forward reached it
             if moment == "backward_end" and unit not in self.has_gradients:
                 self.has_gradients.add(unit)
                 self._add("gradients", self.sizes[unit].reduced)
@@ -242,13 +243,14 @@ class _Simulation:
         """Without FSDP the weights of an offloaded block are there while it computes."""
         if self.residence is None or self.model_pass.units[unit].is_root:
             return
+        if moment in ("forward", "backward") and self.at_work is not None:
+            self._end(self.at_work)
+            self.at_work = None
         if moment == "forward":
             self._begin(unit, "forward")
         elif moment == "forward_end":
             self._end(unit)
         elif moment == "backward":
-            if self.at_work is not None:
-                self._end(self.at_work)
             self.at_work = unit
             self._begin(unit, "backward")
 
