@@ -162,6 +162,35 @@ def test_frozen_blocks_before_the_first_that_is_trained_have_no_backward() -> No
     assert same(*found)
 
 
+class TwoStreams(Block):
+    """Changes one of its two inputs and returns the other as it is."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        changed = super().forward(x if self.number % 2 else y)
+        return (changed, y) if self.number % 2 else (x, changed)
+
+
+class TwoStreamNet(Net):
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(TwoStreams(number, self.log, WIDTH) for number in range(count))
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        y = 2 * x
+        for block in self.blocks:
+            x, y = block(x, y)
+        return x * y
+
+
+@pytest.mark.parametrize("wanted", [2, 5])
+def test_blocks_that_return_an_input_as_it_is_change_nothing(wanted: int) -> None:
+    net = TwoStreamNet(5)
+    host = Logged(net, offloaded_blocks(wanted, 5))
+    assert same(gradients(net, (), ()), gradients(TwoStreamNet(5), (), ()))
+    assert host.most == 2
+
+
 @pytest.mark.parametrize("trained_from", [0, 2])
 def test_an_only_offloaded_block_at_the_end_is_present_in_every_backward(trained_from: int) -> None:
     found = []
@@ -443,7 +472,7 @@ def test_a_run_that_stopped_goes_on_bit_for_bit_and_draws_the_same_samples(bench
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["sdxl", "sd3", "bagel"])
+@pytest.mark.parametrize("family", ["flux1", "sdxl", "sd3", "bagel"])
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "none"), (2, "full")])
 def test_blocks_of_other_models_train_the_same(bench: Bench, family: str, ranks: int, strategy: str) -> None:
     compare(bench, ranks, strategy, (0.5, 1.0), model={"family": family, "path": "tiny"}, **NF4)

@@ -197,9 +197,12 @@ class OffloadedBlocks:
             output = method(*args, **kwargs)
             if number is not None:
                 self.end(number)
-            for tensor in tree_leaves(output) if torch.is_grad_enabled() else ():
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(partial(self._before_backward, number))  # type: ignore[no-untyped-call]
+            if torch.is_grad_enabled():
+                # An input that is returned as it is gets its gradient in the backward of an earlier block.
+                inputs = {id(tensor) for tensor in tree_leaves((args, kwargs))}
+                for tensor in tree_leaves(output):
+                    if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in inputs:
+                        tensor.register_hook(partial(self._before_backward, number))  # type: ignore[no-untyped-call]
             return output
 
         return run
