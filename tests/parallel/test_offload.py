@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.runs import in_two_parts, make_pictures, make_run, run_config, steps_of, train
+from trainer.config.recompute import Recompute
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.metrics.memory import local_bytes
@@ -228,9 +229,10 @@ def test_a_copy_that_failed_leaves_nothing_behind() -> None:
     assert same(gradients(net, ()), gradients(Net(6), ()))
 
 
-def test_recomputed_blocks_are_present_while_they_are_computed_again() -> None:
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputed_blocks_are_present_while_they_are_computed_again(recompute: Recompute) -> None:
     net = Net(6)
-    checkpoint_activations(list(net.blocks), "full")
+    checkpoint_activations(list(net.blocks), [recompute] * 6, (), False)
     host = Logged(net, (1, 3, 5))
     assert same(gradients(net, (), ()), gradients(Net(6), (), ()))
     assert host.most == 2
@@ -395,13 +397,14 @@ METHODS: dict[str, dict[str, Any]] = {
 NF4: dict[str, Any] = {"quantize__format": "nf4", "train__precision": "bf16"}
 BF16: dict[str, Any] = {"train__precision": "bf16"}
 AGAIN: dict[str, Any] = {"train__checkpointing": "full"}
+SELECTIVE: dict[str, Any] = {"train__checkpointing": "selective"}
 
 
 @pytest.mark.parametrize(
     ("ranks", "strategy", "shares", "changes"),
     [
         (1, "none", (1.0,), NF4 | AGAIN | {"train__micro_batch": 2}),
-        (2, "full", (0.5,), NF4),
+        (2, "full", (0.5,), NF4 | SELECTIVE),
         (2, "ddp", (1.0,), BF16 | {"adapter": METHODS["dora"]}),
         # Three ranks divide no rows evenly.
         pytest.param(3, "full", (0.5, 1.0), {"train__batch_size": 3}, marks=pytest.mark.slow),
@@ -418,7 +421,7 @@ STRATEGIES = [(1, "none"), (1, "full"), (2, "full"), (2, "grad_op"), (4, "hybrid
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", [{}, AGAIN], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("again", [{}, AGAIN, SELECTIVE], ids=["kept", "recomputed", "selective"])
 @pytest.mark.parametrize("base", [BF16, NF4], ids=["bf16", "nf4"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("ranks", "strategy"), STRATEGIES)
