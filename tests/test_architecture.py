@@ -380,6 +380,7 @@ WITHOUT_UNIT = [
     "train.checkpointing",
     "train.neftune_alpha",
     "parallel.nodes",
+    "parallel.offload_blocks",
     "parallel.reshard_after_forward",
     "parallel.max_restarts",
     "sample.steps",

@@ -28,7 +28,7 @@ from tests.benchmarks.gpu_report import GIB, Place, Report, Row
 from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
 from trainer.models import families
-from trainer.models.build import build_model, materialize, shard_model
+from trainer.models.build import blocks_to_offload, build_model, materialize, offload, shard_model
 from trainer.optim import make_optimizer
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.strategy import Strategy
@@ -44,6 +44,7 @@ STEPS = 3
 
 ROOT = Path(__file__).parents[2]
 RECOMPUTED, NF4 = ("train.checkpointing=full",), ("quantize.format=nf4",)
+HALF = ("parallel.offload_blocks=0.5",)
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ CASES: Mapping[str, Case] = {
     "plan flux2-dev, 8 ranks": Case("flux2 dev", 8),
     "plan flux2-dev nf4, 2 ranks": Case("flux2 dev", 2, (*RECOMPUTED, *NF4)),
     "plan flux2-klein-4b, 1 rank": Case("flux2 klein-4b", 1, ()),
+    "plan flux2-dev nf4, half offloaded, 1 rank": Case("flux2 dev", 1, (*RECOMPUTED, *NF4, *HALF)),
+    "plan flux2-klein-4b, half offloaded, 2 ranks": Case("flux2 klein-4b", 2, (*RECOMPUTED, *HALF)),
     "plan flux1-dev, 4 ranks": Case("flux1 dev", 4),
     "plan sd35-large, 2 ranks": Case("sd3 sd35-large", 2),
     "plan sdxl, 1 rank": Case("sdxl base", 1),
@@ -151,8 +154,10 @@ def _run(cfg: RunConfig, device: torch.device, cache: Path) -> float:
     strategy: Strategy = cfg.parallel.strategy  # type: ignore[assignment]
     with fake_device.ranks(cfg.parallel.world_size, device) as world:
         shard_model(built.module, cfg, family, strategy, device_mesh(cfg.parallel, world, strategy))
-        materialize(built.module, cfg, device)
+        chosen = blocks_to_offload(built.module, cfg, family)
+        materialize(built.module, cfg, device, chosen)
         _fill(built.module)
+        offload(built.module, chosen, family, device)
         optimizer = make_optimizer(list(built.trainables.values()), cfg.optim)
         seconds = 0.0
         for _ in range(STEPS):

@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "nf4": {"train__checkpointing": "full", "quantize__format": "nf4"},
     "full": {"adapter__type": "none"},
     "offloaded": {"parallel__cpu_offload": True},
+    "offloaded blocks": {"parallel__offload_blocks": 1.0},
 }
 
 

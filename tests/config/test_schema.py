@@ -94,6 +94,26 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "parallel.cpu_offload: true needs parallel.strategy full, grad_op or hybrid, not none",
     ),
     (
+        {"parallel": {"strategy": "full", "cpu_offload": True, "offload_blocks": 4}},
+        "parallel.offload_blocks: 4 cannot be combined with parallel.cpu_offload, which offloads all blocks; set 0, or "
+        "parallel.cpu_offload: false",
+    ),
+    (
+        {"parallel": {"offload_blocks": 0.5}, "adapter": ADAPTER_NONE, "export": {"what": "full"}},
+        "parallel.offload_blocks: 0.5 is for frozen weights, but the whole model is trained; train an adapter "
+        "(adapter.type), or set 0 and parallel.cpu_offload: true",
+    ),
+    (
+        {"parallel": {"offload_blocks": 1.5}},
+        "parallel.offload_blocks: 1.5 is not auto, a number of blocks, or a share of them from 0 to 1.0; 0 offloads "
+        "none",
+    ),
+    (
+        {"parallel": {"offload_blocks": -1}},
+        "parallel.offload_blocks: -1 is not auto, a number of blocks, or a share of them from 0 to 1.0; 0 offloads "
+        "none",
+    ),
+    (
         {"parallel": {"strategy": "none", "devices": 2}},
         "parallel.strategy: none is for a single rank, but there are 2; use full, or ddp for a copy on every rank",
     ),
@@ -210,6 +230,8 @@ def test_fields_that_do_not_go_together_are_refused_with_the_way_out(sections: d
     [
         {},
         {"parallel": {"strategy": "full", "cpu_offload": True}},
+        *({"parallel": {"offload_blocks": value}} for value in ("auto", 1, 999, 0.01, 1.0)),
+        {"model": {"train": {"transformer": "full"}}, "adapter": ADAPTER_NONE, "parallel": {"offload_blocks": 2}},
         {"parallel": {"strategy": "hybrid", "devices": 2, "nodes": 2, "rendezvous": "[::1]:29400"}},
         {"parallel": {"strategy": "full", "devices": 4, "reshard_after_forward": 2}},
         {"model": {"train": {"transformer": "full"}}, "adapter": ADAPTER_NONE, "export": {"what": "full"}},
@@ -233,7 +255,14 @@ def test_all_broken_rules_are_named_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("section", "field"),
-    [("train", "steps"), ("train", "checkpointing"), ("optim", "lr"), ("data", "validation"), ("adapter", "alpha")],
+    [
+        ("train", "steps"),
+        ("train", "checkpointing"),
+        ("parallel", "offload_blocks"),
+        ("optim", "lr"),
+        ("data", "validation"),
+        ("adapter", "alpha"),
+    ],
 )
 def test_true_is_not_read_as_the_number_one(section: str, field: str) -> None:
     values = {field: True, **({"type": "lora"} if section == "adapter" else {})}

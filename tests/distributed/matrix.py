@@ -53,6 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hybrid": {"parallel__shard_size": 2},
     "offload": {"parallel__strategy": "full", "parallel__cpu_offload": True},
     "checkpointing": {"parallel__strategy": "full", "train__checkpointing": "full"},
+    "offloaded": {"parallel__strategy": "full", "parallel__offload_blocks": 1.0},
 }
 """Fields that a strategy's name sets in addition to `parallel.strategy`."""
 SAVINGS: dict[str, dict[str, Any]] = {
@@ -196,7 +197,7 @@ def quantized_cells(methods: Iterable[str]) -> list[Cell]:
         if method != "full"
         for base in FORMATS
         for ranks, strategies in STRATEGIES.items()
-        for strategy in (*strategies, "offload", "checkpointing")
+        for strategy in (*strategies, "offload", "checkpointing", "offloaded")
     ]
 
 

@@ -216,6 +216,35 @@ def test_weights_that_are_larger_than_the_hosts_memory_are_a_problem_without_a_g
     assert "parallel.device" not in on_gpus
 
 
+@pytest.mark.parametrize(
+    ("fields", "field", "start", "end"),
+    [
+        (
+            ("parallel.offload_blocks=1.0", "parallel.devices=2"),
+            "parallel.offload_blocks",
+            "1.0: what 2 ranks offload takes ",
+            "offload fewer blocks, or set quantize.format: nf4",
+        ),
+        (
+            ("parallel.cpu_offload=true", "parallel.devices=1"),
+            "parallel.cpu_offload",
+            "true: what is offloaded takes ",
+            "set false and offload some blocks (parallel.offload_blocks), or quantize.format: nf4",
+        ),
+    ],
+)
+def test_offloaded_weights_that_are_larger_than_the_hosts_memory_are_a_problem(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, fields: tuple[str, ...], field: str, start: str, end: str
+):
+    memory = psutil.virtual_memory()
+    cfg = preset("flux2-dev-lora-4gpu", "parallel.strategy=full", *fields)
+    monkeypatch.setattr("trainer.launcher.capacity.psutil.virtual_memory", lambda: memory._replace(total=16 * 2**30))
+    message = said(cfg, runs, gpus(4))[field]
+    assert message.startswith(start) and message.endswith(f"of host memory, this machine has 16.00 GiB; {end}")
+    monkeypatch.setattr("trainer.launcher.capacity.psutil.virtual_memory", lambda: memory._replace(total=256 * 2**30))
+    assert field not in said(cfg, runs, gpus(4))
+
+
 def test_checkpoints_that_the_disk_has_no_room_for_are_a_problem(runs: Path):
     many = (f"checkpoint.keep={MANY}", "checkpoint.every=1", f"train.steps={10 * MANY}")
     cfg = preset("flux2-dev-lora-4gpu", *many)

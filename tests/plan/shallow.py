@@ -44,6 +44,12 @@ CASES: tuple[tuple[str, ...], ...] = (
     ("quantize.format=nf4", "parallel.devices=1", "parallel.strategy=none", "train.checkpointing=selective"),
     ("adapter.type=none", "parallel.strategy=grad_op", "train.checkpointing=selective"),
     ("adapter.type=dora", "quantize.format=int8", "train.checkpointing=selective"),
+    ("parallel.offload_blocks=0.5",),
+    (
+        *("quantize.format=nf4", "parallel.strategy=none", "parallel.devices=1", "train.checkpointing=full"),
+        "parallel.offload_blocks=1.0",
+    ),
+    ("adapter.type=dora", "parallel.strategy=hybrid", "parallel.shard_size=2", "parallel.offload_blocks=2"),
 )
 
 

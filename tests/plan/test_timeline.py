@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from tests.plan.common import planned, shipped
+from tests.plan.common import NOWHERE, planned, run, shipped
 from trainer.config.amounts import GIB
-from trainer.plan.steps import ModelPass, Size
+from trainer.parallel.offload_order import offloaded_blocks
+from trainer.plan import fixes
+from trainer.plan.hardware import CARDS
+from trainer.plan.steps import ModelPass, Size, grains
 from trainer.plan.tables import PassTable
 from trainer.plan.timeline import Sharding, simulate
 
@@ -102,6 +107,70 @@ def test_blocks_kept_on_some_ranks_lie_between_freed_and_kept_ones() -> None:
     ]
     assert kept == sorted(kept)
     assert kept[0] < kept[1] < kept[2]
+
+
+ONE = Sharding(is_sharded=False)
+
+
+def frozen_bytes(model_pass: ModelPass, numbers: Iterable[int]) -> float:
+    """The frozen bytes of some units on one rank."""
+    units = [model_pass.units[number] for number in numbers]
+    return sum(p.count * grains(p.rows * p.row * p.stored) for u in units for p in u.parameters if not p.is_trained)
+
+
+def blocks_of(model_pass: ModelPass) -> list[int]:
+    """The units with frozen weights but the roots."""
+    units = enumerate(model_pass.units)
+    return [n for n, unit in units if not unit.is_root and any(not p.is_trained for p in unit.parameters)]
+
+
+@pytest.mark.parametrize("sharding", [ONE, FULL, replace(FULL, reshard=False)], ids=["one", "full", "grad_op"])
+@pytest.mark.parametrize("table", EVERY)
+def test_more_offloaded_blocks_never_need_more_memory_and_only_a_few_blocks_less_than_all(
+    table: PassTable, sharding: Sharding
+) -> None:
+    model_pass = table.training(SIZES[0], 16, "full")
+    blocks = blocks_of(model_pass)
+    none, *some, everything = (
+        peak(model_pass, replace(sharding, offload_blocks=share)) for share in (0, 0.25, 0.5, 0.75, 1.0)
+    )
+    largest = max((frozen_bytes(model_pass, [block]) for block in blocks), default=0)
+    assert all(value <= none for value in (*some, everything))
+    saved = none - everything
+    assert saved <= frozen_bytes(model_pass, blocks) / sharding.ranks * 1.01
+    if sharding is ONE and blocks:
+        assert saved >= frozen_bytes(model_pass, blocks) - 2 * largest
+
+
+def test_what_is_offloaded_is_pinned_once_and_copied_twice_in_a_step_but_for_the_two_that_are_kept() -> None:
+    (table,) = (
+        table for model, key, table in shipped() if model == "flux2-klein-4b" and "nf4" in key and "lora" in key
+    )
+    model_pass = table.training(SIZES[0], 16, "full")
+    chosen = [blocks_of(model_pass)[number] for number in offloaded_blocks(5, len(blocks_of(model_pass)))]
+    for passes in (1, 3):
+        found = simulate(model_pass, replace(ONE, offload_blocks=5, pins_exactly=True, passes=passes))
+        kept = frozen_bytes(model_pass, [chosen[0], chosen[-1]])
+        assert found.copied == passes * (2 * frozen_bytes(model_pass, chosen) - kept)
+        assert found.host == pytest.approx(frozen_bytes(model_pass, chosen), rel=0.15)
+    gathered = simulate(model_pass, Sharding(reshard=False, offload_blocks=5))
+    assert gathered.copied == frozen_bytes(model_pass, chosen), "backward reads what forward gathered"
+
+
+def test_a_model_of_32_billion_weights_in_nf4_is_trained_on_one_card_of_24_gb_with_half_its_blocks_offloaded() -> None:
+    one = ("parallel.devices=1", "parallel.strategy=none", "quantize.format=nf4", "quantize.encoders=true")
+    verdicts = {}
+    for share in (0, 0.5):
+        cfg = run("flux2 dev", *one, "train.checkpointing=full", f"parallel.offload_blocks={share}")
+        plan = fixes.planned(cfg, CARDS["24gb"], NOWHERE)
+        assert plan is not None and plan.time is not None
+        verdicts[share] = plan.verdict
+    assert verdicts == {0: "does not fit", 0.5: "fits"}
+    host = next(item for item in plan.host if item.name == "offloaded")
+    assert host.size / GIB == pytest.approx(7.8, rel=0.02)
+    assert plan.time.high - plan.time.low == pytest.approx(
+        (2 * host.size - 0.7 * GIB) / CARDS["24gb"].host_link, rel=0.05
+    )
 
 
 def test_every_way_of_sharding_computes_the_same() -> None:

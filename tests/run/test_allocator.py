@@ -63,6 +63,7 @@ def test_a_machine_without_gpus_gets_no_settings() -> None:
         (OFFLOADED, "3.0.0", True),
         (OFFLOADED, "2.11.0+cu130", False),
         ({**OFFLOADED, "adapter__type": "none"}, "2.13.1", False),
+        ({"parallel__offload_blocks": 0.5}, "2.13.1", True),
         ({}, "2.13.1", False),
     ],
 )

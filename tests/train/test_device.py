@@ -117,8 +117,10 @@ def test_a_unet_trains_its_convolutions_and_text_encoders(run: Run) -> None:
         ("train.checkpointing=full",),
         ("parallel.strategy=full",),
         ("parallel.strategy=full", "parallel.cpu_offload=true"),
+        ("parallel.offload_blocks=1.0",),
+        ("parallel.strategy=full", "parallel.offload_blocks=0.5"),
     ],
-    ids=["checkpointing", "sharded", "offloaded"],
+    ids=["checkpointing", "sharded", "offloaded", "all-blocks", "half-the-blocks-sharded"],
 )
 def test_what_saves_memory_changes_no_loss(run: Run, plain: Trained, changes: tuple[str, ...]) -> None:
     losses = run("-".join(changes).replace("=", "-"), *changes).losses

@@ -99,9 +99,11 @@ def test_other_settings_draw_another_image_and_no_drawing_replaces_another(pictu
 
 
 @pytest.mark.slow
-def test_weights_in_host_memory_draw_the_same(pictures: Path, tmp_path: Path) -> None:
-    run = trained_run(tmp_path, run_config(pictures, **SAMPLES))
-    cfg = on_one_device(run, check_request(run, DrawingRequest("first")), offload=True)
+@pytest.mark.parametrize("blocks", [0, 1.0])
+@pytest.mark.parametrize("offload", [False, True])
+def test_weights_in_host_memory_draw_the_same(pictures: Path, tmp_path: Path, offload: bool, blocks: float) -> None:
+    run = trained_run(tmp_path, run_config(pictures, parallel__offload_blocks=blocks, **SAMPLES))
+    cfg = on_one_device(run, check_request(run, DrawingRequest("first")), offload=offload)
     assert distance(draw(run, cfg, alone()) / "trained.png", run.samples / "step-000003-0.png") <= 1
 
 

@@ -431,6 +431,7 @@ def _strategy_rules(cfg: RunConfig) -> Iterator[Problem]:
             f"true needs parallel.strategy full, grad_op or hybrid, not {strategy}",
             depends_on=("parallel.strategy",),
         )
+    yield from _offload_rules(cfg)
     if strategy == "none" and world > 1:
         yield Problem(
             "parallel.strategy",
@@ -446,6 +447,31 @@ def _strategy_rules(cfg: RunConfig) -> Iterator[Problem]:
     endpoint = HOST_PORT.fullmatch(parallel.rendezvous) if parallel.rendezvous else None
     if parallel.rendezvous and not (endpoint and 0 < int(endpoint["port"]) < 65536):
         yield Problem("parallel.rendezvous", f"'{parallel.rendezvous}' is not host:port, for example node0:29400")
+
+
+def _offload_rules(cfg: RunConfig) -> Iterator[Problem]:
+    wanted, parallel = cfg.parallel.offload_blocks, cfg.parallel
+    if wanted == 0:
+        return
+    if not isinstance(wanted, str) and (wanted < 0 or (isinstance(wanted, float) and wanted > 1)):
+        yield Problem(
+            "parallel.offload_blocks",
+            f"{wanted} is not auto, a number of blocks, or a share of them from 0 to 1.0; 0 offloads none",
+        )
+    if isinstance(cfg.adapter, NoAdapter) and not cfg.model.train:
+        yield Problem(
+            "parallel.offload_blocks",
+            f"{wanted} is for frozen weights, but the whole model is trained; train an adapter (adapter.type), or set "
+            "0 and parallel.cpu_offload: true",
+            depends_on=("adapter.type", "model.train"),
+        )
+    if parallel.cpu_offload:
+        yield Problem(
+            "parallel.offload_blocks",
+            f"{wanted} cannot be combined with parallel.cpu_offload, which offloads all blocks; set 0, or "
+            "parallel.cpu_offload: false",
+            depends_on=("parallel.cpu_offload",),
+        )
 
 
 def _group_rules(cfg: RunConfig) -> Iterator[Problem]:

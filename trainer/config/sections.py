@@ -580,6 +580,12 @@ class ParallelConfig(Section):
     """Number of ranks that share one copy of the model under `hybrid`. Empty: the ranks of one node."""
     cpu_offload: bool = option(False, title="Offload to host memory", keywords="vram memory ram")
     """Keep shards and optimizer state in host memory while they are not used. Slower; needs less GPU memory."""
+    offload_blocks: Literal["auto"] | Whole | Number = option(
+        0, title="Offload frozen blocks", keywords="vram memory ram block swap blocks to swap"
+    )
+    """Keep the frozen weights of some blocks in host memory, and copy each block's to the GPU ahead of its use: a
+    number of blocks, or a share of them such as 0.5 (1.0 is all of them; 1 is one block). Slower where the copies take
+    longer than the blocks compute. auto: as few blocks as make the run fit."""
     reshard_after_forward: bool | Whole | None = option(None, title="Free blocks after forward")
     """Free the gathered parameters of a block after forward: true, false, or a number n to keep them sharded over
     groups of n ranks. Empty: decided by the strategy."""

@@ -51,6 +51,7 @@ def problems(
         return
     if not given and not _is_rocm():
         yield from _missing_memory(found)
+    yield from _missing_pinned_memory(cfg, found)
     yield from _missing_disk(cfg, found, runs)
 
 
@@ -169,6 +170,23 @@ def _missing_memory(plan: MemoryPlan) -> Iterator[Problem]:
             f"without a GPU the weights alone take {memory_size(need)} of host memory, this machine has "
             f"{memory_size(have)}; choose a smaller model, or quantize.format: nf4",
         )
+
+
+def _missing_pinned_memory(cfg: RunConfig, plan: MemoryPlan) -> Iterator[Problem]:
+    """What is offloaded must fit the host's memory, which is not swapped while it is pinned."""
+    devices, parallel = cfg.parallel.devices, cfg.parallel
+    need = devices * sum(item.size for item in plan.host if item.name == "offloaded")
+    have = psutil.virtual_memory().total
+    if need <= have:
+        return
+    lack = f"what {devices} ranks offload takes" if devices > 1 else "what is offloaded takes"
+    lack += f" {memory_size(need)} of host memory, this machine has {memory_size(have)}"
+    if parallel.cpu_offload:
+        remedy = "set false and offload some blocks (parallel.offload_blocks), or quantize.format: nf4"
+        yield Problem("parallel.cpu_offload", f"true: {lack}; {remedy}")
+    else:
+        remedy = "offload fewer blocks, or set quantize.format: nf4"
+        yield Problem("parallel.offload_blocks", f"{parallel.offload_blocks}: {lack}; {remedy}")
 
 
 def _missing_disk(cfg: RunConfig, plan: MemoryPlan, runs: Path) -> Iterator[Problem]:

@@ -56,9 +56,9 @@ class MemoryMeter:
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors on this rank; of a DTensor, those of `to_local()`."""
+    """Bytes of the tensors on this rank; of a DTensor, those of `to_local()`. Offloaded ones have empty storage."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+    return sum(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in local)
 
 
 def full_bytes(tensors: Iterable[Tensor]) -> int:

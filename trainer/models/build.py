@@ -20,6 +20,7 @@ from trainer.adapters import Injected
 from trainer.adapters.files import read_adapter, read_modules
 from trainer.adapters.state import Factors, parameters_of
 from trainer.adapters.targets import counted
+from trainer.config.amounts import memory_size
 from trainer.config.errors import InputError
 from trainer.config.recompute import modes_of
 from trainer.config.schema import RunConfig
@@ -39,11 +40,15 @@ from trainer.models.pissa import (
 from trainer.models.saved_modules import is_inside, saved_modules, saved_names
 from trainer.models.sharding import check_sharding
 from trainer.models.state_dict import BaseWeights, naming
+from trainer.parallel.fsdp_rules import Entry, entries
 from trainer.parallel.load import Coded, Loading, check_same_weights, fill_rows, load_weights
 from trainer.parallel.mesh import device_mesh, resolve_strategy
+from trainer.parallel.offload import OffloadedBlocks, frozen_slots, has_frozen
+from trainer.parallel.offload_order import offloaded_blocks
 from trainer.parallel.parallelize import COMPUTE_DTYPE, blocks_of, offload_policy, parallelize, shard_units
 from trainer.parallel.quantized_cache import QuantizedCache
 from trainer.parallel.strategy import TRAINED_BYTES, Strategy
+from trainer.pinned import pin
 from trainer.weights.files import WeightFiles, give_storage
 from trainer.weights.quantization import FORMATS, VERSION, Format, choose_kernel, quantize_layers, quantized_layers
 from trainer.weights.quantized_experts import (
@@ -79,6 +84,7 @@ class LoadedModel:
         trainables: Parameters that are trained, by name, in model order.
         bytes_read: Bytes read on this rank.
         adapter: The injected adapter's layers and parameters.
+        offloaded: The blocks whose frozen weights are in host memory, if there are any.
     """
 
     module: nn.ModuleDict
@@ -87,6 +93,7 @@ class LoadedModel:
     trainables: dict[str, nn.Parameter]
     bytes_read: int
     adapter: Injected
+    offloaded: OffloadedBlocks | None
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,8 @@ def load_model(
     strategy = resolve_strategy(cfg.parallel, world, _state_bytes(model), min(world.gather(world.memory)))
     mesh = device_mesh(cfg.parallel, world, strategy)
     shard_model(model, cfg, family, strategy, mesh)
-    materialize(model, cfg, world.device)
+    chosen = blocks_to_offload(model, cfg, family)
+    materialize(model, cfg, world.device, chosen)
     listener = listener or Listener()
     factors: Factors = {}
     if starts_from_singular_values(cfg):
@@ -178,6 +186,10 @@ def load_model(
         bytes_read += loader.load(model[name], stored, _inside(injected.parameters, name))
     for name, module in model.items():
         _set_buffers(module, family.computed_buffers(name), world.device)
+    offloaded = offload(model, chosen, family, world.device)
+    if offloaded:
+        size = memory_size(offloaded.num_bytes)
+        listener.note(f"the frozen weights of {len(chosen)} blocks are in host memory, {size} on this rank")
     kernel = choose_kernel(model, world.device)
     if kernel:
         listener.note(kernel)
@@ -186,7 +198,7 @@ def load_model(
         for name in injected.parameters:
             drawn = adapters.initial_value(name, parameters[name].shape, cfg.train.seed)
             fill_rows(parameters[name], values.get(name, drawn))
-    return LoadedModel(model, strategy, mesh, built.trainables, bytes_read, injected)
+    return LoadedModel(model, strategy, mesh, built.trainables, bytes_read, injected, offloaded)
 
 
 def shard_model(
@@ -199,6 +211,30 @@ def shard_model(
         spec = family.shard if name == family.components[0] else replace(family.shard, methods=())
         recompute = list(islice(modes, blocks[name]))
         parallelize(module, spec, cfg.train, cfg.parallel, strategy, mesh, recompute, whole)
+
+
+def blocks_to_offload(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> list[nn.Module]:
+    """Return the blocks that `parallel.offload_blocks` chooses, of all live components."""
+    if cfg.parallel.cpu_offload:
+        return []
+    blocks = [block for module in model.values() for block in blocks_of(module, family.shard.blocks)]
+    blocks = [block for block in blocks if has_frozen(block)]
+    return [blocks[number] for number in offloaded_blocks(cfg.parallel.offload_blocks, len(blocks))]
+
+
+def offload(
+    model: nn.ModuleDict, chosen: Sequence[nn.Module], family: ModelFamily, device: torch.device
+) -> OffloadedBlocks | None:
+    """Offload the frozen weights of the chosen blocks of a loaded model. Returns None without such blocks."""
+    if not chosen:
+        return None
+    found: list[Entry] = []
+    units: list[nn.Module] = []
+    for name, module in model.items():
+        blocks = blocks_of(module, family.shard.blocks)
+        found += entries(module, blocks, family.shard.methods if name == family.components[0] else ())
+        units += blocks
+    return OffloadedBlocks(model, units, chosen, found, device, partial(pin, device=device))
 
 
 def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -> tuple[str, ...]:
@@ -298,9 +334,14 @@ def place_encoder(
     materialize(module, cfg, device)
 
 
-def materialize(module: nn.Module, cfg: RunConfig, device: torch.device) -> None:
-    """Give a meta module uninitialized storage: parameters on the host if they are offloaded, buffers never."""
-    give_storage(module, torch.device("cpu") if cfg.parallel.cpu_offload else device)
+def materialize(module: nn.Module, cfg: RunConfig, device: torch.device, offloaded: Sequence[nn.Module] = ()) -> None:
+    """Give a meta module uninitialized storage: parameters on the host if they are offloaded, buffers never.
+
+    Args:
+        offloaded: Blocks whose frozen weights are offloaded.
+    """
+    on_host = [parameter for slots in frozen_slots(module, offloaded) for parameter in slots]
+    give_storage(module, torch.device("cpu") if cfg.parallel.cpu_offload else device, on_host)
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))

@@ -93,13 +93,12 @@ def parallelize(
     checkpoint_activations(units, recompute, whole, train.compile)
     if train.compile:
         compile_blocks(units, train.compile_backend)
-    if mesh is None:
-        return model
-    offload = offload_policy(parallel)
-    for module in (*units, model):
+    for module in (*units, model) if mesh or parallel.offload_blocks else ():
         if type(module).__name__ in spec.returns_views:
             module.register_forward_hook(_own_storage)
-    shard_units(model, units, mesh, reshard_after_forward(parallel, strategy), dtype, offload)
+    if mesh is None:
+        return model
+    shard_units(model, units, mesh, reshard_after_forward(parallel, strategy), dtype, offload_policy(parallel))
     prefetch(units, parallel.prefetch_forward, parallel.prefetch_backward)
     for module, method in registered:
         register_fsdp_forward_method(module, method)
@@ -129,7 +128,8 @@ def shard_units(
 
 
 def _own_storage(unit: nn.Module, arguments: Any, output: Any) -> Any:
-    """Return copies in place of views: FSDP2's backward hook on a view is lost when the view is changed in place."""
+    """Return copies in place of views: a backward hook on a view, FSDP2's or that of offloaded blocks, is lost when the
+    view is changed in place."""
     return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)
 
 

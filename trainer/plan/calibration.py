@@ -83,7 +83,8 @@ def tells_speed(cfg: RunConfig, strategy: str) -> bool:
         cfg: The run's config.
         strategy: That it has, which may be decided from `auto`.
     """
-    only_computes = cfg.quantize.format == "none" and strategy == "none" and not cfg.parallel.cpu_offload
+    offloads = cfg.parallel.cpu_offload or cfg.parallel.offload_blocks != 0
+    only_computes = cfg.quantize.format == "none" and strategy == "none" and not offloads
     return only_computes and cfg.train.precision == "bf16"
 
 

@@ -29,6 +29,9 @@ SIDES = (1024, 768, 512)
 """Proposed sides of smaller images."""
 LENGTHS = (8192, 4096, 2048, 1024, 512)
 """Proposed lengths of shorter rows of text."""
+OFFLOAD = "parallel.offload_blocks"
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Proposed shares of blocks whose frozen weights are offloaded."""
 SIZE_FIELDS = ("data.resolution", "data.length", "sample.size")
 LIMITS = {"data.resolution": 4096, "data.length": 1 << 17, "train.micro_batch": 512, "adapter.rank": 512}
 
@@ -68,7 +71,7 @@ def fixes(cfg: RunConfig, card: Card, cache: Path) -> list[Fix]:
             tried = (_fix(cfg, card, cache, reserve, changes) for changes in _combinations(choices, needed, count))
             fitting = [fix for fix in tried if fix]
             if fitting:
-                return sorted(_largest_images(fitting), key=_seconds)[:MOST]
+                return sorted(_least_changed(fitting), key=_seconds)[:MOST]
     return []
 
 
@@ -126,6 +129,7 @@ def _same_result(cfg: RunConfig, plan: MemoryPlan) -> dict[str, tuple[Any, ...]]
     if not cfg.quantize.encoders and _is_too_much(plan, CAPTIONS):
         choices["quantize.encoders"] = (True,)
     if not cfg.parallel.cpu_offload:
+        choices[OFFLOAD] = SHARES
         choices["parallel.cpu_offload"] = (True,)
     if cfg.train.micro_batch > 1:
         choices["train.micro_batch"] = (1,)
@@ -134,11 +138,14 @@ def _same_result(cfg: RunConfig, plan: MemoryPlan) -> dict[str, tuple[Any, ...]]
     return {field: values for field, values in choices.items() if values}
 
 
-def _largest_images(fitting: Sequence[Fix]) -> Iterable[Fix]:
-    """Keep, of fixes that differ only in the size of images, the one with the largest, which was tried first."""
+def _least_changed(fitting: Sequence[Fix]) -> Iterable[Fix]:
+    """Keep, of fixes that differ only in the size of images or in the offloaded share, the one that was tried first:
+    with the largest images, and the fewest blocks."""
     kept: dict[tuple[Any, ...], Fix] = {}
     for fix in fitting:
-        kept.setdefault(tuple(item for item in fix.changes.items() if item[0] not in SIZE_FIELDS), fix)
+        others = {name: value for name, value in fix.changes.items() if name not in SIZE_FIELDS}
+        others |= dict.fromkeys(others.keys() & {OFFLOAD})
+        kept.setdefault(tuple(others.items()), fix)
     return kept.values()
 
 

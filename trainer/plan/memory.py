@@ -155,6 +155,7 @@ def _add_reference(model_pass: ModelPass, memory: Memory) -> None:
     and backward cost the same; recomputed blocks are run forward twice. It holds less memory than training."""
     memory.flops *= 4 / 3 if model_pass.repeated else 3 / 2
     memory.gathered *= 3 / 2
+    memory.copied *= 3 / 2
 
 
 def _received(memory: Memory, sharding: Sharding) -> float:
@@ -177,11 +178,16 @@ def _time(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Shard
     parts = {
         "computing": computing + DECODING_TRAFFIC * _decoded(cfg, model_pass) / card.bandwidth,
         "gathering weights": gathers + between,
-        # The shard of this rank of all gathered bytes.
-        "copies from host memory": memory.gathered / sharding.ranks / card.host_link if sharding.offload else 0.0,
+        "copies from host memory": _copied(memory, sharding) / card.host_link,
     }
     low, high = max(parts.values()) + fixed, sum(parts.values()) + fixed
     return Time(low, high, max(parts, key=parts.__getitem__), source)
+
+
+def _copied(memory: Memory, sharding: Sharding) -> float:
+    """Return the bytes that a rank copies from host memory in a step: all its shards when they are gathered, or the
+    frozen weights of offloaded blocks."""
+    return memory.gathered / sharding.ranks if sharding.offload else memory.copied
 
 
 def _decoded(cfg: RunConfig, model_pass: ModelPass) -> float:

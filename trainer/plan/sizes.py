@@ -72,6 +72,7 @@ def sharding_of(cfg: RunConfig, strategy: Strategy) -> Sharding:
         is_sharded=strategy != "none",
         reshard=reshard_after_forward(parallel, strategy),
         offload=parallel.cpu_offload,
+        offload_blocks=parallel.offload_blocks,
         pins_exactly=pins_exactly(cfg),
         prefetch=(parallel.prefetch_forward, parallel.prefetch_backward),
         passes=cfg.micro_steps,

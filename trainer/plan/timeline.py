@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from trainer.parallel.offload_order import Direction, Residence, offloaded_blocks
 from trainer.plan.steps import ModelPass, Moment, Parameter, Unit, grains
 from trainer.run.allocator import pinned_bytes
 
@@ -26,6 +27,7 @@ class Sharding:
         is_sharded: Whether FSDP wraps the model.
         reshard: Whether blocks are freed after forward, or the number of ranks over which they are kept.
         offload: Whether weights and optimizer state are in host memory.
+        offload_blocks: Blocks whose frozen weights are in host memory, as `parallel.offload_blocks` gives them.
         pins_exactly: Whether pinned host memory is not rounded up, as `run.allocator` has it.
         prefetch: Blocks gathered ahead in forward and in backward; 0 is torch's own order.
         passes: Passes per optimizer step.
@@ -38,6 +40,7 @@ class Sharding:
     is_sharded: bool = True
     reshard: bool | int = True
     offload: bool = False
+    offload_blocks: int | float | str = 0
     pins_exactly: bool = False
     prefetch: tuple[int, int] = (0, 0)
     passes: int = 1
@@ -57,6 +60,7 @@ class Memory:
         gathered: Bytes through all-gathers in an optimizer step, of the whole tensors.
         scattered: Bytes through reduce-scatters, likewise.
         reduced: Bytes through all-reduces, likewise.
+        copied: Bytes of offloaded blocks that are copied from host memory in an optimizer step.
         flops: Floating-point operations of an optimizer step.
     """
 
@@ -67,6 +71,7 @@ class Memory:
     gathered: float = 0.0
     scattered: float = 0.0
     reduced: float = 0.0
+    copied: float = 0.0
     flops: float = 0.0
 
 
@@ -85,6 +90,8 @@ class _Sizes:
         reduced_shard: This rank's part of the gradients in fp32.
         trained: Numbers, not bytes, that this rank trains.
         pinned: Pinned host memory of the shards and of their gradients, if they are offloaded.
+        frozen: The part of the shard that is frozen.
+        frozen_pinned: Pinned host memory of this part, if it is offloaded.
     """
 
     shard: int
@@ -97,6 +104,8 @@ class _Sizes:
     reduced_shard: int
     trained: int
     pinned: int
+    frozen: int
+    frozen_pinned: int
 
 
 REDUCED_BYTES = 4
@@ -111,8 +120,10 @@ def simulate(model_pass: ModelPass, sharding: Sharding) -> Memory:
         sharding: How it is spread.
     """
     simulation = _Simulation(model_pass, sharding)
-    for number in range(sharding.passes):
-        simulation.one_pass(is_last=number == sharding.passes - 1)
+    if simulation.residence:
+        simulation.one_step()  # the step before leaves a block on the device
+        simulation.restart()
+    simulation.one_step()
     return simulation.memory
 
 
@@ -146,13 +157,21 @@ class _Simulation:
         self.total = 0.0
         self.when = ("", "")
         trained = sum(sizes.trained for sizes in self.sizes)
+        self.offloaded = () if sharding.offload else _offloaded(model_pass, sharding.offload_blocks)
+        self.numbers = {unit: number for number, unit in enumerate(self.offloaded)}
+        again = not sharding.is_sharded or sharding.reshard is True
+        self.residence = Residence(len(self.offloaded), again) if self.offloaded else None
+        self.trains = any(mark.moment == "backward" for mark in model_pass.marks)
+        self.at_work: int | None = None  # in backward, without FSDP
+        offloaded = [self.sizes[unit] for unit in self.offloaded]
         resident = {
-            "weights": sum(sizes.shard for sizes in self.sizes),
+            "weights": sum(sizes.shard for sizes in self.sizes) - sum(sizes.frozen for sizes in offloaded),
             "optimizer": trained * sharding.optimizer_bytes,
         }
         if sharding.offload:
             self.memory.host = sum(sizes.pinned for sizes in self.sizes) + resident["optimizer"]
         else:
+            self.memory.host = sum(sizes.frozen_pinned for sizes in offloaded)
             for what, size in resident.items():
                 self._add(what, size)
         self._add("buffers", model_pass.buffers)
@@ -164,6 +183,15 @@ class _Simulation:
         self.scatter = 0
         self.accumulated: set[int] = set()
         self.has_gradients: set[int] = set()
+
+    def one_step(self) -> None:
+        for number in range(self.sharding.passes):
+            self.one_pass(is_last=number == self.sharding.passes - 1)
+
+    def restart(self) -> None:
+        """Measure from here."""
+        self.memory = Memory(host=self.memory.host)
+        self._peak_with("activations", 0)
 
     def one_pass(self, is_last: bool) -> None:
         self.order.clear()
@@ -177,6 +205,7 @@ class _Simulation:
             if mark.moment == "end":
                 continue
             if not self.sharding.is_sharded:
+                self._move(mark.moment, mark.unit)
                 self._copy(mark.moment, mark.unit)
                 continue
             match mark.moment:
@@ -202,24 +231,59 @@ class _Simulation:
         copied = self.sizes[unit].copied
         again = unit in self.model_pass.recomputed
         if moment == "forward" or (moment == "backward" and again):
+            self.whole[unit] = copied
             self._add("gathered blocks", copied)
         elif moment == "backward_end" or (moment == "forward_end" and again):
-            self._add("gathered blocks", -copied)
+            self._free(unit)  # unless no forward reached it
             if moment == "backward_end" and unit not in self.has_gradients:
                 self.has_gradients.add(unit)
                 self._add("gradients", self.sizes[unit].reduced)
 
+    def _move(self, moment: Moment, unit: int) -> None:
+        """Without FSDP the weights of an offloaded block are there while it computes."""
+        if self.residence is None or self.model_pass.units[unit].is_root:
+            return
+        if moment in ("forward", "backward") and self.at_work is not None:
+            self._end(self.at_work)
+            self.at_work = None
+        if moment == "forward":
+            self._begin(unit, "forward")
+        elif moment == "forward_end":
+            self._end(unit)
+        elif moment == "backward":
+            self.at_work = unit
+            self._begin(unit, "backward")
+
+    def _begin(self, unit: int, direction: Direction) -> None:
+        """Bring the weights of an offloaded block, and of the next one, to the device."""
+        number = self.numbers.get(unit)
+        if self.residence is None or number is None:
+            return
+        busy = [self.numbers[other] for other in self.buffers if other in self.numbers]
+        moves = self.residence.begin(number, direction, self.trains, busy)
+        for other in moves.frees:
+            self._add("weights", -self.sizes[self.offloaded[other]].frozen)
+        for other in moves.copies:
+            self._add("weights", self.sizes[self.offloaded[other]].frozen)
+            self.memory.copied += self.sizes[self.offloaded[other]].frozen
+
+    def _end(self, unit: int) -> None:
+        number = self.numbers.get(unit)
+        if self.residence is not None and number is not None and self.residence.end(number):
+            self._add("weights", -self.sizes[unit].frozen)
+
     def _forward(self, unit: int, units: list[int]) -> None:
-        self._gather(unit)
+        self._gather(unit, "forward")
         if unit in self.buffers:
             self._copy_out(unit)
             self._drop_last_buffer()  # torch still names it while it copies
             self.last_buffer = self.buffers.pop(unit)
+            self._end(unit)
         ahead = self.sharding.prefetch[0]
         if ahead and unit in units:
             at = units.index(unit)
             for other in units[at + 1 : at + 1 + ahead]:
-                self._gather(other)
+                self._gather(other, "forward")
 
     def _forward_end(self, unit: int) -> None:
         if self.model_pass.units[unit].is_root:
@@ -233,19 +297,20 @@ class _Simulation:
         self.order.append(unit)
 
     def _backward(self, unit: int, units: list[int]) -> None:
-        self._gather(unit)
+        self._gather(unit, "backward")
         if unit in self.buffers:
             self._copy_out(unit)
             self._add("gathered blocks", -self.buffers.pop(unit))
+            self._end(unit)
         ahead = self.sharding.prefetch[1]
         if ahead and unit in units:
             at = units.index(unit)
             for other in units[max(0, at - ahead) : at][::-1]:
-                self._gather(other)
+                self._gather(other, "backward")
         elif unit in self.order:
             at = self.order.index(unit)
             if at > 0:
-                self._gather(self.order[at - 1])
+                self._gather(self.order[at - 1], "backward")
 
     def _backward_end(self, unit: int, is_last: bool) -> None:
         """Reduce the gradients; the next mark's change contains that they are freed."""
@@ -273,11 +338,13 @@ class _Simulation:
         elif not self.sharding.offload:
             self._peak_with("gradients", sizes.reduced_shard)
 
-    def _gather(self, unit: int) -> None:
+    def _gather(self, unit: int, direction: Direction) -> None:
         if unit in self.whole or unit in self.buffers:
             return
         sizes = self.sizes[unit]
         kept = self.kept.pop(unit, 0)
+        if not kept:  # else FSDP gathers what it has kept, not the shards
+            self._begin(unit, direction)
         self._peak_with("gathered blocks", sizes.inputs + sizes.buffer)
         self._add("gathered blocks", sizes.buffer)
         self.buffers[unit] = sizes.buffer
@@ -311,6 +378,16 @@ class _Simulation:
             self._peak_with(what, 0)
 
 
+def _offloaded(model_pass: ModelPass, wanted: int | float | str) -> tuple[int, ...]:
+    """Return the units whose frozen weights are offloaded."""
+    blocks = [
+        number
+        for number, unit in enumerate(model_pass.units)
+        if not unit.is_root and any(not p.is_trained for p in unit.parameters)
+    ]
+    return tuple(blocks[number] for number in offloaded_blocks(wanted, len(blocks)))
+
+
 @lru_cache(256)
 def _sizes_of_units(model_pass: ModelPass, sharding: Sharding) -> list[_Sizes]:
     """Return the sizes of all units; equal units are computed once."""
@@ -324,11 +401,16 @@ def _sizes_of_units(model_pass: ModelPass, sharding: Sharding) -> list[_Sizes]:
 def _sizes(unit: Unit, sharding: Sharding) -> _Sizes:
     ranks = sharding.ranks
     shard = inputs = transient = buffer = whole = copied = kept = reduced = reduced_shard = trained = pinned = 0
+    frozen = frozen_pinned = 0
     for p in unit.parameters:
         rows = p.shard_rows(ranks)
         numbers = rows * p.row
         shard += p.count * grains(numbers * p.stored)
-        pinned += p.count * pinned_bytes(numbers * p.stored, sharding.pins_exactly)
+        on_host = p.count * pinned_bytes(numbers * p.stored, sharding.pins_exactly)
+        pinned += on_host
+        if not p.is_trained:
+            frozen += p.count * grains(numbers * p.stored)
+            frozen_pinned += on_host
         if p.stored != p.gathered:
             inputs += p.count * grains(numbers * p.gathered)
             copied += p.count * grains(p.rows * p.row * p.gathered)
@@ -361,4 +443,6 @@ def _sizes(unit: Unit, sharding: Sharding) -> _Sizes:
         reduced_shard=grains(reduced_shard),
         trained=trained,
         pinned=pinned,
+        frozen=frozen,
+        frozen_pinned=frozen_pinned,
     )

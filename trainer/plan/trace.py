@@ -30,7 +30,15 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import HUB_ID, ObjectiveConfig, ParallelConfig
 from trainer.models import families
 from trainer.models.base import ImageFamily, ModelFamily, TextFamily
-from trainer.models.build import BuiltModel, build_model, materialize, shard_model, sync_gradients
+from trainer.models.build import (
+    BuiltModel,
+    blocks_to_offload,
+    build_model,
+    materialize,
+    offload,
+    shard_model,
+    sync_gradients,
+)
 from trainer.models.objectives import Batch
 from trainer.models.parts.published import published_folder
 from trainer.optim import Ema, make_optimizer
@@ -436,7 +444,9 @@ def sharded_model(
         stack.enter_context(fake_device.fake_tensors(device, tracker.observe))
         shard_model(built.module, cfg, family, strategy, mesh)
         with tracker.making("weights"):
-            materialize(built.module, cfg, device)
+            chosen = blocks_to_offload(built.module, cfg, family)
+            materialize(built.module, cfg, device, chosen)
+            offload(built.module, chosen, family, device)
         for buffer in built.module.buffers():
             tracker.track(buffer, "buffers")
         sharded = Sharded(built, cfg, family, tracker, device)

@@ -56,7 +56,8 @@ def pins_exactly(cfg: RunConfig) -> bool:
     torch then keeps none of it for later use. Weights that stay in the host's memory need none: a frozen base that is
     offloaded. The gradients of a full fine-tuning would have to be pinned anew in each step.
     """
-    return cfg.parallel.cpu_offload and cfg.adapter.type != "none" and not is_set() and _has_setting()
+    offloads = cfg.parallel.cpu_offload or cfg.parallel.offload_blocks != 0
+    return offloads and cfg.adapter.type != "none" and not is_set() and _has_setting()
 
 
 def is_set() -> bool:

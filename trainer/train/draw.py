@@ -88,6 +88,7 @@ def on_one_device(run: RunDir, cfg: RunConfig, device: str | None = None, offloa
     offloads = offload or cfg.parallel.cpu_offload
     changes = {"device": wanted, "devices": 1, "nodes": 1, "rendezvous": None, "shard_size": None}
     changes |= {"strategy": "full" if offloads else "none", "cpu_offload": offloads}
+    changes |= {"offload_blocks": 0} if offloads else {}
     parallel = cfg.parallel.model_copy(update=changes)
     train = cfg.train.model_copy(update={"compile": False, "checkpointing": "none"})
     return cfg.model_copy(update={"parallel": parallel, "train": train})

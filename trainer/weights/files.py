@@ -115,8 +115,8 @@ class Fused:
         return stacked[::-1] if self.transposed else stacked
 
 
-def give_storage(module: nn.Module, device: torch.device) -> None:
-    """Give a module on the meta device uninitialized storage.
+def give_storage(module: nn.Module, device: torch.device, on_host: Iterable[nn.Parameter] = ()) -> None:
+    """Give a module on the meta device uninitialized storage, parameters in `on_host` in host memory.
 
     A parameter that several modules share, such as an embedding and a head, stays one: `nn.Module.to_empty` would give
     each of them its own.
@@ -125,7 +125,11 @@ def give_storage(module: nn.Module, device: torch.device) -> None:
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             holders.setdefault(parameter, []).append((part, name))
-    module.to_empty(device=device)
+    host = {id(parameter) for parameter in on_host}
+    # As `to_empty` does, which takes one device.
+    module._apply(  # type: ignore[no-untyped-call]
+        lambda tensor: torch.empty_like(tensor, device="cpu" if id(tensor) in host else device)
+    )
     for (first, first_name), *others in holders.values():
         for part, name in others:
             setattr(part, name, getattr(first, first_name))
