@@ -16,7 +16,7 @@ DEMO = {"family": "flux2", "path": "demo"}
 
 def notes(events: list[object]) -> list[str]:
     found = [event.message for event in events if isinstance(event, StatusEvent)]
-    return [message for message in found if message.startswith("train.checkpointing")]
+    return [message for message in found if message.startswith("auto became")]
 
 
 @pytest.mark.parametrize(("mib", "decision"), [(8000, "none"), (737, "selective"), (100, "full")])
@@ -30,7 +30,7 @@ def test_a_run_takes_the_least_recompute_that_fits_and_says_so(tmp_path: Path, m
     plain, decided = outcomes
     assert notes(plain.events) == []
     [note] = notes(decided.events)
-    assert note.startswith(f"train.checkpointing: auto became {decision}")
+    assert note.startswith(f"auto became train.checkpointing {decision}")
     assert f"of {mib / 1024:.2f} GiB" in note
     assert decided.losses == plain.losses
     assert difference(decided.weights, plain.weights) == 0

@@ -15,6 +15,7 @@ from trainer.config.terminal import complain, say
 from trainer.launcher import preflight
 from trainer.models import distilled
 from trainer.plan import plan
+from trainer.plan.compare import decisions
 from trainer.plan.fixes import Fix, fixes, largest
 from trainer.plan.hardware import Card, detected, named
 from trainer.plan.memory import MemoryPlan, Time, between, describe, describe_trace, verdict
@@ -122,7 +123,7 @@ def _all_lines(cfg: RunConfig, result: _PartPlan) -> list[str]:
 
 def lines(cfg: RunConfig, found: MemoryPlan) -> list[str]:
     """Return a plan as lines of text."""
-    auto = f", checkpointing {found.checkpointing}" if cfg.train.checkpointing == "auto" else ""
+    auto = "".join(f", {decision}" for decision in decisions(cfg, found))
     text = [f"{cfg.name}: {describe(cfg)}, strategy {found.strategy}{auto}", ""]
     most = found.fullest
     shown = [item for item in most.items if item.size >= SMALLEST_SHOWN]

@@ -9,6 +9,7 @@ from trainer.config.amounts import GIB
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.plan.calibration import Measured, calibrate
+from trainer.plan.decide import decided
 from trainer.plan.fixes import fixes, planned
 from trainer.plan.hardware import like
 from trainer.plan.memory import MemoryPlan, plan_of
@@ -31,7 +32,7 @@ def plan_here(cfg: RunConfig, cache: Path, gpu: str, memory: int) -> MemoryPlan 
 
 
 def decide_here(cfg: RunConfig, cache: Path, gpu: str | None, memory: int, say: Callable[[str], None]) -> RunConfig:
-    """Return the config with a decided `train.checkpointing`.
+    """Return the config with decided `train.checkpointing` and `parallel.offload_blocks`.
 
     For a GPU a model that was not traced yet is traced first, which takes half a minute to a few minutes; where that
     fails, all blocks are recomputed. On the CPU such a model recomputes nothing.
@@ -46,22 +47,29 @@ def decide_here(cfg: RunConfig, cache: Path, gpu: str | None, memory: int, say: 
     try:
         model = find_model(cfg, cache, say) if gpu else known_model(cfg, cache)
     except InputError as error:
-        say(f"train.checkpointing: auto became full, as the run could not be planned: {error}")
-        return decided(cfg, "full")
+        say(f"auto became the most that saves memory, as the run could not be planned: {error}")
+        return _without_plan(cfg, "full", 1.0)
     if model is None:
-        return decided(cfg, "none")
+        return _without_plan(cfg, "none", 0)
     card, reserve = calibrate(cache, like(gpu or "CPU", memory))
     found = plan_of(cfg, model, card, reserve)
     say(
-        f"train.checkpointing: auto became {found.checkpointing}: by the plan, training takes "
+        f"auto became {' and '.join(decisions(cfg, found))}: by the plan, training takes "
         f"{found.training.need / GIB:.2f} of {memory / GIB:.2f} GiB"
     )
-    return decided(cfg, found.checkpointing)
+    return decided(cfg, found.checkpointing, found.offload_blocks)
 
 
-def decided(cfg: RunConfig, checkpointing: str | int) -> RunConfig:
-    """Return the config with this `train.checkpointing`."""
-    return cfg.model_copy(update={"train": cfg.train.model_copy(update={"checkpointing": checkpointing})})
+def _without_plan(cfg: RunConfig, checkpointing: str, offload_blocks: float) -> RunConfig:
+    again, offload = cfg.train.checkpointing, cfg.parallel.offload_blocks
+    return decided(cfg, checkpointing if again == "auto" else again, offload_blocks if offload == "auto" else offload)
+
+
+def decisions(cfg: RunConfig, plan: MemoryPlan) -> list[str]:
+    """Return what the plan decided, as `train.checkpointing selective`."""
+    found = {"train.checkpointing": plan.checkpointing, "parallel.offload_blocks": plan.offload_blocks}
+    given = {"train.checkpointing": cfg.train.checkpointing, "parallel.offload_blocks": cfg.parallel.offload_blocks}
+    return [f"{field} {value}" for field, value in found.items() if given[field] == "auto"]
 
 
 def describe_plan(plan: MemoryPlan) -> str:

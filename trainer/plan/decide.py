@@ -1,6 +1,9 @@
-"""Decides what a config leaves to the plan: the least recompute with which training fits. No torch."""
+"""Decides what a config leaves to the plan: how much is recomputed, and how many blocks are offloaded. No torch."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
 
 from trainer.config.amounts import GIB
 from trainer.config.recompute import checkpointing_of
@@ -15,34 +18,83 @@ TIGHT = 0.92
 """Above this share of a GPU's memory a plan is tight: memory that the plan does not count may exceed the rest."""
 UNKNOWN = 80 * GIB
 """Memory for which a plan decides without a GPU."""
+STEPS = 8
+"""Amounts of recompute that are compared where the blocks to offload are decided too."""
+
+Seconds = Callable[[RunConfig], float]
+"""Seconds of a step with a config."""
 
 
-def recompute_of(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve) -> str | int:
-    """Return `train.checkpointing`; where it is `auto`, the least recompute with which training fits, or `full`.
+def is_open(cfg: RunConfig) -> bool:
+    """Whether a config leaves something to the plan."""
+    return "auto" in (cfg.train.checkpointing, cfg.parallel.offload_blocks)
+
+
+def decided(cfg: RunConfig, checkpointing: str | int, offload_blocks: int | float | str) -> RunConfig:
+    """Return the config with these values of `train.checkpointing` and `parallel.offload_blocks`."""
+    train = cfg.train.model_copy(update={"checkpointing": checkpointing})
+    parallel = cfg.parallel.model_copy(update={"offload_blocks": offload_blocks})
+    return cfg.model_copy(update={"train": train, "parallel": parallel})
+
+
+def decide(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve, seconds: Seconds) -> RunConfig:
+    """Return the config with the least recompute, and the fewest offloaded blocks, with which training fits.
 
     From the first block on, more and more blocks recompute what is cheap, then everything. The blocks at the end follow
-    last: backward begins with them, when memory is fullest.
+    last: backward begins with them, when memory is fullest. Where both are open, the fastest of some pairs is taken.
+    Where nothing fits, everything is recomputed and offloaded that may be.
 
     Args:
         cfg: The run's config.
         model: The tables of its model.
         card: The GPU of each rank. None: as for UNKNOWN bytes.
         reserve: Memory of the allocator and the driver.
+        seconds: Seconds of a step.
     """
-    if cfg.train.checkpointing != "auto":
-        return cfg.train.checkpointing
-    size, rank = size_of(cfg), rank_of(cfg)
-    units = model.table.training(size, rank, "none").units
-    blocks = sum(not unit.is_root for unit in units)
-    memory = TIGHT * (card.memory if card else UNKNOWN)
+    search = _Search(cfg, model, card, reserve)
+    most_again = 2 * search.blocks if cfg.train.checkpointing == "auto" else 0
+    most_offloaded = search.blocks if cfg.parallel.offload_blocks == "auto" else 0
+    if not most_offloaded:
+        return search.config(_first(most_again, lambda amount: search.fits(amount, 0)), 0)
+    amounts = sorted({most_again * step // STEPS for step in range(STEPS + 1)})
+    pairs = [(amount, _first(most_offloaded, partial(search.fits, amount))) for amount in amounts]
+    fitting = [pair for pair in pairs if search.fits(*pair)]
+    if not fitting:
+        return search.config(most_again, most_offloaded)
+    amount, count = min(fitting, key=lambda pair: (seconds(search.config(*pair)), pair))
+    return search.config(_first(amount, lambda less: search.fits(less, count)), count)
 
-    def fits(amount: int) -> bool:
-        model_pass = model.table.training(size, rank, checkpointing_of(amount, blocks))
-        peak = simulate(model_pass, sharding_of(cfg, strategy_of(cfg, model_pass, card))).peak
-        return peak + reserve.of(peak, cfg.parallel.world_size) <= memory
 
-    low, high = 0, 2 * blocks  # more recompute never takes more memory
+class _Search:
+    """Amounts of recompute and numbers of offloaded blocks. What a config does not leave open stays as it is."""
+
+    def __init__(self, cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve) -> None:
+        self._cfg, self._model, self._card, self._reserve = cfg, model, card, reserve
+        self._room = TIGHT * (card.memory if card else UNKNOWN)
+        units = model.table.training(size_of(cfg), rank_of(cfg), "none").units
+        self.blocks = sum(not unit.is_root for unit in units)
+        self.fits = cache(self._fits)
+
+    def config(self, amount: int, count: int) -> RunConfig:
+        """Return the config with an amount of recompute (`checkpointing_of`) and a number of offloaded blocks."""
+        again, offload = self._cfg.train.checkpointing, self._cfg.parallel.offload_blocks
+        return decided(
+            self._cfg,
+            checkpointing_of(amount, self.blocks) if again == "auto" else again,
+            count if offload == "auto" else offload,
+        )
+
+    def _fits(self, amount: int, count: int) -> bool:
+        cfg = self.config(amount, count)
+        model_pass = self._model.table.training(size_of(cfg), rank_of(cfg), cfg.train.checkpointing)
+        peak = simulate(model_pass, sharding_of(cfg, strategy_of(cfg, model_pass, self._card))).peak
+        return peak + self._reserve.of(peak, cfg.parallel.world_size) <= self._room
+
+
+def _first(last: int, fits: Callable[[int], bool]) -> int:
+    """Return the first number from 0 to `last` that fits, or `last`: more never takes more memory, or hardly."""
+    low, high = 0, last
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    return checkpointing_of(low, blocks)
+    return low

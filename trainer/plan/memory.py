@@ -10,7 +10,7 @@ from trainer.config.families import trains_on
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter, RankAdapter
 from trainer.parallel.strategy import Strategy, ring_share
-from trainer.plan.decide import TIGHT, recompute_of
+from trainer.plan.decide import TIGHT, decide, is_open
 from trainer.plan.hardware import CARDS, NETWORK, Card, Source
 from trainer.plan.phases import ASSUMED, TRAINING, Item, Phase, Reserve, phases_of
 from trainer.plan.sizes import BITS, rank_of, sharding_of, size_of, strategy_of
@@ -22,6 +22,9 @@ from trainer.plan.timeline import Memory, Sharding, simulate
 Verdict = Literal["fits", "tight", "does not fit"]
 DECODING_TRAFFIC = 4
 """Bytes to and from a GPU's memory for each decoded byte of bf16: codes, the weight and its pieces."""
+CHEAP = 0.08
+"""Share of a step's computing that is added where all blocks recompute what is cheap: norms, modulation, rotary
+embeddings. Assumed, from the roofline of FLUX.2 klein-4B."""
 FIXED_STEP_S = 0.4
 """Seconds of a step beyond its operations, such as kernel launches (from published step times, see DECISIONS.md)."""
 
@@ -73,6 +76,7 @@ class MemoryPlan:
     Attributes:
         strategy: The decided `parallel.strategy`.
         checkpointing: The decided `train.checkpointing`.
+        offload_blocks: The decided `parallel.offload_blocks`.
         ranks: Number of ranks.
         phases: Parts of the run in their order.
         host: Host memory per rank.
@@ -85,6 +89,7 @@ class MemoryPlan:
 
     strategy: Strategy
     checkpointing: str | int
+    offload_blocks: int | float | str
     ranks: int
     phases: tuple[Phase, ...]
     host: tuple[Item, ...]
@@ -128,8 +133,9 @@ def plan_of(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve = 
         card: The GPU of each rank. None: unknown; `parallel.strategy: auto` is then decided as for 80 GB.
         reserve: Memory of the allocator and the driver.
     """
-    checkpointing = recompute_of(cfg, model, card, reserve)
-    model_pass = model.table.training(size_of(cfg), rank_of(cfg), checkpointing)
+    if is_open(cfg):
+        cfg = decide(cfg, model, card, reserve, lambda found: _middle(found, model, card or CARDS["80gb"], reserve))
+    model_pass = model.table.training(size_of(cfg), rank_of(cfg), cfg.train.checkpointing)
     strategy = strategy_of(cfg, model_pass, card)
     sharding = sharding_of(cfg, strategy)
     memory = simulate(model_pass, sharding)
@@ -138,7 +144,8 @@ def plan_of(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve = 
     received = _received(memory, sharding)
     return MemoryPlan(
         strategy=strategy,
-        checkpointing=checkpointing,
+        checkpointing=cfg.train.checkpointing,
+        offload_blocks=cfg.parallel.offload_blocks,
         ranks=cfg.parallel.world_size,
         phases=phases_of(cfg, model, model_pass, sharding, memory, reserve),
         host=host_of(cfg, model_pass, memory, sharding),
@@ -148,6 +155,13 @@ def plan_of(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve = 
         card=card,
         time=_time(cfg, model_pass, memory, sharding, card) if card else None,
     )
+
+
+def _middle(cfg: RunConfig, model: Model, card: Card, reserve: Reserve) -> float:
+    """Return the seconds of a step by which plans are compared."""
+    time = plan_of(cfg, model, card, reserve).time
+    assert time is not None
+    return (time.low + time.high) / 2
 
 
 def _add_reference(model_pass: ModelPass, memory: Memory) -> None:
@@ -175,6 +189,7 @@ def _time(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Shard
     known = card.speed(memory.flops, cfg.train.compile) if cfg.train.precision == "bf16" else None
     if known:
         computing, fixed, source = memory.flops / known[0], 0.0, known[1]
+    computing *= 1 + CHEAP * _cheap_share(model_pass)
     parts = {
         "computing": computing + DECODING_TRAFFIC * _decoded(cfg, model_pass) / card.bandwidth,
         "gathering weights": gathers + between,
@@ -182,6 +197,12 @@ def _time(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Shard
     }
     low, high = max(parts.values()) + fixed, sum(parts.values()) + fixed
     return Time(low, high, max(parts, key=parts.__getitem__), source)
+
+
+def _cheap_share(model_pass: ModelPass) -> float:
+    """Return the share of blocks that recompute nothing but what is cheap; operations do not count it."""
+    blocks = sum(not unit.is_root for unit in model_pass.units)
+    return len(model_pass.recomputed - model_pass.repeated) / max(1, blocks)
 
 
 def _copied(memory: Memory, sharding: Sharding) -> float:

@@ -22,6 +22,7 @@ from trainer.metrics.memory import MemoryMeter
 from trainer.models.build import Listener, LoadedModel
 from trainer.plan import compare
 from trainer.plan.calibration import Measured, keep, tells_speed
+from trainer.plan.decide import decided, is_open
 from trainer.plan.memory import MemoryPlan
 from trainer.run.events import (
     CheckpointEvent,
@@ -113,12 +114,12 @@ class RunLog:
         self.heartbeat("loading", step)
 
     def decide(self, cfg: RunConfig, cache: Path) -> RunConfig:
-        """Return the config with a `train.checkpointing` that is decided, on rank 0 for all. Collective.
+        """Return the config with what it leaves to the plan decided, on rank 0 for all. Collective.
 
         Args:
             cache: Folder shared by runs.
         """
-        if cfg.train.checkpointing != "auto":
+        if not is_open(cfg):
             return cfg
         world, found = self._world, cfg
         memory = min(world.gather(world.memory))
@@ -126,7 +127,7 @@ class RunLog:
         if world.rank == 0:
             name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
             found = compare.decide_here(cfg, cache, name, memory, partial(self.note, "loading"))
-        return compare.decided(cfg, world.gather(found.train.checkpointing)[0])
+        return decided(cfg, *world.gather((found.train.checkpointing, found.parallel.offload_blocks))[0])
 
     def show_plan(self, cfg: RunConfig, cache: Path, step: int) -> None:
         """Log the memory plan before the first step. It needs a GPU and a model that was recorded.
