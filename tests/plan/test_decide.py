@@ -54,7 +54,7 @@ def test_auto_fits_and_one_block_less_does_not(model: str, card: str, fields: tu
 def test_auto_goes_from_nothing_to_everything_as_memory_shrinks() -> None:
     levels = [
         str(planned("flux2 dev", replace(CARDS["80gb"], memory=gib << 30), "quantize.format=nf4", AUTO).checkpointing)
-        for gib in (140, 60, 40, 20, 12)
+        for gib in (140, 60, 50, 40, 12)
     ]
     assert levels[0] == "none" and levels[-1] == "full"
     assert [level.partition(" ")[0] for level in levels[1:-1]] == ["selective", "selective", "full"]
@@ -66,3 +66,23 @@ def test_without_a_gpu_auto_is_decided_as_for_80_gib() -> None:
     assert found is not None
     unknown, known = plan_of(cfg, found, None), plan_of(cfg, found, replace(CARDS["80gb"], memory=80 << 30), ASSUMED)
     assert unknown.checkpointing == known.checkpointing != "none"
+
+
+def test_offloaded_blocks_are_decided_alone_and_together_with_recompute() -> None:
+    alone = ("quantize.format=nf4", "quantize.encoders=true", "parallel.devices=1", "parallel.strategy=none")
+    gpu = CARDS["24gb"]
+    full = planned("flux2 dev", gpu, *alone, "train.checkpointing=full", "parallel.offload_blocks=auto")
+    assert full.verdict == "fits" and isinstance(full.offload_blocks, int)
+    fewer = f"parallel.offload_blocks={full.offload_blocks - 1}"
+    assert planned("flux2 dev", gpu, *alone, "train.checkpointing=full", fewer).verdict != "fits"
+    both = planned("flux2 dev", gpu, *alone, AUTO, "parallel.offload_blocks=auto")
+    assert both.verdict == "fits"
+    assert both.time is not None and full.time is not None
+    assert both.time.low + both.time.high <= full.time.low + full.time.high
+    assert planned("flux2 dev", CARDS["141gb"], *alone, AUTO, "parallel.offload_blocks=auto").offload_blocks == 0
+
+
+def test_where_nothing_fits_everything_that_may_be_is_recomputed_and_offloaded() -> None:
+    small = replace(CARDS["12gb"], memory=4 << 30)
+    found = planned("flux2 dev", small, AUTO, "parallel.offload_blocks=auto")
+    assert (found.checkpointing, found.offload_blocks, found.verdict) == ("full", 56, "does not fit")

@@ -19,7 +19,7 @@ def notes(events: list[object]) -> list[str]:
     return [message for message in found if message.startswith("auto became")]
 
 
-@pytest.mark.parametrize(("mib", "decision"), [(8000, "none"), (737, "selective"), (100, "full")])
+@pytest.mark.parametrize(("mib", "decision"), [(8000, "none"), (694, "selective 3"), (100, "full")])
 def test_a_run_takes_the_least_recompute_that_fits_and_says_so(tmp_path: Path, mib: int, decision: str) -> None:
     pictures = make_pictures(tmp_path / "pictures", 4)
     outcomes = []
