@@ -13,6 +13,7 @@ from typing import NoReturn, get_args
 
 from trainer.config.errors import InputError
 from trainer.config.installation import program
+from trainer.config.load import load_config
 from trainer.config.presets import preset_file
 from trainer.config.sections import ExportConfig
 from trainer.config.terminal import complain, printable, say
@@ -34,17 +35,22 @@ TAKEN_BY = {
     "family": ("extract",),
     "rank": ("extract",),
     "to": ("extract",),
-    "gpus": ("plan",),
+    "gpus": ("plan", "fit"),
+    "keep": ("fit",),
+    "price": ("fit",),
+    "write": ("fit",),
+    "prove": ("fit",),
     "json": ("plan",),
     "exactly": ("plan",),
     "name": (),
     "auth_file": (),
 }
 """{option: the modes that accept it}; () for options of the page only."""
-TAKE_OVERRIDES = ("headless", "plan", "resume", "join")
+TAKE_OVERRIDES = ("headless", "plan", "fit", "resume", "join")
 MODES_WITH_VALUE = {
     "headless": "PRESET",
     "plan": "PRESET",
+    "fit": "PRESET",
     "resume": "RUN_DIR",
     "join": "RUN_DIR",
     "export": "RUN_DIR",
@@ -56,6 +62,7 @@ examples:
   {program} --headless quickstart
   {program} --headless quickstart train.steps=200 optim.lr=2e-4 --run-dir runs/second
   {program} --plan quickstart train.micro_batch=8 --gpus 2x24gb
+  {program} --fit quickstart --gpus 2x24gb --price 0.5
   {program} --resume runs/second train.steps=400
   {program} --join runs/big --node-rank 1
   {program} --headless quickstart --slurm
@@ -119,9 +126,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rank", metavar="RANK", help="rank of the LoRA (--extract)")
     parser.add_argument("--to", metavar="FILE.safetensors", help="output file (--extract)")
     parser.add_argument(
-        "--gpus", metavar="NxCARD", help="GPUs to plan for, for example 4x24gb (--plan); default: this machine's"
+        "--gpus", metavar="NxCARD", help="GPUs to plan for, for example 4x24gb (--plan, --fit); default: this machine's"
     )
     parser.add_argument("--json", action="store_const", const=True, help="print the plan as JSON (--plan)")
+    parser.add_argument(
+        "--keep",
+        metavar="FIELD,...",
+        help="fields that stay as they are, for example resolution,rank (--fit); default: resolution,rank,format, "
+        "where format means that the base is not stored in fewer than 8 bits",
+    )
+    parser.add_argument("--price", type=float, metavar="P", help="price of a GPU-hour (--fit)")
+    parser.add_argument(
+        "--prove", action="store_const", const=True, help="train a few steps of what fits, on this machine (--fit)"
+    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="file for the chosen config (--fit)")
     parser.add_argument(
         "--exactly", action="store_const", const=True, help="also trace the whole model, half a minute (--plan)"
     )
@@ -140,6 +158,9 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
     )
     modes.add_argument(
         "--plan", nargs="?", const="", metavar="PRESET", help="memory of a preset per GPU, and whether it fits"
+    )
+    modes.add_argument(
+        "--fit", nargs="?", const="", metavar="PRESET", help="the fastest config of a preset that fits the GPUs"
     )
     modes.add_argument(
         "--resume", nargs="?", const="", metavar="RUN_DIR", help="continue a run from its newest checkpoint"
@@ -209,7 +230,7 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         if getattr(options, mode) == "":
             parser.error(f"--{mode} needs {value}")
     if options.overrides and all(getattr(options, mode) is None for mode in TAKE_OVERRIDES):
-        parser.error(f"{options.overrides[0]}: only --headless, --plan, --resume and --join take key=value")
+        parser.error(f"{options.overrides[0]}: only --headless, --plan, --fit, --resume and --join take key=value")
     _refuse_unused(options, parser)
     if options.doctor:
         from trainer.launcher import doctor
@@ -223,6 +244,8 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         preset = preset_file(options.plan, options.runs / "presets")
         as_json, exactly = bool(options.json), bool(options.exactly)
         return plan_command.show(preset, options.overrides, options.runs, options.gpus, as_json, exactly)
+    if options.fit is not None:
+        return _fit(options)
     if options.queue:
         from trainer.launcher import queue
 
@@ -274,6 +297,27 @@ def _headless(options: argparse.Namespace) -> int:
     if scheduler is not None:
         return commands.write_job(preset, options.overrides, options.runs, options.run_dir, scheduler)
     return commands.train(preset, options.overrides, options.runs, options.run_dir)
+
+
+def _fit(options: argparse.Namespace) -> int:
+    from trainer.launcher import fit_command
+
+    if options.price is not None and not 0 <= options.price < float("inf"):
+        raise InputError(f"--price: {options.price:g} is not the price of a GPU-hour; give a number of 0 or more")
+    if options.write is not None and not options.write.parent.is_dir():
+        raise InputError(f"--write: {options.write.parent} is not a folder; make it, or name another file")
+    preset, runs = preset_file(options.fit, options.runs / "presets"), options.runs
+    keep = None if options.keep is None else [name.strip() for name in options.keep.split(",") if name.strip()]
+    found = fit_command.search(load_config(preset, options.overrides), runs, options.gpus, keep)
+    fit_command.show(found, options.price)
+    if options.prove and found.is_complete:
+        from app.fit_proof import prove
+
+        found = prove(found, runs)
+    if not found.is_complete:
+        return 1
+    say(f"written: {fit_command.write(found, preset, runs, options.write)}")
+    return 0
 
 
 def _extract(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

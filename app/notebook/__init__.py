@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -30,9 +30,11 @@ from trainer.config.installation import CHECKOUT
 from trainer.config.load import ConfigFile, load_config
 from trainer.config.terminal import say
 from trainer.gpus import support, visible
-from trainer.launcher import capacity, commands, preflight, torchrun
+from trainer.launcher import capacity, commands, fit_command, preflight, torchrun
+from trainer.launcher.fit_command import Found
 from trainer.launcher.torchrun import RunHandle
 from trainer.plan import hardware as hardware_of
+from trainer.plan.fit import Proposal
 from trainer.plan.fixes import Fix, fixes
 from trainer.plan.memory import MemoryPlan
 from trainer.run import process as processes
@@ -105,6 +107,59 @@ def plan(config: ConfigFile, gpus: str | None = None, runs: Path = RUNS) -> Plan
     cache = shared_cache(cfg, runs)
     card = hardware.card if hardware else None
     return Planned(plans.plan(cfg, card, cache, say), tuple(fixes(cfg, card, cache)) if card else ())
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The fastest configs that fit, shown as a table below a cell that ends with it.
+
+    Attributes:
+        found: The configs of each part of the run.
+        price: Price of a GPU-hour, if it was given.
+    """
+
+    found: Found
+    price: float | None
+
+    @property
+    def proposals(self) -> tuple[Proposal, ...]:
+        """Those of the run, or of all its stages in order; the fastest of each first."""
+        return tuple(proposal for one in self.found.fits for proposal in one.proposals)
+
+    @property
+    def config(self) -> ConfigFile:
+        """The run with the fastest of them, for `start`. Raises InputError where nothing fits."""
+        if not self.found.is_complete:
+            raise InputError("; ".join(one.remedy for one in self.found.fits if one.remedy))
+        return replace(self.found.loaded, config=self.found.best)
+
+    def __repr__(self) -> str:
+        parts = zip(self.found.parts, self.found.fits, strict=True)
+        return "\n\n".join("\n".join(fit_command.lines(self.found, *part, self.price)) for part in parts)
+
+    def _repr_html_(self) -> Markup:
+        return in_notebook(Markup("<pre>{}</pre>").format(repr(self)))
+
+
+def fit(
+    config: ConfigFile,
+    gpus: str | None = None,
+    keep: Sequence[str] | None = None,
+    price: float | None = None,
+    runs: Path = RUNS,
+) -> Fitted:
+    """Find the fastest configs of a run that fit the GPUs, by their plans: nothing is tried.
+
+    Args:
+        gpus: For example `4x24gb`; None for this machine's GPUs.
+        keep: Fields that stay, for example `["resolution"]`. None: resolution, rank and format, of which the last means
+            that the base is not stored in fewer than 8 bits.
+        price: Price of a GPU-hour.
+
+    Raises:
+        InputError: `gpus` or `keep` is wrong, or there are no GPUs.
+    """
+    return Fitted(fit_command.search(config, runs, gpus, keep), price)
 
 
 def start(config: ConfigFile, runs: Path = RUNS) -> RunDir:

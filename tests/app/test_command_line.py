@@ -111,7 +111,12 @@ def test_what_cannot_be_done_is_said_with_exit_code_2(argv, message, capsys):
     [
         (["--headless"], "--headless needs PRESET"),
         (["--resume"], "--resume needs RUN_DIR"),
-        (["--doctor", "train.steps=3"], "train.steps=3: only --headless, --plan, --resume and --join take key=value"),
+        (
+            ["--doctor", "train.steps=3"],
+            "train.steps=3: only --headless, --plan, --fit, --resume and --join take key=value",
+        ),
+        (["--fit"], "--fit needs PRESET"),
+        (["--plan", "p", "--price", "2"], "--price goes with --fit only; leave it out"),
         (["--headless", "a.yaml", "--doctor"], "argument --doctor: not allowed with argument --headless"),
         (["--headless", "a.yaml", "--what", "merged"], "--what goes with --export only; leave it out"),
         (["--resume", "run", "--dtype", "fp32"], "--dtype goes with --export or --extract only; leave it out"),

@@ -121,7 +121,7 @@ def test_gpus_go_with_a_plan_only() -> None:
     argv = [sys.executable, "launch.py", "--doctor", "--gpus", "1x24gb"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "--gpus goes with --plan only; leave it out" in done.stderr
+    assert "--gpus goes with --plan or --fit only; leave it out" in done.stderr
 
 
 @pytest.mark.slow

@@ -16,9 +16,10 @@ from trainer.plan import fixes
 from trainer.plan.hardware import CARDS
 from trainer.plan.steps import ModelPass, Size, grains
 from trainer.plan.tables import PassTable
-from trainer.plan.timeline import Sharding, simulate
+from trainer.plan.timeline import Memory, Sharding, _Simulation, least, simulate
 
-EVERY = [pytest.param(table, id=f"{model} {key}") for model, key, table in shipped()]
+TABLES = shipped()
+EVERY = [pytest.param(table, id=f"{model} {key}") for model, key, table in TABLES]
 SIZES = (Size(512 * 512, 1), Size(1024 * 1024, 1), Size(1024 * 1024, 4), Size(1536 * 1536, 1))
 FULL = Sharding(ranks=4)
 
@@ -179,3 +180,59 @@ def test_every_way_of_sharding_computes_the_same() -> None:
         for strategy in ("full", "grad_op", "hybrid", "ddp")
     ]
     assert all(a == pytest.approx(b) for a, b in itertools.pairwise(found))
+
+
+SPREAD = (
+    Sharding(),
+    Sharding(is_sharded=False),
+    Sharding(ranks=4),
+    Sharding(ranks=4, reshard=False),
+    Sharding(ranks=1, replicas=4),
+    Sharding(ranks=2, replicas=2, is_reduced_each_pass=True),
+    Sharding(ranks=4, offload=True, is_reduced_each_pass=True),
+    Sharding(ranks=1, offload=True),
+    Sharding(ranks=2, offload_blocks=0.5),
+    Sharding(is_sharded=False, offload_blocks=5),
+)
+
+
+def one_by_one(model_pass: ModelPass, sharding: Sharding) -> Memory:
+    simulation = _Simulation(model_pass, sharding)
+    for _ in range(2 if simulation.residence else 1):
+        simulation.restart()
+        for number in range(sharding.passes):
+            simulation.one_pass(is_last=number == sharding.passes - 1)
+    return simulation.memory
+
+
+@pytest.mark.parametrize("sharding", SPREAD)
+def test_passes_that_repeat_are_counted_as_if_each_were_simulated(sharding: Sharding) -> None:
+    for _, key, table in TABLES[::9]:
+        model_pass = table.training(SIZES[0], 16, 2)
+        for passes in (1, 2, 3, 4, 5, 9):
+            spread = replace(sharding, passes=passes)
+            found, wanted = vars(simulate(model_pass, spread)), vars(one_by_one(model_pass, spread))
+            assert (found.pop("when"), found.pop("items")) == (wanted.pop("when"), pytest.approx(wanted.pop("items")))
+            assert found == pytest.approx(wanted), key
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("sharding", SPREAD)
+def test_no_simulation_is_below_the_least(sharding: Sharding, passes: int) -> None:
+    for _, key, table in TABLES[::4]:
+        model_pass = table.training(SIZES[1], 16, "full")
+        spread = replace(sharding, passes=passes)
+        found, bound = simulate(model_pass, spread), least(model_pass, spread)
+        assert bound.flops == pytest.approx(found.flops), key
+        for name in ("peak", "gathered", "scattered", "reduced", "copied"):
+            assert vars(bound)[name] <= vars(found)[name] * (1 + 1e-9), (key, name)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_offloaded_shards_are_copied_once_for_each_time_that_a_block_is_gathered(ranks: int) -> None:
+    (table,) = [table for model, key, table in TABLES if (model, key) == ("flux2-klein-4b", "lora none bf16")]
+    model_pass = table.training(SIZES[0], 16, "full")
+    found = simulate(model_pass, Sharding(ranks=ranks, offload=True))
+    times = [(1 if unit.is_root else 2, unit) for unit in model_pass.units]
+    shards = sum(n * p.count * p.shard_rows(ranks) * p.row * p.stored for n, unit in times for p in unit.parameters)
+    assert found.copied == pytest.approx(shards, rel=1e-4)

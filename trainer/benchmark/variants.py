@@ -28,6 +28,21 @@ WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True)
+class RankMemory:
+    """Memory that the steps of a trial took on a rank, in bytes.
+
+    Attributes:
+        allocated: Most bytes of tensors; on a CPU, of the process.
+        reserved: Most bytes that the allocator held.
+        used: Bytes of the GPU in use by all processes; 0 on a CPU.
+    """
+
+    allocated: int
+    reserved: int
+    used: int
+
+
+@dataclass(frozen=True)
 class Cost:
     """The measured cost of one trial.
 
@@ -40,6 +55,7 @@ class Cost:
         ranks: Bytes of each rank.
         activations: Bytes of each rank that forward left for backward.
         formula: What `trainer.parallel.strategy` expects for a rank.
+        memory: Of each rank; empty in files of versions that did not measure it.
     """
 
     strategy: str
@@ -52,6 +68,7 @@ class Cost:
     ranks: tuple[RankBytes, ...]
     activations: tuple[int, ...]
     formula: RankBytes
+    memory: tuple[RankMemory, ...] = ()
 
 
 @dataclass(frozen=True)

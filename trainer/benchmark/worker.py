@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from trainer.__main__ import on_every_rank
 from trainer.benchmark import variants as trials
 from trainer.benchmark.probe import Probe
-from trainer.benchmark.variants import Cost
+from trainer.benchmark.variants import Cost, RankMemory
 from trainer.distributed.world import World, connect, find_rendezvous
 from trainer.metrics.memory import full_bytes, local_bytes
 from trainer.metrics.out_of_memory import explain_out_of_memory
@@ -51,7 +53,7 @@ def measure(run: RunDir, world: World, cache: Path) -> Cost:
     trainer = Trainer(run.config(), run, world, cache, emit)
     try:
         with explain_out_of_memory(trainer.oom_context, trainer.log.meter, trainer.held):
-            cost = _train(trainer)
+            cost = replace(_train(trainer), memory=tuple(world.gather(_memory(trainer))))
         emit(StatusEvent(state="finished", step=trainer.step))
     finally:
         trainer.close()
@@ -74,6 +76,14 @@ def _train(trainer: Trainer) -> Cost:
     if trainer.cfg.sample.every:
         trainer.draw_samples()
     return cost
+
+
+def _memory(trainer: Trainer) -> RankMemory:
+    reading, device = trainer.log.meter.read(), trainer.world.device
+    if device.type != "cuda":
+        return RankMemory(reading.peak, reading.reserved, 0)
+    free, total = torch.cuda.mem_get_info(device)
+    return RankMemory(reading.peak, torch.cuda.max_memory_reserved(device), total - free)
 
 
 def _watched_step(trainer: Trainer) -> Cost:

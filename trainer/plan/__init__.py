@@ -16,6 +16,8 @@ hardware        the GPUs
 calibration     memory measured on this machine
 memory          adds up the plan, and says whether it fits
 fixes           changes that make a run fit
+choices         what a search may change
+fit             the fastest config that fits
 compare         plan and measurement of a running training
 timesteps       noise levels of a config's images (with torch)
 """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +46,14 @@ class Fix:
     plan: MemoryPlan
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={_written(value)}" for name, value in self.changes.items())
+        return " ".join(f"{name}={written(value)}" for name, value in self.changes.items())
+
+
+def written(value: Any) -> str:
+    """Write a value as it is typed on a command line."""
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
+    return shlex.quote(json.dumps(value) if isinstance(value, bool | dict | None) else str(value))
 
 
 def fixes(cfg: RunConfig, card: Card, cache: Path) -> list[Fix]:
@@ -207,11 +216,4 @@ def _last(count: int, step: int, fits: Callable[[int], bool]) -> int:
 
 def _seconds(fix: Fix) -> float:
     assert fix.plan.time is not None
-    return (fix.plan.time.low + fix.plan.time.high) / 2
-
-
-def _written(value: Any) -> str:
-    """Write a value as it is typed on a command line."""
-    if isinstance(value, tuple):
-        return f"[{','.join(map(str, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return fix.plan.time.middle

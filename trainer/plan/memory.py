@@ -17,7 +17,7 @@ from trainer.plan.sizes import BITS, rank_of, sharding_of, size_of, strategy_of
 from trainer.plan.steps import ModelPass
 from trainer.plan.storage import disk_of, host_of
 from trainer.plan.tables import Model
-from trainer.plan.timeline import Memory, Sharding, simulate
+from trainer.plan.timeline import Memory, Sharding, least, simulate
 
 Verdict = Literal["fits", "tight", "does not fit"]
 DECODING_TRAFFIC = 4
@@ -58,6 +58,11 @@ class Time:
     high: float
     bound_by: str
     source: Source = "assumed"
+
+    @property
+    def middle(self) -> float:
+        """The middle between `low` and `high`, by which plans are compared."""
+        return (self.low + self.high) / 2
 
     @property
     def origin(self) -> str:
@@ -161,13 +166,34 @@ def _middle(cfg: RunConfig, model: Model, card: Card, reserve: Reserve) -> float
     """Return the seconds of a step by which plans are compared."""
     time = plan_of(cfg, model, card, reserve).time
     assert time is not None
-    return (time.low + time.high) / 2
+    return time.middle
+
+
+def least_of(cfg: RunConfig, model: Model, card: Card) -> tuple[float, float]:
+    """Return bounds that no plan of the run is below, without simulating its memory.
+
+    Args:
+        cfg, model, card: As for `plan_of`.
+
+    Returns:
+        Seconds of an optimizer step (`Time.middle`), and bytes that are held on a GPU all through training.
+    """
+    again = "none" if cfg.train.checkpointing == "auto" else cfg.train.checkpointing
+    model_pass = model.table.training(size_of(cfg), rank_of(cfg), again)
+    sharding = sharding_of(cfg, strategy_of(cfg, model_pass, card))
+    memory = least(model_pass, sharding)
+    if cfg.objective.dpo_beta is not None:
+        _add_reference(model_pass, memory)
+    held = 0.0 if cfg.parallel.offload_blocks == "auto" else memory.peak
+    return _time(cfg, model_pass, memory, sharding, card).middle, held
 
 
 def _add_reference(model_pass: ModelPass, memory: Memory) -> None:
     """Add the forward of the model without its adapter to what a step computes and gathers. Of a frozen base, forward
     and backward cost the same; recomputed blocks are run forward twice. It holds less memory than training."""
-    memory.flops *= 4 / 3 if model_pass.repeated else 3 / 2
+    blocks = sum(not unit.is_root for unit in model_pass.units)
+    passes = 2 + len(model_pass.repeated) / blocks
+    memory.flops *= (passes + 1) / passes
     memory.gathered *= 3 / 2
     memory.copied *= 3 / 2
 
@@ -193,7 +219,7 @@ def _time(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Shard
     parts = {
         "computing": computing + DECODING_TRAFFIC * _decoded(cfg, model_pass) / card.bandwidth,
         "gathering weights": gathers + between,
-        "copies from host memory": _copied(memory, sharding) / card.host_link,
+        "copies from host memory": memory.copied / card.host_link,
     }
     low, high = max(parts.values()) + fixed, sum(parts.values()) + fixed
     return Time(low, high, max(parts, key=parts.__getitem__), source)
@@ -203,12 +229,6 @@ def _cheap_share(model_pass: ModelPass) -> float:
     """Return the share of blocks that recompute nothing but what is cheap; operations do not count it."""
     blocks = sum(not unit.is_root for unit in model_pass.units)
     return len(model_pass.recomputed - model_pass.repeated) / max(1, blocks)
-
-
-def _copied(memory: Memory, sharding: Sharding) -> float:
-    """Return the bytes that a rank copies from host memory in a step: all its shards when they are gathered, or the
-    frozen weights of offloaded blocks."""
-    return memory.gathered / sharding.ranks if sharding.offload else memory.copied
 
 
 def _decoded(cfg: RunConfig, model_pass: ModelPass) -> float:

@@ -65,6 +65,19 @@ def known_parts(cfg: RunConfig, cache: Path) -> tuple[PassTable | None, Encoders
     return next(filter(None, tables), None), next(filter(None, encoders), None)
 
 
+def recorded_formats(cfg: RunConfig) -> list[dict[str, Any]]:
+    """Return values of `quantize` with formats per layer for which a table of the run's model and adapter comes with
+    the program. Raises InputError when the model is not known."""
+    found: list[dict[str, Any]] = []
+    for key in _read(SHIPPED / f"{name_of(cfg)}.json.gz")[0]:
+        adapter, format, _, *rest = key.split(" ", 3)
+        values = json.loads(rest[0]).get("quantize") if rest else None
+        if values and adapter == cfg.adapter.type:
+            layers = {"keep": tuple(values.get("keep", ())), "formats": values.get("formats", {})}
+            found.append({"format": format, **layers})
+    return found
+
+
 def name_of(cfg: RunConfig) -> str:
     """Return the model's name: family and architecture of a published one, else the family and a hash of its configs.
 

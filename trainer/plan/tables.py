@@ -137,7 +137,14 @@ class PassTable:
             units = [_unit_between(low, high, part) for low, high in pairs]
         return tuple(lengthen(tuple(units), (), self.runs)[0])
 
-    def _marks(self, size: Size, rank: int, kind: PassKind) -> list[Mark]:
+    def has(self, kind: PassKind) -> bool:
+        """Whether passes of this kind were traced."""
+        return kind in self.by_rank[0].figures
+
+    def _marks(self, size: Size, rank: int, kind: PassKind) -> tuple[Mark, ...]:
+        return _marks(self, size, rank, kind)
+
+    def _marks_between(self, size: Size, rank: int, kind: PassKind) -> list[Mark]:
         part = self._part(rank)
         found = [_of_size(of_rank.figures[kind], self.sides, size) for of_rank in self.by_rank]
         values = [
@@ -177,6 +184,11 @@ def _training(table: PassTable, size: Size, rank: int, checkpointing: str | int)
     marks = [by_mode[modes.get(mark.unit, rest)][number] for number, mark in enumerate(by_mode["none"])]
     again, repeated = ({n for n, mode in modes.items() if mode in of} for of in (("full", "selective"), ("full",)))
     return ModelPass(table._units(rank), tuple(marks), table.buffers, frozenset(again), frozenset(repeated))
+
+
+@lru_cache(CACHED_PASSES)
+def _marks(table: PassTable, size: Size, rank: int, kind: PassKind) -> tuple[Mark, ...]:
+    return tuple(table._marks_between(size, rank, kind))
 
 
 @lru_cache(CACHED_PASSES)

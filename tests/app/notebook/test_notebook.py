@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import Markup
 from PIL import Image
 
 from app import html, notebook
@@ -337,6 +338,21 @@ def test_a_plan_shows_what_each_gpu_holds_and_what_would_make_it_fit():
     assert 'data-verdict="does not fit"' in shown
     assert "<li>fits with parallel.cpu_offload=true: " in shown
     assert "fits with" not in notebook.plan(config, "8x80gb")._repr_html_()
+
+
+def test_what_fits_is_shown_fastest_first_and_can_be_started():
+    config = notebook.config("flux2-dev-lora-4gpu", "train.steps=100")
+    found = notebook.fit(config, "4x24gb", price=0.5)
+    seconds = [proposal.seconds for proposal in found.proposals]
+    assert seconds == sorted(seconds)
+    assert f"1  {seconds[0]:.3g} s per step, " in repr(found)
+    assert f" for {found.proposals[0].price(100, 0.5):.2f}\n" in repr(found)
+    assert Markup("<pre>{}</pre>").format(repr(found)) in found._repr_html_()
+    chosen = found.config.config
+    assert (chosen.quantize.format, chosen.train.steps) == ("int8", 100)
+    assert notebook.plan(found.config, "4x24gb").plan.verdict == "fits"
+    with pytest.raises(InputError, match="would fit with"):
+        _ = notebook.fit(config, "1x12gb", keep=["resolution", "format", "cpu_offload", "rank"]).config
 
 
 def test_a_part_of_the_memory_has_the_same_colour_in_every_plan():

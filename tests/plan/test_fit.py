@@ -1,0 +1,254 @@
+"""The search for the fastest config that fits finds what trying everything finds, and keeps what it must."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tests.plan.common import NOWHERE, run
+from trainer.config.amounts import GIB
+from trainer.config.errors import InputError
+from trainer.config.installation import PRESETS
+from trainer.config.load import load_config
+from trainer.config.schema import RunConfig
+from trainer.config.sections import NoAdapter
+from trainer.plan.choices import BLOCKS_APART, KEPT, SHARES, kept_fields
+from trainer.plan.fit import Fit, Target, fit
+from trainer.plan.fixes import planned
+from trainer.plan.hardware import named
+from trainer.plan.memory import MemoryPlan
+
+TEN = (
+    "flux2-dev-lora-4gpu",
+    "flux2-dev-lora-nf4-2x24gb",
+    "flux2-klein-9b-lora-2gpu",
+    "flux2-klein-4b-lora-1gpu",
+    "flux1-dev-lora-nf4-1x12gb",
+    "qwen-image-lora-2gpu",
+    "bagel-7b-mot-full-8x80gb",
+    "sdxl-full-4gpu",
+    "sdxl-locon-text-encoders-2gpu",
+    "qwen3-8b-qlora-1x24gb",
+)
+MACHINES = ("1x12gb", "1x24gb", "2x24gb", "4x24gb", "4x80gb", "8x80gb")
+FEW = (
+    ("flux2-klein-9b-lora-2gpu", "2x24gb"),
+    ("flux2-klein-4b-lora-1gpu", "1x12gb"),
+    ("flux1-dev-lora-nf4-1x12gb", "1x12gb"),
+    ("sdxl-full-4gpu", "1x24gb"),
+)
+"""Of the ten and the machines, what takes seconds to try."""
+SOME_FIRST = tuple(f"full {count}, none" for count in range(4, 60, 8))
+"""Some mixtures of recompute: of those with a number of blocks, which the search takes all, not all can be tried."""
+WITHIN = 1.02
+"""Times the least time of a step that a proposal may take."""
+
+
+def preset(name: str) -> RunConfig:
+    return load_config(PRESETS / f"{name}.yaml").config
+
+
+def searched(cfg: RunConfig, machine: str, **more: Any) -> Fit:
+    hardware = named(machine)
+    assert hardware.count is not None
+    return fit(cfg, Target(hardware.card, hardware.count, more.pop("kept", kept_fields(KEPT)), **more), NOWHERE)
+
+
+def everything(cfg: RunConfig, machine: str) -> Iterator[MemoryPlan]:
+    """The plans of all configs with the same result, from the definition of the space: no bounds, no bisection."""
+    hardware = named(machine)
+    own = cfg.quantize
+    assert hardware.count is not None and cfg.parallel.nodes == 1
+    quantized = [own.model_copy(update={"format": "int8", "formats": formats}) for formats in ({}, own.formats)]
+    if own.format == "nf4":
+        quantized += [own.model_copy(update={"formats": formats}) for formats in ({}, own.formats)]
+    bases = [own] if own.format == "none" else []
+    bases += [type(own)()] + ([] if isinstance(cfg.adapter, NoAdapter) else quantized)
+    devices = [number for number in range(1, hardware.count + 1) if hardware.count % number == 0]
+    blocks = ("none", "full", *BLOCKS_APART, *SOME_FIRST)
+    axes = (devices, ("none", "full", "grad_op", "ddp"), bases, (False, True), blocks, (0, *SHARES, True))
+    for number, strategy, base, encoders, every, offload in itertools.product(*axes):
+        of_a_rank = math.ceil(cfg.train.batch_size / number)
+        for size in [size for size in range(1, of_a_rank + 1) if of_a_rank % size == 0]:
+            tree = cfg.model_dump()
+            tree["quantize"] = base.model_dump() | {"encoders": base.encoders or encoders}
+            tree["train"] |= {"checkpointing": every, "micro_batch": size}
+            tree["parallel"] |= {"devices": number, "strategy": strategy, "cpu_offload": offload is True}
+            tree["parallel"]["offload_blocks"] = 0 if offload is True else offload
+            tree["parallel"] |= {"prefetch_forward": 0, "prefetch_backward": 0}
+            try:
+                plan = planned(RunConfig.model_validate(tree), hardware.card, NOWHERE)
+            except ValidationError:
+                continue
+            if plan is not None:
+                yield plan
+
+
+def compared(name: str, machine: str) -> None:
+    cfg = preset(name)
+    fitting = [plan for plan in everything(cfg, machine) if plan.verdict == "fits"]
+    proposals = searched(cfg, machine).proposals
+    if not fitting:
+        assert proposals == ()
+        return
+    least = min(plan.time.middle for plan in fitting if plan.time)
+    assert proposals[0].seconds <= WITHIN * least
+    assert proposals[0].plan.verdict == "fits"
+
+
+@pytest.mark.parametrize(("name", "machine"), FEW)
+def test_no_config_that_fits_is_faster(name: str, machine: str) -> None:
+    compared(name, machine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", TEN)
+def test_no_config_of_ten_presets_that_fits_six_machines_is_faster(name: str, machine: str) -> None:
+    if (name, machine) not in FEW:
+        compared(name, machine)
+
+
+def changed(found: Fit) -> set[str]:
+    return {field for proposal in found.proposals for field in proposal.changes}
+
+
+@pytest.mark.parametrize(("name", "machine"), FEW)
+def test_the_plan_of_a_proposal_is_that_of_its_config_and_of_what_it_says_to_change(name: str, machine: str) -> None:
+    cfg, card = preset(name), named(machine).card
+    for proposal in searched(cfg, machine).proposals:
+        assert planned(proposal.config, card, NOWHERE) == proposal.plan
+        tree = cfg.model_dump()
+        for field, (before, now) in proposal.changes.items():
+            section, key = field.split(".")
+            assert (tree[section][key], before) == (before, tree[section][key]) and before != now
+            tree[section][key] = now
+        assert RunConfig.model_validate(tree) == proposal.config
+        assert proposal.config.train.batch_size == cfg.train.batch_size
+
+
+def test_the_proposals_are_different_ways_and_the_fastest_comes_first() -> None:
+    proposals = searched(preset("flux2-dev-lora-8gpu"), "8x80gb").proposals
+    assert len(proposals) == 3
+    assert [proposal.seconds for proposal in proposals] == sorted(proposal.seconds for proposal in proposals)
+    ways = {
+        (p.plan.strategy, p.config.quantize.format, p.config.parallel.cpu_offload, p.config.train.checkpointing)
+        for p in proposals
+    }
+    assert len(ways) == 3
+    first = proposals[0]
+    assert first.per_second == pytest.approx(8 / first.seconds)
+    assert first.hours(1000) == pytest.approx(first.seconds / 3.6)
+    assert first.price(1000, 2.5) == pytest.approx(first.hours(1000) * 8 * 2.5)
+
+
+def test_what_changes_the_result_is_kept() -> None:
+    tight = ("parallel.devices=1", "parallel.strategy=none")
+    for machine in ("1x12gb", "1x24gb"):
+        found = searched(run("flux2 klein-9b", *tight), machine)
+        assert found.proposals
+        assert not changed(found) & {"data.resolution", "adapter.rank"}
+        assert all(proposal.config.quantize.format in ("none", "int8") for proposal in found.proposals)
+
+
+def test_a_base_of_4_bits_is_proposed_where_the_preset_has_one_or_the_user_allows_it() -> None:
+    cfg = run("flux2 klein-9b", "parallel.devices=1", "parallel.strategy=none")
+    fixed = frozenset({"parallel.cpu_offload"})
+    assert searched(cfg, "1x12gb", given=fixed).proposals == ()
+    allowed = searched(cfg, "1x12gb", given=fixed, kept=kept_fields(["resolution", "rank"])).proposals
+    assert {proposal.config.quantize.format for proposal in allowed} == {"nf4"}
+    own = cfg.model_copy(update={"quantize": cfg.quantize.model_copy(update={"format": "nf4"})})
+    assert searched(own, "1x12gb", given=fixed).proposals[0].config.quantize.format == "nf4"
+
+
+def test_images_become_smaller_only_where_allowed_and_no_smaller_than_needed() -> None:
+    cfg = run("flux2 klein-4b", "parallel.devices=1", "parallel.strategy=none", "data.resolution=2048")
+    fixed = frozenset({"parallel.cpu_offload", "quantize.format", "train.checkpointing"})
+    assert searched(cfg, "1x24gb", given=fixed).proposals == ()
+    found = searched(cfg, "1x24gb", given=fixed, kept=frozenset({"adapter.rank"})).proposals
+    assert {proposal.config.data.resolution for proposal in found} == {768}
+    larger = cfg.model_copy(update={"data": cfg.data.model_copy(update={"resolution": 1024})})
+    assert searched(larger, "1x24gb", given=fixed).proposals == ()
+
+
+def test_what_the_user_gave_stays() -> None:
+    cfg = run(
+        "flux2 dev", "parallel.strategy=full", "train.checkpointing=4", "train.batch_size=8", "train.micro_batch=2"
+    )
+    fields = {"parallel.strategy", "train.checkpointing", "train.micro_batch", "parallel.devices", "quantize.format"}
+    for field in fields:
+        found = searched(cfg, "8x80gb", given=frozenset({field}))
+        assert found.proposals and field not in changed(found)
+    assert changed(searched(cfg, "8x80gb", given=frozenset(fields))) <= {"parallel.cpu_offload"}
+
+
+def test_the_next_faster_config_would_be_faster_and_does_not_fit() -> None:
+    cfg = preset("flux1-dev-lora-2gpu")
+    found = searched(cfg, "1x24gb")
+    changes, _, rest = found.faster.partition(" would take ")
+    seconds, _, need = rest.partition(" s, but needs ")
+    tree = found.proposals[0].config.model_dump()
+    for change in shlex.split(changes):
+        field, _, value = change.partition("=")
+        section, key = field.split(".")
+        tree[section][key] = {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
+    plan = planned(RunConfig.model_validate(tree), named("1x24gb").card, NOWHERE)
+    assert plan is not None and plan.time is not None
+    assert plan.verdict != "fits" and plan.time.middle < found.proposals[0].seconds
+    assert (f"{plan.time.middle:.3g}", f"{plan.need / GIB:.1f}") == (seconds, need.split()[0])
+
+
+def test_nothing_is_said_to_be_faster_than_the_fastest_of_all() -> None:
+    assert searched(preset("flux1-dev-lora-2gpu"), "8x80gb").faster == ""
+
+
+def test_where_nothing_fits_the_least_that_would_help_is_named() -> None:
+    cfg = run("flux2 klein-9b", "parallel.devices=1", "parallel.strategy=none")
+    fixed = frozenset({"parallel.cpu_offload"})
+    found = searched(cfg, "1x12gb", given=fixed)
+    assert found.remedy == (
+        "would fit with parallel.cpu_offload=true: leave parallel.cpu_offload out of the command line"
+    )
+    kept = kept_fields([*KEPT, "cpu_offload"])
+    assert searched(cfg, "1x12gb", kept=kept).remedy == (
+        "would fit with parallel.cpu_offload=true: allow it with --keep format,rank,resolution"
+    )
+    alone = run("flux2 klein-9b", "parallel.devices=1", "parallel.strategy=none", "data.resolution=2048")
+    assert searched(alone, "1x12gb", given=fixed, kept=kept_fields(["rank", "format"])).remedy == (
+        "would fit with parallel.cpu_offload=true: leave parallel.cpu_offload out of the command line"
+    )
+    huge = run("flux2 dev", "data.resolution=4096", "train.checkpointing=full")
+    assert searched(huge, "1x12gb").remedy.startswith("would fit with data.resolution=")
+    whole = run("flux2 dev", "adapter.type=none")
+    assert searched(whole, "1x12gb", host=float(64 * GIB)).remedy == (
+        "nothing that is searched makes it fit: take more GPUs, larger ones, or a smaller model"
+    )
+
+
+def test_offload_that_the_machines_memory_cannot_hold_is_not_proposed() -> None:
+    cfg = preset("flux2-dev-lora-4gpu")
+    free = searched(cfg, "1x24gb").proposals[0]
+    assert free.config.parallel.cpu_offload and free.host > 30 * GIB
+    small = searched(cfg, "1x24gb", host=free.host - GIB)
+    assert all(proposal.host <= free.host - GIB for proposal in small.proposals)
+    assert not any(proposal.config.parallel.cpu_offload for proposal in small.proposals)
+
+
+def test_formats_without_a_table_are_left_out_and_named() -> None:
+    found = searched(preset("sdxl-loha-1gpu"), "1x12gb")
+    assert found.notes == ("quantize.format=int8 was left out: it is not recorded for this model; --plan records it",)
+    assert {proposal.config.quantize.format for proposal in found.proposals} == {"none"}
+
+
+def test_fields_may_be_named_in_short_and_an_unknown_one_is_refused() -> None:
+    assert kept_fields(["rank", "data.resolution"]) == {"adapter.rank", "data.resolution", "data.length"}
+    assert kept_fields(["format"]) == {"quantize.format"}
+    assert kept_fields([]) == frozenset()
+    with pytest.raises(InputError, match=r"--keep: 'resolutoin' is not a field; did you mean 'resolution'\?"):
+        kept_fields(["resolutoin"])
