@@ -30,6 +30,8 @@ MODELS = {
     "SDXL": "sdxl base",
     "BAGEL-7B-MoT": "bagel 7b-mot",
 }
+AGAIN = {"none": "", "selective": "◐", "full": "↻"}
+"""{the most that a block recomputes: its mark}"""
 ABOUT = 1.1
 """Times the fastest is about as fast."""
 MACHINES = ("1x24gb", "1x32gb", "2x24gb", "2x32gb", "2x48gb", "4x24gb", "4x80gb", "8x80gb")
@@ -56,16 +58,14 @@ def _ways(model: str, machine: str) -> Iterator[tuple[str, MemoryPlan]]:
     assert hardware.count is not None
     strategies = ("none",) if hardware.count == 1 else ("ddp", "full")
     formats = ("none", "int8", "nf4")
-    for format, again, offload, strategy in itertools.product(formats, (False, True), (False, True), strategies):
-        if offload and strategy == "ddp":
-            continue
+    for format, strategy, offload in itertools.product(formats, strategies, (0, "auto")):
         fields = [f"parallel.devices={hardware.count}", f"train.batch_size={hardware.count}"]
-        fields += [f"parallel.strategy={'full' if offload else strategy}", f"quantize.format={format}"]
-        fields += [f"quantize.encoders={str(format != 'none').lower()}", "sample.every=250", "sample.prompts=[a fox]"]
-        fields += [f"train.checkpointing={'full' if again else 'none'}", f"parallel.cpu_offload={str(offload).lower()}"]
+        fields += [f"parallel.strategy={strategy}", f"quantize.format={format}", "train.checkpointing=auto"]
+        fields += [f"quantize.encoders={str(format != 'none').lower()}", f"parallel.offload_blocks={offload}"]
+        fields += ["sample.every=250", "sample.prompts=[a fox]"]
         plan = planned(run(model, *fields), hardware.card, NOWHERE)
         if plan and plan.verdict == "fits":
-            marks = ("↻" if again else "") + ("⇅" if offload else "")
+            marks = AGAIN[str(plan.checkpointing).partition(" ")[0]] + ("⇅" if plan.offload_blocks else "")
             base = "bf16" if format == "none" else format
             yield f"{base}{marks} {plan.need / GIB:.1f}", plan
 

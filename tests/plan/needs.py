@@ -13,28 +13,43 @@ from tests.readme import readme
 from trainer.config.amounts import GIB
 from trainer.config.load import load_config
 from trainer.plan.fixes import planned
+from trainer.plan.hardware import CARDS
 from trainer.plan.phases import CAPTIONS, SAMPLING, TRAINING
 
 PRESETS = Path(__file__).parents[2] / "presets"
+CARD = re.compile(r"-1x(\d+gb)$")
 LINE = re.compile(r"^# (?P<where>per GPU|on the GPU), GiB +training .+$", re.MULTILINE)
 
 
 def needs(name: str, *fields: str) -> dict[str, str]:
-    """{part of a preset's run: GiB}; - for a part that there is not. What is left to the plan is decided for least."""
+    """{part of a preset's run: GiB}; - for a part that there is not.
+
+    Recompute that is left to the plan is full; offload that is left to it is decided for the preset's GPU.
+    """
     cfg = load_config(PRESETS / f"{name}.yaml", fields).config
-    if cfg.train.checkpointing == "auto":
+    gpu = CARD.search(name)
+    if offloads(name):
+        assert gpu is not None
+    elif cfg.train.checkpointing == "auto":
         cfg = load_config(PRESETS / f"{name}.yaml", (*fields, "train.checkpointing=full")).config
-    found = planned(cfg, None, NOWHERE)
+    found = planned(cfg, CARDS[gpu[1]] if gpu and offloads(name) else None, NOWHERE)
     assert found is not None
     peaks = {phase.name: f"{phase.peak / GIB:.1f}" for phase in found.phases}
     return {part: peaks.get(part, "-") for part in (TRAINING, CAPTIONS, SAMPLING)}
 
 
+def offloads(name: str) -> bool:
+    """Whether a preset leaves it to the plan which blocks are offloaded."""
+    return load_config(PRESETS / f"{name}.yaml").config.parallel.offload_blocks == "auto"
+
+
 def said_by_preset(name: str, where: str) -> str:
     """The line in a preset's head. where: `per GPU`, or `on the GPU` where there is one."""
-    found, kept = needs(name), needs(name, "train.checkpointing=none")[TRAINING]
+    off = ("parallel.offload_blocks=0",) if offloads(name) else ()
+    found, kept = needs(name), needs(name, "train.checkpointing=none", *off)[TRAINING]
+    without = "checkpointing and offload" if off else "checkpointing"
     others = "".join(f"    {part} {found[part]}" for part in (CAPTIONS, SAMPLING) if found[part] != "-")
-    return f"# {f'{where}, GiB':17}training {found[TRAINING]} (without checkpointing {kept}){others}"
+    return f"# {f'{where}, GiB':17}training {found[TRAINING]} (without {without} {kept}){others}"
 
 
 def said_by_readme(row: str) -> str:

@@ -96,6 +96,8 @@ def test_there_is_a_preset_for_each_kind_of_hardware() -> None:
         "flux2-dev-lora-4gpu",
         "flux2-dev-lora-8gpu",
         "flux2-dev-lora-int8-4gpu",
+        "flux2-dev-lora-nf4-1x24gb",
+        "flux2-dev-lora-nf4-1x32gb",
         "flux2-dev-lora-nf4-2x24gb",
         "flux2-klein-4b-lora-1gpu",
         "flux2-klein-9b-lora-2gpu",
@@ -238,7 +240,7 @@ def test_a_preset_in_stages_uses_the_machines_and_gpus_of_its_name(name: str) ->
     found = re.search(r"_(?:(\d+)x)?(\d+)(?:gpu)?$", name)
     assert found is not None
     assert (cfg.parallel.nodes, cfg.parallel.devices) == (int(found[1] or 1), int(found[2]))
-    assert cfg.train.checkpointing == "full"
+    assert cfg.train.checkpointing == "auto"
     assert cfg.parallel.prefetch_forward > 0 < cfg.parallel.prefetch_backward
     assert cfg.parallel.cpu_offload == (name == "large_scale_8x8")
 

@@ -60,7 +60,7 @@ class Memory:
         gathered: Bytes through all-gathers in an optimizer step, of the whole tensors.
         scattered: Bytes through reduce-scatters, likewise.
         reduced: Bytes through all-reduces, likewise.
-        copied: Bytes that are copied from host memory in an optimizer step: of offloaded blocks, or of this rank's shards.
+        copied: Bytes copied from host memory in an optimizer step: of offloaded blocks, or of this rank's shards.
         flops: Floating-point operations of an optimizer step.
     """
 
