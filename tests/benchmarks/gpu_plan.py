@@ -80,6 +80,7 @@ CASES: Mapping[str, Case] = {
     "plan flux2-dev, 8 ranks": Case("flux2 dev", 8),
     "plan flux2-dev nf4, 2 ranks": Case("flux2 dev", 2, (*RECOMPUTED, *NF4)),
     "plan flux2-klein-4b, 1 rank": Case("flux2 klein-4b", 1, ()),
+    "plan flux2-klein-4b, selective, 1 rank": Case("flux2 klein-4b", 1, ("train.checkpointing=selective",)),
     "plan flux2-dev nf4, half offloaded, 1 rank": Case("flux2 dev", 1, (*RECOMPUTED, *NF4, *HALF)),
     "plan flux2-klein-4b, half offloaded, 2 ranks": Case("flux2 klein-4b", 2, (*RECOMPUTED, *HALF)),
     "plan flux1-dev, 4 ranks": Case("flux1 dev", 4),

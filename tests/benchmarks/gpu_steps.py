@@ -69,10 +69,13 @@ class Variant:
 
 
 RECOMPUTED: Mapping[str, Mapping[str, Any]] = {"train": {"checkpointing": "full"}}
+SELECTIVE: Mapping[str, Mapping[str, Any]] = {"train": {"checkpointing": "selective"}}
 SHARDED: Mapping[str, Mapping[str, Any]] = {"parallel": {"strategy": "full"}}
 EAGER = {
     "plain": Variant(),
     "recompute": Variant(RECOMPUTED),
+    "selective": Variant(SELECTIVE),
+    "offloaded": Variant({"parallel": {"strategy": "none", "offload_blocks": 1.0}}),
     "sharded": Variant(SHARDED),
     "nf4": Variant({"quantize": {"format": "nf4"}}),
     "int8": Variant({"quantize": {"format": "int8"}}),
@@ -85,6 +88,7 @@ EAGER = {
 COMPILED = {
     "compiled": Variant({"train": {"compile": True}}),
     "compiled, recompute": Variant({"train": {"compile": True, "checkpointing": "full"}}),
+    "compiled, selective": Variant({"train": {"compile": True, "checkpointing": "selective"}}),
     "compiled, sharded": Variant({"train": {"compile": True}, **SHARDED}),
     "compiled, nf4": Variant({"train": {"compile": True}, "quantize": {"format": "nf4"}}),
 }

@@ -78,7 +78,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("strategy", ["none", "full"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("base", ["none", "nf4"])
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in ADAPTERS])
 def test_every_class_of_blocks_is_compiled_without_a_break(
