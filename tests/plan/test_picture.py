@@ -73,6 +73,13 @@ def test_the_fullest_moment_is_the_peak_of_the_simulation(table, checkpointing):
         assert points[-1].flops == memory.flops
 
 
+@pytest.mark.parametrize("card", ["24gb", "48gb"])
+def test_the_moments_are_those_of_what_the_plan_decided(card: str):
+    left_open = ("train.checkpointing=auto", "parallel.offload_blocks=auto", "quantize.format=nf4")
+    plan, points = planned("flux2 dev", card, *left_open, "parallel.devices=1", "parallel.strategy=auto")
+    assert max(point.peak for point in points) == plan.training.peak
+
+
 def test_the_moments_of_a_layer_are_those_that_were_computed_by_hand():
     weights = 1024 * 1024 * 4
     resident = {"weights": weights, "optimizer": 2.0 * weights}
