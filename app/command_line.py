@@ -42,6 +42,7 @@ TAKEN_BY = {
     "prove": ("fit",),
     "json": ("plan",),
     "exactly": ("plan",),
+    "html": ("plan",),
     "name": (),
     "auth_file": (),
 }
@@ -143,6 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--exactly", action="store_const", const=True, help="also trace the whole model, half a minute (--plan)"
     )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="also write a page about the plan, with memory over a step (--plan)"
+    )
     return parser
 
 
@@ -243,7 +247,7 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 
         preset = preset_file(options.plan, options.runs / "presets")
         as_json, exactly = bool(options.json), bool(options.exactly)
-        return plan_command.show(preset, options.overrides, options.runs, options.gpus, as_json, exactly)
+        return plan_command.show(preset, options.overrides, options.runs, options.gpus, as_json, exactly, options.html)
     if options.fit is not None:
         return _fit(options)
     if options.queue:

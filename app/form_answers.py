@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from app import folders, form
 from app.form import Checked
-from app.html import memory_kind
 from app.plan_preview import PlanPreview
 from trainer.config import families
 from trainer.config.errors import InputError
@@ -23,8 +22,10 @@ from trainer.config.schema import RunConfig
 from trainer.config.titles import METHODS as METHOD_NAMES
 from trainer.gpus import Gpu
 from trainer.launcher import capacity
+from trainer.plan import picture
 from trainer.plan.memory import MemoryPlan, verdict
-from trainer.plan.phases import Item, moment
+from trainer.plan.phases import Item, by_kind, moment
+from trainer.plan.picture import Limit, Outline
 from trainer.run.colors import MEMORY_KINDS
 from trainer.run.length import RunLength
 
@@ -213,11 +214,28 @@ def plan(
     }
 
 
+def step(found: MemoryPlan, drawn: Outline, cfg: RunConfig) -> dict[str, Any]:
+    """Return the memory over a training step, as little as draws it: KiB, and ten-thousandths of the computing."""
+    limit = Limit() if found.card is None and cfg.parallel.device == "cpu" else Limit.of(found)
+    most, bars = drawn.fullest, drawn.bars
+    seen = limit.seen(most.peak)
+    columns = zip(MEMORY_KINDS, zip(*(bar.kinds for bar in bars), strict=True), strict=True)
+    return {
+        "ends": [round(bar.end * 1e4) for bar in bars],
+        "kinds": [[kind, [round(size / 1024) for size in sizes]] for kind, sizes in columns if any(sizes)],
+        "words": [bar.words for bar in bars],
+        "spans": [[span.name, round(span.start * 1e4), round(span.end * 1e4)] for span in drawn.spans],
+        "at": bars.index(most),
+        "peak": most.peak,
+        "reserve": seen.reserve,
+        "limit": seen.memory,
+        "sentence": picture.sentence(drawn, limit),
+    }
+
+
 def kinds(found: MemoryPlan) -> list[list[Any]]:
     """Return [kind, bytes] of the fullest moment, in a fixed order."""
-    sizes = dict.fromkeys(MEMORY_KINDS, 0.0)
-    for item in found.fullest.items:
-        sizes[memory_kind(item.name)] += item.size
+    sizes = by_kind({item.name: item.size for item in found.fullest.items})
     return [[kind, size] for kind, size in sizes.items() if size]
 
 

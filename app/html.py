@@ -14,7 +14,7 @@ from trainer.config.amounts import GIB, file_size, memory_size
 from trainer.config.errors import InputError
 from trainer.gpus import Gpu
 from trainer.plan.memory import MemoryPlan, verdict
-from trainer.plan.phases import Item, moment
+from trainer.plan.phases import Item, memory_kind, moment
 from trainer.run import process
 from trainer.run.colors import both_variables
 from trainer.run.events import SampleEvent, format_speed
@@ -137,28 +137,6 @@ def plan_bar(plan: MemoryPlan, checked: str = "") -> Markup:
         disk=_stored(plan.disk, file_size),
         checked=Markup("<p>{}</p>").format(_sentence(checked)) if checked else "",
     )
-
-
-MEMORY_KINDS: Mapping[str, str] = {
-    "weights": "weights",
-    "text encoders": "weights",
-    "autoencoder": "weights",
-    "optimizer": "optimizer",
-    "averaged weights": "optimizer",
-    "gradients": "optimizer",
-    "gathered blocks": "gathered",
-    "gathered weights": "gathered",
-    "gradients being reduced": "gathered",
-    "activations": "activations",
-    "buffers": "reserve",
-}
-"""{part of the memory: its kind, of `colors.MEMORY_KINDS`}"""
-
-
-def memory_kind(part: str) -> str:
-    """Return the kind of a part of the memory: it has the same colour in every plan. A part that is not listed, as what
-    the allocator and the driver take, is "reserve"."""
-    return MEMORY_KINDS.get(part, "reserve")
 
 
 def _stored(items: Sequence[Item], size: Callable[[float], str]) -> Markup:

@@ -15,13 +15,16 @@ from trainer.gpus import Gpu
 from trainer.plan.calibration import calibrate
 from trainer.plan.fixes import Fix, fixes, planned
 from trainer.plan.hardware import CARDS, Card, of_machine
-from trainer.plan.memory import MemoryPlan, describe_trace
-from trainer.plan.store import find_model, key_of, name_of, traced_peak
+from trainer.plan.memory import MemoryPlan, describe_trace, history_of
+from trainer.plan.picture import Outline, outline
+from trainer.plan.store import find_model, key_of, known_model, name_of, traced_peak
 from trainer.run.folder import shared_cache
 
 T = TypeVar("T")
 MOST_PLANS = 8
 """Plans that are kept: of the configs and GPUs that windows asked for last."""
+NUM_BARS = 160
+"""Parts of a training step that are drawn in the width of the panel."""
 THIS_MACHINE = "this machine"
 TARGETS = (THIS_MACHINE, *CARDS)
 """GPUs that a plan can be made for."""
@@ -79,6 +82,14 @@ class PlanPreviews:
         except InputError:
             return None
         return found[0] if found else None
+
+    def outline(self, cfg: RunConfig, target: str, gpus: Sequence[Gpu]) -> tuple[MemoryPlan, Outline] | None:
+        """Return the plan for one of TARGETS and the memory over one of its training steps; None without a plan."""
+        cache = shared_cache(cfg, self._runs)
+        found, model = self._planned(cfg, _card(target, gpus), cache), known_model(cfg, cache)
+        if found is None or model is None:
+            return None
+        return found[0], outline(history_of(cfg, model, found[0]), NUM_BARS)
 
     def _planned(self, cfg: RunConfig, card: Card | None, cache: Path) -> tuple[MemoryPlan, tuple[Fix, ...]] | None:
         """The plan and its fixes, made once for what a form shows again and again; None for a model without a table."""

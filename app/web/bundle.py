@@ -8,6 +8,7 @@ FOLDER = Path(__file__).with_name("assets")
 SCREENS: tuple[str, ...] = (
     "charts",
     "lightbox",
+    "step",
     "form",
     "run",
     "samples",

@@ -18,9 +18,9 @@ from trainer.plan import plan
 from trainer.plan.compare import decisions
 from trainer.plan.fixes import Fix, fixes, largest
 from trainer.plan.hardware import Card, detected, named
-from trainer.plan.memory import MemoryPlan, Time, between, describe, describe_trace, verdict
+from trainer.plan.memory import MemoryPlan, Time, between, describe, describe_trace, history_of, verdict
 from trainer.plan.phases import moment
-from trainer.plan.store import traced_peak
+from trainer.plan.store import find_model, traced_peak
 from trainer.run.events import format_duration
 from trainer.run.folder import shared_cache
 from trainer.run.length import RunLength
@@ -29,7 +29,15 @@ SMALLEST_SHOWN = GIB / 100
 """Smaller items of a plan are not printed. In bytes."""
 
 
-def show(preset: Path, overrides: Sequence[str], runs: Path, gpus: str | None, as_json: bool, exactly: bool) -> int:
+def show(
+    preset: Path,
+    overrides: Sequence[str],
+    runs: Path,
+    gpus: str | None,
+    as_json: bool,
+    exactly: bool,
+    html: Path | None = None,
+) -> int:
     """Print the plan of a preset.
 
     Args:
@@ -39,13 +47,18 @@ def show(preset: Path, overrides: Sequence[str], runs: Path, gpus: str | None, a
         gpus: For example `4x24gb`. None: the GPUs of this machine, if any.
         as_json: Print JSON.
         exactly: Also trace the run to measure its peak.
+        html: Also write a page about the plan into this file.
 
     Returns:
         1 if the run does not fit, 0 if it does or no GPU is known.
 
     Raises:
-        InputError: The config or `gpus` is wrong.
+        InputError: The config or `gpus` is wrong, or `html` cannot be written.
     """
+    if html:
+        from trainer.launcher import plan_page  # only here: a plan as text is to be printed at once
+
+        plan_page.refuse(html)
     hardware = named(gpus) if gpus else detected()
     if hardware and hardware.count and gpus:
         overrides = (*overrides, f"parallel.devices={hardware.count}")
@@ -72,6 +85,10 @@ def show(preset: Path, overrides: Sequence[str], runs: Path, gpus: str | None, a
         say("\n\n".join(f"{title}{text}" for title, text in zip(titles or [""], texts, strict=True)))
         if whole := _all_stages(cfg, results):
             say(f"\n{whole}")
+    if html:
+        _write_page(html, cfg, results, cache)
+        if not as_json:
+            say(f"\nwritten as a page: {html}")
     return 1 if any(result.plan.verdict == "does not fit" for result in results) else 0
 
 
@@ -103,6 +120,26 @@ def _all_stages(cfg: RunConfig, results: Sequence[_PartPlan]) -> str:
     return f"all stages: {total:,} steps in {took}" if cfg.stages else ""
 
 
+def _write_page(file: Path, cfg: RunConfig, results: Sequence[_PartPlan], cache: Path) -> None:
+    from trainer.launcher.plan_page import Section, write
+
+    parts = stage_configs(cfg)
+    names = [f"Stage {number} of {len(parts)}, {one.name}" for number, one in enumerate(cfg.stages, 1)]
+    sections = [
+        Section(
+            name=name,
+            title=_title(part, result.plan),
+            plan=result.plan,
+            facts=_facts(part, result.plan),
+            points=history_of(part, find_model(part, cache), result.plan),
+            ways=_ways(result),
+            remarks=_remarks(part, result),
+        )
+        for name, part, result in zip(names or [""], parts, results, strict=True)
+    ]
+    write(file, cfg.name, _all_stages(cfg, results), sections)
+
+
 def _plan_part(cfg: RunConfig, card: Card | None, cache: Path, exactly: bool) -> _PartPlan:
     memory = plan(cfg, card, cache, complain)
     ways, most = (fixes(cfg, card, cache), largest(cfg, card, cache)) if card else ([], {})
@@ -110,9 +147,16 @@ def _plan_part(cfg: RunConfig, card: Card | None, cache: Path, exactly: bool) ->
 
 
 def _all_lines(cfg: RunConfig, result: _PartPlan) -> list[str]:
-    text = lines(cfg, result.plan)
-    for fix in result.fixes:
-        text.append(f"  fits with {fix}: {fix.plan.need / GIB:.2f} GiB, {fix.plan.time}")
+    ways, more = _ways(result), _remarks(cfg, result)
+    return [*lines(cfg, result.plan), *(f"  {way}" for way in ways), *more]
+
+
+def _ways(result: _PartPlan) -> list[str]:
+    return [f"fits with {fix}: {fix.plan.need / GIB:.2f} GiB, {fix.plan.time}" for fix in result.fixes]
+
+
+def _remarks(cfg: RunConfig, result: _PartPlan) -> list[str]:
+    text = []
     if result.largest:
         values = ", ".join(f"{field}={value}" for field, value in result.largest.items())
         text.append(f"largest that fit, each by itself: {values}")
@@ -123,25 +167,38 @@ def _all_lines(cfg: RunConfig, result: _PartPlan) -> list[str]:
 
 def lines(cfg: RunConfig, found: MemoryPlan) -> list[str]:
     """Return a plan as lines of text."""
-    auto = "".join(f", {decision}" for decision in decisions(cfg, found))
-    text = [f"{cfg.name}: {describe(cfg)}, strategy {found.strategy}{auto}", ""]
+    text = [f"{cfg.name}: {_title(cfg, found)}", ""]
     most = found.fullest
     shown = [item for item in most.items if item.size >= SMALLEST_SHOWN]
     text += [f"  {item.size / GIB:8.2f} GiB  {item.name}: {item.sentence}" for item in shown]
     text += [f"  {most.need / GIB:8.2f} GiB  on each GPU at its fullest, in {moment(most)}", ""]
     text.append(f"parts of the run {', '.join(f'{part.name} {part.need / GIB:.2f}' for part in found.phases)} GiB")
-    for where, size, items in (("on the host", memory_size, found.host), ("on disk", file_size, found.disk)):
-        text += [f"{where:16} {size(item.size)} {item.name}: {item.sentence}" for item in items]
-    if found.ranks > 1:
-        text.append(f"through links    {found.received / GIB:.2f} GiB per rank and step")
-    text.append(f"computing        {found.flops / 1e12:.0f} TFLOP per rank and step")
-    if found.card and found.card.speed_of:
-        text.append(f"speed            that of this GPU is not known; assumed: {found.card.speed_of}")
-    if found.time:
-        text.append(f"time             {found.time}, {found.time.origin}; {found.time.bound_by} decides")
-        text.append(f"length           {_length(cfg, found.time)}")
+    text += [f"{name:16} {fact}" for name, fact in _facts(cfg, found)]
     text += ["", verdict(found)]
     return text
+
+
+def _title(cfg: RunConfig, found: MemoryPlan) -> str:
+    auto = "".join(f", {decision}" for decision in decisions(cfg, found))
+    return f"{describe(cfg)}, strategy {found.strategy}{auto}"
+
+
+def _facts(cfg: RunConfig, found: MemoryPlan) -> list[tuple[str, str]]:
+    """Return (name, text) of a plan: host memory, disk, links, operations and time."""
+    facts = [
+        (where, f"{size(item.size)} {item.name}: {item.sentence}")
+        for where, size, items in (("on the host", memory_size, found.host), ("on disk", file_size, found.disk))
+        for item in items
+    ]
+    if found.ranks > 1:
+        facts.append(("through links", f"{found.received / GIB:.2f} GiB per rank and step"))
+    facts.append(("computing", f"{found.flops / 1e12:.0f} TFLOP per rank and step"))
+    if found.card and found.card.speed_of:
+        facts.append(("speed", f"that of this GPU is not known; assumed: {found.card.speed_of}"))
+    if found.time:
+        facts.append(("time", f"{found.time}, {found.time.origin}; {found.time.bound_by} decides"))
+        facts.append(("length", _length(cfg, found.time)))
+    return facts
 
 
 def _length(cfg: RunConfig, time: Time) -> str:

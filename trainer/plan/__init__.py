@@ -18,6 +18,7 @@ memory          adds up the plan, and says whether it fits
 fixes           changes that make a run fit
 choices         what a search may change
 fit             the fastest config that fits
+picture         draws the memory over a training step as SVG
 compare         plan and measurement of a running training
 timesteps       noise levels of a config's images (with torch)
 """

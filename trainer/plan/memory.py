@@ -10,14 +10,14 @@ from trainer.config.families import trains_on
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter, RankAdapter
 from trainer.parallel.strategy import Strategy, ring_share
-from trainer.plan.decide import TIGHT, decide, is_open
+from trainer.plan.decide import TIGHT, decide, decided, is_open
 from trainer.plan.hardware import CARDS, NETWORK, Card, Source
 from trainer.plan.phases import ASSUMED, TRAINING, Item, Phase, Reserve, phases_of
 from trainer.plan.sizes import BITS, rank_of, sharding_of, size_of, strategy_of
 from trainer.plan.steps import ModelPass
 from trainer.plan.storage import disk_of, host_of
 from trainer.plan.tables import Model
-from trainer.plan.timeline import Memory, Sharding, least, simulate
+from trainer.plan.timeline import Memory, Point, Sharding, history, least, simulate
 
 Verdict = Literal["fits", "tight", "does not fit"]
 DECODING_TRAFFIC = 4
@@ -186,6 +186,20 @@ def least_of(cfg: RunConfig, model: Model, card: Card) -> tuple[float, float]:
         _add_reference(model_pass, memory)
     held = 0.0 if cfg.parallel.offload_blocks == "auto" else memory.peak
     return _time(cfg, model_pass, memory, sharding, card).middle, held
+
+
+def history_of(cfg: RunConfig, model: Model, plan: MemoryPlan) -> tuple[Point, ...]:
+    """Return the moments of a training step with what its plan has decided. The forward of a reference, which takes
+    less memory than training, is not among them.
+
+    Args:
+        cfg: The run's config.
+        model: The tables of its model.
+        plan: The plan of both.
+    """
+    cfg = decided(cfg, plan.checkpointing, plan.offload_blocks)
+    model_pass = model.table.training(size_of(cfg), rank_of(cfg), plan.checkpointing)
+    return history(model_pass, sharding_of(cfg, plan.strategy))
 
 
 def _add_reference(model_pass: ModelPass, memory: Memory) -> None:

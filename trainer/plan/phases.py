@@ -10,7 +10,8 @@ from trainer.config.schema import RunConfig
 from trainer.plan.sizes import rank_of, sample_size_of
 from trainer.plan.steps import ModelPass
 from trainer.plan.tables import Encoders, Model
-from trainer.plan.timeline import Memory, Sharding, simulate_forward
+from trainer.plan.timeline import Memory, Sharding, in_words, simulate_forward
+from trainer.run.colors import MEMORY_KINDS
 
 CAPTIONS, IMAGES, TRAINING, SAMPLING, EXPORT = "encoding captions", "encoding images", "training", "sampling", "export"
 """The parts of a run."""
@@ -88,6 +89,34 @@ _SENTENCES = {
     "buffers": "tables of the model that are not weights, such as positions",
     "gathered weights": "the largest trained tensor, whole",
 }
+_KINDS: Mapping[str, str] = {
+    "weights": "weights",
+    "text encoders": "weights",
+    AUTOENCODER: "weights",
+    "optimizer": "optimizer",
+    "averaged weights": "optimizer",
+    "gradients": "optimizer",
+    "gathered blocks": "gathered",
+    "gathered weights": "gathered",
+    "gradients being reduced": "gathered",
+    "activations": "activations",
+    "buffers": "reserve",
+}
+"""{part of the memory: its kind, of `colors.MEMORY_KINDS`}"""
+
+
+def memory_kind(part: str) -> str:
+    """Return the kind of a part of the memory: it has the same colour in every plan. A part that is not listed, as what
+    the allocator and the driver take, is "reserve"."""
+    return _KINDS.get(part, "reserve")
+
+
+def by_kind(sizes: Mapping[str, float]) -> dict[str, float]:
+    """Return {kind: bytes} of {part: bytes}, in the order of `colors.MEMORY_KINDS`; 0 for a kind without a part."""
+    found = dict.fromkeys(MEMORY_KINDS, 0.0)
+    for part, size in sizes.items():
+        found[memory_kind(part)] += size
+    return found
 
 
 def phases_of(
@@ -195,5 +224,4 @@ def _when(name: str, memory: Memory) -> str:
         return "decoding the image"
     if not unit:
         return "backward" if name == TRAINING else ""
-    names = {"forward": "forward", "forward_end": "forward"}
-    return f"{names.get(moment, 'backward')} of {unit}"
+    return in_words(moment, unit)

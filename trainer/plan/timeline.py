@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 
 from trainer.parallel.offload_order import Direction, Residence, offloaded_blocks
 from trainer.plan.steps import ModelPass, Moment, Unit, grains
@@ -76,6 +77,44 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Point:
+    """A moment of an optimizer step, with the computing since the moment before.
+
+    Attributes:
+        moment: As in `Mark`; "" before the first pass, "optimizer" after the last.
+        unit: Name of the unit.
+        number: Number of the pass.
+        flops: Floating-point operations from the beginning of the step to this moment.
+        peak: Most bytes at once since the moment before.
+        highest: {purpose: bytes} of `peak`.
+        after: {purpose: bytes} that are still held after this moment.
+    """
+
+    moment: str
+    unit: str
+    number: int
+    flops: float
+    peak: float
+    highest: Mapping[str, float]
+    after: Mapping[str, float]
+
+    @property
+    def words(self) -> str:
+        """The moment in words: `forward of transformer.transformer_blocks.7`."""
+        return in_words(self.moment, self.unit)
+
+
+def in_words(moment: str, unit: str) -> str:
+    """Return a moment of a training step in words, which name the unit if there is one."""
+    if moment == "optimizer":
+        return moment
+    if not moment:
+        return "before the step"
+    direction = "forward" if moment.startswith("forward") else "backward"
+    return f"{direction} of {unit}" if unit else direction
+
+
+@dataclass(frozen=True)
 class _Sizes:
     """Bytes of one unit.
 
@@ -112,6 +151,8 @@ REDUCED_BYTES = 4
 """Gradients are reduced in fp32."""
 DIFFERENT_PASSES = 4
 """Passes of a step that differ: the first, which accumulates gradients, the second, the others, and the last."""
+MOST_KEPT_PASSES = 8
+"""Passes of a step whose every moment is kept."""
 
 
 def simulate(model_pass: ModelPass, sharding: Sharding) -> Memory:
@@ -122,11 +163,22 @@ def simulate(model_pass: ModelPass, sharding: Sharding) -> Memory:
         sharding: How it is spread.
     """
     simulation = _Simulation(model_pass, sharding)
-    if simulation.residence:
-        simulation.one_step()  # the step before leaves a block on the device
-        simulation.restart()
-    simulation.one_step()
+    simulation.second_step()
     return simulation.memory
+
+
+def history(model_pass: ModelPass, sharding: Sharding) -> tuple[Point, ...]:
+    """Return the moments of the step that `simulate` plays. The largest `peak` is that of `simulate`.
+
+    Of more than MOST_KEPT_PASSES passes those that repeat are one point each.
+
+    Args:
+        model_pass: A pass of the whole model with backward.
+        sharding: How it is spread.
+    """
+    recording = _Recording(model_pass, sharding)
+    recording.second_step()
+    return (*recording.points(), recording.optimizer())
 
 
 def simulate_forward(
@@ -210,6 +262,13 @@ class _Simulation:
         self.scatter = 0
         self.accumulated: set[int] = set()
         self.has_gradients: set[int] = set()
+
+    def second_step(self) -> None:
+        """Simulate an optimizer step that is not the first."""
+        if self.residence:
+            self.one_step()  # the step before leaves a block on the device
+            self.restart()
+        self.one_step()
 
     def one_step(self) -> None:
         """Simulate an optimizer step. Passes that repeat are simulated once."""
@@ -423,6 +482,67 @@ def _offloaded(model_pass: ModelPass, wanted: int | float | str) -> tuple[int, .
         if not unit.is_root and any(not p.is_trained for p in unit.parameters)
     ]
     return tuple(blocks[number] for number in offloaded_blocks(wanted, len(blocks)))
+
+
+class _Recording(_Simulation):
+    """Also keeps every moment, which is slower."""
+
+    def __init__(self, model_pass: ModelPass, sharding: Sharding) -> None:
+        self._passes: list[list[Point]] = [[]]
+        self._most = -1.0
+        self._items: dict[str, float] = {}
+        self._begun: tuple[str, str] | None = None
+        super().__init__(model_pass, sharding)
+
+    def points(self) -> list[Point]:
+        """Return the points of all passes, also of those that were not simulated because they repeat."""
+        more = self.sharding.passes - DIFFERENT_PASSES
+        if more <= 0:
+            return list(chain(*self._passes))
+        *first, last = self._passes
+        again, flops = first[-1], first[-1][-1].flops - first[-2][-1].flops
+        if self.sharding.passes > MOST_KEPT_PASSES:
+            again = [replace(max(again, key=lambda point: point.peak), flops=again[-1].flops, after=again[-1].after)]
+        repeated = [
+            replace(point, number=point.number + number, flops=point.flops + number * flops)
+            for number in range(1, more + 1)
+            for point in again
+        ]
+        return [*chain(*first), *repeated, *(replace(point, number=self.sharding.passes - 1) for point in last)]
+
+    def optimizer(self) -> Point:
+        """Return the point of the optimizer, which has whole gradients and no activations."""
+        end = self._passes[-1][-1]
+        held = dict(self.held) | {"gradients": end.highest.get("gradients", 0.0)}
+        return Point("optimizer", "", self.sharding.passes - 1, end.flops, sum(held.values()), held, held)
+
+    def one_pass(self, is_last: bool) -> None:
+        super().one_pass(is_last)
+        self._end_point()
+        self._begun = None
+        if not is_last:
+            self._passes.append([])
+
+    def restart(self) -> None:
+        self._passes, self._begun = [[]], None
+        super().restart()
+
+    def _peak_with(self, what: str, more: float) -> None:
+        if self.when is not self._begun:  # each moment begins with the activations of what leads to it
+            self._end_point()
+            self._begun = self.when
+        if self.total + more > self._most:
+            self._most = self.total + more
+            self._items = dict(self.held) | {what: self.held[what] + more}
+        super()._peak_with(what, more)
+
+    def _end_point(self) -> None:
+        if self._begun is not None:
+            passes = self._passes
+            after = dict(self.held)
+            point = Point(*self._begun, len(passes) - 1, self.memory.flops, self._most, self._items, after)
+            passes[-1].append(point)
+        self._most = -1.0
 
 
 @lru_cache(256)

@@ -5,7 +5,7 @@
   const TYPING_PAUSE_MS = 250, PATH_PAUSE_MS = 500, AGAIN_MS = 2000, MOST_SUGGESTED = 8;
   const KIND_WORDS = { weights: 'weights', optimizer: 'optimizer', gathered: 'gathered blocks', activations: 'activations', reserve: 'reserve' };
   let root = null, state = null, models = [], inputs = {}, target = '', wantsAll = false, chosenGpus = null;
-  let pending = {}, sent = {}, answered = {}, isSending = false, isLost = false, numAnswers = 0, timer = 0, typingPath = '', shownThumbnails = '', wrongLines = [], replaced = '', lookedFor = '';
+  let pending = {}, sent = {}, answered = {}, isSending = false, isLost = false, numAnswers = 0, timer = 0, typingPath = '', shownThumbnails = '', wantsStep = false, step = null, numStepsAsked = 0, wrongLines = [], replaced = '', lookedFor = '';
   const field = name => studio.facts.form.fields[name];
   const $ = id => root.querySelector(`#${id}`);
 
@@ -528,9 +528,25 @@
           h('p', {}, `On the host, each rank: ${plan.host.map(item => `${item.name} ${studio.gib(item.size)}`).join(', ') || 'nothing'}. Sharding: ${plan.strategy}. Reserve and time are estimates.`),
           plan.checked ? h('p', {}, sentence(plan.checked)) : null,
           plan.can_verify ? h('button.btn.s#verify', { type: 'button', onclick: async () => take(await change('new_verify')) }, 'Verify with a full trace, a minute or more') : null),
+        h('details.sm#step-memory', { open: wantsStep, ontoggle: event => { wantsStep = event.target.open; if (wantsStep) drawStep(); } },
+          h('summary', {}, 'Memory over one step'), h('div#step-picture', {}, step ? studio.stepPicture(step) : null)),
       ];
       return parts;
     });
+  }
+
+  /** Ask for the memory over a step of the plan that is shown, and draw it. The former picture stays until then. */
+  async function drawStep() {
+    const number = ++numStepsAsked, box = $('step-picture');
+    try {
+      const found = await call('new_step', { target });
+      if (number !== numStepsAsked) return;
+      step = found;
+      fill(box, found, () => found ? studio.stepPicture(found) : h('p', {}, 'Not known yet.'));
+    } catch (error) {
+      if (!(error instanceof studio.Refused)) throw error;
+      if (number === numStepsAsked) fill(box, error.message, () => studio.alert(error.message));
+    }
   }
 
   const sentence = text => text ? `${text[0].toUpperCase()}${text.slice(1)}.` : '';

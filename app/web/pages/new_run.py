@@ -33,7 +33,7 @@ def calls(studio: Studio) -> Calls:
     """Return the functions of the screen's script. Most return the state of the form, as `_state` describes it."""
     changing: list[Callable[..., Any]] = [state, edit, preset, restore, reset, fix, apply_yaml, save_preset, read_again]
     others: list[Callable[..., Any]] = [record, verify, start, enqueue, copy, retry, models, browse, glance, thumbnails]
-    others += [download, pause]
+    others += [download, pause, step]
     return {f"new_{function.__name__}": partial(function, studio) for function in (*changing, *others)}
 
 
@@ -143,6 +143,13 @@ def verify(studio: Studio, target: str = THIS_MACHINE) -> dict[str, Any]:
     """Compare the plan with a trace of the whole model."""
     studio.verify_plan(form.check(studio.draft()), target)
     return _state(studio, target)
+
+
+def step(studio: Studio, target: str = THIS_MACHINE) -> dict[str, Any] | None:
+    """Return the memory over a training step of the form's run; None while it has no plan."""
+    cfg = form.check(studio.draft()).config
+    found = studio.plan_previews.outline(cfg, target, studio.gpus())
+    return form_answers.step(*found, cfg) if found else None
 
 
 def read_again(studio: Studio, target: str = THIS_MACHINE) -> dict[str, Any]:

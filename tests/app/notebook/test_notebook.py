@@ -23,6 +23,7 @@ from tests.app.browser import recorded
 from tests.runs import awaited, make_pictures, run_config, write_preset
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError
+from trainer.plan.phases import memory_kind
 from trainer.run import process
 from trainer.run.colors import MEMORY_KINDS
 from trainer.run.events import (
@@ -361,7 +362,7 @@ def test_a_part_of_the_memory_has_the_same_colour_in_every_plan():
         page = notebook.plan(notebook.config(preset), machine)._repr_html_()
         for color, part in re.findall(r'<li title="[^"]*"><i style="background:var\(--(\w+)\)"></i>([a-z ]+) ', page):
             colors.setdefault(part, set()).add(color)
-    assert colors == {part: {html.memory_kind(part)} for part in colors}
+    assert colors == {part: {memory_kind(part)} for part in colors}
     assert {"weights", "activations", "reserve"} <= set(colors)
     assert set.union(*colors.values()) <= set(MEMORY_KINDS)
 
