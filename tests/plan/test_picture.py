@@ -217,8 +217,9 @@ def test_a_name_with_signs_of_xml_is_shown_as_it_is():
 
 def test_a_sentence_says_what_the_picture_shows():
     plan, points = planned("flux2 dev", "24gb", "train.checkpointing=full")
+    peak, need = (f"{size / GIB:.2f} GiB" for size in (plan.training.peak, plan.training.need))
     assert sentence(outline(points), Limit.of(plan)) == (
-        "Memory over one training step: at most 24.19 GiB of tensors, in backward of "
-        "transformer.single_transformer_blocks.47, 26.61 GiB with the reserve, of the 23.99 GiB of 24 GB (RTX 4090)."
+        f"Memory over one training step: at most {peak} of tensors, in {plan.training.when}, {need} with the reserve, "
+        "of the 23.99 GiB of 24 GB (RTX 4090)."
     )
-    assert sentence(outline(points), Limit()).endswith("in backward of transformer.single_transformer_blocks.47.")
+    assert sentence(outline(points), Limit()).endswith(f"of tensors, in {plan.training.when}.")

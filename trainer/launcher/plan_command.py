@@ -82,9 +82,8 @@ def show(
     else:
         titles = [f"stage {number} of {len(parts)}, {one.name}:\n" for number, one in enumerate(cfg.stages, 1)]
         texts = ["\n".join(_all_lines(part, result)) for part, result in zip(parts, results, strict=True)]
-        say("\n\n".join(f"{title}{text}" for title, text in zip(titles or [""], texts, strict=True)))
-        if whole := _all_stages(cfg, results):
-            say(f"\n{whole}")
+        whole = _all_stages(cfg, results)
+        say("\n\n".join([*map("".join, zip(titles or [""], texts, strict=True)), *filter(None, [whole])]))
     if html:
         _write_page(html, cfg, results, cache)
         if not as_json:

@@ -119,12 +119,13 @@ def write(file: Path, name: str, whole: str, sections: Sequence[Section]) -> Non
     """
     refuse(file)  # a plan may take minutes, in which others write files too
     page = Markup(
-        FIRST_LINE + '\n<html lang="en"><head><meta charset="utf-8">'
+        '{first}\n<html lang="en"><head><meta charset="utf-8">'
         '<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<title>Plan of {name}</title><style>{style}</style></head>"
         "<body><main><h1>Plan of {name}</h1>{whole}{sections}</main></body></html>\n"
     ).format(
+        first=Markup(FIRST_LINE),
         policy=POLICY,
         name=name,
         style=Markup(STYLE),
@@ -141,7 +142,7 @@ def _section(one: Section) -> Markup:
     plan = one.plan
     card = Markup('<section class="card"><h3>{}</h3>{}</section>')
     limit = Limit.of(plan)
-    step = Markup('<div class="wide">{}</div>').format(Markup(draw(one.points, limit)))
+    step = Markup('<div class="wide">{}</div>').format(draw(one.points, limit))
     parts = [card.format("Memory of each GPU over one training step", step + _paragraph(_explained(plan, limit)))]
     parts.append(card.format("Memory of each GPU at its fullest", _memory(plan)))
     parts.append(card.format("Parts of the run", _phases(plan)))

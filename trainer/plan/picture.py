@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
+
+from markupsafe import Markup
 
 from trainer.config.amounts import GIB
 from trainer.plan.memory import MemoryPlan
@@ -39,6 +40,20 @@ MOST_TICKS = 6
 OUT_OF_SIGHT = 2.5
 """A card or reserve that would make the picture higher than this multiple of the rest is not drawn."""
 _TOKENS = ("--panel", "--line", "--ink", "--ink2", "--ink3", "--bad", *(f"--{kind}" for kind in MEMORY_KINDS))
+STYLE = f"""
+.step-memory {{ color-scheme: light dark; display: block; width: 100%;
+  {" ".join(f"{name}: light-dark({', '.join(ALL_TOKENS[name])});" for name in _TOKENS)} }}
+.step-memory text {{ font: 12px system-ui, sans-serif; fill: var(--ink3); }}
+.step-memory .peak {{ font-weight: 600; fill: var(--ink); }}
+.step-memory :is(.grid, .span, .card, .mark) {{ fill: none; }}
+.step-memory .grid {{ stroke: var(--line); }} .step-memory .span {{ stroke: var(--ink3); }}
+.step-memory .card {{ stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 6 3; }}
+.step-memory .mark {{ stroke: var(--ink); stroke-dasharray: 2 2; }}
+.step-memory .dot {{ fill: var(--ink); stroke: var(--panel); stroke-width: 1.5; }}
+.step-memory .band {{ fill: var(--reserve); opacity: .3; }}
+.step-memory .tip {{ fill: transparent; }} .step-memory .tip:hover {{ fill: var(--ink); opacity: .12; }}
+{" ".join(f".step-memory .{kind} {{ fill: var(--{kind}); }}" for kind in MEMORY_KINDS)}
+"""
 
 
 @dataclass(frozen=True)
@@ -165,25 +180,30 @@ def sentence(found: Outline, limit: Limit) -> str:
     return text + (f", of the {_gib(limit.memory)} of {limit.card}." if limit.memory else ".")
 
 
-def draw(points: Sequence[Point], limit: Limit) -> str:
+def draw(points: Sequence[Point], limit: Limit) -> Markup:
     """Return the picture as one SVG element, which follows the light or dark of what shows it."""
     found = outline(points)
     peak = found.fullest.peak
     seen = limit.seen(peak)
     axes = _Axes.of(max(peak + seen.reserve, seen.memory or 0.0))
-    return "".join(
-        (
-            f'<svg class="step-memory" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-            f'aria-label="{escape(sentence(found, limit))}"><style>{_style()}</style>',
-            *axes.grid(),
-            *_legend(found, limit, seen),
-            *_areas(found, axes),
-            *_names_of_spans(found),
-            *_reserve_and_card(found, seen, axes),
-            *_tooltips(found, axes),
-            *_peak(found, axes),
-            "</svg>",
-        )
+    parts = (
+        *axes.grid(),
+        *_legend(found, limit, seen),
+        *_areas(found, axes),
+        *_names_of_spans(found),
+        *_reserve_and_card(found, seen, axes),
+        *_tooltips(found),
+        *_peak(found, axes),
+    )
+    return Markup(
+        '<svg class="step-memory" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        'aria-label="{sentence}"><style>{style}</style>{parts}</svg>'
+    ).format(
+        width=WIDTH,
+        height=HEIGHT,
+        sentence=sentence(found, limit),
+        style=Markup(STYLE),
+        parts=Markup().join(parts),
     )
 
 
@@ -205,12 +225,12 @@ class _Axes:
     def y(self, num_bytes: float) -> float:
         return HEIGHT - BOTTOM - num_bytes / self.top * (HEIGHT - TOP - BOTTOM)
 
-    def grid(self) -> Iterator[str]:
+    def grid(self) -> Iterator[Markup]:
         """Yield the lines and numbers of both axes, and their names."""
         digits = max(0, -math.floor(math.log10(self.tick / GIB) + 1e-9))
         for number in range(int(self.top / self.tick) + 1):
             y = self.y(number * self.tick)
-            yield f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>'
+            yield _path("grid", f"M{LEFT} {y:.1f}H{WIDTH - RIGHT}")
             yield _text(LEFT - 6, y + 4, f"{number * self.tick / GIB:.{digits}f}", "end")
         for share in (0, 25, 50, 75, 100):
             yield _text(_x(share / 100), HEIGHT - BOTTOM + 15, f"{share} %", "middle" if share else "start")
@@ -229,14 +249,14 @@ def _edges(bar: Bar) -> tuple[float, float]:
     return _x(bar.start), _x(bar.end)
 
 
-def _areas(found: Outline, axes: _Axes) -> Iterator[str]:
+def _areas(found: Outline, axes: _Axes) -> Iterator[Markup]:
     """Yield the area of each kind with all kinds below it, the highest first: those below are drawn over it."""
     *computing, optimizer = found.bars
     for at in reversed(range(len(MEMORY_KINDS))):
         if not any(bar.kinds[at] for bar in found.bars):
             continue
         paths = "".join(_steps(bars, at, axes) for bars in (computing, [optimizer]) if bars)
-        yield f'<path class="{MEMORY_KINDS[at]}" d="{paths}"/>'
+        yield _path(MEMORY_KINDS[at], paths)
 
 
 def _steps(bars: Sequence[Bar], at: int, axes: _Axes) -> str:
@@ -248,50 +268,47 @@ def _steps(bars: Sequence[Bar], at: int, axes: _Axes) -> str:
     return f"M{_edges(bars[0])[0]:.1f} {HEIGHT - BOTTOM}{''.join(lines)}V{HEIGHT - BOTTOM}Z"
 
 
-def _names_of_spans(found: Outline) -> Iterator[str]:
+def _names_of_spans(found: Outline) -> Iterator[Markup]:
     """Yield the names of the spans below the axis, each with a line over its width."""
     y = HEIGHT - BOTTOM + 34
     for span in found.spans:
         start, end = _x(span.start) + 1, _x(span.end) - 1
-        yield f'<path class="span" d="M{start:.1f} {y - 13}H{end:.1f}"/>'
+        yield _path("span", f"M{start:.1f} {y - 13}H{end:.1f}")
         yield _text((start + end) / 2, y, span.name, "middle")
-    yield f'<path class="span" d="M{WIDTH - RIGHT - STUB} {y - 13}H{WIDTH - RIGHT}"/>'
+    yield _path("span", f"M{WIDTH - RIGHT - STUB} {y - 13}H{WIDTH - RIGHT}")
     yield _text(WIDTH - RIGHT, HEIGHT - 6, OPTIMIZER, "end")
 
 
-def _reserve_and_card(found: Outline, limit: Limit, axes: _Axes) -> Iterator[str]:
+def _reserve_and_card(found: Outline, limit: Limit, axes: _Axes) -> Iterator[Markup]:
     """Yield the reserve on top of the peak, and the line of the card's memory where it is in the picture."""
     peak = found.fullest.peak
     if limit.reserve:
         top, bottom = axes.y(peak + limit.reserve), axes.y(peak)
-        yield (
-            f'<rect class="band" x="{LEFT}" y="{top:.1f}" width="{WIDTH - LEFT - RIGHT}" '
-            f'height="{bottom - top:.1f}"><title>{_gib(peak + limit.reserve)} with the reserve: gaps of the '
-            "allocator, CUDA\u2019s context</title></rect>"
-        )
+        text = f"{_gib(peak + limit.reserve)} with the reserve: gaps of the allocator, CUDA\u2019s context"
+        yield _rect("band", (LEFT, top), (WIDTH - RIGHT, bottom), text)
     if limit.memory:
         y = axes.y(limit.memory)
-        yield f'<path class="card" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>'
+        yield _path("card", f"M{LEFT} {y:.1f}H{WIDTH - RIGHT}")
 
 
-def _legend(found: Outline, limit: Limit, seen: Limit) -> Iterator[str]:
+def _legend(found: Outline, limit: Limit, seen: Limit) -> Iterator[Markup]:
     """Yield the kinds that are in the picture, and the card."""
     shown = [kind for at, kind in enumerate(MEMORY_KINDS[:-1]) if any(bar.kinds[at] for bar in found.bars)]
     shown += ["reserve"] if seen.reserve else []
     x = float(LEFT)
     for kind in shown:
         look = "band" if kind == "reserve" else kind
-        yield f'<rect class="{look}" x="{x:.0f}" y="7" width="10" height="10" rx="2"/>'
+        yield _rect(look, (x, 7), (x + 10, 17))
         yield _text(x + 15, 16, KIND_WORDS[kind])
         x += 28 + 6.2 * len(KIND_WORDS[kind])
     if seen.memory:
-        yield f'<path class="card" d="M{x:.0f} 12h14"/>'
+        yield _path("card", f"M{x:.0f} 12h14")
         yield _text(x + 19, 16, f"{seen.card}, {_gib(seen.memory)}")
     elif limit.memory:
         yield _text(WIDTH - RIGHT, 16, f"of {_gib(limit.memory)}, {limit.card}", "end")
 
 
-def _tooltips(found: Outline, axes: _Axes) -> Iterator[str]:
+def _tooltips(found: Outline) -> Iterator[Markup]:
     """Yield what the pointer shows of each bar, over its whole height."""
     for bar in found.bars:
         start, end = _edges(bar)
@@ -300,45 +317,36 @@ def _tooltips(found: Outline, axes: _Axes) -> Iterator[str]:
             for kind, size in zip(MEMORY_KINDS, bar.kinds, strict=True)
             if size >= GIB / 200
         )
-        text = escape(f"{bar.words}: {_gib(bar.peak)} ({parts}), {bar.after / GIB:.2f} after it")
-        yield (
-            f'<rect class="tip" x="{start:.1f}" y="{TOP}" width="{end - start:.1f}" '
-            f'height="{HEIGHT - TOP - BOTTOM}"><title>{text}</title></rect>'
-        )
+        text = f"{bar.words}: {_gib(bar.peak)} ({parts}), {bar.after / GIB:.2f} after it"
+        yield _rect("tip", (start, TOP), (end, HEIGHT - BOTTOM), text)
 
 
-def _peak(found: Outline, axes: _Axes) -> Iterator[str]:
+def _peak(found: Outline, axes: _Axes) -> Iterator[Markup]:
     """Yield a mark at the peak and its name above the picture."""
     most = found.fullest
     x, y = sum(_edges(most)) / 2, axes.y(most.peak)
     text = f"{_gib(most.peak)}: {most.words}"
     half = 3.4 * len(text)
     anchor = "start" if x - half < LEFT else "end" if x + half > WIDTH - RIGHT else "middle"
-    yield f'<path class="mark" d="M{x:.1f} {TOP - 14}V{y:.1f}"/><circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>'
+    yield _path("mark", f"M{x:.1f} {TOP - 14}V{y:.1f}")
+    yield Markup('<circle class="dot" cx="{:.1f}" cy="{:.1f}" r="3.5"/>').format(x, y)
     yield _text(x, TOP - 19, text, anchor, "peak")
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", kind: str = "") -> str:
-    named = f' class="{kind}"' if kind else ""
-    return f'<text{named} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+def _path(kind: str, lines: str) -> Markup:
+    return Markup('<path class="{}" d="{}"/>').format(kind, lines)
+
+
+def _rect(kind: str, corner: tuple[float, float], opposite: tuple[float, float], title: str = "") -> Markup:
+    (left, top), (right, bottom) = corner, opposite
+    return Markup('<rect class="{}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}">{}</rect>').format(
+        kind, left, top, right - left, bottom - top, Markup("<title>{}</title>").format(title) if title else ""
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", kind: str = "label") -> Markup:
+    return Markup('<text class="{}" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(kind, x, y, anchor, text)
 
 
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
-
-
-def _style() -> str:
-    colors = " ".join(f"{name}: light-dark({', '.join(ALL_TOKENS[name])});" for name in _TOKENS)
-    return (
-        f".step-memory {{ color-scheme: light dark; {colors} display: block; width: 100%; }} "
-        ".step-memory text { font: 12px system-ui, sans-serif; fill: var(--ink3); } "
-        ".step-memory .peak { font-weight: 600; fill: var(--ink); } "
-        ".step-memory path.grid { stroke: var(--line); fill: none; } "
-        ".step-memory path.span { stroke: var(--ink3); fill: none; } "
-        ".step-memory path.card { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 6 3; fill: none; } "
-        ".step-memory path.mark { stroke: var(--ink); stroke-dasharray: 2 2; fill: none; } "
-        ".step-memory .dot { fill: var(--ink); stroke: var(--panel); stroke-width: 1.5; } "
-        ".step-memory .band { fill: var(--reserve); opacity: .3; } "
-        ".step-memory .tip { fill: transparent; } .step-memory .tip:hover { fill: var(--ink); opacity: .12; } "
-        + " ".join(f".step-memory .{kind} {{ fill: var(--{kind}); }}" for kind in MEMORY_KINDS)
-    )
