@@ -200,6 +200,18 @@ def test_the_areas_end_at_the_bytes_of_their_kinds():
     assert tops[0] / tops[1] == pytest.approx(held / plan.training.peak, abs=0.002)
 
 
+def test_the_legend_has_the_kinds_that_can_be_seen():
+    plan, points = planned("flux2 dev", "24gb", "train.checkpointing=full")
+    root = ElementTree.fromstring(draw(points, Limit.of(plan)))
+    shown = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert shown >= {*picture.KIND_WORDS.values(), "24 GB (RTX 4090), 23.99 GiB"}
+    alone = history(ONE_LAYER, Sharding(is_sharded=False))
+    text = draw(alone, Limit())
+    assert ">weights<" in text
+    assert ">gathered blocks<" not in text
+    assert ">reserve<" not in text
+
+
 def test_a_card_or_a_reserve_that_is_far_larger_is_left_out():
     assert Limit(1.0, 20.0, "card").seen(10.0) == Limit(1.0, 20.0, "card")
     assert Limit(1.0, 80.0, "card").seen(10.0) == Limit(1.0, None, "card")

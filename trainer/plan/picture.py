@@ -37,6 +37,8 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 14, 62, 58
 STUB, GAP = 14, 4
 """Width of the optimizer, whose computing is too short to be seen, and of the gap before it."""
 MOST_TICKS = 6
+SMALLEST_SHOWN = 1 / 500
+"""A kind of memory with less than this share of the peak is too low to be seen, and not in the legend."""
 OUT_OF_SIGHT = 2.5
 """A card or reserve that would make the picture higher than this multiple of the rest is not drawn."""
 _TOKENS = ("--panel", "--line", "--ink", "--ink2", "--ink3", "--bad", *(f"--{kind}" for kind in MEMORY_KINDS))
@@ -293,7 +295,8 @@ def _reserve_and_card(found: Outline, limit: Limit, axes: _Axes) -> Iterator[Mar
 
 def _legend(found: Outline, limit: Limit, seen: Limit) -> Iterator[Markup]:
     """Yield the kinds that are in the picture, and the card."""
-    shown = [kind for at, kind in enumerate(MEMORY_KINDS[:-1]) if any(bar.kinds[at] for bar in found.bars)]
+    least = found.fullest.peak * SMALLEST_SHOWN
+    shown = [kind for at, kind in enumerate(MEMORY_KINDS[:-1]) if max(bar.kinds[at] for bar in found.bars) >= least]
     shown += ["reserve"] if seen.reserve else []
     x = float(LEFT)
     for kind in shown:
