@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.plan.common import NOWHERE, run
+from trainer.config import yaml12
 from trainer.config.amounts import GIB
 from trainer.config.errors import InputError
 from trainer.config.installation import PRESETS
@@ -46,6 +47,7 @@ FEW = (
 """Of the ten and the machines, what takes seconds to try."""
 SOME_FIRST = tuple(f"full {count}, none" for count in range(4, 60, 8))
 """Some mixtures of recompute: of those with a number of blocks, which the search takes all, not all can be tried."""
+OFFLOAD = frozenset({"parallel.cpu_offload", "parallel.offload_blocks"})
 WITHIN = 1.02
 """Times the least time of a step that a proposal may take."""
 
@@ -159,7 +161,7 @@ def test_what_changes_the_result_is_kept() -> None:
 
 def test_a_base_of_4_bits_is_proposed_where_the_preset_has_one_or_the_user_allows_it() -> None:
     cfg = run("flux2 klein-9b", "parallel.devices=1", "parallel.strategy=none")
-    fixed = frozenset({"parallel.cpu_offload"})
+    fixed = OFFLOAD
     assert searched(cfg, "1x12gb", given=fixed).proposals == ()
     allowed = searched(cfg, "1x12gb", given=fixed, kept=kept_fields(["resolution", "rank"])).proposals
     assert {proposal.config.quantize.format for proposal in allowed} == {"nf4"}
@@ -169,7 +171,7 @@ def test_a_base_of_4_bits_is_proposed_where_the_preset_has_one_or_the_user_allow
 
 def test_images_become_smaller_only_where_allowed_and_no_smaller_than_needed() -> None:
     cfg = run("flux2 klein-4b", "parallel.devices=1", "parallel.strategy=none", "data.resolution=2048")
-    fixed = frozenset({"parallel.cpu_offload", "quantize.format", "train.checkpointing"})
+    fixed = OFFLOAD | {"quantize.format", "train.checkpointing"}
     assert searched(cfg, "1x24gb", given=fixed).proposals == ()
     found = searched(cfg, "1x24gb", given=fixed, kept=frozenset({"adapter.rank"})).proposals
     assert {proposal.config.data.resolution for proposal in found} == {768}
@@ -185,7 +187,7 @@ def test_what_the_user_gave_stays() -> None:
     for field in fields:
         found = searched(cfg, "8x80gb", given=frozenset({field}))
         assert found.proposals and field not in changed(found)
-    assert changed(searched(cfg, "8x80gb", given=frozenset(fields))) <= {"parallel.cpu_offload"}
+    assert changed(searched(cfg, "8x80gb", given=frozenset(fields))) <= OFFLOAD
 
 
 def test_the_next_faster_config_would_be_faster_and_does_not_fit() -> None:
@@ -197,7 +199,7 @@ def test_the_next_faster_config_would_be_faster_and_does_not_fit() -> None:
     for change in shlex.split(changes):
         field, _, value = change.partition("=")
         section, key = field.split(".")
-        tree[section][key] = {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
+        tree[section][key] = yaml12.parse(value).value
     plan = planned(RunConfig.model_validate(tree), named("1x24gb").card, NOWHERE)
     assert plan is not None and plan.time is not None
     assert plan.verdict != "fits" and plan.time.middle < found.proposals[0].seconds
@@ -210,14 +212,14 @@ def test_nothing_is_said_to_be_faster_than_the_fastest_of_all() -> None:
 
 def test_where_nothing_fits_the_least_that_would_help_is_named() -> None:
     cfg = run("flux2 klein-9b", "parallel.devices=1", "parallel.strategy=none")
-    fixed = frozenset({"parallel.cpu_offload"})
+    fixed = OFFLOAD
     found = searched(cfg, "1x12gb", given=fixed)
     assert found.remedy == (
         "would fit with parallel.cpu_offload=true: leave parallel.cpu_offload out of the command line"
     )
-    kept = kept_fields([*KEPT, "cpu_offload"])
+    kept = kept_fields([*KEPT, "cpu_offload", "offload_blocks"])
     assert searched(cfg, "1x12gb", kept=kept).remedy == (
-        "would fit with parallel.cpu_offload=true: allow it with --keep format,rank,resolution"
+        "would fit with parallel.cpu_offload=true: allow it with --keep format,rank,resolution,offload_blocks"
     )
     alone = run("flux2 klein-9b", "parallel.devices=1", "parallel.strategy=none", "data.resolution=2048")
     assert searched(alone, "1x12gb", given=fixed, kept=kept_fields(["rank", "format"])).remedy == (
@@ -234,10 +236,10 @@ def test_where_nothing_fits_the_least_that_would_help_is_named() -> None:
 def test_offload_that_the_machines_memory_cannot_hold_is_not_proposed() -> None:
     cfg = preset("flux2-dev-lora-4gpu")
     free = searched(cfg, "1x24gb").proposals[0]
-    assert free.config.parallel.cpu_offload and free.host > 30 * GIB
+    assert free.host > 30 * GIB
     small = searched(cfg, "1x24gb", host=free.host - GIB)
     assert all(proposal.host <= free.host - GIB for proposal in small.proposals)
-    assert not any(proposal.config.parallel.cpu_offload for proposal in small.proposals)
+    assert searched(cfg, "1x24gb", host=float(GIB)).proposals == ()
 
 
 def test_formats_without_a_table_are_left_out_and_named() -> None:

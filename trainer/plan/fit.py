@@ -261,19 +261,20 @@ class _Search:
         Along both ladders, of offload and of recomputing, memory falls and time grows: with more offload only less
         recomputing can be faster.
         """
-        fastest: dict[int, float] = {}
+        fastest: dict[str, float] = {}
         for ladder in self._rungs:
             end = len(ladder)
-            for number, more in enumerate(self._offloads):
+            for more in self._offloads:
                 rungs: Sequence[Choice] = [_merged(point, more, rung) for rung in ladder[:end]]
-                least = self._least(rungs[0]) if rungs else None
-                if least is None or self._is_too_much(least[1]):
+                if not rungs or self._least(rungs[0]) is None:
                     continue
-                rungs = self._not_slower(rungs, min(limit, fastest.get(number, limit)))
+                rungs = self._not_slower(rungs, min(limit, fastest.get(_offloaded(more), limit)))
                 at = choices.first_fitting(rungs, self.fits)
                 if at is not None:
+                    if at:
+                        self._plan(rungs[at - 1])  # what `next_faster` may name
                     yield self._relieved(rungs[at])
-                    end, fastest[number] = at, self._seconds(rungs[at])
+                    end, fastest[_offloaded(more)] = at, self._seconds(rungs[at])
 
     def _not_slower(self, rungs: Sequence[Choice], limit: float) -> Sequence[Choice]:
         """Return the choices of a ladder up to the first that takes more seconds than the limit for sure."""
@@ -286,11 +287,15 @@ class _Search:
 
     def _least_seconds(self, point: Choice) -> float | None:
         """Return a bound of the seconds per step at a point, by what is fastest; None where it cannot fit."""
-        found = (self._least(_merged(point, more, self._rungs[0][0])) for more in self._offloads)
-        return min((seconds for seconds, held in filter(None, found) if not self._is_too_much(held)), default=None)
+        found = [self._least(_merged(point, more, self._rungs[0][0])) for more in self._offloads]
+        smallest = itertools.product(self._offloads[::-1], self._rungs)
+        bounds = (self._least(_merged(point, more, ladder[-1])) for more, ladder in smallest)
+        if not any(bound and not self._is_too_much(bound[1]) for bound in bounds):
+            return None
+        return min((seconds for seconds, _ in filter(None, found)), default=None)
 
     def _is_too_much(self, held: float) -> bool:
-        """Whether bytes of tensors are too many, before anything is computed."""
+        """Whether bytes of tensors are too many."""
         return held * (1 + self.reserve.share) > TIGHT * self.card.memory
 
     def _points(self, lowered: Choice) -> Iterator[Choice]:
@@ -375,6 +380,9 @@ class _Search:
 
     def fits(self, changes: Choice) -> bool:
         """Whether the run fits with changes, its text encoders quantized if need be."""
+        least = self._least(changes)
+        if least is None or self._is_too_much(least[1]):
+            return False
         return self._fits(changes) or ((relieved := self._relief(changes)) is not None and self._fits(relieved))
 
     def _fits(self, changes: Choice) -> bool:
@@ -414,10 +422,9 @@ class _Search:
         """Return what tells ways to train apart: of each, only the fastest config is proposed."""
         plan, again = self._plan(changes), changes["train.checkpointing"]
         assert plan is not None
-        is_offloaded = [changes[field] for field in self._offloads[0]]
         kind = again if again in ("none", "full") else "part"
         strategy = plan.strategy if plan.ranks > 1 else "none"
-        return strategy, changes["quantize.format"], kind, str(is_offloaded)
+        return strategy, changes["quantize.format"], kind, _offloaded(changes)
 
     def proposal(self, changes: Choice) -> Proposal:
         """Return changes that fit as a proposal."""
@@ -465,6 +472,13 @@ class _Search:
 def host_bytes(cfg: RunConfig, plan: MemoryPlan) -> float:
     """Return the bytes of host memory that a plan takes on one machine."""
     return sum(item.size * (1 if item.name == "export" else cfg.parallel.devices) for item in plan.host)
+
+
+def _offloaded(changes: Choice) -> str:
+    """Say how much is in host memory: nothing, a part of the blocks, or everything."""
+    if changes["parallel.cpu_offload"]:
+        return "everything"
+    return "a part" if changes["parallel.offload_blocks"] else "nothing"
 
 
 def _merged(*parts: Choice) -> dict[str, Any]:

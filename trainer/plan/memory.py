@@ -176,7 +176,7 @@ def least_of(cfg: RunConfig, model: Model, card: Card) -> tuple[float, float]:
         cfg, model, card: As for `plan_of`.
 
     Returns:
-        Seconds of an optimizer step (`Time.middle`), and bytes that are held on a GPU all through training.
+        Seconds of an optimizer step (`Time.middle`), and bytes of tensors on a GPU in training.
     """
     again = "none" if cfg.train.checkpointing == "auto" else cfg.train.checkpointing
     model_pass = model.table.training(size_of(cfg), rank_of(cfg), again)

@@ -134,6 +134,15 @@ class ModelPass:
     repeated: frozenset[int] = frozenset()
 
     @cached_property
+    def most_activations(self) -> float:
+        """Most bytes of activations and gradients of one pass, without FSDP's own memory."""
+        held = most = 0.0
+        for mark in self.marks:
+            most = max(most, held + mark.peak, held + mark.change)
+            held += mark.change
+        return most
+
+    @cached_property
     def at_rest(self) -> ModelPass:
         """The model without a pass."""
         return replace(self, marks=())

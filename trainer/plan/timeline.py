@@ -205,15 +205,19 @@ def simulate_forward(
 def least(model_pass: ModelPass, sharding: Sharding) -> Memory:
     """Return bounds that `simulate` is not below, at a small part of its cost.
 
-    Each block is gathered once per pass, and once more where it is freed after forward. The peak is what is held all
-    the time.
+    Each block is gathered once per pass, and once more where it is freed after forward. The peak leaves out gathered
+    blocks and gradients that are kept.
     """
     memory = Memory(flops=sharding.passes * sum(mark.flops for mark in model_pass.marks))
     sizes = _sizes_of_units(model_pass, sharding)
     if not sharding.offload:
-        away = sum(sizes[unit].frozen for unit in _offloaded(model_pass, sharding.offload_blocks))
-        held = sum(size.shard for size in sizes) - away
+        away = [sizes[unit].frozen for unit in _offloaded(model_pass, sharding.offload_blocks)]
+        if len({mark.unit for mark in model_pass.marks if mark.moment == "forward"}) == len(sizes):
+            again = 1 if sharding.is_sharded and sharding.reshard is not True else 2  # of all but the block that stays
+            memory.copied = float(sharding.passes * again * (sum(away) - max(away, default=0)))
+        held = sum(size.shard for size in sizes) - sum(away)
         memory.peak = held + sharding.optimizer_bytes * sum(size.trained for size in sizes)
+    memory.peak += model_pass.buffers + model_pass.most_activations
     if sharding.is_sharded:
         blocks = {(m.moment, m.unit) for m in model_pass.marks if m.unit >= 0 and not model_pass.units[m.unit].is_root}
         moments = ("forward", "backward") if sharding.reshard else ("forward",)
@@ -221,7 +225,8 @@ def least(model_pass: ModelPass, sharding: Sharding) -> Memory:
         reduced = [sizes[unit] for moment, unit in blocks if moment == "backward_end"]
         reductions = sharding.passes if sharding.is_reduced_each_pass else 1
         memory.gathered = float(sharding.passes * sum(size.buffer for size in gathered))
-        memory.copied = float(sharding.passes * sum(size.shard for size in gathered)) if sharding.offload else 0.0
+        if sharding.offload:
+            memory.copied = float(sharding.passes * sum(size.shard for size in gathered))
         memory.scattered = float(reductions * sum(size.reduced for size in reduced))
         memory.reduced = float(sum(size.reduced_shard for size in reduced)) if sharding.replicas > 1 else 0.0
     return memory
