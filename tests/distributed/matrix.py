@@ -53,12 +53,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hybrid": {"parallel__shard_size": 2},
     "offload": {"parallel__strategy": "full", "parallel__cpu_offload": True},
     "checkpointing": {"parallel__strategy": "full", "train__checkpointing": "full"},
-    "offloaded": {"parallel__strategy": "full", "parallel__offload_blocks": 1.0},
 }
 """Fields that a strategy's name sets in addition to `parallel.strategy`."""
 SAVINGS: dict[str, dict[str, Any]] = {
     "selective": {"train__checkpointing": "selective"},
     "mixed": {"train__checkpointing": "full 1, selective 1"},
+    "offloaded": {"parallel__offload_blocks": 1.0},
 }
 """Fields by which a run saves memory on each rank."""
 TOLERANCE = {"sdxl": 1e-5}
@@ -197,7 +197,7 @@ def quantized_cells(methods: Iterable[str]) -> list[Cell]:
         if method != "full"
         for base in FORMATS
         for ranks, strategies in STRATEGIES.items()
-        for strategy in (*strategies, "offload", "checkpointing", "offloaded")
+        for strategy in (*strategies, "offload", "checkpointing")
     ]
 
 

@@ -71,10 +71,10 @@ def test_every_adapter_trains_on_quantized_bases_under_every_strategy_what_one_p
 
 
 def test_less_memory_on_each_rank_changes_nothing_that_is_trained(matrix: Matrix) -> None:
-    """Each way of saving memory on every strategy, with some adapter."""
+    """Each way of saving memory, with some adapters and strategies."""
     methods = [method for method in METHODS if method != "full"]
     cells = saving_cells(["lora"])
-    check(matrix, [replace(cell, method=methods[number % len(methods)]) for number, cell in enumerate(cells)][::2])
+    check(matrix, [replace(cell, method=methods[number % len(methods)]) for number, cell in enumerate(cells)][::5])
 
 
 @pytest.mark.slow

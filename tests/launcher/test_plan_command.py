@@ -34,7 +34,8 @@ def test_a_plan_names_what_takes_the_memory_and_whether_it_fits() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0] == (
-        "flux2-dev-lora: lora rank 16, base in nf4, 1024 px, 1 per rank and pass, 2 ranks, strategy full"
+        "flux2-dev-lora: lora rank 16, base in nf4, 1024 px, 1 per rank and pass, 2 ranks, strategy full, "
+        "train.checkpointing full 48, selective"
     )
     sizes = [float(line.split()[0]) for line in lines if " GiB  " in line]
     assert sum(sizes[:-1]) == pytest.approx(sizes[-1], abs=0.05)
@@ -47,7 +48,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_ends_with_1() -> None:
     assert done.returncode == 1
     verdict, *ways = done.stdout.partition("does not fit: ")[2].splitlines()
     assert verdict.endswith(" GiB more than the 23.99 GiB of 24 GB (RTX 4090)")
-    assert ways[0].startswith("  fits with train.checkpointing=full quantize.format=nf4: ")
+    assert ways[0].startswith("  fits with train.checkpointing=auto quantize.format=nf4: ")
 
 
 def test_a_plan_comes_with_the_advice_on_the_run() -> None:

@@ -57,10 +57,10 @@ def test_a_run_logs_its_plan_and_is_warned_when_it_will_not_fit(tmp_path: Path) 
     found = plan_here(cfg, tmp_path, "some GPU", 24 * GIB)
     assert found is not None
     assert describe_plan(found) == (
-        "plan: 24.19 GiB of tensors on each GPU at most in training; at most 26.61 in all, in training, of 24.00"
+        "plan: 23.50 GiB of tensors on each GPU at most in training; at most 25.89 in all, in training, of 24.00"
     )
     assert warning(cfg, found, tmp_path) == (
-        "the plan needs 26.61 GiB on each GPU, which has 24.00: memory will probably run out; "
+        "the plan needs 25.89 GiB on each GPU, which has 24.00: memory will probably run out; "
         "it would fit with quantize.format=nf4"
     )
     roomy = plan_here(cfg, tmp_path, "some GPU", 80 * GIB)

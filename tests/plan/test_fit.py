@@ -191,8 +191,9 @@ def test_what_the_user_gave_stays() -> None:
 
 
 def test_the_next_faster_config_would_be_faster_and_does_not_fit() -> None:
-    cfg = preset("flux1-dev-lora-2gpu")
+    cfg = preset("flux2-klein-9b-lora-2gpu")
     found = searched(cfg, "1x24gb")
+    assert found.faster
     changes, _, rest = found.faster.partition(" would take ")
     seconds, _, need = rest.partition(" s, but needs ")
     tree = found.proposals[0].config.model_dump()
