@@ -45,6 +45,7 @@ _DEAR_FUNCTIONS = frozenset(
     {F.scaled_dot_product_attention, *ATTENTION, torch._grouped_mm, quantized_experts._grouped._opoverload}
 )
 """Functions whose results are kept as those of layers are: attention, and products with the weights of experts."""
+REMEDY = "set train.checkpointing: full"
 _DEAR_OPERATORS = frozenset({*ATTENTION, aten._grouped_mm})
 
 
@@ -227,7 +228,7 @@ class _Pass:
     def _unpack(self, saved: _Saved) -> Tensor:
         if saved.tensor is not None:
             if saved.tensor._version != saved.version:
-                raise RuntimeError("a tensor that backward needs was changed in place after forward used it")
+                raise RuntimeError(f"a tensor that backward needs was changed in place after forward used it; {REMEDY}")
             return saved.tensor
         if self._forward is not None:
             self._run_again()
@@ -246,7 +247,7 @@ class _Pass:
             out = run(*args, **kwargs)
         call = _Call(len(self._shapes))
         results = {_storage(tensor) for tensor in _tensors(out)}
-        numbers = {_storage(tensor): number for number, tensor in reversed([*enumerate(inputs)])}
+        numbers = {(_storage(tensor), tensor.dtype): number for number, tensor in reversed([*enumerate(inputs)])}
         largest = max((tensor.nbytes for tensor in _tensors(out)), default=0)
         sources = [self._source(saved, results, numbers, largest) for saved in packed]
         call.is_whole = None not in sources
@@ -267,13 +268,22 @@ class _Pass:
         self._calls.append(call)
         return out
 
-    def _source(self, saved: _Saved, results: set[int], inputs: dict[int, int], largest: int) -> int | None:
-        """Return the number of the input that a saved tensor is a view of, -1 if it is kept, or None."""
+    def _source(
+        self, saved: _Saved, results: set[int], inputs: dict[tuple[int, torch.dtype], int], largest: int
+    ) -> int | None:
+        """Return the number of the input that a saved tensor is a view of, -1 if it is kept, or None.
+
+        Args:
+            saved: The saved tensor.
+            results: Storages of what the call returned.
+            inputs: {(storage, type): number of the input}.
+            largest: Bytes of the largest tensor that it returned.
+        """
         assert saved.tensor is not None
         storage = _storage(saved.tensor)
         if storage in self._kept or storage in results:
             return -1
-        return inputs.get(storage, -1 if saved.tensor.nbytes <= largest else None)
+        return inputs.get((storage, saved.tensor.dtype), -1 if saved.tensor.nbytes <= largest else None)
 
     def _give(self, call: _Call, inputs: Sequence[Tensor]) -> Any:
         """Save what the call saved in forward, and return its result."""
@@ -288,7 +298,7 @@ class _Pass:
     def _run_again(self) -> None:
         assert self._forward is not None
         if _versions((self._args, self._kwargs)) != self._versions:
-            raise RuntimeError("an input of a block that recomputes was changed in place after the block's forward")
+            raise RuntimeError(f"an input of a block that recomputes was changed in place; {REMEDY}")
         self._is_again = True
         hooks = saved_tensors_hooks(self._pack_again, _never)
         with suppress(_EnoughError), torch.enable_grad(), hooks, self._running():
