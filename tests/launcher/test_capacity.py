@@ -23,6 +23,7 @@ from trainer.config.schema import RunConfig
 from trainer.gpus import Gpu
 from trainer.gpus.support import Build
 from trainer.launcher import capacity, preflight
+from trainer.plan.decide import decided
 from trainer.plan.fixes import planned
 from trainer.plan.phases import ASSUMED
 from trainer.run.folder import RunDir, shared_cache
@@ -165,7 +166,7 @@ def test_rocm_sees_gpus_that_nvidia_smi_does_not(runs: Path, tmp_path: Path, mon
 
 
 def test_a_gpu_that_others_use_is_warned_of_by_the_plan_or_from_half_its_memory(runs: Path, tmp_path: Path):
-    planned_run = preset("flux2-dev-lora-nf4-2x24gb")
+    planned_run = decided(preset("flux2-dev-lora-nf4-2x24gb"), "full", 0)
     cards = gpus(2, name="NVIDIA GeForce RTX 4090", memory=24564, memory_used=9000, compute_cap="8.9")
     assert said(planned_run, runs, cards) == {}
     first, second = capacity.warnings(planned_run, runs, cards)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 
-from trainer.config.amounts import GIB
 from trainer.config.recompute import checkpointing_of
 from trainer.config.schema import RunConfig
 from trainer.plan.hardware import Card
@@ -16,8 +15,6 @@ from trainer.plan.timeline import simulate
 
 TIGHT = 0.92
 """Above this share of a GPU's memory a plan is tight: memory that the plan does not count may exceed the rest."""
-UNKNOWN = 80 * GIB
-"""Memory for which a plan decides without a GPU."""
 STEPS = 8
 """Amounts of recompute that are compared where the blocks to offload are decided too."""
 
@@ -47,11 +44,14 @@ def decide(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve, se
     Args:
         cfg: The run's config.
         model: The tables of its model.
-        card: The GPU of each rank. None: as for UNKNOWN bytes.
+        card: The GPU of each rank. None: everything is recomputed and offloaded that may be, so that the plan says what
+            the run takes at least.
         reserve: Memory of the allocator and the driver.
         seconds: Seconds of a step.
     """
     search = _Search(cfg, model, card, reserve)
+    if card is None:
+        return search.config(2 * search.blocks, search.blocks)
     most_again = 2 * search.blocks if cfg.train.checkpointing == "auto" else 0
     most_offloaded = search.blocks if cfg.parallel.offload_blocks == "auto" else 0
     if not most_offloaded:
@@ -70,7 +70,7 @@ class _Search:
 
     def __init__(self, cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve) -> None:
         self._cfg, self._model, self._card, self._reserve = cfg, model, card, reserve
-        self._room = TIGHT * (card.memory if card else UNKNOWN)
+        self._room = TIGHT * card.memory if card else 0.0
         units = model.table.training(size_of(cfg), rank_of(cfg), "none").units
         self.blocks = sum(not unit.is_root for unit in units)
         self.fits = cache(self._fits)

@@ -139,7 +139,7 @@ def plan_of(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve = 
         reserve: Memory of the allocator and the driver.
     """
     if is_open(cfg):
-        cfg = decide(cfg, model, card, reserve, lambda found: _middle(found, model, card or CARDS["80gb"], reserve))
+        cfg = decide(cfg, model, card, reserve, lambda found: _middle(found, model, card, reserve))
     model_pass = model.table.training(size_of(cfg), rank_of(cfg), cfg.train.checkpointing)
     strategy = strategy_of(cfg, model_pass, card)
     sharding = sharding_of(cfg, strategy)
@@ -162,7 +162,7 @@ def plan_of(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve = 
     )
 
 
-def _middle(cfg: RunConfig, model: Model, card: Card, reserve: Reserve) -> float:
+def _middle(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve) -> float:
     """Return the seconds of a step by which plans are compared."""
     time = plan_of(cfg, model, card, reserve).time
     assert time is not None
