@@ -183,16 +183,16 @@ def recompute(cfg: RunConfig, blocks: int, has_selective: bool) -> tuple[Ladder,
         blocks: Number of blocks of the model.
         has_selective: Whether it is recorded what a block takes that recomputes only what is cheap.
     """
-    cheap = [checkpointing_of(amount, blocks) for amount in range(2 * blocks + 1)]
-    whole = ["none", *(f"full {count}, none" for count in range(1, blocks)), "full"]
-    ladders = [cheap, whole] if has_selective else [whole, [*BLOCKS_APART, "full"]]
+    cheap: list[str | int] = [checkpointing_of(amount, blocks) for amount in range(2 * blocks + 1)]
+    whole: list[str | int] = ["none", *(f"full {count}, none" for count in range(1, blocks)), "full"]
+    ladders: list[list[str | int]] = [cheap, whole] if has_selective else [whole, [*BLOCKS_APART, "full"]]
     own = cfg.train.checkpointing
     if own != "auto" and not any(own in values for values in ladders):
         ladders.append([own])
     return tuple(tuple({"train.checkpointing": value} for value in values) for values in ladders)
 
 
-def offload(cfg: RunConfig) -> Ladder:
+def offload() -> Ladder:
     """A ladder of what is kept in host memory: along it, more."""
     shares = tuple({"parallel.offload_blocks": share, "parallel.cpu_offload": False} for share in SHARES)
     everything = {"parallel.offload_blocks": 0, "parallel.cpu_offload": True}

@@ -235,7 +235,7 @@ class _Search:
         for num_devices in {part["parallel.devices"]: None for part in (parts[0], parts[-1])}:
             for point in self._points_of(lowered, num_devices, only_least=True):
                 for ladder in self._rungs:
-                    if any(self.fits(_merged(point, more, ladder[-1])) for more in self._offloads[::-1]):
+                    if any(self.fits(_merged(point, more, ladder[-1])) for more in self._offloads(point)[::-1]):
                         return True
         return False
 
@@ -251,7 +251,7 @@ class _Search:
         for bound, _, _, point in sorted(points, key=lambda item: item[:3]):
             if bound > limit * (1 + SAME):
                 break
-            for changes in self._first_fitting(point, limit):
+            for changes in self._first_fitting(point, limit, best):
                 way = self._way(changes)
                 if way not in best or self._rank(changes) < self._rank(best[way]):
                     best[way] = changes
@@ -259,26 +259,31 @@ class _Search:
                 limit = sorted(self._seconds(changes) for changes in best.values())[MOST - 1]
         return sorted(best.values(), key=self._rank)[:MOST]
 
-    def _first_fitting(self, point: Choice, limit: float) -> Iterator[Choice]:
-        """Yield, for each ladder of a point, the first choice that fits.
+    def _first_fitting(self, point: Choice, limit: float, best: Mapping[tuple[Any, ...], Choice]) -> Iterator[Choice]:
+        """Yield, for each ladder of a point, the first choice that fits, unless another point's is faster for sure.
 
         Along both ladders, of offload and of recomputing, memory falls and time grows: with more offload only less
         recomputing can be faster.
+
+        Args:
+            point: All choices that are not ladders.
+            limit: Seconds beyond which nothing is of interest.
+            best: {way to train: the fastest so far}.
         """
-        fastest: dict[str, float] = {}
         for ladder in self._rungs:
             end = len(ladder)
-            for more in self._offloads:
+            for more in self._offloads(point):
                 rungs: Sequence[Choice] = [_merged(point, more, rung) for rung in ladder[:end]]
                 if not rungs or self._least(rungs[0]) is None:
                     continue
-                rungs = self._not_slower(rungs, min(limit, fastest.get(_offloaded(more), limit)))
+                so_far = best.get(self._way(rungs[0]))
+                rungs = self._not_slower(rungs, min(limit, self._seconds(so_far) if so_far else math.inf))
                 at = choices.first_fitting(rungs, self.fits)
                 if at is not None:
                     if at:
                         self._plan(rungs[at - 1])  # what `next_faster` may name
                     yield self._relieved(rungs[at])
-                    end, fastest[_offloaded(more)] = at, self._seconds(rungs[at])
+                    end = at
 
     def _not_slower(self, rungs: Sequence[Choice], limit: float) -> Sequence[Choice]:
         """Return the choices of a ladder up to the first that takes more seconds than the limit for sure."""
@@ -294,11 +299,11 @@ class _Search:
 
         Of points that may be as fast, those with the least memory are taken first: what they reach leaves out others.
         """
-        smallest = itertools.product(self._offloads[::-1], self._rungs)
+        smallest = itertools.product(self._offloads(point)[::-1], self._rungs)
         bounds = (self._least(_merged(point, more, ladder[-1])) for more, ladder in smallest)
         if not any(bound and not self._is_too_much(bound[1]) for bound in bounds):
             return None
-        found = (self._least(_merged(point, more, self._rungs[0][0])) for more in self._offloads)
+        found = (self._least(_merged(point, more, self._rungs[0][0])) for more in self._offloads(point))
         least = min(filter(None, found), default=None)
         return least and (float(f"{least[0]:.6g}") * (1 - TIES), least[1])
 
@@ -342,9 +347,13 @@ class _Search:
         found = [choices.allowed(ladder, self.cfg, self.fixed) for ladder in ladders]
         return tuple(filter(None, found)) or (self._allowed(ladders[0][:1]),)
 
-    @cached_property
-    def _offloads(self) -> Ladder:
-        return self._allowed(choices.offload(self.cfg))
+    def _offloads(self, point: Choice) -> Ladder:
+        """Return the ladder of offload at a point. FSDP on one rank is of use only where everything is offloaded."""
+        ladder = self._allowed(choices.offload())
+        is_alone = point["parallel.devices"] * self.cfg.parallel.nodes == 1
+        if is_alone and point["parallel.strategy"] != "none" and "parallel.strategy" not in self.fixed:
+            return tuple(more for more in ladder if _offloaded(more) == "everything")
+        return ladder
 
     def _config(self, changes: Choice) -> RunConfig | None:
         """Return the config with changes; None where they are invalid together."""
@@ -433,11 +442,9 @@ class _Search:
 
     def _way(self, changes: Choice) -> tuple[Any, ...]:
         """Return what tells ways to train apart: of each, only the fastest config is proposed."""
-        plan, again = self._plan(changes), changes["train.checkpointing"]
-        assert plan is not None
-        kind = again if again in ("none", "full") else "part"
-        strategy = plan.strategy if plan.ranks > 1 else "none"
-        return strategy, changes["quantize.format"], kind, _offloaded(changes)
+        ranks = changes["parallel.devices"] * self.cfg.parallel.nodes
+        strategy = changes["parallel.strategy"] if ranks > 1 else "none"
+        return strategy, changes["quantize.format"], _offloaded(changes)
 
     def proposal(self, changes: Choice) -> Proposal:
         """Return changes that fit as a proposal."""
