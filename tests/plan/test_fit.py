@@ -39,7 +39,6 @@ TEN = (
 )
 MACHINES = ("1x12gb", "1x24gb", "2x24gb", "4x24gb", "4x80gb", "8x80gb")
 FEW = (
-    ("flux2-klein-9b-lora-2gpu", "1x24gb"),
     ("flux2-klein-4b-lora-1gpu", "1x12gb"),
     ("sdxl-full-4gpu", "1x24gb"),
 )
