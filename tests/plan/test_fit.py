@@ -39,13 +39,13 @@ TEN = (
 )
 MACHINES = ("1x12gb", "1x24gb", "2x24gb", "4x24gb", "4x80gb", "8x80gb")
 FEW = (
-    ("flux2-klein-9b-lora-2gpu", "2x24gb"),
     ("flux2-klein-4b-lora-1gpu", "1x12gb"),
-    ("flux1-dev-lora-nf4-1x12gb", "1x12gb"),
     ("sdxl-full-4gpu", "1x24gb"),
 )
 """Of the ten and the machines, what takes seconds to try."""
-SOME_FIRST = tuple(f"full {count}, none" for count in range(4, 60, 8))
+SOME_FIRST = tuple(
+    text.format(count) for text in ("full {}, none", "selective {}", "full {}, selective") for count in range(4, 60, 12)
+)
 """Some mixtures of recompute: of those with a number of blocks, which the search takes all, not all can be tried."""
 OFFLOAD = frozenset({"parallel.cpu_offload", "parallel.offload_blocks"})
 WITHIN = 1.02

@@ -176,23 +176,23 @@ def prefetch(cfg: RunConfig) -> Ladder:
 
 
 def recompute(cfg: RunConfig, blocks: int, has_selective: bool) -> tuple[Ladder, ...]:
-    """Ladders of `train.checkpointing`: along each, more is recomputed.
+    """Ladders of `train.checkpointing`: along each, more is recomputed. The first begins with nothing.
 
     Args:
         cfg: The config.
         blocks: Number of blocks of the model.
         has_selective: Whether it is recorded what a block takes that recomputes only what is cheap.
     """
-    whole = ["none", *(f"full {count}, none" for count in range(1, blocks)), "full"]
-    spread = [*BLOCKS_APART, "full"]
-    cheap = [checkpointing_of(amount, blocks) for amount in range(2 * blocks + 1)] if has_selective else []
+    cheap: list[str | int] = [checkpointing_of(amount, blocks) for amount in range(2 * blocks + 1)]
+    whole: list[str | int] = ["none", *(f"full {count}, none" for count in range(1, blocks)), "full"]
+    ladders: list[list[str | int]] = [cheap, whole] if has_selective else [whole, [*BLOCKS_APART, "full"]]
     own = cfg.train.checkpointing
-    single = [] if own in (*whole, *cheap, *spread, "auto") else [own]
-    found = [values for values in (cheap, whole, spread, single) if values]
-    return tuple(tuple({"train.checkpointing": value} for value in values) for values in found)
+    if own != "auto" and not any(own in values for values in ladders):
+        ladders.append([own])
+    return tuple(tuple({"train.checkpointing": value} for value in values) for values in ladders)
 
 
-def offload(cfg: RunConfig) -> Ladder:
+def offload() -> Ladder:
     """A ladder of what is kept in host memory: along it, more."""
     shares = tuple({"parallel.offload_blocks": share, "parallel.cpu_offload": False} for share in SHARES)
     everything = {"parallel.offload_blocks": 0, "parallel.cpu_offload": True}

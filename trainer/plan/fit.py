@@ -8,6 +8,7 @@ their least possible time, which needs no plan; along a ladder the first choice 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -42,6 +43,8 @@ UNTIMED = (
 """Fields that are left as they are where that is as fast: a plan's time does not count all that they save."""
 FASTER = 0.01
 """Share by which a config that does not fit must be faster to be named."""
+TIES = 1e-6
+"""Relative difference of bounds below which the one with less memory comes first."""
 SAME = 1e-9
 """Relative difference of times that counts as none."""
 
@@ -200,6 +203,7 @@ class _Search:
         self.fixed = target.given | target.kept - {"quantize.format"}
         self._models: dict[str, Model | None] = {}
         self._configs: dict[str, RunConfig | None] = {}
+        self._bounds: dict[str, tuple[float, float] | None] = {}
         self._plans: dict[str, MemoryPlan | None] = {}
         self._planned: dict[str, Choice] = {}
 
@@ -231,23 +235,23 @@ class _Search:
         for num_devices in {part["parallel.devices"]: None for part in (parts[0], parts[-1])}:
             for point in self._points_of(lowered, num_devices, only_least=True):
                 for ladder in self._rungs:
-                    if any(self.fits(_merged(point, more, ladder[-1])) for more in self._offloads[::-1]):
+                    if any(self.fits(_merged(point, more, ladder[-1])) for more in self._offloads(point)[::-1]):
                         return True
         return False
 
     def fastest(self, lowered: Choice) -> list[Choice]:
         """Return the changes that fit with the least time per step, of each way to train one, the fastest first."""
         points = [
-            (bound, number, point)
+            (*least, number, point)
             for number, point in enumerate(self._points(lowered))
-            if (bound := self._least_seconds(point)) is not None
+            if (least := self._least_of_point(point)) is not None
         ]
         best: dict[tuple[Any, ...], Choice] = {}
-        limit = float("inf")
-        for bound, _, point in sorted(points, key=lambda item: item[:2]):
+        limit = math.inf
+        for bound, _, _, point in sorted(points, key=lambda item: item[:3]):
             if bound > limit * (1 + SAME):
                 break
-            for changes in self._first_fitting(point, limit):
+            for changes in self._first_fitting(point, limit, best):
                 way = self._way(changes)
                 if way not in best or self._rank(changes) < self._rank(best[way]):
                     best[way] = changes
@@ -255,26 +259,31 @@ class _Search:
                 limit = sorted(self._seconds(changes) for changes in best.values())[MOST - 1]
         return sorted(best.values(), key=self._rank)[:MOST]
 
-    def _first_fitting(self, point: Choice, limit: float) -> Iterator[Choice]:
-        """Yield, for each ladder of a point, the first choice that fits.
+    def _first_fitting(self, point: Choice, limit: float, best: Mapping[tuple[Any, ...], Choice]) -> Iterator[Choice]:
+        """Yield, for each ladder of a point, the first choice that fits, unless another point's is faster for sure.
 
         Along both ladders, of offload and of recomputing, memory falls and time grows: with more offload only less
         recomputing can be faster.
+
+        Args:
+            point: All choices that are not ladders.
+            limit: Seconds beyond which nothing is of interest.
+            best: {way to train: the fastest so far}.
         """
-        fastest: dict[str, float] = {}
         for ladder in self._rungs:
             end = len(ladder)
-            for more in self._offloads:
+            for more in self._offloads(point):
                 rungs: Sequence[Choice] = [_merged(point, more, rung) for rung in ladder[:end]]
                 if not rungs or self._least(rungs[0]) is None:
                     continue
-                rungs = self._not_slower(rungs, min(limit, fastest.get(_offloaded(more), limit)))
+                so_far = best.get(self._way(rungs[0]))
+                rungs = self._not_slower(rungs, min(limit, self._seconds(so_far) if so_far else math.inf))
                 at = choices.first_fitting(rungs, self.fits)
                 if at is not None:
                     if at:
                         self._plan(rungs[at - 1])  # what `next_faster` may name
                     yield self._relieved(rungs[at])
-                    end, fastest[_offloaded(more)] = at, self._seconds(rungs[at])
+                    end = at
 
     def _not_slower(self, rungs: Sequence[Choice], limit: float) -> Sequence[Choice]:
         """Return the choices of a ladder up to the first that takes more seconds than the limit for sure."""
@@ -283,20 +292,23 @@ class _Search:
             least = self._least(changes)
             return least is None or least[0] > limit * (1 + SAME)
 
-        return rungs[: choices.first_fitting(rungs, is_slower)]
+        return rungs[: choices.first_fitting(rungs, is_slower)] if math.isfinite(limit) else rungs
 
-    def _least_seconds(self, point: Choice) -> float | None:
-        """Return a bound of the seconds per step at a point, by what is fastest; None where it cannot fit."""
-        found = [self._least(_merged(point, more, self._rungs[0][0])) for more in self._offloads]
-        smallest = itertools.product(self._offloads[::-1], self._rungs)
+    def _least_of_point(self, point: Choice) -> tuple[float, float] | None:
+        """Return bounds of the seconds and bytes at a point, by what is fastest; None where it cannot fit.
+
+        Of points that may be as fast, those with the least memory are taken first: what they reach leaves out others.
+        """
+        smallest = itertools.product(self._offloads(point)[::-1], self._rungs)
         bounds = (self._least(_merged(point, more, ladder[-1])) for more, ladder in smallest)
         if not any(bound and not self._is_too_much(bound[1]) for bound in bounds):
             return None
-        return min((seconds for seconds, _ in filter(None, found)), default=None)
+        found = (self._least(_merged(point, more, self._rungs[0][0])) for more in self._offloads(point))
+        least = min(filter(None, found), default=None)
+        return least and (float(f"{least[0]:.6g}") * (1 - TIES), least[1])
 
-    def _is_too_much(self, held: float) -> bool:
-        """Whether bytes of tensors are too many."""
-        return held * (1 + self.reserve.share) > TIGHT * self.card.memory
+    def _is_too_much(self, need: float) -> bool:
+        return need > TIGHT * self.card.memory
 
     def _points(self, lowered: Choice) -> Iterator[Choice]:
         for part in self._allowed(choices.devices(self.cfg, self.target.gpus)):
@@ -335,9 +347,13 @@ class _Search:
         found = [choices.allowed(ladder, self.cfg, self.fixed) for ladder in ladders]
         return tuple(filter(None, found)) or (self._allowed(ladders[0][:1]),)
 
-    @cached_property
-    def _offloads(self) -> Ladder:
-        return self._allowed(choices.offload(self.cfg))
+    def _offloads(self, point: Choice) -> Ladder:
+        """Return the ladder of offload at a point. FSDP on one rank is of use only where everything is offloaded."""
+        ladder = self._allowed(choices.offload())
+        is_alone = point["parallel.devices"] * self.cfg.parallel.nodes == 1
+        if is_alone and point["parallel.strategy"] != "none" and "parallel.strategy" not in self.fixed:
+            return tuple(more for more in ladder if _offloaded(more) == "everything")
+        return ladder
 
     def _config(self, changes: Choice) -> RunConfig | None:
         """Return the config with changes; None where they are invalid together."""
@@ -363,10 +379,16 @@ class _Search:
         return self._models[key]
 
     def _least(self, changes: Choice) -> tuple[float, float] | None:
-        """Return bounds of seconds and bytes; None where the changes are invalid together or have no table."""
-        cfg = self._config(changes)
-        model = self._model(cfg) if cfg else None
-        return least_of(cfg, model, self.card) if cfg and model else None
+        """Return bounds of seconds, and of bytes on a GPU; None where changes are invalid together or have no table."""
+        key = repr(changes)
+        if key not in self._bounds:
+            cfg = self._config(changes)
+            model = self._model(cfg) if cfg else None
+            self._bounds[key] = None
+            if cfg and model:
+                seconds, held = least_of(cfg, model, self.card)
+                self._bounds[key] = seconds, held + self.reserve.of(held, cfg.parallel.world_size)
+        return self._bounds[key]
 
     def _plan(self, changes: Choice) -> MemoryPlan | None:
         """Return the plan with changes; None where they are invalid together or have no table."""
@@ -420,11 +442,9 @@ class _Search:
 
     def _way(self, changes: Choice) -> tuple[Any, ...]:
         """Return what tells ways to train apart: of each, only the fastest config is proposed."""
-        plan, again = self._plan(changes), changes["train.checkpointing"]
-        assert plan is not None
-        kind = again if again in ("none", "full") else "part"
-        strategy = plan.strategy if plan.ranks > 1 else "none"
-        return strategy, changes["quantize.format"], kind, _offloaded(changes)
+        ranks = changes["parallel.devices"] * self.cfg.parallel.nodes
+        strategy = changes["parallel.strategy"] if ranks > 1 else "none"
+        return strategy, changes["quantize.format"], _offloaded(changes)
 
     def proposal(self, changes: Choice) -> Proposal:
         """Return changes that fit as a proposal."""

@@ -55,6 +55,8 @@ def rank_of(cfg: RunConfig) -> int:
 
 def strategy_of(cfg: RunConfig, model_pass: ModelPass, card: Card | None) -> Strategy:
     """Decide `parallel.strategy` as the trainer does."""
+    if cfg.parallel.strategy != "auto":
+        return cfg.parallel.strategy
     frozen = sum(p.numbers * p.stored for unit in model_pass.units for p in unit.parameters if not p.is_trained)
     state_bytes = frozen + TRAINED_BYTES * trained(model_pass)
     memory = card.memory if card else 80 * GIB

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import chain
 
 from trainer.parallel.offload_order import Direction, Residence, offloaded_blocks
-from trainer.plan.steps import ModelPass, Moment, Unit, grains
+from trainer.plan.steps import ModelPass, Moment, Parameter, grains
 from trainer.run.allocator import pinned_bytes
 
 
@@ -553,18 +553,21 @@ class _Recording(_Simulation):
 @lru_cache(256)
 def _sizes_of_units(model_pass: ModelPass, sharding: Sharding) -> list[_Sizes]:
     """Return the sizes of all units; those that share their parameters, as equal blocks do, are computed once."""
+    reshard, offload = sharding.reshard, sharding.offload
+    alike = Sharding(sharding.ranks, reshard=reshard, offload=offload, pins_exactly=sharding.pins_exactly)
     known: dict[int, _Sizes] = {}
     for unit in model_pass.units:
         if id(unit.parameters) not in known:
-            known[id(unit.parameters)] = _sizes(unit, sharding)
+            known[id(unit.parameters)] = _sizes(unit.parameters, alike)
     return [known[id(unit.parameters)] for unit in model_pass.units]
 
 
-def _sizes(unit: Unit, sharding: Sharding) -> _Sizes:
+@lru_cache(4096)
+def _sizes(parameters: tuple[Parameter, ...], sharding: Sharding) -> _Sizes:
     ranks = sharding.ranks
     shard = inputs = transient = buffer = whole = copied = kept = reduced = reduced_shard = trained = pinned = 0
     frozen = frozen_pinned = 0
-    for p in unit.parameters:
+    for p in parameters:
         rows = p.shard_rows(ranks)
         numbers = rows * p.row
         shard += p.count * grains(numbers * p.stored)
@@ -590,9 +593,7 @@ def _sizes(unit: Unit, sharding: Sharding) -> _Sizes:
             pinned += p.count * pinned_bytes(numbers * REDUCED_BYTES, sharding.pins_exactly)
     if ranks == 1:
         # Copied one parameter at a time, without a collective.
-        biggest = max(
-            (grains(p.rows * p.row * p.gathered) for p in unit.parameters if p.stored != p.gathered), default=0
-        )
+        biggest = max((grains(p.rows * p.row * p.gathered) for p in parameters if p.stored != p.gathered), default=0)
         inputs, transient, buffer = biggest, 0, 0
     return _Sizes(
         shard=shard,
