@@ -33,6 +33,7 @@ from trainer.run.process import worker_environment
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "gpu-check"
 TESTS_AT_ONCE = 6
+DEVICE_TESTS = ("tests/train/test_device.py", "tests/parallel/test_offload.py")
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def machine(place: Place, report: Report) -> None:
 
 def tests(place: Place, report: Report) -> None:
     """The tests that need a device. Warnings are no failures: this machine's versions are not ours to choose."""
-    argv = [sys.executable, "-m", "pytest", "tests/train/test_device.py", "-m", "gpu", "--device", place.device]
+    argv = [sys.executable, "-m", "pytest", *DEVICE_TESTS, "-m", "gpu", "--device", place.device]
     at_once = 1 if place.device == "cpu" else TESTS_AT_ONCE
     argv += ["-q", "-W", "default", "-p", "no:cacheprovider", "-n", str(at_once), "--dist", "load"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
