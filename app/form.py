@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
+from pydantic_core import to_jsonable_python
+
 from trainer.config import families, files, yaml12
 from trainer.config.errors import InputError, Problem
 from trainer.config.fields import Slot, all_names, label_with_unit, slot
@@ -220,6 +222,11 @@ def check_machine(
 def kind_of(name: str) -> Kind:
     """Return how a field is edited."""
     return _kind(name, _slot(name))
+
+
+def as_typed(name: str, value: Any) -> str | bool:
+    """Return a value of a field as it is typed into its row."""
+    return _text(kind_of(name), to_jsonable_python(value))
 
 
 def rows(checked: Checked) -> tuple[Row, ...]:

@@ -51,6 +51,7 @@ def _field(name: str) -> dict[str, Any]:
         "path": spec.path,
         "group": form.group_of(name),
         "is_front": name in form.MOST_USED,
+        "suggested": list(spec.words) if form.kind_of(name) == "text" else [],
     }
 
 
@@ -124,9 +125,16 @@ def notes(checked: Checked) -> list[str]:
 def changes(checked: Checked) -> list[dict[str, str]]:
     """Return what differs from the preset, in words."""
     return [
-        {"field": name, "label": label(name), "old": in_words(old), "new": in_words(new)}
+        {"field": name, "label": label(name), "old": field_in_words(name, old), "new": field_in_words(name, new)}
         for name, (old, new) in _changed(checked).items()
     ]
+
+
+def field_in_words(name: str, value: Any) -> str:
+    """Return the value of a field as the form writes it. Where it is a number or a share, all is 1.0 and not 1."""
+    spec = slot(tuple(name.split(".")))
+    is_share = isinstance(value, float) and spec is not None and int in spec.options
+    return str(value) if is_share else in_words(value)
 
 
 def in_words(value: Any) -> str:
@@ -187,7 +195,7 @@ def plan(
         "is_waiting": preview.is_waiting,
         "steps": 0 if None in steps else sum(number or 0 for number in steps),
         "length": str(RunLength(cfg)),
-        "fixes": [{"text": str(fix), "changes": dict(fix.changes)} for fix in preview.fixes],
+        "fixes": [{"text": str(fix), "changes": _typed(fix.changes)} for fix in preview.fixes],
     }
     found = preview.plan
     if found is None:
@@ -212,6 +220,10 @@ def plan(
         "speed": found.time.origin if found.time else "",
         "whole": list(whole) if whole else None,
     }
+
+
+def _typed(changes: Mapping[str, Any]) -> dict[str, str | bool]:
+    return {name: form.as_typed(name, value) for name, value in changes.items()}
 
 
 def step(found: MemoryPlan, drawn: Outline, cfg: RunConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ GLOSSARY: Mapping[str, str] = {
     "guidance": "How strongly a sample follows its prompt. Higher is more literal and less varied.",
     "gathered blocks": "Layers that are whole on every GPU at a moment, collected from the parts that each GPU holds.",
     "activations": "Intermediate results that are kept from the forward pass for the backward pass.",
+    "offloaded blocks": "Layers that wait in the host's memory and are copied to the GPU shortly before they are used.",
     "optimizer": "The optimizer's own state, for example Adam's two running means for each trained weight.",
     "reserve": "Memory that CUDA, NCCL and the allocator take on top; an estimate.",
     "sharding": "How weights are split over the GPUs, so that a model fits that is larger than one of them.",

@@ -133,9 +133,14 @@ class PlanPreviews:
 
 
 class Background(Generic[T]):
-    """Computations on threads, each done once. A failure is kept until the computation is started again."""
+    """Computations on threads, each done once. A failure is kept until the computation is started again.
 
-    def __init__(self) -> None:
+    Args:
+        most: How many results are kept, the last ones; None for all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
         self._threads: dict[Hashable, threading.Thread] = {}
         self._results: dict[Hashable, T] = {}
         self._failures: dict[Hashable, str] = {}
@@ -151,6 +156,11 @@ class Background(Generic[T]):
     def is_running(self, key: Hashable) -> bool:
         return key in self._threads and self._threads[key].is_alive()
 
+    def wait(self, key: Hashable, timeout_s: float) -> None:
+        """Wait for a computation, if it is running."""
+        if thread := self._threads.get(key):
+            thread.join(timeout_s)
+
     def result(self, key: Hashable) -> T | None:
         """Return the result, or None before the computation has succeeded."""
         return self._results.get(key)
@@ -164,6 +174,8 @@ class Background(Generic[T]):
             self._results[key] = compute()
         except (InputError, OSError) as error:
             self._failures[key] = str(error)
+        for old in list(self._results)[: -self._most] if self._most else ():
+            self._results.pop(old, None)
 
 
 def _trace_key(cfg: RunConfig, plan: MemoryPlan) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app import form
-from app.form_answers import in_words
+from app.form_answers import field_in_words, in_words
 from app.monitor import Follower, RunView
 from app.run_table import best_validation
 from trainer.config.fields import all_names, label_with_unit
@@ -139,7 +139,7 @@ def value_in_words(field: str, value: Any, config: RunConfig) -> str:
         return _empty(field, config)
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         return "\n".join(value)
-    return in_words(value)
+    return field_in_words(field, value)
 
 
 def _has(field: str, config: RunConfig) -> bool:

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 from app import form
 from app.caption_lengths import Lengths
 from app.earlier_runs import EarlierRuns
+from app.fit_preview import FitPreviews, Question
 from app.folders import Picker, Recent, Unsettled
 from app.form import Checked, Draft
 from app.live import Live
@@ -93,6 +94,7 @@ class Studio:
         self.lengths = Lengths(self.runs)
         self.earlier = EarlierRuns(self.runs)
         self.plan_previews = PlanPreviews(self.runs)
+        self.fits = FitPreviews(self.runs)
         self._shipped = presets
         self.own_presets = self.runs / "presets"
         self.models = ModelChoices(self.runs)
@@ -251,6 +253,23 @@ class Studio:
     def plan(self, checked: Checked, target: str) -> PlanPreview:
         """Return the memory plan of a config for one of `plan_preview.TARGETS`."""
         return self.plan_previews.of(checked.config, target, self.gpus())
+
+    def fit_question(self, draft: Draft, target: str) -> tuple[Question | None, str]:
+        """Return what a search for settings that fit would be about, and why it is not possible; "" where it is.
+
+        Args:
+            draft: The form.
+            target: One of `plan_preview.TARGETS`.
+        """
+        formed = self._formed(draft)
+        question = self.fits.question(formed.config, target, self.gpus())
+        if formed.config.stages:
+            return question, "This run has stages: launch.py --fit finds the settings of each."
+        if formed.errors:
+            return question, "Correct the errors of the form first."
+        if question and not self.plan_previews.of(formed.config, target, self.gpus()).plan:
+            return question, "Estimate the memory of this model first."
+        return question, ""
 
     def planned_seconds(self, checked: Checked, target: str, steps: Sequence[int | None]) -> tuple[float, float] | None:
         """Return the least and most seconds of all steps; None where a length or the time of a step is not known.

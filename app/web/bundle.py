@@ -9,6 +9,7 @@ SCREENS: tuple[str, ...] = (
     "charts",
     "lightbox",
     "step",
+    "fit",
     "form",
     "run",
     "samples",

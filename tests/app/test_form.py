@@ -331,3 +331,30 @@ def test_yaml_that_is_wrong_is_refused_with_its_line(tmp_path: Path):
 
 def test_a_default_config_has_no_changes():
     assert form.changed_fields(RunConfig.model_construct(), RunConfig.model_construct()) == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("parallel.offload_blocks", 1.0, "1.0"),
+        ("parallel.offload_blocks", 1, "1"),
+        ("parallel.shard_size", None, ""),
+        ("parallel.cpu_offload", True, True),
+        ("sample.size", (512, 512), "[512, 512]"),
+        ("quantize.keep", ("a.*", "b.*"), "a.*\nb.*"),
+        ("quantize.formats", {"a.*": "int8"}, "a.*: int8"),
+        ("quantize.formats", {}, ""),
+        ("train.checkpointing", "full 12, selective 20", "full 12, selective 20"),
+        ("train.checkpointing", 3, "3"),
+    ],
+)
+def test_a_value_is_typed_as_its_row_takes_it(field: str, value: Any, text: str | bool):
+    assert form.as_typed(field, value) == text
+    kept = Draft(QUICKSTART).typed(field, text).values[field]
+    assert repr(kept) == repr(list(value) if isinstance(value, tuple) else value)
+
+
+def test_a_share_of_one_is_not_shown_as_one_block():
+    assert form_answers.field_in_words("parallel.offload_blocks", 1.0) == "1.0"
+    assert form_answers.field_in_words("parallel.offload_blocks", 1) == "1"
+    assert form_answers.field_in_words("sample.guidance", 4.0) == "4"

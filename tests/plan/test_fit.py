@@ -255,3 +255,17 @@ def test_fields_may_be_named_in_short_and_an_unknown_one_is_refused() -> None:
     assert kept_fields([]) == frozenset()
     with pytest.raises(InputError, match=r"--keep: 'resolutoin' is not a field; did you mean 'resolution'\?"):
         kept_fields(["resolutoin"])
+
+
+def test_all_blocks_are_not_taken_for_one_block() -> None:
+    """1.0 and 1 are equal, and a run of one offloaded block may need all of them."""
+    cfg = run("flux2 dev", "parallel.offload_blocks=1", "parallel.devices=4", "parallel.strategy=ddp")
+    changes = [
+        proposal.changes.get("parallel.offload_blocks")
+        for proposal in searched(cfg, "4x24gb").proposals
+        if proposal.config.parallel.offload_blocks == 1.0 and isinstance(proposal.config.parallel.offload_blocks, float)
+    ]
+    assert changes and all(change is not None for change in changes)
+    kept = frozenset({"parallel.offload_blocks"})
+    for proposal in searched(cfg, "4x24gb", given=kept).proposals:
+        assert repr(proposal.config.parallel.offload_blocks) == "1"

@@ -82,6 +82,11 @@ def value_of(cfg: RunConfig, field: str) -> Any:
     return dict(dict(cfg)[section])[name]
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values of a field mean the same: 1 is one block and 1.0 all of them, though they are equal."""
+    return one == other and isinstance(one, float) == isinstance(other, float)
+
+
 def allowed(choices: Iterable[Choice], cfg: RunConfig, fixed: Set[str]) -> Ladder:
     """Return the choices that leave fixed fields as they are.
 
@@ -93,7 +98,7 @@ def allowed(choices: Iterable[Choice], cfg: RunConfig, fixed: Set[str]) -> Ladde
     return tuple(
         choice
         for choice in choices
-        if all(value_of(cfg, field) == value for field, value in choice.items() if field in fixed)
+        if all(is_same(value_of(cfg, field), value) for field, value in choice.items() if field in fixed)
     )
 
 

@@ -20,7 +20,7 @@ from trainer.config.families import size_field
 from trainer.config.schema import RunConfig, rules
 from trainer.plan import choices
 from trainer.plan.calibration import calibrate
-from trainer.plan.choices import Choice, Ladder
+from trainer.plan.choices import Choice, Ladder, is_same
 from trainer.plan.decide import TIGHT
 from trainer.plan.fixes import written
 from trainer.plan.hardware import Card
@@ -70,6 +70,24 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Faster:
+    """A faster config that does not fit.
+
+    Attributes:
+        changes: {field: value} where it differs from the one that fits.
+        seconds: Seconds of an optimizer step.
+        lack: What it needs more of than there is.
+    """
+
+    changes: Mapping[str, Any]
+    seconds: float
+    lack: str
+
+    def __str__(self) -> str:
+        return f"{_assigned(self.changes)} would take {self.seconds:.3g} s, but {self.lack}"
+
+
+@dataclass(frozen=True)
 class Proposal:
     """A config and what it takes.
 
@@ -77,13 +95,13 @@ class Proposal:
         changes: {field: (value before, value now)}.
         config: The config with the changes.
         plan: Its plan.
-        reason: Why it is not faster, in a sentence.
+        faster: What keeps it from being faster; None where nothing is.
     """
 
     changes: Mapping[str, tuple[Any, Any]]
     config: RunConfig
     plan: MemoryPlan
-    reason: str = ""
+    faster: Faster | None = None
 
     @property
     def seconds(self) -> float:
@@ -110,7 +128,7 @@ class Proposal:
         return self.hours(steps) * self.plan.ranks * per_gpu_hour
 
     def __str__(self) -> str:
-        return " ".join(f"{field}={written(now)}" for field, (_, now) in self.changes.items()) or "nothing changed"
+        return _assigned({field: now for field, (_, now) in self.changes.items()}) or "nothing changed"
 
 
 @dataclass(frozen=True)
@@ -119,17 +137,22 @@ class Fit:
 
     Attributes:
         proposals: Configs that fit, the fastest first.
-        faster: A sentence about the next faster config, which does not fit; empty if nothing is faster.
         remedy: Where nothing fits: the smallest change that would help, which was not allowed, in a sentence.
+        needed: The same as {field: value}; None where nothing would help.
         notes: Sentences about what the search left out.
         num_plans: Plans that were made.
     """
 
     proposals: tuple[Proposal, ...]
-    faster: str = ""
     remedy: str = ""
+    needed: Choice | None = None
     notes: tuple[str, ...] = ()
     num_plans: int = 0
+
+    @property
+    def faster(self) -> str:
+        """A sentence about what is faster than the first, and does not fit; empty if nothing is."""
+        return str(self.proposals[0].faster or "") if self.proposals else ""
 
 
 def fit(cfg: RunConfig, target: Target, cache: Path) -> Fit:
@@ -145,16 +168,18 @@ def fit(cfg: RunConfig, target: Target, cache: Path) -> Fit:
     search = _Search(cfg, target, cache)
     lowered = search.lowered()
     if lowered is None:
-        remedy = _remedy(cfg, target, cache)
-        return Fit((), remedy=remedy, notes=tuple(search.notes()), num_plans=search.num_plans)
-    found = search.fastest(lowered)
-    proposals = tuple(search.proposal(changes) for changes in found)
-    faster = search.next_faster(found[0])
-    return Fit(proposals, faster, notes=tuple(search.notes()), num_plans=search.num_plans)
+        remedy, needed = _remedy(cfg, target, cache)
+        return Fit((), remedy, needed, notes=tuple(search.notes()), num_plans=search.num_plans)
+    proposals = tuple(search.proposal(changes) for changes in search.fastest(lowered))
+    return Fit(proposals, notes=tuple(search.notes()), num_plans=search.num_plans)
 
 
-def _remedy(cfg: RunConfig, target: Target, cache: Path) -> str:
-    """Say which fixed fields would have to change for anything to fit: the fewest, and the least harmful first."""
+def _remedy(cfg: RunConfig, target: Target, cache: Path) -> tuple[str, Choice | None]:
+    """Return which fixed fields would have to change for anything to fit: the fewest, and the least harmful first.
+
+    Returns:
+        The sentence, and {field: value}; None where nothing helps.
+    """
     changing = ["quantize.format", "sample.size", "adapter.rank", size_field(cfg)]
     fixed = target.kept | target.given
     found = [field for field in choices.SEARCHED if field in fixed and not field.startswith(("data.", *changing))]
@@ -167,8 +192,8 @@ def _remedy(cfg: RunConfig, target: Target, cache: Path) -> str:
             if lowered is not None:
                 changes = search.proposal(search.fastest(lowered)[0]).changes
                 now = {field: changes[field][1] for field in fields if field in changes}
-                return _remedy_sentence(now, target, changing)
-    return "nothing that is searched makes it fit: take more GPUs, larger ones, or a smaller model"
+                return _remedy_sentence(now, target, changing), now
+    return "nothing that is searched makes it fit: take more GPUs, larger ones, or a smaller model", None
 
 
 def _remedy_sentence(now: Mapping[str, Any], target: Target, changing: Sequence[str]) -> str:
@@ -189,8 +214,7 @@ def _remedy_sentence(now: Mapping[str, Any], target: Target, changing: Sequence[
         )
         ways.append(f"allow it with --keep {','.join(names) or repr('')}")
     result = ", which changes the result" if any(field in changing and field != "sample.size" for field in now) else ""
-    fields = " ".join(f"{field}={written(value)}" for field, value in now.items())
-    return f"would fit with {fields}{result}: {', and '.join(ways)}"
+    return f"would fit with {_assigned(now)}{result}: {', and '.join(ways)}"
 
 
 class _Search:
@@ -281,7 +305,7 @@ class _Search:
                 at = choices.first_fitting(rungs, self.fits)
                 if at is not None:
                     if at:
-                        self._plan(rungs[at - 1])  # what `next_faster` may name
+                        self._plan(rungs[at - 1])  # what `_next_faster` may name
                     yield self._relieved(rungs[at])
                     end = at
 
@@ -451,11 +475,11 @@ class _Search:
         cfg, plan = self._config(changes), self._plan(changes)
         assert cfg is not None and plan is not None and plan.time is not None
         before = {field: choices.value_of(self.cfg, field) for field in changes}
-        different = {field: (before[field], now) for field, now in changes.items() if before[field] != now}
-        return Proposal(different, cfg, plan, self.next_faster(changes) or f"{plan.time.bound_by} decides")
+        different = {field: (before[field], now) for field, now in changes.items() if not is_same(before[field], now)}
+        return Proposal(different, cfg, plan, self._next_faster(changes))
 
-    def next_faster(self, changes: Choice) -> str:
-        """Say which faster changes need the least memory of those that do not fit; "" where none is faster."""
+    def _next_faster(self, changes: Choice) -> Faster | None:
+        """Return, of faster changes that do not fit, those that need the least memory; None where none is faster."""
         enough = self._seconds(changes) * (1 - FASTER)
         failed = [
             (plan.need, plan.time.middle, key)
@@ -463,12 +487,12 @@ class _Search:
             if plan and plan.time and plan.time.middle <= enough and not self._fits(self._planned[key])
         ]
         if not failed:
-            return ""
+            return None
         key = min(failed)[2]
         other, plan = self._planned[key], self._plans[key]
         assert plan is not None and plan.time is not None
-        different = [f"{field}={written(value)}" for field, value in other.items() if changes.get(field) != value]
-        return f"{' '.join(different)} would take {plan.time.middle:.3g} s, but {self._lack(other, plan)}"
+        different = {field: value for field, value in other.items() if not is_same(changes.get(field), value)}
+        return Faster(different, plan.time.middle, self._lack(other, plan))
 
     def _lack(self, changes: Choice, plan: MemoryPlan) -> str:
         room = self.card.memory
@@ -499,6 +523,10 @@ def _offloaded(changes: Choice) -> str:
     if changes["parallel.cpu_offload"]:
         return "everything"
     return "a part" if changes["parallel.offload_blocks"] else "nothing"
+
+
+def _assigned(changes: Choice) -> str:
+    return " ".join(f"{field}={written(value)}" for field, value in changes.items())
 
 
 def _merged(*parts: Choice) -> dict[str, Any]:

@@ -5,7 +5,7 @@
   const TYPING_PAUSE_MS = 250, PATH_PAUSE_MS = 500, AGAIN_MS = 2000, MOST_SUGGESTED = 8;
   const KIND_WORDS = { weights: 'weights', optimizer: 'optimizer', gathered: 'gathered blocks', activations: 'activations', reserve: 'reserve' };
   let root = null, state = null, models = [], inputs = {}, target = '', wantsAll = false, chosenGpus = null;
-  let pending = {}, sent = {}, answered = {}, isSending = false, isLost = false, numAnswers = 0, timer = 0, typingPath = '', shownThumbnails = '', wantsStep = false, step = null, numStepsAsked = 0, wrongLines = [], replaced = '', lookedFor = '';
+  let pending = {}, sent = {}, answered = {}, isSending = false, isLost = false, numAnswers = 0, timer = 0, typingPath = '', shownThumbnails = '', wantsStep = false, step = null, numStepsAsked = 0, wrongLines = [], replaced = '', lookedFor = '', fitter = null;
   const field = name => studio.facts.form.fields[name];
   const $ = id => root.querySelector(`#${id}`);
 
@@ -113,10 +113,15 @@
     input.setAttribute('aria-describedby', help.id);
     if (facts.kind === 'switch') element.append(h('label.check', { htmlFor: id }, control, h('span', {}, names, key)), help);
     else element.append(title, wrapped(name, facts, control), help);
+    if (facts.suggested.length) help.before(suggestions(name, facts, input));
     inputs[name] = { element, input, help, facts, text: options.help ?? facts.help, textHelp: options.textHelp, sent: undefined };
     help.title = facts.help; // it has four lines where there is little room
     return element;
   }
+
+  /** The words that a field takes in addition to what can be typed. */
+  const suggestions = (name, facts, input) => h('div.chips', { role: 'group', 'aria-label': `${facts.label}: suggestions` }, facts.suggested.map(word =>
+    h('button.chip', { type: 'button', 'aria-pressed': 'false', data: { word }, onclick: () => { input.value = word; edited(name, word, 0); } }, word)));
 
   function inputOf(name, facts, id) {
     const say = () => edited(name, facts.kind === 'switch' ? element.checked : element.value, facts.path ? PATH_PAUSE_MS : TYPING_PAUSE_MS);
@@ -167,6 +172,7 @@
     element.classList.toggle('wrong', Boolean(now.error));
     element.classList.toggle('changed', Boolean(now.changed));
     input.setAttribute('aria-invalid', String(Boolean(now.error)));
+    for (const chip of element.querySelectorAll('.chip[data-word]')) chip.setAttribute('aria-pressed', String(chip.dataset.word === now.value));
     if (typingPath !== name || now.error) say(help, now.error || (state.is_text && shown.textHelp) || shown.text || ''); // else it says what the folder holds
     if (facts.kind === 'choice' && input.matches('select')) {
       fill(input, now.choices, () => now.choices.map(word => h('option', { value: word }, word)));
@@ -512,9 +518,10 @@
   function drawPlan() {
     const plan = state.plan;
     say($('plan-title'), plan.on_cpu ? 'Memory of each rank' : 'Memory of each GPU');
+    fitter.draw(state.fit);
     fill($('plan'), [plan, target], () => {
       if (plan.need === undefined) return [h('p', {}, plan.is_waiting ? plan.note : ['Memory is not known for this combination yet. ', plan.can_record ? '' : plan.note]),
-        plan.can_record ? h('button.btn.s#record', { type: 'button', onclick: async () => take(await change('new_record')) }, 'Estimate now, about 30 s') : null];
+        plan.can_record ? h('button.btn.s#record', { type: 'button', onclick: async () => take(await change('new_record')) }, 'Estimate now, about 30 s') : null, fitter.element];
       const whole = Math.max(plan.need, plan.limit || 0), spoken = plan.kinds.map(([kind, size]) => `${KIND_WORDS[kind]} ${studio.gib(size)}`).join(', ');
       const parts = [
         h('p', {}, h('span.big', {}, studio.gib(plan.need)), h('span.dim', {}, plan.limit ? ` of ${studio.gib(plan.limit)} at the fullest moment` : ' at the fullest moment')),
@@ -522,6 +529,7 @@
         h('ul.keys', {}, plan.kinds.map(([kind, size]) => h('li', {}, h('i', { style: { background: `var(--${kind})` } }), studio.term(KIND_WORDS[kind]), ' ', h('b', {}, size < 0.005 * 2 ** 30 ? '< 0.01' : (size / 2 ** 30).toFixed(size < 2 ** 30 ? 2 : 1))))),
         h(plan.verdict === 'does not fit' ? 'p.notice.bad' : plan.verdict === 'tight' ? 'p.notice.warn' : 'p.sm.dim', {}, sentence(plan.sentence)),
         ...plan.fixes.map((fix, index) => h('button.btn.s.fix', { type: 'button', id: `fix-${index}`, onclick: async () => take(await change('new_fix', { changes: fix.changes })) }, `Make it fit: ${fix.text}`)),
+        fitter.element,
         h('details.sm', {}, h('summary', {}, 'More about memory'), h('p', {}, `Fullest in ${plan.moment}.`),
           h('ul', {}, plan.items.map(item => h('li', {}, h('b', {}, `${item.name} ${studio.gib(item.size)}`), `: ${item.text}`))),
           h('p', {}, 'Other moments: ' + plan.phases.map(phase => `${phase.name} ${studio.gib(phase.need)}`).join(', ') + '.'),
@@ -780,6 +788,7 @@
     build(section) {
       root = section;
       target = studio.facts.form.this_machine;
+      fitter = studio.fitter({ settled, change, take, linkTo, target: () => target, value: name => state.rows[name].value });
       root.append(h('div.head', {}, h('h1', {}, 'New run'), h('span.grow'), h('a.btn', { href: link('runs') }, 'Copy a run …'),
         h('button.btn#save-preset', { type: 'button', onclick: savePreset }, 'Save as preset')), h('div.cols', {}, h('div.left', {}, cards()), panel()),
         h('div.phone', {}, h('button.btn.main', { type: 'button', onclick: start }, 'Start'), h('span.sm#phone-note')));

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from app import form, form_answers, model_answers
+from app import fit_answers, form, form_answers, model_answers
+from app.fit_preview import Allowed
 from app.form import Checked, Draft
 from app.plan_preview import TARGETS, THIS_MACHINE
 from app.planned_steps import planned_steps
@@ -33,7 +34,7 @@ def calls(studio: Studio) -> Calls:
     """Return the functions of the screen's script. Most return the state of the form, as `_state` describes it."""
     changing: list[Callable[..., Any]] = [state, edit, preset, restore, reset, fix, apply_yaml, save_preset, read_again]
     others: list[Callable[..., Any]] = [record, verify, start, enqueue, copy, retry, models, browse, glance, thumbnails]
-    others += [download, pause, step]
+    others += [download, pause, step, fit, take]
     return {f"new_{function.__name__}": partial(function, studio) for function in (*changing, *others)}
 
 
@@ -150,6 +151,54 @@ def step(studio: Studio, target: str = THIS_MACHINE) -> dict[str, Any] | None:
     cfg = form.check(studio.draft()).config
     found = studio.plan_previews.outline(cfg, target, studio.gpus())
     return form_answers.step(*found, cfg) if found else None
+
+
+def fit(studio: Studio, allow: list[Allowed], is_new: bool = False, target: str = THIS_MACHINE) -> dict[str, Any]:
+    """Return the fastest settings of the form's run that fit, or that the search is running.
+
+    Args:
+        allow: What may change although it changes the result.
+        is_new: Start the search. Otherwise it was started before.
+        target: The GPUs to fit.
+    """
+    draft = studio.draft()
+    question, why_not = studio.fit_question(draft, target)
+    if why_not or question is None:
+        raise InputError(why_not or "There are no GPUs to fit: choose some above.")
+    found = studio.fits.search(question, allow) if is_new else studio.fits.found(question.key, allow)
+    if found is None:
+        return fit_answers.searching(question)
+    is_typing = studio.unsettled.holds(draft.values)
+    steps = list(question.cfg.stage_steps) if is_typing else planned_steps(studio.scans, question.cfg)
+    return fit_answers.result(question, found, steps[0])
+
+
+def take(studio: Studio, key: str, number: int, allow: list[Allowed], target: str = THIS_MACHINE) -> dict[str, Any]:
+    """Apply all changes of settings that fit, as one edit.
+
+    Args:
+        key: `made_for` of the answer that offered them.
+        number: Which of them, from 0.
+        allow: As for `fit`.
+        target: As for `fit`.
+
+    Raises:
+        InputError: The form was changed after the search.
+    """
+
+    def change(draft: Draft) -> Draft:
+        question, why_not = studio.fit_question(draft, target)
+        if why_not or question is None or question.key != key:
+            raise InputError("The form or the GPUs were changed after this search: search again.")
+        found = studio.fits.known(key, allow)
+        if found is None or not 0 <= number < len(found.proposals):
+            raise InputError("The page has forgotten this search: search again.")
+        for field, (_, value) in found.proposals[number].changes.items():
+            draft = draft.typed(field, form.as_typed(field, value))
+        return draft
+
+    studio.change_draft(change)
+    return _state(studio, target)
 
 
 def read_again(studio: Studio, target: str = THIS_MACHINE) -> dict[str, Any]:
@@ -277,6 +326,7 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
         "warnings": _warnings(checked),
         "changes": form_answers.changes(checked),
         "plan": form_answers.plan(preview, checked.config, studio.gpus(), steps, whole),
+        "fit": fit_answers.offer(*studio.fit_question(draft, target), target),
         "earlier": form_answers.earlier(studio, checked.config, steps) if target == THIS_MACHINE else None,
         "data": None if is_typing else form_answers.data(studio, checked),
         "downloads": {model: vars(found) for model, found in studio.model_downloads.all().items()},

@@ -1,0 +1,192 @@
+"""The button Fit of the screen New run, as a browser asks for what it shows."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import form
+from app.fit_preview import FAILED
+from app.plan_preview import Background
+from app.studio import Studio
+from tests.app.web.test_new_run import Window
+from tests.gpus.machines import TWO_H100, install
+from tests.runs import make_pictures, write_preset
+from trainer.config.errors import InputError
+from trainer.plan.choices import KEPT, kept_fields
+from trainer.plan.fit import Fit, Target, fit
+from trainer.plan.hardware import CARDS
+from trainer.run.folder import shared_cache
+
+LARGE = "flux2-dev-lora-4gpu"
+SEARCHED_WITHIN_S = 60
+
+
+@pytest.fixture
+def studio(tmp_path: Path) -> Studio:
+    studio = Studio(tmp_path / "runs")
+    studio.prepare()
+    return studio
+
+
+@pytest.fixture
+def window(studio: Studio) -> Window:
+    return Window(studio)
+
+
+def search(window: Window, target: str, *allow: str) -> dict[str, Any]:
+    """Return what a search finds."""
+    answer = window.call("fit", allow=list(allow), is_new=True, target=target)
+    deadline = time.monotonic() + SEARCHED_WITHIN_S
+    while answer["is_running"]:
+        assert time.monotonic() < deadline
+        answer = window.call("fit", allow=list(allow), target=target)
+    return answer
+
+
+def expected(studio: Studio, target: str) -> Fit:
+    cfg = form.check(studio.draft()).config
+    kept = kept_fields(KEPT)
+    return fit(cfg, Target(CARDS[target], cfg.parallel.devices, kept), shared_cache(cfg, studio.runs))
+
+
+@pytest.mark.parametrize(
+    ("preset", "target"), [(LARGE, "24gb"), ("qwen3-8b-qlora-1x24gb", "12gb"), ("sdxl-full-4gpu", "24gb")]
+)
+def test_each_of_the_fastest_settings_can_be_taken_and_gives_the_config_that_was_planned(
+    window: Window, studio: Studio, preset: str, target: str
+):
+    window.call("preset", name=preset, target=target)
+    before, wanted = studio.draft(), expected(studio, target)
+    found = search(window, target)
+    assert len(json.dumps(found)) < 4_000
+    assert [(one["seconds"], one["need"]) for one in found["proposals"]] == [
+        (one.seconds, one.plan.need) for one in wanted.proposals
+    ]
+    for number, one in enumerate(wanted.proposals):
+        window.call("take", key=found["made_for"], number=number, allow=[], target=target)
+        assert form.check(studio.draft()).config == one.config
+        assert window.state["plan"]["verdict"] == "fits"
+        assert window.state["plan"]["need"] == pytest.approx(one.plan.need, rel=1e-12)
+        shown = {change["field"]: change for change in window.state["changes"]}
+        assert [shown[change["field"]] for change in found["proposals"][number]["changes"]] == found["proposals"][
+            number
+        ]["changes"]
+        assert window.state["fit"]["key"] != found["made_for"]
+        studio.save_draft(before)
+
+
+def test_what_is_offered_is_said_in_words(window: Window):
+    window.call("preset", name=LARGE, target="24gb")
+    assert window.state["fit"]["words"] == "Fit to 4 × 24 GB"
+    found = search(window, "24gb")
+    assert (found["gpus"], found["samples"], found["steps"]) == ("4 × 24 GB (RTX 4090)", 4, 1500)
+    first = found["proposals"][0]
+    assert first["whole"] == pytest.approx(1500 * first["seconds"])
+    assert {"field": "parallel.offload_blocks", "label": "Offload frozen blocks", "old": "0", "new": "1.0"} in first[
+        "changes"
+    ]
+    assert found["reason"].startswith("Faster than the first one: Gradient checkpointing full ")
+    assert found["reason"].endswith(" of 24.0 GiB.")
+    assert [words for _, words in found["may"]] == ["4 bits", "smaller images", "a lower rank"]
+
+
+def test_what_changes_the_result_is_left_unless_it_is_allowed(window: Window, studio: Studio):
+    window.call("preset", name=LARGE, target="12gb")
+    window.call("edit", edits={"data.resolution": "4096", "parallel.devices": "1"}, target="12gb")
+    found = search(window, "12gb")
+    assert (found["proposals"], found["needed"], found["allow"]) == ([], [["Resolution", "1024"]], ["resolution"])
+    allowed = search(window, "12gb", "resolution")
+    assert {change["field"]: change["new"] for change in allowed["proposals"][0]["changes"]}[
+        "data.resolution"
+    ] == "1024"
+    window.call("take", key=allowed["made_for"], number=0, allow=["resolution"], target="12gb")
+    assert form.check(studio.draft()).config.data.resolution == 1024
+    window.call("edit", edits={"data.resolution": "1024"}, target="24gb")
+    formats = [change["new"] for one in search(window, "24gb", "format")["proposals"] for change in one["changes"]]
+    assert "nf4" in formats
+
+
+def test_settings_of_a_search_before_the_form_was_changed_are_refused(window: Window, studio: Studio):
+    window.call("preset", name=LARGE, target="24gb")
+    found = search(window, "24gb")
+    window.call("edit", edits={"name": "fox"}, target="24gb")
+    assert window.state["fit"]["key"] == found["made_for"]  # a name changes nothing
+    window.call("edit", edits={"data.resolution": "512"}, target="24gb")
+    before = studio.draft()
+    taken = {"key": found["made_for"], "number": 0, "allow": []}
+    changed = "The form or the GPUs were changed after this search: search again."
+    assert window.refused("take", **taken, target="24gb") == changed
+    window.call("edit", edits={"data.resolution": "1024"}, target="24gb")
+    assert window.refused("take", **taken, target="80gb") == changed
+    forgotten = "The page has forgotten this search: search again."
+    assert window.refused("take", **taken | {"number": 3}, target="24gb") == forgotten
+    assert window.refused("take", **taken | {"number": -1}, target="24gb") == forgotten
+    assert Window(Studio(studio.runs)).refused("take", **taken, target="24gb") == forgotten
+    assert studio.draft().values == {**before.values, "data.resolution": 1024}
+    window.call("take", **taken, target="24gb")
+
+
+def test_an_answer_does_not_wait_for_a_long_search(window: Window, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("app.fit_preview.WAIT_S", 0.0)
+    window.call("preset", name=LARGE, target="24gb")
+    answer = window.call("fit", allow=[], is_new=True, target="24gb")
+    assert answer == {"made_for": window.state["fit"]["key"], "is_running": True}
+    assert search(window, "24gb")["proposals"]
+
+
+def test_a_search_that_was_not_started_has_no_result(window: Window):
+    window.call("preset", name=LARGE, target="24gb")
+    assert window.refused("fit", allow=[], target="24gb") == FAILED
+
+
+@pytest.mark.parametrize(
+    ("preset", "edits", "why"),
+    [
+        (LARGE, {"train.steps": "many"}, "Correct the errors of the form first."),
+        ("single_node_8gpu", {}, "This run has stages: launch.py --fit finds the settings of each."),
+        ("own", {}, "Estimate the memory of this model first."),
+    ],
+)
+def test_a_search_that_is_not_possible_says_why(
+    window: Window, studio: Studio, tmp_path: Path, preset: str, edits: dict[str, str], why: str
+):
+    write_preset(studio.own_presets / "own.yaml", make_pictures(tmp_path / "pictures", count=2))
+    window.call("preset", name=preset, target="24gb")
+    window.call("edit", edits=edits, target="24gb")
+    assert window.state["fit"]["why_not"] == window.refused("fit", allow=[], is_new=True, target="24gb") == why
+
+
+def test_the_gpus_of_this_machine_are_fitted_and_its_memory_is_not_exceeded(
+    window: Window, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    window.call("preset", name=LARGE)
+    assert window.state["fit"] is None
+    assert window.refused("fit", allow=[], is_new=True) == "There are no GPUs to fit: choose some above."
+    install(TWO_H100, tmp_path, monkeypatch)
+    monkeypatch.setattr("app.studio.GPUS_EVERY_S", 0)
+    window.call("state")
+    assert window.state["fit"]["words"] == "Fit to my GPUs"
+    assert window.state["fit"]["why_not"] == ""  # four GPUs in the config, two here
+    found = search(window, "this machine")
+    assert found["gpus"] == "2 × NVIDIA H100 80GB HBM3"
+    assert all(one["host"] <= found["host"] for one in found["proposals"])
+    assert {"parallel.devices"} <= {change["field"] for change in found["proposals"][0]["changes"]}
+
+
+def test_only_the_last_results_of_a_background_are_kept():
+    def failing() -> int:
+        raise InputError("no")
+
+    background = Background[int](2)
+    for number in range(4):
+        background.start(number, lambda number=number: number)
+        background.wait(number, 10)
+    background.start("failing", failing)
+    background.wait("failing", 10)
+    assert [background.result(number) for number in range(4)] == [None, None, 2, 3]
+    assert background.failure("failing") == "no"
