@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as contexts_by
@@ -41,10 +40,14 @@ ATTENTION = (
     aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention,
 )
-_DEAR_FUNCTIONS = frozenset(
-    {F.scaled_dot_product_attention, *ATTENTION, torch._grouped_mm, quantized_experts._grouped._opoverload}
+_DEAR_FUNCTIONS: tuple[tuple[Any, str], ...] = (
+    (F, "scaled_dot_product_attention"),
+    (torch, "_grouped_mm"),
+    (quantized_experts, "_grouped"),
 )
-"""Functions whose results are kept as those of layers are: attention, and products with the weights of experts."""
+"""(module, name) of functions whose results are kept as those of layers are: attention, and products with the weights
+of experts. Other functions stand there while a pass runs. A mode of torch for functions would see them too, and every
+other function and each shape that is asked for: it takes the host half as long again as the whole step."""
 REMEDY = "set train.checkpointing: full"
 _DEAR_OPERATORS = frozenset({*ATTENTION, aten._grouped_mm})
 
@@ -65,7 +68,8 @@ def recompute_cheap(units: Sequence[nn.Module], whole: Collection[nn.Module], is
         return
     for unit in units:
         for layer in _dear_layers(unit, whole):
-            layer.forward = _kept(layer)
+            slots = [(module._parameters, name) for module in layer.modules() for name in module._parameters]
+            layer.forward = _kept(layer.forward, slots)
         unit.forward = _in_pass(unit.forward)
 
 
@@ -87,10 +91,13 @@ def _dear_layers(module: nn.Module, whole: Collection[nn.Module]) -> Iterator[nn
             yield from (part for part in child.modules() if part in whole)
 
 
-def _kept(layer: nn.Module) -> Forward:
-    """Wrap a layer's forward: within a pass its output is kept."""
-    forward = layer.forward
-    slots = [(module._parameters, name) for module in layer.modules() for name in module._parameters]
+def _kept(forward: Forward, slots: Sequence[Slot]) -> Forward:
+    """Wrap a function: within a pass of this thread its output is kept.
+
+    Args:
+        forward: The function.
+        slots: Places of parameters that it takes as well.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         running = _current.running
@@ -155,19 +162,6 @@ class _Current(threading.local):
 _current = _Current()
 
 
-class _DearFunctions(TorchFunctionMode):
-    """Inside, dear functions are calls of the pass as layers are."""
-
-    def __init__(self, running: _Pass) -> None:
-        super().__init__()
-        self._running = running
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _DEAR_FUNCTIONS:
-            return self._running.call(func, (), args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
 class _Pass:
     """The forward of a block, and its second run in backward."""
 
@@ -205,10 +199,14 @@ class _Pass:
     @contextmanager
     def _running(self) -> Iterator[None]:
         before, _current.running = _current.running, self
+        functions = [vars(module)[name] for module, name in _DEAR_FUNCTIONS]
+        for (module, name), function in zip(_DEAR_FUNCTIONS, functions, strict=True):
+            setattr(module, name, _kept(function, ()))
         try:
-            with _DearFunctions(self):
-                yield
+            yield
         finally:
+            for (module, name), function in zip(_DEAR_FUNCTIONS, functions, strict=True):
+                setattr(module, name, function)
             _current.running = before
 
     def _pack(self, tensor: Tensor) -> _Saved:
@@ -261,7 +259,7 @@ class _Pass:
             self._decide(saved, is_kept)
         call.end = len(self._shapes)
         if call.is_whole:
-            call.result = tree_map_only(Tensor, Tensor.detach, out)
+            call.result = out.detach() if isinstance(out, Tensor) else tree_map_only(Tensor, Tensor.detach, out)
             call.versions = _versions(out)
             call.needs_gradient = [tensor.requires_grad for tensor in _tensors(out)]
             self._kept |= results
@@ -293,6 +291,8 @@ class _Pass:
             self._pack_again(tensor.as_strided(size, stride, tensor.storage_offset() + offset))
         self._at = call.end
         needs_gradient = iter(call.needs_gradient)
+        if isinstance(call.result, Tensor):
+            return call.result.detach().requires_grad_(next(needs_gradient))
         return tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(next(needs_gradient)), call.result)
 
     def _run_again(self) -> None:
@@ -326,6 +326,15 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors in arguments or a result. Walking them here takes a tenth of torch's `tree_leaves`."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return []
+    if type(tree) in (tuple, list):
+        return [tensor for item in tree for tensor in _tensors(item)]
+    if type(tree) is dict:
+        return [tensor for item in tree.values() for tensor in _tensors(item)]
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
