@@ -185,14 +185,16 @@ def tests(place: Place, report: Report) -> None:
     """The tests that need a device. Warnings are no failures: this machine's versions are not ours to choose."""
     argv = [sys.executable, "-m", "pytest", *DEVICE_TESTS, "-m", "gpu", "--device", place.device]
     at_once = 1 if place.device == "cpu" else TESTS_AT_ONCE
-    argv += ["-q", "-W", "default", "-p", "no:cacheprovider", "-n", str(at_once), "--dist", "load"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
-    print(done.stdout, done.stderr, sep="\n", flush=True)
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
-    for line in lines:
-        if line.startswith(("FAILED", "ERROR")):
-            report.add(Row("tests", line, passed=False))
-    report.add(Row("tests", lines[-1].strip("= ") if lines else "no output", passed=done.returncode == 0))
+    argv += ["-v", "-W", "default", "-p", "no:cacheprovider", "-n", str(at_once), "--dist", "load"]
+    last = "no output"
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:  # as it comes: a part that takes too long shows what it was at
+            print(line, end="", flush=True)
+            last = line.strip("= \n") or last
+            if line.startswith(("FAILED", "ERROR")):
+                report.add(Row("tests", line.strip(), passed=False))
+    report.add(Row("tests", last, passed=process.returncode == 0))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ def ranks(place: Place, report: Report) -> None:
     found = [_outcomes(count, pictures, place) for count in (1, RANKS)]
     for name in CASES:
         with report.measuring(f"two ranks, {name}"):
+            if failed := [outcome[name] for outcome in found if isinstance(outcome[name], Exception)]:
+                raise failed[0]
             one, two = (outcomes[name] for outcomes in found)
             losses = max(abs(a - b) for a, b in zip(one["losses"], two["losses"], strict=True))
             weights = difference(one["weights"], two["weights"])
@@ -69,35 +72,50 @@ def _collectives(place: Place, report: Report) -> None:
 
 
 def _outcomes(count: int, pictures: Path, place: Place) -> dict[str, Any]:
-    """{case: losses and weights of a tiny run in fp32}, on ranks that share this device; one rank shards nothing."""
+    """{case: losses and weights of a tiny run in fp32, or what stopped its ranks}. One rank shards nothing."""
     configs = {}
     for name, changes in CASES.items():
         fields = changes if count > 1 else {key: value for key, value in changes.items() if "offload" not in key}
         strategy = "full" if count > 1 else "none"
         configs[name] = run_config(pictures, **fields, parallel__strategy=strategy, parallel__device=place.device)
-    with tempfile.TemporaryDirectory(dir=place.folder / "ranks") as root:
-        mp.spawn(_train, (count, configs, place.device, Path(root)), nprocs=count)
-        found: dict[str, Any] = torch.load(Path(root) / "outcomes.pt", weights_only=True)
-        return found
+    found: dict[str, Any] = {}
+    while configs:
+        failure = None
+        with tempfile.TemporaryDirectory(dir=place.folder / "ranks") as root:
+            try:
+                mp.spawn(_train, (count, configs, place.device, Path(root)), nprocs=count)
+            except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+                failure = error
+            for name in list(configs):
+                file = Path(root) / f"{name}.pt"
+                if file.exists():
+                    found[name] = torch.load(file, weights_only=True)
+                    del configs[name]
+        if failure:  # of the first case that left nothing; the others get new ranks
+            stopped = next(iter(configs))
+            found[stopped] = failure
+            del configs[stopped]
+    return found
 
 
 def _train(rank: int, count: int, configs: dict[str, RunConfig], device: str, root: Path) -> None:
-    """One rank, in a process of its own. Rank 0 leaves losses and weights in a file."""
+    """One rank, in a process of its own. Rank 0 leaves losses and weights in a file for each case."""
+    faulthandler.enable()
     here = torch.device(device, 0) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(here)
-    outcomes = {}
     with _group("gloo", dist.FileStore(str(root / "store"), count), rank, count):
         world = joined(here, rank, count)
         for name, cfg in configs.items():
-            folder = root / name
             if rank == 0:
+                print(f"  {count} ranks, {name}", flush=True)
                 make_run(root, cfg, name)
             world.barrier()
-            outcome = train(world, cfg, RunDir(folder))
-            outcomes[name] = {"losses": outcome.losses, "weights": outcome.weights}
-    if rank == 0:
-        torch.save(outcomes, root / "outcomes.pt")
+            outcome = train(world, cfg, RunDir(root / name))
+            if rank == 0:
+                draft = root / f"{name}.part"
+                torch.save({"losses": outcome.losses, "weights": outcome.weights}, draft)
+                draft.rename(root / f"{name}.pt")
 
 
 @contextmanager
