@@ -32,7 +32,7 @@ from trainer.run.process import worker_environment
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "gpu-check"
-TESTS_AT_ONCE = 6
+TESTS_AT_ONCE = 12
 DEVICE_TESTS = ("tests/train/test_device.py", "tests/parallel/test_offload.py")
 
 

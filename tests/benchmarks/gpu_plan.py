@@ -164,7 +164,9 @@ def _run(cfg: RunConfig, device: torch.device, cache: Path) -> float:
         for _ in range(STEPS):
             began = time.perf_counter()
             batch = batch_of(family, size, torch.bfloat16, device)
-            if (documents := batch.get("documents")) is not None:  # a row of one document needs no mask: 8 % less memory
+            if (
+                documents := batch.get("documents")
+            ) is not None:  # a row of one document needs no mask: 8 % less memory
                 documents[:, documents.shape[1] // 2 :] = 1
             family.loss(built.module, batch, SampleRng(0, tuple(range(size.batch)), device)).total.backward()
             optimizer.step()

@@ -181,6 +181,19 @@ def test_an_output_that_is_changed_in_place_is_computed_again() -> None:
         assert again == count + (name == "changed")
 
 
+def test_attention_runs_once_though_the_bias_made_of_its_mask_is_larger_than_its_result() -> None:
+    mask = torch.ones(1, 1, 32, 32, dtype=torch.bool).tril()
+
+    def attend(y: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(y[None, None], y[None, None].sin(), y[None, None].cos(), mask)[0, 0]
+
+    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+    expected, count = products(Block(attend), x)
+    found, again = products(selectively(Block(attend)), x)
+    assert all(map(torch.equal, found, expected))
+    assert again == count
+
+
 def test_an_output_that_is_changed_after_the_block_is_computed_again_too() -> None:
     x, block, plain = torch.ones(4, 8), selectively(Returning()), Returning()
     for one in (block, plain):

@@ -91,12 +91,13 @@ def _dear_layers(module: nn.Module, whole: Collection[nn.Module]) -> Iterator[nn
             yield from (part for part in child.modules() if part in whole)
 
 
-def _kept(forward: Forward, slots: Sequence[Slot]) -> Forward:
+def _kept(forward: Forward, slots: Sequence[Slot] | None = None) -> Forward:
     """Wrap a function: within a pass of this thread its output is kept.
 
     Args:
         forward: The function.
-        slots: Places of parameters that it takes as well.
+        slots: Places of a layer's parameters, which it takes as well; None for a function of no layer. What such a
+            function saves is kept whatever its size, as the mask that attention is given as bias.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -187,11 +188,11 @@ class _Pass:
                 call.result = None
         return out
 
-    def call(self, run: Forward, slots: Sequence[Slot], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, run: Forward, slots: Sequence[Slot] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer and keep its result, or return the one that was kept."""
-        inputs = [*_tensors((args, kwargs)), *(p for of, name in slots if (p := of[name]) is not None)]
+        inputs = [*_tensors((args, kwargs)), *(p for of, name in slots or () if (p := of[name]) is not None)]
         if not self._is_again:
-            return self._call(run, inputs, args, kwargs)
+            return self._call(run, inputs, slots is not None, args, kwargs)
         call = self._calls[self._call_at]
         self._call_at += 1
         return self._give(call, inputs) if call.is_kept else run(*args, **kwargs)
@@ -201,7 +202,7 @@ class _Pass:
         before, _current.running = _current.running, self
         functions = [vars(module)[name] for module, name in _DEAR_FUNCTIONS]
         for (module, name), function in zip(_DEAR_FUNCTIONS, functions, strict=True):
-            setattr(module, name, _kept(function, ()))
+            setattr(module, name, _kept(function))
         try:
             yield
         finally:
@@ -234,7 +235,9 @@ class _Pass:
             raise RuntimeError("backward ran twice through a block that recomputes; run forward again before it")
         return self._again.pop(saved.number)
 
-    def _call(self, run: Forward, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self, run: Forward, inputs: Sequence[Tensor], is_layer: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         packed: list[_Saved] = []
 
         def pack(tensor: Tensor) -> _Saved:
@@ -246,7 +249,7 @@ class _Pass:
         call = _Call(len(self._shapes))
         results = {_storage(tensor) for tensor in _tensors(out)}
         numbers = {(_storage(tensor), tensor.dtype): number for number, tensor in reversed([*enumerate(inputs)])}
-        largest = max((tensor.nbytes for tensor in _tensors(out)), default=0)
+        largest = max((tensor.nbytes for tensor in _tensors(out)), default=0) if is_layer else None
         sources = [self._source(saved, results, numbers, largest) for saved in packed]
         call.is_whole = None not in sources
         for saved, source in zip(packed, sources, strict=True):
@@ -267,7 +270,7 @@ class _Pass:
         return out
 
     def _source(
-        self, saved: _Saved, results: set[int], inputs: dict[tuple[int, torch.dtype], int], largest: int
+        self, saved: _Saved, results: set[int], inputs: dict[tuple[int, torch.dtype], int], largest: int | None
     ) -> int | None:
         """Return the number of the input that a saved tensor is a view of, -1 if it is kept, or None.
 
@@ -275,13 +278,14 @@ class _Pass:
             saved: The saved tensor.
             results: Storages of what the call returned.
             inputs: {(storage, type): number of the input}.
-            largest: Bytes of the largest tensor that it returned.
+            largest: Bytes of the largest tensor that may be kept: as large as one that it returned. None: of any size.
         """
         assert saved.tensor is not None
         storage = _storage(saved.tensor)
         if storage in self._kept or storage in results:
             return -1
-        return inputs.get((storage, saved.tensor.dtype), -1 if saved.tensor.nbytes <= largest else None)
+        is_kept = largest is None or saved.tensor.nbytes <= largest
+        return inputs.get((storage, saved.tensor.dtype), -1 if is_kept else None)
 
     def _give(self, call: _Call, inputs: Sequence[Tensor]) -> Any:
         """Save what the call saved in forward, and return its result."""

@@ -29,9 +29,16 @@ SHIPPED = {
         MeasuredStep(114.6e12, 0.267, is_compiled=True),
         MeasuredStep(893.5e12, 2.21),
     ),
+    "H200": (
+        MeasuredStep(79.7e12, 0.224),
+        MeasuredStep(114.6e12, 0.339),
+        MeasuredStep(79.7e12, 0.167, is_compiled=True),
+        MeasuredStep(114.6e12, 0.222, is_compiled=True),
+    ),
 }
 """{words of a card in `cards`: steps measured on it}. A LoRA of rank 16, one image of 1024 px: FLUX.2 klein-4B without
-and with recompute, and dev's rank 0 of 4 alone (tests/benchmarks/RESULTS.md, GPU, 2026-11-26)."""
+and with recompute, and dev's rank 0 of 4 alone (tests/benchmarks/RESULTS.md, GPU). Those of the H100 are of a version
+that waited for the device five times a step."""
 NEWEST = 20
 """Number of lines that count, the newest of a kind of GPU."""
 

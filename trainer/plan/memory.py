@@ -22,9 +22,9 @@ from trainer.plan.timeline import Memory, Point, Sharding, history, least, simul
 Verdict = Literal["fits", "tight", "does not fit"]
 DECODING_TRAFFIC = 4
 """Bytes to and from a GPU's memory for each decoded byte of bf16: codes, the weight and its pieces."""
-CHEAP = 0.08
-"""Share of a step's computing that is added where all blocks recompute what is cheap: norms, modulation, rotary
-embeddings. Assumed, from the roofline of FLUX.2 klein-4B."""
+RECOMPUTING_TRAFFIC = 21
+"""Bytes to and from a GPU's memory for each byte that is not kept, where norms, modulation, rotary embeddings and the
+like are computed again. Measured with FLUX.2 klein-4B on an H200 (tests/benchmarks/RESULTS.md, GPU)."""
 FIXED_STEP_S = 0.4
 """Seconds of a step beyond its operations, such as kernel launches (from published step times, see DECISIONS.md)."""
 
@@ -229,20 +229,15 @@ def _time(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Shard
     known = card.speed(memory.flops, cfg.train.compile) if cfg.train.precision == "bf16" else None
     if known:
         computing, fixed, source = memory.flops / known[0], 0.0, known[1]
-    computing *= 1 + CHEAP * _cheap_share(model_pass)
+    traffic = DECODING_TRAFFIC * _decoded(cfg, model_pass)
+    traffic += RECOMPUTING_TRAFFIC * model_pass.freed * cfg.micro_steps
     parts = {
-        "computing": computing + DECODING_TRAFFIC * _decoded(cfg, model_pass) / card.bandwidth,
+        "computing": computing + traffic / card.bandwidth,
         "gathering weights": gathers + between,
         "copies from host memory": memory.copied / card.host_link,
     }
     low, high = max(parts.values()) + fixed, sum(parts.values()) + fixed
     return Time(low, high, max(parts, key=parts.__getitem__), source)
-
-
-def _cheap_share(model_pass: ModelPass) -> float:
-    """Return the share of blocks that recompute nothing but what is cheap; operations do not count it."""
-    blocks = sum(not unit.is_root for unit in model_pass.units)
-    return len(model_pass.recomputed - model_pass.repeated) / max(1, blocks)
 
 
 def _decoded(cfg: RunConfig, model_pass: ModelPass) -> float:

@@ -125,6 +125,7 @@ class ModelPass:
         buffers: Bytes of buffers on the device.
         recomputed: Numbers of units that compute forward again in backward, or the cheap part of it.
         repeated: Those of them that compute all of it again, products with the base's weights included.
+        freed: Bytes that the others of them do not keep, and compute again.
     """
 
     units: tuple[Unit, ...]
@@ -132,6 +133,7 @@ class ModelPass:
     buffers: int
     recomputed: frozenset[int] = frozenset()
     repeated: frozenset[int] = frozenset()
+    freed: float = 0.0
 
     @cached_property
     def most_activations(self) -> float:

@@ -182,8 +182,16 @@ def _training(table: PassTable, size: Size, rank: int, checkpointing: str | int)
     # Moments outside of blocks are those of the one mode that all blocks have, or of a pass that keeps everything.
     rest = next(iter(modes.values())) if len(set(modes.values())) == 1 else "none"
     marks = [by_mode[modes.get(mark.unit, rest)][number] for number, mark in enumerate(by_mode["none"])]
-    again, repeated = ({n for n, mode in modes.items() if mode in of} for of in (("full", "selective"), ("full",)))
-    return ModelPass(table._units(rank), tuple(marks), table.buffers, frozenset(again), frozenset(repeated))
+    again, repeated = (
+        frozenset(n for n, mode in modes.items() if mode in of) for of in (("full", "selective"), ("full",))
+    )
+    # What a block does not keep is missing in forward, and again where backward would free it.
+    freed = sum(
+        abs(kept.change - mark.change) / 2
+        for kept, mark in zip(by_mode["none"], marks, strict=True)
+        if mark.unit in again - repeated
+    )
+    return ModelPass(table._units(rank), tuple(marks), table.buffers, again, repeated, freed)
 
 
 @lru_cache(CACHED_PASSES)
