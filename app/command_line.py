@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -308,8 +309,8 @@ def _fit(options: argparse.Namespace) -> int:
 
     if options.price is not None and not 0 <= options.price < float("inf"):
         raise InputError(f"--price: {options.price:g} is not the price of a GPU-hour; give a number of 0 or more")
-    if options.write is not None and not options.write.parent.is_dir():
-        raise InputError(f"--write: {options.write.parent} is not a folder; make it, or name another file")
+    if options.write is not None:
+        _check_writable(options.write)
     preset, runs = preset_file(options.fit, options.runs / "presets"), options.runs
     keep = None if options.keep is None else [name.strip() for name in options.keep.split(",") if name.strip()]
     found = fit_command.search(load_config(preset, options.overrides), runs, options.gpus, keep)
@@ -322,6 +323,15 @@ def _fit(options: argparse.Namespace) -> int:
         return 1
     say(f"written: {fit_command.write(found, preset, runs, options.write)}")
     return 0
+
+
+def _check_writable(file: Path) -> None:
+    if file.is_dir():
+        raise InputError(f"--write: {file} is a folder; name a file in it, {file / 'fits.yaml'}")
+    if not file.parent.is_dir():
+        raise InputError(f"--write: {file.parent} is not a folder; make it, or name another file")
+    if not os.access(file.parent, os.W_OK):
+        raise InputError(f"--write: nothing can be written in {file.parent}; name another file")
 
 
 def _extract(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ SHORT = (
 )
 """Overrides for a run of a few steps, whose memory and time are those of any other step."""
 MADE_IMAGES = 16
+PAIRS_PER_ROW = 8
+"""Pairs of answers that are made for each row, which they share."""
 MOST_OF_NAME = 58
 """Letters of a run's name that fit before `-proof`."""
 
@@ -182,4 +185,9 @@ def _make_images(cfg: RunConfig, folder: Path) -> None:
 def _make_texts(cfg: RunConfig, folder: Path) -> None:
     rows = 2 * cfg.train.batch_size * (WARM_UP_STEPS + STEPS)
     line = " ".join(str(number) for number in range(cfg.data.length))
-    files.replace(folder / "texts.txt", "\n\n".join([line] * rows))
+    if cfg.objective.dpo_beta is None:
+        files.replace(folder / "texts.txt", "\n\n".join([line] * rows))
+        return
+    short = line[: cfg.data.length // PAIRS_PER_ROW]  # a token has one character or more
+    pair = json.dumps({"prompt": "Count.", "chosen": short, "rejected": short[::-1]})
+    files.replace(folder / "pairs.jsonl", f"{pair}\n" * rows * PAIRS_PER_ROW)

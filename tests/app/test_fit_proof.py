@@ -56,6 +56,20 @@ def test_one_that_takes_more_than_the_limit_gives_way_to_the_next(
     assert first.endswith(", more than 1.00 MiB; the next is tried") and second.endswith(", more than 1.00 MiB")
 
 
+@pytest.mark.slow
+def test_preferences_are_made_where_the_run_learns_from_them(tmp_path: Path) -> None:
+    text = """\
+name: preferred
+model: {family: causal_lm}
+data: {path: /nowhere, length: 64}
+objective: {dpo_beta: 0.1}
+train: {steps: 500, batch_size: 2, precision: fp32}
+parallel: {device: cpu}
+"""
+    found = found_for(tmp_path, text)
+    assert prove(found, tmp_path) == found
+
+
 def test_what_cannot_be_trained_here_is_said_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--prove: the run has stages"):
         prove(found_for(tmp_path, DEMO + "stages: [{name: one, set: {}}]\n"), tmp_path)

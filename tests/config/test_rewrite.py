@@ -87,7 +87,15 @@ def test_a_text_that_is_right_already_is_not_changed() -> None:
 def test_sections_in_one_line_are_written_anew_without_comments() -> None:
     text = "# mine\ndata: {path: /images}\nmodel: {family: flux2}\n"
     wanted = changed(load_config_text(text, (), FILE).config, data__resolution=512)
-    assert rewritten(text, wanted, FILE) == dump_config(wanted)
+    assert rewritten(text, wanted, FILE) == f"# mine\n{dump_config(wanted)}"
+
+
+def test_what_the_text_lacks_is_added_and_its_comments_stay() -> None:
+    text = TEXT.replace("  path: /images  # mine\n", "  resolution: 64  # mine\n")
+    wanted = changed(load_config_text(text, ("data.path=/images",), FILE).config, train__steps=20)
+    found = rewritten(text, wanted, FILE)
+    assert load_config_text(found, (), FILE).config == wanted
+    assert found.count("#") == text.count("#")
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda preset: preset.stem)

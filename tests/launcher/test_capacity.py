@@ -246,6 +246,24 @@ def test_offloaded_weights_that_are_larger_than_the_hosts_memory_are_a_problem(
     assert field not in said(cfg, runs, gpus(4))
 
 
+def test_what_is_offloaded_where_it_has_to_be_is_counted_for_the_gpus_of_the_run(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+):
+    memory = psutil.virtual_memory()
+    cfg = preset("flux2-klein-9b-lora-2gpu", "parallel.strategy=ddp", "parallel.offload_blocks=auto")
+    monkeypatch.setattr("trainer.launcher.capacity.psutil.virtual_memory", lambda: memory._replace(total=16 * 2**30))
+    assert "parallel.offload_blocks" not in said(cfg, runs, gpus(2))
+    assert "parallel.offload_blocks" in said(cfg, runs, gpus(2, memory=16376))
+
+
+def test_a_full_fine_tune_is_not_told_to_offload_blocks(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    memory = psutil.virtual_memory()
+    cfg = preset("bagel-7b-mot-full-8x80gb", "parallel.cpu_offload=true")
+    monkeypatch.setattr("trainer.launcher.capacity.psutil.virtual_memory", lambda: memory._replace(total=16 * 2**30))
+    message = said(cfg, runs, gpus(8))["parallel.cpu_offload"]
+    assert message.endswith("set false, or train an adapter (adapter.type: lora)")
+
+
 def test_checkpoints_that_the_disk_has_no_room_for_are_a_problem(runs: Path):
     many = (f"checkpoint.keep={MANY}", "checkpoint.every=1", f"train.steps={10 * MANY}")
     cfg = preset("flux2-dev-lora-4gpu", *many)

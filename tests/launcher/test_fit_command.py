@@ -134,6 +134,10 @@ def test_where_nothing_fits_the_way_out_is_named_and_nothing_is_written(tmp_path
             "command line: parallel.devices: 8 are asked for, each machine has 4; leave it out, or set 4 or fewer\n",
         ),
         (
+            ("--gpus", "4x24gb", "--write", "presets"),
+            "--write: presets is a folder; name a file in it, presets/fits.yaml\n",
+        ),
+        (
             ("--gpus", "4x24gb", "--write", "nowhere/own.yaml"),
             "--write: nowhere is not a folder; make it, or name another file\n",
         ),

@@ -19,11 +19,13 @@ from trainer.config.installation import PRESETS
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
+from trainer.plan import choices
 from trainer.plan.choices import BLOCKS_APART, KEPT, SHARES, kept_fields
 from trainer.plan.fit import Fit, Target, fit
 from trainer.plan.fixes import planned
 from trainer.plan.hardware import named
 from trainer.plan.memory import MemoryPlan
+from trainer.plan.store import recorded_formats
 
 TEN = (
     "flux2-dev-lora-4gpu",
@@ -72,7 +74,7 @@ def everything(cfg: RunConfig, machine: str) -> Iterator[MemoryPlan]:
         quantized += [own.model_copy(update={"formats": formats}) for formats in ({}, own.formats)]
     bases = [own] if own.format == "none" else []
     bases += [type(own)()] + ([] if isinstance(cfg.adapter, NoAdapter) else quantized)
-    devices = [number for number in range(1, hardware.count + 1) if hardware.count % number == 0]
+    devices = range(1, hardware.count + 1)
     blocks = ("none", "full", *BLOCKS_APART, *SOME_FIRST)
     axes = (devices, ("none", "full", "grad_op", "ddp"), bases, (False, True), blocks, (0, *SHARES, True))
     for number, strategy, base, encoders, every, offload in itertools.product(*axes):
@@ -169,6 +171,39 @@ def test_a_base_of_4_bits_is_proposed_where_the_preset_has_one_or_the_user_allow
     assert searched(own, "1x12gb", given=fixed).proposals[0].config.quantize.format == "nf4"
 
 
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({"format": "int8", "formats": {".*proj_out.*": "nf4"}}, {"none", "int8"}),
+        ({"format": "nf4", "formats": {".*attn.*": "int8"}}, {"none", "int8", "nf4, int8"}),
+    ],
+)
+def test_no_layer_loses_bits_where_layers_have_formats_of_their_own(own: dict[str, Any], expected: set[str]) -> None:
+    cfg = preset("flux1-dev-lora-nf4-1x12gb")
+    cfg = cfg.model_copy(update={"quantize": cfg.quantize.model_copy(update=own)})
+    bases = choices.bases(cfg, recorded_formats(cfg), keeps_bits=True)
+    mixed = {", ".join((base["quantize.format"], *base["quantize.formats"].values())) for base in bases}
+    assert mixed >= expected and "nf4" not in mixed
+    assert all(
+        base["quantize.formats"] == own["formats"] or "nf4" not in base["quantize.formats"].values() for base in bases
+    )
+    assert choices.can_lose_bits(cfg)
+
+
+def test_gpus_that_would_have_nothing_to_do_are_not_taken() -> None:
+    cfg = preset("flux2-dev-lora-4gpu")
+    assert [choice["parallel.devices"] for choice in choices.devices(cfg, 6)] == [6, 4, 3, 2, 1]
+    assert cfg.train.batch_size == 4
+    assert searched(cfg, "6x24gb").proposals[0].config.parallel.devices == 4
+    assert searched(cfg, "3x24gb").proposals[0].config.parallel.devices == 2
+
+
+def test_an_optimizer_on_the_cpu_takes_the_time_of_its_thread() -> None:
+    cfg = preset("sdxl-full-4gpu")
+    best = searched(cfg, "4x24gb").proposals[0]
+    assert best.config.parallel.devices == 4 and not best.config.parallel.cpu_offload
+
+
 def test_images_become_smaller_only_where_allowed_and_no_smaller_than_needed() -> None:
     cfg = run("flux2 klein-4b", "parallel.devices=1", "parallel.strategy=none", "data.resolution=2048")
     fixed = OFFLOAD | {"quantize.format", "train.checkpointing"}
@@ -205,6 +240,11 @@ def test_the_next_faster_config_would_be_faster_and_does_not_fit() -> None:
     assert plan is not None and plan.time is not None
     assert plan.verdict != "fits" and plan.time.middle < found.proposals[0].seconds
     assert (f"{plan.time.middle:.3g}", f"{plan.need / GIB:.1f}") == (seconds, need.split()[0])
+
+
+def test_less_recompute_that_does_not_fit_is_named() -> None:
+    found = searched(preset("flux2-dev-lora-8gpu"), "2x80gb")
+    assert "train.checkpointing" in changed(found) and "train.checkpointing=" in found.faster
 
 
 def test_nothing_is_said_to_be_faster_than_the_fastest_of_all() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +25,44 @@ def rewritten(text: str, config: RunConfig, path: Path) -> str:
     """Return the text changed such that a file with it at `path` loads as `config`.
 
     Values that the text does not write as one field per line, as in `data: {path: .}`, are not changed in place: the
-    whole config is written then, without comments.
+    whole config is written then, with the comments above the text's first line only.
 
     Args:
         text: A preset's text.
         config: The wanted config.
         path: Where the file will be, which decides its relative paths.
     """
-    found = text
+    found, wanted = text, config.model_dump(mode="json")
     for _ in range(MOST_EDITS):
         try:
             now = load_config_text(found, (), path).config
-        except ConfigError:
-            break
-        if now == config:
-            return found
-        edited = _edited(found, now.model_dump(mode="json"), config.model_dump(mode="json"))
+        except ConfigError as error:  # what the text lacks was given elsewhere
+            fields = [tuple(problem.field.split(".")) for problem in error.problems]
+            edited = _edited(found, [(loc, _at(wanted, loc)) for loc in fields])
+        else:
+            if now == config:
+                return found
+            edited = _edited(found, _different(now.model_dump(mode="json"), wanted, ()))
         if edited is None or edited == found:
             break
         found = edited
-    return dump_config(config)
+    return "".join(itertools.takewhile(_is_comment, text.splitlines(keepends=True))) + dump_config(config)
 
 
-def _edited(text: str, now: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """Return the text with all values that differ; None where one cannot be changed in place."""
-    for loc, value in _different(now, wanted, ()):
+def _is_comment(line: str) -> bool:
+    return line.startswith("#")
+
+
+def _at(values: Any, loc: Loc) -> Any:
+    """Return the value at a location; None where there is none."""
+    for key in loc:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def _edited(text: str, changes: Iterable[tuple[Loc, Any]]) -> str | None:
+    """Return the text with other values; None where one cannot be changed in place. changes: (location, value)."""
+    for loc, value in changes:
         changed = _with_value(text, loc, value)
         if changed is None:
             return None

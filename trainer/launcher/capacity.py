@@ -13,6 +13,7 @@ from trainer.config.amounts import GIB, MIB, file_size, memory_size
 from trainer.config.errors import InputError, Problem
 from trainer.config.load import stage_configs
 from trainer.config.schema import RunConfig
+from trainer.config.sections import NoAdapter
 from trainer.gpus import Gpu, support, visible
 from trainer.plan.fixes import planned
 from trainer.plan.hardware import of_machine
@@ -51,7 +52,7 @@ def problems(
         return
     if not given and not _is_rocm():
         yield from _missing_memory(found)
-    yield from _missing_pinned_memory(cfg, found)
+    yield from _missing_pinned_memory(cfg, _placed(cfg, found, given, runs))
     yield from _missing_disk(cfg, found, runs)
 
 
@@ -160,6 +161,12 @@ def unplaced_plan(cfg: RunConfig, runs: Path) -> MemoryPlan | None:
         return None
 
 
+def _placed(cfg: RunConfig, plan: MemoryPlan, given: Sequence[Gpu], runs: Path) -> MemoryPlan:
+    """Return the plan for the GPUs of the run where they decide how much is offloaded. plan: without a GPU."""
+    hardware = of_machine(given) if given and cfg.parallel.offload_blocks == "auto" else None
+    return (hardware and planned(cfg, hardware.card, shared_cache(cfg, runs))) or plan
+
+
 def _missing_memory(plan: MemoryPlan) -> Iterator[Problem]:
     """On CPU ranks the weights are in the host's memory. Other parts depend too much on the machine to be counted."""
     need = plan.ranks * sum(item.size for item in plan.training.items if item.name == "weights")
@@ -183,6 +190,8 @@ def _missing_pinned_memory(cfg: RunConfig, plan: MemoryPlan) -> Iterator[Problem
     lack += f" {memory_size(need)} of host memory, this machine has {memory_size(have)}"
     if parallel.cpu_offload:
         remedy = "set false and offload some blocks (parallel.offload_blocks), or quantize.format: nf4"
+        if isinstance(cfg.adapter, NoAdapter):
+            remedy = "set false, or train an adapter (adapter.type: lora)"
         yield Problem("parallel.cpu_offload", f"true: {lack}; {remedy}")
     else:
         remedy = "offload fewer blocks, or set quantize.format: nf4"

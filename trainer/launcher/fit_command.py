@@ -199,6 +199,7 @@ def _proposal_lines(number: int, proposal: Proposal, found: Found, price: float 
     what = "images" if trains_on(cfg) == "images" else "texts"
     steps = cfg.stage_steps[0]  # None where epochs decide
     length = f"{steps or TYPICAL_STEPS:,} steps in {format_duration(proposal.hours(steps or TYPICAL_STEPS) * 3600)}"
+    length = length if steps else f"each {length}"
     if price is not None:
         length += f" for {proposal.price(steps or TYPICAL_STEPS, price):.2f}"
     on = f"each of {plan.ranks} GPUs" if plan.ranks > 1 else "one GPU"

@@ -103,9 +103,13 @@ def allowed(choices: Iterable[Choice], cfg: RunConfig, fixed: Set[str]) -> Ladde
 
 
 def devices(cfg: RunConfig, count: int) -> Ladder:
-    """GPUs of each machine: all, or a part where some of them would have nothing to do. count: those it has."""
-    parts = [part for part in range(count, 0, -1) if count % part == 0] if cfg.parallel.nodes == 1 else [count]
-    return tuple({"parallel.devices": part} for part in parts)
+    """GPUs of each machine: all, or fewer that need no more passes for a step than some number of them. count: those it
+    has."""
+    if cfg.parallel.nodes > 1:
+        return ({"parallel.devices": count},)
+    passes = {math.ceil(cfg.train.batch_size / part): part for part in range(count, 0, -1)}
+    parts = {count, 1, *passes.values(), *(part for part in range(1, count) if count % part == 0)}
+    return tuple({"parallel.devices": part} for part in sorted(parts, reverse=True))
 
 
 def sharding(cfg: RunConfig, num_devices: int) -> Ladder:
@@ -138,7 +142,7 @@ def bases(cfg: RunConfig, recorded: Collection[Mapping[str, Any]], keeps_bits: b
     Args:
         cfg: The config.
         recorded: Values of `quantize` with formats per layer that were recorded for this model.
-        keeps_bits: Whether the base is kept from being stored in fewer than 8 bits, if it is not already.
+        keeps_bits: Whether each layer of the base is kept from being stored in fewer than 8 bits, if it is not already.
     """
     own = cfg.quantize
     found = [_base(own)]
@@ -149,9 +153,13 @@ def bases(cfg: RunConfig, recorded: Collection[Mapping[str, Any]], keeps_bits: b
         if not own.keep and "none" not in own.formats.values():
             found += [_base(own.model_copy(update={"format": format, "formats": {}})) for format in BITS]
             found += [_base(own.model_copy(update=dict(values))) for values in recorded]
-    least = min(_bits(own), 8.0) if keeps_bits else 0.0
     different = [base for number, base in enumerate(found) if base not in found[:number]]
-    return tuple(base for base in different if _bits_of(base) >= least)
+    return tuple(base for base in different if not keeps_bits or _keeps_bits(base, own))
+
+
+def can_lose_bits(cfg: RunConfig) -> bool:
+    """Whether a layer of the frozen base is stored in 8 bits or more, and could be in fewer."""
+    return not isinstance(cfg.adapter, NoAdapter) and max(_all_bits(cfg.quantize.format, cfg.quantize.formats)) >= 8
 
 
 def _base(quantize: QuantizeConfig) -> Choice:
@@ -159,12 +167,21 @@ def _base(quantize: QuantizeConfig) -> Choice:
     return {f"quantize.{name}": value for name, value in quantize if name in names}
 
 
-def _bits(quantize: QuantizeConfig) -> float:
-    return min(BITS.get(format, 16.0) for format in (quantize.format, *quantize.formats.values()))
+def _keeps_bits(base: Choice, own: QuantizeConfig) -> bool:
+    """Whether a base stores no layer in fewer than 8 bits that now has them. Which layers a pattern means is unknown
+    here: where patterns differ, all must have as many bits as the layer with most of them."""
+    format, formats = base["quantize.format"], base["quantize.formats"]
+    if formats == own.formats:
+        return _bits(format) >= min(8.0, _bits(own.format))
+    return min(_all_bits(format, formats)) >= min(8.0, max(_all_bits(own.format, own.formats)))
 
 
-def _bits_of(base: Choice) -> float:
-    return min(BITS.get(format, 16.0) for format in (base["quantize.format"], *base["quantize.formats"].values()))
+def _bits(format: str) -> float:
+    return BITS.get(format, 16.0)
+
+
+def _all_bits(format: str, formats: Mapping[str, str]) -> list[float]:
+    return [_bits(one) for one in (format, *formats.values())]
 
 
 def micro_batches(cfg: RunConfig, world_size: int) -> Ladder:

@@ -304,10 +304,17 @@ class _Search:
                 rungs = self._not_slower(rungs, min(limit, self._seconds(so_far) if so_far else math.inf))
                 at = choices.first_fitting(rungs, self.fits)
                 if at is not None:
-                    if at:
-                        self._plan(rungs[at - 1])  # what `_next_faster` may name
+                    self._plan_faster(rungs[: at + 1])
                     yield self._relieved(rungs[at])
                     end = at
+
+    def _plan_faster(self, rungs: Sequence[Choice]) -> None:
+        """Plan the last choice of a ladder that is faster, by as much as is worth naming, than its end, which fits."""
+        least = [self._least(changes) for changes in rungs[-1:]]
+        enough = (least[0][0] if least[0] else 0.0) * (1 - FASTER)
+        slower = choices.first_fitting(rungs, lambda changes: (self._least(changes) or (math.inf,))[0] > enough)
+        if slower:
+            self._plan(rungs[slower - 1])
 
     def _not_slower(self, rungs: Sequence[Choice], limit: float) -> Sequence[Choice]:
         """Return the choices of a ladder up to the first that takes more seconds than the limit for sure."""
@@ -458,11 +465,12 @@ class _Search:
         return plan.time.middle
 
     def _rank(self, changes: Choice) -> tuple[Any, ...]:
-        """Return by what changes that fit are sorted: seconds, fewer GPUs, fewer changes of UNTIMED, less memory."""
-        plan = self._plan(changes)
+        """Return by what changes that fit are sorted: printed seconds, fewer GPUs, seconds, fewer changes of UNTIMED,
+        less memory."""
+        plan, seconds = self._plan(changes), self._seconds(changes)
         assert plan is not None
         changed = sum(changes[field] != choices.value_of(self.cfg, field) for field in UNTIMED)
-        return float(f"{self._seconds(changes):.9g}"), plan.ranks, changed, plan.need
+        return float(f"{seconds:.3g}"), plan.ranks, float(f"{seconds:.9g}"), changed, plan.need
 
     def _way(self, changes: Choice) -> tuple[Any, ...]:
         """Return what tells ways to train apart: of each, only the fastest config is proposed."""

@@ -13,7 +13,7 @@ from trainer.parallel.strategy import Strategy, ring_share
 from trainer.plan.decide import TIGHT, decide, decided, is_open
 from trainer.plan.hardware import CARDS, NETWORK, Card, Source
 from trainer.plan.phases import ASSUMED, TRAINING, Item, Phase, Reserve, phases_of
-from trainer.plan.sizes import BITS, rank_of, sharding_of, size_of, strategy_of
+from trainer.plan.sizes import BITS, rank_of, sharding_of, size_of, strategy_of, trained
 from trainer.plan.steps import ModelPass
 from trainer.plan.storage import disk_of, host_of
 from trainer.plan.tables import Model
@@ -25,6 +25,8 @@ DECODING_TRAFFIC = 4
 RECOMPUTING_TRAFFIC = 21
 """Bytes to and from a GPU's memory for each byte that is not kept, where norms, modulation, rotary embeddings and the
 like are computed again. Measured with FLUX.2 klein-4B on an H200 (tests/benchmarks/RESULTS.md, GPU)."""
+HOST_OPTIMIZER_BANDWIDTH = 30e9
+"""Bytes per second of host memory that AdamW reaches on a processor's one thread, which each rank has (measured)."""
 FIXED_STEP_S = 0.4
 """Seconds of a step beyond its operations, such as kernel launches (from published step times, see DECISIONS.md)."""
 
@@ -236,8 +238,19 @@ def _time(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Shard
         "gathering weights": gathers + between,
         "copies from host memory": memory.copied / card.host_link,
     }
+    fixed += _on_host(model_pass, sharding, card)
     low, high = max(parts.values()) + fixed, sum(parts.values()) + fixed
     return Time(low, high, max(parts, key=parts.__getitem__), source)
+
+
+def _on_host(model_pass: ModelPass, sharding: Sharding, card: Card) -> float:
+    """Return the seconds of a step in which a GPU waits for an optimizer on the CPU, and for gradients to get there."""
+    if not sharding.offload:
+        return 0.0
+    numbers = trained(model_pass) / sharding.ranks
+    # Weights and state are read and written, the gradient is read.
+    traffic = 4 * 3 + 2 * sharding.optimizer_bytes
+    return 4 * numbers / card.host_link + traffic * numbers / HOST_OPTIMIZER_BANDWIDTH
 
 
 def _decoded(cfg: RunConfig, model_pass: ModelPass) -> float:
