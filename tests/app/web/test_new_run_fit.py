@@ -95,6 +95,16 @@ def test_what_is_offered_is_said_in_words(window: Window):
     assert [words for _, words in found["may"]] == ["4 bits", "smaller images", "a lower rank"]
 
 
+def test_where_nothing_planned_is_faster_only_that_is_said(window: Window, studio: Studio):
+    window.call("preset", name="sdxl-lora-1gpu", target="80gb")
+    found = search(window, "80gb")
+    assert expected(studio, "80gb").proposals[0].faster is None
+    assert found["reason"] == (
+        "Of the settings that were planned but do not fit, none would save 1 % of the time or more. "
+        "The longest part of a step is computing."
+    )
+
+
 def test_what_changes_the_result_is_left_unless_it_is_allowed(window: Window, studio: Studio):
     window.call("preset", name=LARGE, target="12gb")
     window.call("edit", edits={"data.resolution": "4096", "parallel.devices": "1"}, target="12gb")
