@@ -47,6 +47,11 @@ def searching(question: Question) -> dict[str, Any]:
     return {"made_for": question.key, "is_running": True}
 
 
+def changed(key: str) -> dict[str, Any]:
+    """Return the answer about a search whose form or GPUs were changed meanwhile. key: `made_for` of the search."""
+    return {"made_for": key, "is_running": False, "is_changed": True}
+
+
 def result(question: Question, found: Fit, steps: int | None) -> dict[str, Any]:
     """Return what was found.
 
