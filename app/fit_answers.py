@@ -13,7 +13,7 @@ from trainer.config.families import size_field, trains_on
 from trainer.config.fields import label
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter, RankAdapter
-from trainer.plan.fit import Fit, Proposal
+from trainer.plan.fit import FASTER, Fit, Proposal
 from trainer.plan.sizes import BITS
 
 ALLOWS: dict[str, Allowed] = {
@@ -45,6 +45,11 @@ def offer(question: Question | None, why_not: str, target: str) -> dict[str, Any
 def searching(question: Question) -> dict[str, Any]:
     """Return the answer while a search is running."""
     return {"made_for": question.key, "is_running": True}
+
+
+def changed(key: str) -> dict[str, Any]:
+    """Return the answer about a search whose form or GPUs were changed meanwhile. key: `made_for` of the search."""
+    return {"made_for": key, "is_running": False, "is_changed": True}
 
 
 def result(question: Question, found: Fit, steps: int | None) -> dict[str, Any]:
@@ -104,11 +109,15 @@ def _proposal(one: Proposal, steps: int | None) -> dict[str, Any]:
 
 
 def _reason(fastest: Proposal) -> str:
-    """Say what keeps the fastest settings from being faster."""
+    """Say what keeps the fastest settings from being faster. The search does not plan all that cannot fit."""
     assert fastest.plan.time is not None
     faster = fastest.faster
     if faster is None:
-        return f"Memory does not limit the first one: {fastest.plan.time.bound_by} does."
+        return (
+            "Of the settings that were planned but do not fit, none would save "
+            f"{100 * FASTER:.0f} % of the time or more. "
+            f"The longest part of a step is {fastest.plan.time.bound_by}."
+        )
     values = ", ".join(" ".join(_value(field, value)) for field, value in faster.changes.items())
     return f"Faster than the first one: {values}. It takes {faster.seconds:.3g} s per step, but {faster.lack}."
 

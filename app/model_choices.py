@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainer.config.errors import InputError
@@ -30,7 +31,7 @@ class PresetChoice:
     """One preset of a model.
 
     Attributes:
-        title: Method and base: "LoRA, nf4 base".
+        title: Method and base: "LoRA, nf4 base". The name where another preset of the model would look the same.
         needs: The GPUs it was made for: "4 x 48 GB"; "2 CPU ranks".
         verdict: "fits", "tight", "too large", "no GPU" or "too few GPUs" on this machine; "" where it is not known.
         plan: Its memory plan on the card it needs; None for a model that is not recorded.
@@ -97,7 +98,9 @@ class ModelChoices:
                     continue
                 found.setdefault(model, []).append(choice)
         known = list(published_models())
-        models = [ModelChoice(*model, tuple(sorted(choices, key=_place))) for model, choices in found.items()]
+        models = [
+            ModelChoice(*model, tuple(sorted(_distinct(choices), key=_place))) for model, choices in found.items()
+        ]
         return sorted(models, key=lambda model: known.index(model.path) if model.path in known else len(known))
 
     def _choice(self, name: str, file: Path, is_own: bool, gpus: Sequence[Gpu]) -> tuple[Model, PresetChoice]:
@@ -132,6 +135,13 @@ class ModelChoices:
         if len(gpus) < cfg.parallel.devices:
             return plan, needs, "too few GPUs"
         return plan, needs, "fits" if plan.need <= hardware.card.memory else "too large"
+
+
+def _distinct(choices: Sequence[PresetChoice]) -> Iterator[PresetChoice]:
+    """Yield the presets of a model, by their names where they would look the same otherwise."""
+    counts = Counter((choice.title, choice.needs) for choice in choices)
+    for choice in choices:
+        yield replace(choice, title=choice.name) if counts[choice.title, choice.needs] > 1 else choice
 
 
 def _place(choice: PresetChoice) -> tuple[int, float]:

@@ -7,6 +7,7 @@ are coroutines, so that the buttons of its dashboard keep working.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -157,8 +158,13 @@ def fit(
         price: Price of a GPU-hour.
 
     Raises:
-        InputError: `gpus` or `keep` is wrong, or there are no GPUs.
+        InputError: `gpus`, `keep` or `price` is wrong, or there are no GPUs.
     """
+    if price is not None and not 0 <= price < math.inf:
+        raise InputError(f"price: {price:g} is not the price of a GPU-hour; give a number of 0 or more")
+    if isinstance(keep, str):
+        names = [name.strip() for name in keep.split(",")]
+        raise InputError(f"keep: '{keep}' is one text; give a list of fields, for example keep={names}")
     return Fitted(fit_command.search(config, runs, gpus, keep), price)
 
 

@@ -57,6 +57,12 @@ def test_presets_that_fit_come_first_and_say_what_they_need(studio: Studio):
     assert places == sorted(places)
 
 
+def test_presets_of_one_model_never_look_alike(studio: Studio):
+    for model in studio.models.all(studio.presets(), studio.own_presets, []):
+        assert len({(preset.title, preset.needs) for preset in model.presets}) == len(model.presets), model.path
+    assert preset(studio, "flux2-dev-lora-nf4-1x24gb").title == "flux2-dev-lora-nf4-1x24gb"
+
+
 def test_own_presets_are_offered_by_their_names_and_a_damaged_one_is_left_out(studio: Studio, tmp_path: Path):
     write_preset(studio.own_presets / "mine.yaml", tmp_path)
     (studio.own_presets / "harmed.yaml").write_bytes(b"\xff{{[")

@@ -6,29 +6,28 @@
 
   /**
    * Make the button with its results. `form` has what they need of the screen: `settled`, `change`, `take` and `linkTo` are
-   * its functions, `target` returns the GPUs that are chosen and `value` what the row of a field shows.
+   * its functions, `target` and `preset` return what is chosen and `value` what the row of a field shows.
    * Returns the element, and `draw`, which takes what the server offers.
    */
   studio.fitter = function (form) {
-    let offer = null, found = null, allow = [], numAsked = 0;
+    let offer = null, found = null, allow = [], numAsked = 0, taken = null, isChanging = false;
     const button = h('button.btn.s#fit-search', { type: 'button', 'aria-describedby': 'fit-why', onclick: () => search([]) });
     const why = h('p.sm.dim#fit-why'), said = h('div#fit-said', { role: 'status' }), box = h('div#fit-found');
     const element = h('div#fit', { hidden: true }, button, why, said, box);
     const complain = text => { said.replaceChildren(...(text ? [studio.alert(text)] : [])); };
 
-    /** Ask until the search is over. What was found for another form is not shown. */
+    /** Ask until the search is over. What was found for another form is not shown: `is_changed` says that there is one. */
     async function search(allowed) {
       const number = ++numAsked, hadFocus = box.contains(document.activeElement);
       [found, allow] = [null, allowed];
       said.replaceChildren(h('p.sm.dim', {}, 'Searching …'));
       try {
         await form.settled();
-        let answer, isNew = true;
-        do {
-          if (!isNew) await new Promise(resolve => setTimeout(resolve, ASK_AGAIN_MS));
-          answer = await studio.call('new_fit', { allow, is_new: isNew, target: form.target() });
-          isNew = false;
-        } while (answer.is_running && number === numAsked);
+        let answer = await studio.call('new_fit', { allow, target: form.target() });
+        while (answer.is_running && number === numAsked) {
+          await new Promise(resolve => setTimeout(resolve, ASK_AGAIN_MS));
+          answer = await studio.call('new_fit', { allow, key: answer.made_for, target: form.target() });
+        }
         if (number !== numAsked) return;
         found = answer;
         complain('');
@@ -48,33 +47,54 @@
       studio.refocus(button);
     }
 
+    /** Change the form, once at a time: the second click of a double click does nothing. */
+    async function change(name, values) {
+      if (isChanging) return null;
+      isChanging = true;
+      try {
+        return await form.change(name, values, complain);
+      } finally {
+        isChanging = false;
+      }
+    }
+
     async function take(number) {
-      const proposal = found.proposals[number], before = Object.fromEntries(proposal.changes.map(({ field }) => [field, form.value(field)]));
-      const answer = await form.change('new_take', { key: found.made_for, number, allow }, complain);
+      const answer = await change('new_take', { key: found.made_for, number, allow });
       if (!answer) return;
       close();
       form.take(answer);
-      const undo = h('button.btn.s', { type: 'button', onclick: async () => {
-        const former = await form.change('new_edit', { edits: before }, complain);
-        if (!former) return;
-        complain('');
-        form.take(former);
-        studio.refocus(button);
-      } }, 'Undo');
-      said.replaceChildren(h('div.notice.ok', {}, h('p', {}, `${studio.counted(proposal.changes.length, 'setting')} changed. `, undo)));
+      const { undo } = answer, notice = h('div.notice.ok', {}, h('p', {}, `${studio.counted(Object.keys(undo.taken).length, 'setting')} changed. `,
+        h('button.btn.s', { type: 'button', onclick: () => takeBack(undo) }, 'Undo')));
+      said.replaceChildren(notice);
+      taken = { ...undo, notice };
       studio.refocus(button);
     }
+
+    async function takeBack(undo) {
+      const answer = await change('new_undo', undo);
+      if (!answer) return;
+      form.take(answer);
+      if (answer.left.length) said.replaceChildren(h('p.sm.dim', {}, `Not undone, as ${answer.left.length > 1 ? 'they were' : 'it was'} changed after: ${answer.left.join(', ')}.`));
+      studio.refocus(button);
+    }
+
+    /** Whether the form has anything left of what was taken. */
+    const isThere = ({ preset, taken }) => preset === form.preset() && Object.entries(taken).some(([name, value]) => form.value(name) === value);
 
     /** Show the button as the server offers it, and what was found as long as it is about this form. */
     function draw(now) {
       offer = now;
+      if (taken && !isThere(taken)) {
+        taken.notice.remove();
+        taken = null;
+      }
       element.hidden = !offer;
       if (!offer) { found = null; return; }
       say(button, offer.words);
       button.disabled = Boolean(offer.why_not);
       say(why, offer.why_not);
       why.hidden = !offer.why_not;
-      const isOld = found !== null && found.made_for !== offer.key;
+      const isOld = found !== null && (found.is_changed || found.made_for !== offer.key);
       fill(box, [found, isOld], () => found === null ? [] : isOld ? outdated() : found.proposals.length ? proposals() : nothing());
     }
 

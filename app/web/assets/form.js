@@ -788,7 +788,7 @@
     build(section) {
       root = section;
       target = studio.facts.form.this_machine;
-      fitter = studio.fitter({ settled, change, take, linkTo, target: () => target, value: name => state.rows[name].value });
+      fitter = studio.fitter({ settled, change, take, linkTo, target: () => target, preset: () => state.preset, value: name => state.rows[name].value });
       root.append(h('div.head', {}, h('h1', {}, 'New run'), h('span.grow'), h('a.btn', { href: link('runs') }, 'Copy a run …'),
         h('button.btn#save-preset', { type: 'button', onclick: savePreset }, 'Save as preset')), h('div.cols', {}, h('div.left', {}, cards()), panel()),
         h('div.phone', {}, h('button.btn.main', { type: 'button', onclick: start }, 'Start'), h('span.sm#phone-note')));

@@ -34,7 +34,7 @@ def calls(studio: Studio) -> Calls:
     """Return the functions of the screen's script. Most return the state of the form, as `_state` describes it."""
     changing: list[Callable[..., Any]] = [state, edit, preset, restore, reset, fix, apply_yaml, save_preset, read_again]
     others: list[Callable[..., Any]] = [record, verify, start, enqueue, copy, retry, models, browse, glance, thumbnails]
-    others += [download, pause, step, fit, take]
+    others += [download, pause, step, fit, take, undo]
     return {f"new_{function.__name__}": partial(function, studio) for function in (*changing, *others)}
 
 
@@ -153,19 +153,21 @@ def step(studio: Studio, target: str = THIS_MACHINE) -> dict[str, Any] | None:
     return form_answers.step(*found, cfg) if found else None
 
 
-def fit(studio: Studio, allow: list[Allowed], is_new: bool = False, target: str = THIS_MACHINE) -> dict[str, Any]:
+def fit(studio: Studio, allow: list[Allowed], key: str = "", target: str = THIS_MACHINE) -> dict[str, Any]:
     """Return the fastest settings of the form's run that fit, or that the search is running.
 
     Args:
         allow: What may change although it changes the result.
-        is_new: Start the search. Otherwise it was started before.
+        key: `made_for` of the search, as its first answer has it. "" starts one.
         target: The GPUs to fit.
     """
     draft = studio.draft()
     question, why_not = studio.fit_question(draft, target)
+    if key and (why_not or question is None or question.key != key):
+        return fit_answers.changed(key)
     if why_not or question is None:
         raise InputError(why_not or "There are no GPUs to fit: choose some above.")
-    found = studio.fits.search(question, allow) if is_new else studio.fits.found(question.key, allow)
+    found = studio.fits.found(key, allow) if key else studio.fits.search(question, allow)
     if found is None:
         return fit_answers.searching(question)
     is_typing = studio.unsettled.holds(draft.values)
@@ -174,7 +176,7 @@ def fit(studio: Studio, allow: list[Allowed], is_new: bool = False, target: str 
 
 
 def take(studio: Studio, key: str, number: int, allow: list[Allowed], target: str = THIS_MACHINE) -> dict[str, Any]:
-    """Apply all changes of settings that fit, as one edit.
+    """Apply all changes of settings that fit, as one edit. `undo` of the answer is what the function `undo` takes.
 
     Args:
         key: `made_for` of the answer that offered them.
@@ -186,6 +188,8 @@ def take(studio: Studio, key: str, number: int, allow: list[Allowed], target: st
         InputError: The form was changed after the search.
     """
 
+    former: dict[str, Any] = {}
+
     def change(draft: Draft) -> Draft:
         question, why_not = studio.fit_question(draft, target)
         if why_not or question is None or question.key != key:
@@ -193,12 +197,50 @@ def take(studio: Studio, key: str, number: int, allow: list[Allowed], target: st
         found = studio.fits.known(key, allow)
         if found is None or not 0 <= number < len(found.proposals):
             raise InputError("The page has forgotten this search: search again.")
-        for field, (_, value) in found.proposals[number].changes.items():
-            draft = draft.typed(field, form.as_typed(field, value))
+        taken = {field: form.as_typed(field, now) for field, (_, now) in found.proposals[number].changes.items()}
+        before = {field: form.as_typed(field, draft.values[field]) for field in taken if field in draft.values}
+        former.update(preset=studio.name_of(draft.preset), taken=taken, before=before)
+        for field, value in taken.items():
+            draft = draft.typed(field, value)
         return draft
 
     studio.change_draft(change)
-    return _state(studio, target)
+    return _state(studio, target) | {"undo": former}
+
+
+def undo(
+    studio: Studio,
+    preset: str,
+    taken: dict[str, str | bool],
+    before: dict[str, str | bool],
+    target: str = THIS_MACHINE,
+) -> dict[str, Any]:
+    """Undo `take`, except for fields that were changed after it: their labels are `left` of the answer.
+
+    Args:
+        preset: The preset then.
+        taken: {field: value that was taken}, as typed.
+        before: {field: former value}, as typed; without fields that were as in the preset.
+
+    Raises:
+        InputError: Another preset was chosen after it.
+    """
+    left: list[str] = []
+
+    def change(draft: Draft) -> Draft:
+        if studio.name_of(draft.preset) != preset:
+            raise InputError("Another preset was chosen after that: nothing was undone.")
+        values = draft.values
+        left.extend(name for name in taken if name not in values or form.as_typed(name, values[name]) != taken[name])
+        returned = [name for name in taken if name not in left]
+        draft = Draft(draft.preset, {name: value for name, value in values.items() if name not in returned})
+        for name in returned:
+            if name in before:
+                draft = draft.typed(name, before[name])
+        return draft
+
+    studio.change_draft(change)
+    return _state(studio, target) | {"left": [label(name) for name in left]}
 
 
 def read_again(studio: Studio, target: str = THIS_MACHINE) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import subprocess
@@ -354,6 +355,22 @@ def test_what_fits_is_shown_fastest_first_and_can_be_started():
     assert notebook.plan(found.config, "4x24gb").plan.verdict == "fits"
     with pytest.raises(InputError, match="would fit with"):
         _ = notebook.fit(config, "1x12gb", keep=["resolution", "format", "cpu_offload", "rank"]).config
+
+
+@pytest.mark.parametrize("price", [-3.0, math.nan, math.inf])
+def test_a_negative_or_infinite_price_or_nan_is_refused(price: float):
+    config = notebook.config("flux2-dev-lora-4gpu")
+    with pytest.raises(InputError) as caught:
+        notebook.fit(config, "4x24gb", price=price)
+    assert str(caught.value) == f"price: {price:g} is not the price of a GPU-hour; give a number of 0 or more"
+
+
+def test_a_word_is_not_read_as_the_names_of_fields_to_keep():
+    with pytest.raises(InputError) as caught:
+        notebook.fit(notebook.config("flux2-dev-lora-4gpu"), "4x24gb", keep="resolution,rank")
+    assert str(caught.value) == (
+        "keep: 'resolution,rank' is one text; give a list of fields, for example keep=['resolution', 'rank']"
+    )
 
 
 def test_a_part_of_the_memory_has_the_same_colour_in_every_plan():

@@ -86,6 +86,70 @@ def test_a_proposal_that_another_window_has_outdated_is_refused_kindly(panel: Pa
     panel.locator("#fit", has_text="changed after this search").wait_for()
 
 
+def test_undo_leaves_what_was_changed_after_and_goes_with_the_preset(panel: Page, draft: Path):
+    panel.locator("#fit-search").click()
+    panel.get_by_role("button", name="Take this").first.click()
+    undo = panel.locator("#fit-said").get_by_role("button", name="Undo")
+    undo.wait_for()
+    panel.evaluate("studio.call('new_edit', { edits: { 'quantize.format': 'nf4' } })")  # as another window does
+    undo.click()
+    panel.locator("#fit-said", has_text="Not undone, as it was changed after: Precision of the base.").wait_for()
+    assert values(draft) == {"quantize.format": "nf4"}
+    panel.locator("#fit-search").click()
+    panel.get_by_role("button", name="Take this").first.click()
+    undo.wait_for()
+    panel.locator("#presets [data-preset=flux2-dev-lora-8gpu]").click()
+    panel.locator("#presets .on[data-preset=flux2-dev-lora-8gpu]").wait_for()
+    assert panel.locator("#fit-said").inner_text() == ""
+    assert values(draft) == {}
+
+
+def test_a_double_click_takes_once_and_can_be_undone(panel: Page, draft: Path):
+    panel.locator("#fit-search").click()
+    panel.get_by_role("button", name="Take this").first.evaluate("button => { button.click(); button.click(); }")
+    undo = panel.locator("#fit-said").get_by_role("button", name="Undo")
+    undo.wait_for()
+    settled(panel)
+    assert panel.locator("#fit-said [role=alert]").count() == 0
+    undo.evaluate("button => { button.click(); button.click(); }")
+    panel.locator("#changes", has_text="As in the preset").wait_for()
+    assert values(draft) == {} and panel.locator("#fit-said").inner_text() == ""
+
+
+HELD = """() => {
+  const call = studio.call;
+  studio.call = async (name, values) => {
+    const answer = await call(name, values);
+    if (name !== 'new_fit' || values.key) return answer;
+    studio.call = call;
+    await new Promise(resolve => { window.goOn = resolve; });
+    return { made_for: answer.made_for, is_running: true };
+  };
+}"""
+"""The next search goes on after `goOn`, as a long one that the first answer does not wait for."""
+
+
+def test_a_change_during_a_search_is_said_to_be_one(panel: Page):
+    def change_form() -> None:
+        write_over(panel, "field-data-resolution", "512")
+
+    def change_gpus() -> None:
+        panel.locator("#plan-for").select_option("24gb")
+        panel.locator("#fit-search", has_text="Fit to 4 × 24 GB").wait_for()
+
+    for change, button in ((change_form, "#fit-search"), (change_gpus, "#fit-found .btn >> nth=0")):
+        panel.evaluate(HELD)
+        panel.locator(button).click()
+        until(panel, "window.goOn")
+        change()
+        settled(panel)
+        panel.evaluate("() => { goOn(); goOn = null; }")
+        panel.locator("#fit-found", has_text="The form or the GPUs were changed after this search.").wait_for()
+        assert panel.locator("#fit-said").inner_text() == ""
+    panel.get_by_role("button", name="Search again").click()
+    panel.locator("#fit .proposal").first.wait_for()
+
+
 def test_a_fix_that_offloads_all_blocks_is_not_taken_for_one_block(panel: Page, draft: Path):
     panel.locator(".fix", has_text="parallel.offload_blocks=1.0").click()
     verdict_is(panel, "fits")

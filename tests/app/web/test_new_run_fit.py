@@ -40,11 +40,11 @@ def window(studio: Studio) -> Window:
 
 def search(window: Window, target: str, *allow: str) -> dict[str, Any]:
     """Return what a search finds."""
-    answer = window.call("fit", allow=list(allow), is_new=True, target=target)
+    answer = window.call("fit", allow=list(allow), target=target)
     deadline = time.monotonic() + SEARCHED_WITHIN_S
     while answer["is_running"]:
         assert time.monotonic() < deadline
-        answer = window.call("fit", allow=list(allow), target=target)
+        answer = window.call("fit", allow=list(allow), key=answer["made_for"], target=target)
     return answer
 
 
@@ -95,6 +95,16 @@ def test_what_is_offered_is_said_in_words(window: Window):
     assert [words for _, words in found["may"]] == ["4 bits", "smaller images", "a lower rank"]
 
 
+def test_where_nothing_planned_is_faster_only_that_is_said(window: Window, studio: Studio):
+    window.call("preset", name="sdxl-lora-1gpu", target="80gb")
+    found = search(window, "80gb")
+    assert expected(studio, "80gb").proposals[0].faster is None
+    assert found["reason"] == (
+        "Of the settings that were planned but do not fit, none would save 1 % of the time or more. "
+        "The longest part of a step is computing."
+    )
+
+
 def test_what_changes_the_result_is_left_unless_it_is_allowed(window: Window, studio: Studio):
     window.call("preset", name=LARGE, target="12gb")
     window.call("edit", edits={"data.resolution": "4096", "parallel.devices": "1"}, target="12gb")
@@ -134,14 +144,45 @@ def test_settings_of_a_search_before_the_form_was_changed_are_refused(window: Wi
 def test_an_answer_does_not_wait_for_a_long_search(window: Window, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("app.fit_preview.WAIT_S", 0.0)
     window.call("preset", name=LARGE, target="24gb")
-    answer = window.call("fit", allow=[], is_new=True, target="24gb")
+    answer = window.call("fit", allow=[], target="24gb")
     assert answer == {"made_for": window.state["fit"]["key"], "is_running": True}
     assert search(window, "24gb")["proposals"]
 
 
 def test_a_search_that_was_not_started_has_no_result(window: Window):
     window.call("preset", name=LARGE, target="24gb")
-    assert window.refused("fit", allow=[], target="24gb") == FAILED
+    assert window.refused("fit", allow=[], key=window.state["fit"]["key"], target="24gb") == FAILED
+
+
+def test_a_search_whose_form_was_changed_meanwhile_has_not_failed(window: Window):
+    window.call("preset", name=LARGE, target="24gb")
+    key = window.call("fit", allow=[], target="24gb")["made_for"]
+    changed = {"made_for": key, "is_running": False, "is_changed": True}
+    assert window.call("fit", allow=[], key=key, target="80gb") == changed
+    window.call("edit", edits={"data.resolution": "512"}, target="24gb")
+    assert window.call("fit", allow=[], key=key, target="24gb") == changed
+    window.call("edit", edits={"train.steps": "many"}, target="24gb")
+    assert window.call("fit", allow=[], key=key, target="24gb") == changed
+
+
+def test_undo_returns_only_what_still_has_the_values_that_were_taken(window: Window, studio: Studio):
+    window.call("preset", name=LARGE, target="24gb")
+    window.call("edit", edits={"train.micro_batch": "1", "train.checkpointing": "selective"}, target="24gb")
+    before = studio.draft()
+    found = search(window, "24gb")
+    taking = {"key": found["made_for"], "number": 0, "allow": [], "target": "24gb"}
+    undo = window.call("take", **taking)["undo"]
+    assert undo["taken"]["parallel.offload_blocks"] == "1.0"
+    assert window.call("undo", **undo)["left"] == []
+    assert studio.draft() == before
+    undo = window.call("take", **taking)["undo"]
+    window.call("edit", edits={"parallel.offload_blocks": "1", "train.steps": "7"})  # one block, and not all of them
+    assert window.call("undo", **undo)["left"] == ["Offload frozen blocks"]
+    assert studio.draft().values == {**before.values, "parallel.offload_blocks": 1, "train.steps": 7}
+    window.call("preset", name="flux2-dev-lora-8gpu")
+    former = studio.draft()
+    assert window.refused("undo", **undo) == "Another preset was chosen after that: nothing was undone."
+    assert studio.draft() == former
 
 
 @pytest.mark.parametrize(
@@ -158,7 +199,7 @@ def test_a_search_that_is_not_possible_says_why(
     write_preset(studio.own_presets / "own.yaml", make_pictures(tmp_path / "pictures", count=2))
     window.call("preset", name=preset, target="24gb")
     window.call("edit", edits=edits, target="24gb")
-    assert window.state["fit"]["why_not"] == window.refused("fit", allow=[], is_new=True, target="24gb") == why
+    assert window.state["fit"]["why_not"] == window.refused("fit", allow=[], target="24gb") == why
 
 
 def test_the_gpus_of_this_machine_are_fitted_and_its_memory_is_not_exceeded(
@@ -166,7 +207,7 @@ def test_the_gpus_of_this_machine_are_fitted_and_its_memory_is_not_exceeded(
 ):
     window.call("preset", name=LARGE)
     assert window.state["fit"] is None
-    assert window.refused("fit", allow=[], is_new=True) == "There are no GPUs to fit: choose some above."
+    assert window.refused("fit", allow=[]) == "There are no GPUs to fit: choose some above."
     install(TWO_H100, tmp_path, monkeypatch)
     monkeypatch.setattr("app.studio.GPUS_EVERY_S", 0)
     window.call("state")
