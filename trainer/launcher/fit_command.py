@@ -157,7 +157,7 @@ def write(found: Found, preset: Path, runs: Path, to: Path | None) -> Path:
     text = "\n".join([*_header(found, preset), EDITOR_LINE.sub("", files.read(preset).decode(), count=1)])
     for number in itertools.count(1):
         file = wanted if number == 1 else wanted.with_stem(f"{wanted.stem}-{number}")
-        if file.stem in taken:
+        if file.stem in taken or file.exists():
             continue
         try:
             files.create(file, rewritten(text, found.best, file))
