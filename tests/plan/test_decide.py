@@ -84,3 +84,11 @@ def test_where_nothing_fits_everything_that_may_be_is_recomputed_and_offloaded()
     small = replace(CARDS["12gb"], memory=4 << 30)
     found = planned("flux2 dev", small, AUTO, "parallel.offload_blocks=auto")
     assert (found.checkpointing, found.offload_blocks, found.verdict) == ("full", 56, "does not fit")
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_blocks_are_offloaded_that_sampling_has_no_room_for(base: str) -> None:
+    alone = (f"quantize.format={base}", "quantize.encoders=true", "parallel.devices=1", "parallel.strategy=none")
+    drawn = ("sample.every=250", "sample.prompts=[a fox]")
+    found = planned("qwen_image qwen-image", CARDS["24gb"], *alone, *drawn, AUTO, "parallel.offload_blocks=auto")
+    assert found.verdict == "fits"  # training alone would fit with fewer

@@ -8,10 +8,11 @@ from functools import cache, partial
 from trainer.config.recompute import checkpointing_of
 from trainer.config.schema import RunConfig
 from trainer.plan.hardware import Card
-from trainer.plan.phases import Reserve
+from trainer.plan.phases import Reserve, sampling
 from trainer.plan.sizes import rank_of, sharding_of, size_of, strategy_of
+from trainer.plan.steps import ModelPass
 from trainer.plan.tables import Model
-from trainer.plan.timeline import simulate
+from trainer.plan.timeline import Sharding, simulate
 
 TIGHT = 0.92
 """Above this share of a GPU's memory a plan is tight: memory that the plan does not count may exceed the rest."""
@@ -35,7 +36,7 @@ def decided(cfg: RunConfig, checkpointing: str | int, offload_blocks: int | floa
 
 
 def decide(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve, seconds: Seconds) -> RunConfig:
-    """Return the config with the least recompute, and the fewest offloaded blocks, with which training fits.
+    """Return the config with the least recompute and the fewest offloaded blocks with which training and sampling fit.
 
     From the first block on, more and more blocks recompute what is cheap, then everything. The blocks at the end follow
     last: backward begins with them, when memory is fullest. Where both are open, the fastest of some pairs is taken.
@@ -57,7 +58,10 @@ def decide(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve, se
     if not most_offloaded:
         return search.config(_first(most_again, lambda amount: search.fits(amount, 0)), 0)
     amounts = sorted({most_again * step // STEPS for step in range(STEPS + 1)})
-    pairs = [(amount, _first(most_offloaded, partial(search.fits, amount))) for amount in amounts]
+    least = _first(most_offloaded, search.can_draw)
+    if not search.can_draw(least):
+        least = 0
+    pairs = [(amount, max(least, _first(most_offloaded, partial(search.fits, amount)))) for amount in amounts]
     fitting = [pair for pair in pairs if search.fits(*pair)]
     if not fitting:
         return search.config(most_again, most_offloaded)
@@ -84,10 +88,22 @@ class _Search:
             count if offload == "auto" else offload,
         )
 
+    def can_draw(self, count: int) -> bool:
+        """Whether samples can be drawn with a number of offloaded blocks."""
+        cfg = self.config(0, count)
+        model_pass, sharding = self._spread(cfg)
+        drawing = sampling(cfg, self._model, model_pass, sharding)
+        return drawing is None or self._has_room(cfg, drawing.peak)
+
     def _fits(self, amount: int, count: int) -> bool:
         cfg = self.config(amount, count)
+        return self._has_room(cfg, simulate(*self._spread(cfg)).peak)
+
+    def _spread(self, cfg: RunConfig) -> tuple[ModelPass, Sharding]:
         model_pass = self._model.table.training(size_of(cfg), rank_of(cfg), cfg.train.checkpointing)
-        peak = simulate(model_pass, sharding_of(cfg, strategy_of(cfg, model_pass, self._card))).peak
+        return model_pass, sharding_of(cfg, strategy_of(cfg, model_pass, self._card))
+
+    def _has_room(self, cfg: RunConfig, peak: float) -> bool:
         return peak + self._reserve.of(peak, cfg.parallel.world_size) <= self._room
 
 

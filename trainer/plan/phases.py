@@ -149,15 +149,25 @@ def _memories(
     if encoders.image:
         yield IMAGES, _images(encoders, cfg.data.resolution**2), 1
     yield TRAINING, training, shards
-    held = _averaged(cfg, model_pass, sharding)
-    if cfg.sample.every and cfg.sample.prompts:
-        width, height = cfg.sample.size
-        drawing = model.table.sampling(sample_size_of(cfg), rank_of(cfg))
-        decoding = encoders.of_image(encoders.decoding, width * height)
-        constant = ({AUTOENCODER: encoders.image} if encoders.image else {}) | held
-        yield SAMPLING, simulate_forward(drawing, sharding, constant, decoding), shards
+    if drawing := sampling(cfg, model, model_pass, sharding):
+        yield SAMPLING, drawing, shards
     if cfg.export_what != "none":
-        yield EXPORT, _export(model_pass, sharding, held), shards
+        yield EXPORT, _export(model_pass, sharding, _averaged(cfg, model_pass, sharding)), shards
+
+
+def sampling(cfg: RunConfig, model: Model, model_pass: ModelPass, sharding: Sharding) -> Memory | None:
+    """Return the memory while samples are drawn; None for a run that draws none.
+
+    Args:
+        cfg, model, model_pass, sharding: As for `phases_of`.
+    """
+    if not (cfg.sample.every and cfg.sample.prompts):
+        return None
+    encoders, (width, height) = model.encoders, cfg.sample.size
+    drawing = model.table.sampling(sample_size_of(cfg), rank_of(cfg))
+    constant = {AUTOENCODER: encoders.image} if encoders.image else {}
+    constant |= _averaged(cfg, model_pass, sharding)
+    return simulate_forward(drawing, sharding, constant, encoders.of_image(encoders.decoding, width * height))
 
 
 def over_all(cfg: RunConfig) -> Sharding:
