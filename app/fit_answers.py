@@ -12,9 +12,9 @@ from trainer.config.amounts import GIB
 from trainer.config.families import size_field, trains_on
 from trainer.config.fields import label
 from trainer.config.schema import RunConfig
-from trainer.config.sections import NoAdapter, RankAdapter
+from trainer.config.sections import RankAdapter
+from trainer.plan.choices import can_lose_bits
 from trainer.plan.fit import FASTER, Fit, Proposal
-from trainer.plan.sizes import BITS
 
 ALLOWS: dict[str, Allowed] = {
     "quantize.format": "format",
@@ -82,8 +82,7 @@ def result(question: Question, found: Fit, steps: int | None) -> dict[str, Any]:
 
 def _may(cfg: RunConfig) -> Iterator[tuple[Allowed, str]]:
     """Yield what can be allowed although it changes the result, in words."""
-    bits = min(BITS.get(format, 16.0) for format in (cfg.quantize.format, *cfg.quantize.formats.values()))
-    if bits >= 8 and not isinstance(cfg.adapter, NoAdapter):
+    if can_lose_bits(cfg):
         yield "format", "4 bits"
     yield "resolution", "shorter texts" if size_field(cfg) == "data.length" else "smaller images"
     if isinstance(cfg.adapter, RankAdapter):
