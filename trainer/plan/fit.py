@@ -310,8 +310,10 @@ class _Search:
 
     def _plan_faster(self, rungs: Sequence[Choice]) -> None:
         """Plan the last choice of a ladder that is faster, by as much as is worth naming, than its end, which fits."""
-        least = [self._least(changes) for changes in rungs[-1:]]
-        enough = (least[0][0] if least[0] else 0.0) * (1 - FASTER)
+        end = self._least(rungs[-1])
+        if end is None:
+            return
+        enough = end[0] * (1 - FASTER)
         slower = choices.first_fitting(rungs, lambda changes: (self._least(changes) or (math.inf,))[0] > enough)
         if slower:
             self._plan(rungs[slower - 1])
