@@ -74,7 +74,7 @@ def everything(cfg: RunConfig, machine: str) -> Iterator[MemoryPlan]:
         quantized += [own.model_copy(update={"formats": formats}) for formats in ({}, own.formats)]
     bases = [own] if own.format == "none" else []
     bases += [type(own)()] + ([] if isinstance(cfg.adapter, NoAdapter) else quantized)
-    devices = range(1, hardware.count + 1)
+    devices = [number for number in range(1, hardware.count + 1) if hardware.count % number == 0]
     blocks = ("none", "full", *BLOCKS_APART, *SOME_FIRST)
     axes = (devices, ("none", "full", "grad_op", "ddp"), bases, (False, True), blocks, (0, *SHARES, True))
     for number, strategy, base, encoders, every, offload in itertools.product(*axes):
