@@ -165,8 +165,8 @@ def sampling(cfg: RunConfig, model: Model, model_pass: ModelPass, sharding: Shar
         return None
     encoders, (width, height) = model.encoders, cfg.sample.size
     drawing = model.table.sampling(sample_size_of(cfg), rank_of(cfg))
-    constant = {AUTOENCODER: encoders.image} if encoders.image else {}
-    constant |= _averaged(cfg, model_pass, sharding)
+    autoencoder = {AUTOENCODER: encoders.image} if encoders.image else {}
+    constant = {**autoencoder, **_averaged(cfg, model_pass, sharding)}
     return simulate_forward(drawing, sharding, constant, encoders.of_image(encoders.decoding, width * height))
 
 
