@@ -91,7 +91,7 @@ def test_what_is_offered_is_said_in_words(window: Window):
         "changes"
     ]
     assert found["reason"].startswith("Faster than the first one: Gradient checkpointing full ")
-    assert found["reason"].endswith(" of 24.0 GiB.")
+    assert found["reason"].endswith(" of 24.0 GiB, more than 92%.")
     assert [words for _, words in found["may"]] == ["4 bits", "smaller images", "a lower rank"]
 
 
