@@ -77,7 +77,7 @@ class _Search:
         self._room = TIGHT * card.memory if card else 0.0
         units = model.table.training(size_of(cfg), rank_of(cfg), "none").units
         self.blocks = sum(not unit.is_root for unit in units)
-        self.fits = cache(self._fits)
+        self.fits, self.can_draw = cache(self._fits), cache(self._can_draw)
 
     def config(self, amount: int, count: int) -> RunConfig:
         """Return the config with an amount of recompute (`checkpointing_of`) and a number of offloaded blocks."""
@@ -88,7 +88,7 @@ class _Search:
             count if offload == "auto" else offload,
         )
 
-    def can_draw(self, count: int) -> bool:
+    def _can_draw(self, count: int) -> bool:
         """Whether samples can be drawn with a number of offloaded blocks."""
         cfg = self.config(0, count)
         model_pass, sharding = self._spread(cfg)
