@@ -307,8 +307,7 @@ def _headless(options: argparse.Namespace) -> int:
 def _fit(options: argparse.Namespace) -> int:
     from trainer.launcher import fit_command
 
-    if options.price is not None and not 0 <= options.price < float("inf"):
-        raise InputError(f"--price: {options.price:g} is not the price of a GPU-hour; give a number of 0 or more")
+    fit_command.check_price(options.price, "--price")
     if options.write is not None:
         _check_writable(options.write)
     preset, runs = preset_file(options.fit, options.runs / "presets"), options.runs

@@ -7,7 +7,6 @@ are coroutines, so that the buttons of its dashboard keep working.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -160,8 +159,7 @@ def fit(
     Raises:
         InputError: `gpus`, `keep` or `price` is wrong, or there are no GPUs.
     """
-    if price is not None and not 0 <= price < math.inf:
-        raise InputError(f"price: {price:g} is not the price of a GPU-hour; give a number of 0 or more")
+    fit_command.check_price(price, "price")
     if isinstance(keep, str):
         names = [name.strip() for name in keep.split(",")]
         raise InputError(f"keep: '{keep}' is one text; give a list of fields, for example keep={names}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,6 +129,12 @@ def _check(loaded: ConfigFile, count: int, given: set[str]) -> None:
             f"{COMMAND_LINE}: parallel.devices: {wanted} are asked for, each machine has {count}; leave it out, or set "
             f"{count} or fewer"
         )
+
+
+def check_price(price: float | None, name: str) -> None:
+    """Raise InputError for what is not the price of a GPU-hour. name: what the user calls it."""
+    if price is not None and not 0 <= price < math.inf:
+        raise InputError(f"{name}: {price:g} is not the price of a GPU-hour; give a number of 0 or more")
 
 
 def show(found: Found, price: float | None) -> None:
