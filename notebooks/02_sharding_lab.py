@@ -124,8 +124,8 @@ assert all(trial.validation[-1] < trial.validation[0] for trial in two + four), 
 
 # %% [markdown]
 # The same as bars, with the two kinds of bytes that exist only within a step: *gathered* weights, and *activations*,
-# which forward keeps for backward. FSDP2 computes on gathered copies even where a rank has all
-# weights already, as in `ddp`.
+# which forward keeps for backward. FSDP2 computes on copies of the trained weights even where a rank has all weights
+# already, as in `ddp`.
 
 # %%
 comparison.memory(two + four)
@@ -138,7 +138,8 @@ comparison.memory(two + four)
 # each rank
 #
 # - holds `W/S`, `G/S` and `O/S`,
-# - has gathered at most `W` with `grad_op`; with the others the largest block, and the weights outside blocks,
+# - has gathered at most `W` with `grad_op`; with the others the largest block, and the weights outside blocks; with `ddp`
+#   only the trained weights of these count,
 # - sends, with ring algorithms, `(S-1)/S` of all that is gathered or reduced inside the group, and between groups
 #   `2 (N/S - 1)/(N/S)` of its part of the gradients. `grad_op` gathers `W` once and reduces `G` once. `full` gathers
 #   the blocks twice: what it freed after forward it needs again in backward.

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor
 
 from trainer.__main__ import on_every_rank
 from trainer.benchmark import variants as trials
@@ -125,7 +126,7 @@ def _whole(trainer: Trainer) -> ModelBytes:
     blocks = blocks_of(module, trainer.family.shard.blocks)
 
     def computed(parameters: Iterable[Tensor]) -> int:
-        return sum(p.numel() * dtype.itemsize for p in parameters)
+        return sum(p.numel() * dtype.itemsize for p in parameters if isinstance(p, DTensor))
 
     whole = computed(module.parameters())
     sizes = [computed(block.parameters()) for block in blocks]

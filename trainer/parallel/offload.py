@@ -2,8 +2,8 @@
 
 Nothing is copied back, as nothing changes frozen weights. A weight's storage on the device is emptied and filled again,
 as FSDP2 does with gathered ones, so that what autograd has saved stays valid. Every strategy has the same mechanism:
-without FSDP it moves a block's weights around its forward and backward, with FSDP this rank's shards around the moment
-at which FSDP reads them.
+where FSDP gathers frozen weights, it moves this rank's shards around the moment at which FSDP reads them; where FSDP
+leaves them alone, or does not wrap the model, it moves them around the block's forward and backward.
 
 FSDP2's own `CPUOffloadPolicy`, set for single parameters, was not chosen: it copies inside each all-gather, at most one
 block ahead, and in the compute stream where a group has a single rank, as in `ddp`; and without FSDP there is none.
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from trainer.parallel.fsdp_rules import Entry
@@ -95,8 +96,9 @@ class OffloadedBlocks:
     ) -> None:
         self._handle: Any = torch.get_device_module(device)
         self._stream = self._handle.Stream()
-        self._current: int | None = None  # in backward, without FSDP
-        self._groups = [_group_of(unit) for unit in chosen]
+        self._current: int | None = None  # in backward, where FSDP leaves the weights alone
+        groups = [_group_of(unit) for unit in chosen]
+        self._groups = groups if None not in groups else [None] * len(groups)
         self._order = Residence(len(chosen), all(group is None or _gathers_again(group) for group in self._groups))
         self._weights: list[_Weights] = []
         if None in self._groups:
@@ -180,7 +182,7 @@ class OffloadedBlocks:
         self._order.clear()
 
     def _watch(self, unit: nn.Module, number: int | None, methods: Collection[str]) -> None:
-        """Without FSDP: notice when a block begins and ends, from outside of what torch.compile compiles."""
+        """Where FSDP leaves the weights alone: notice when a block begins and ends, outside of what is compiled."""
         if unit._compiled_call_impl is not None:
             unit._compiled_call_impl = self._around(unit._compiled_call_impl, number)
         else:
@@ -257,7 +259,10 @@ class _OffloadedGroup(FSDPParamGroup):
 
 
 def _group_of(unit: nn.Module) -> FSDPParamGroup | None:
-    return unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+    """Return FSDP's group of a block's parameters. None where its frozen ones are not in it."""
+    group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+    parameters: Sequence[Any] = group.fsdp_params if group else ()
+    return group if any(not parameter.sharded_param.requires_grad for parameter in parameters) else None
 
 
 def _is_pending(group: FSDPParamGroup) -> bool:
@@ -273,9 +278,11 @@ def _gathers_again(group: FSDPParamGroup) -> bool:
 def _to_host(
     slots: Mapping[nn.Parameter, Sequence[Slot]], device: torch.device, pin: Callable[[Tensor], Tensor]
 ) -> _Weights:
-    """Move weights to the host and leave parameters with empty storage on the device."""
+    """Move weights to the host and leave parameters with empty storage on the device. Those that FSDP has stay."""
     tensors = []
     for parameter, places in slots.items():
+        if isinstance(parameter, DTensor):
+            continue
         moved = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
         moved.untyped_storage().resize_(0)
         for module, name in places:

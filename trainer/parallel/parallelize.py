@@ -120,11 +120,29 @@ def shard_units(
     """
     compute = None if dtype == torch.float32 else dtype
     let_bytes_be_sharded()
-    policy = MixedPrecisionPolicy(compute, torch.float32 if compute else None, cast_forward_inputs=False)
+    left = set() if isinstance(offload, CPUOffloadPolicy) else whole_weights(model, mesh, dtype)
+    common: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": left}
+    common["mp_policy"] = MixedPrecisionPolicy(compute, torch.float32 if compute else None, cast_forward_inputs=False)
     for unit in units:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+        fully_shard(unit, reshard_after_forward=reshard, **common)
     # Backward begins with the root: freed after forward, it would be gathered again at once.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, reshard_after_forward=False, **common)
+
+
+def whole_weights(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> set[nn.Parameter]:
+    """Return the weights that stay outside of FSDP, because it would copy them twice a step for nothing.
+
+    They are frozen, each rank of the mesh has them whole, and they are stored in the type that computes.
+
+    Args:
+        model: The model.
+        mesh: Its last dim are the ranks that share a copy of the model.
+        dtype: The compute type; fp32 casts nothing.
+    """
+    if mesh.size(mesh.ndim - 1) > 1:
+        return set()
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    return {p for p in frozen if dtype in (torch.float32, p.dtype) or not p.is_floating_point()}
 
 
 def _own_storage(unit: nn.Module, arguments: Any, output: Any) -> Any:

@@ -27,7 +27,8 @@ class ModelBytes:
     Attributes:
         weights: In the types they are stored in.
         gradients, optimizer_state: For the trained parameters.
-        computed: The weights in the compute type, in which they are gathered.
+        computed: The weights that are gathered, in the compute type: all of them, or the trained ones where every rank
+            has a copy.
         root: The part of `computed` outside of all blocks.
         block: The part of `computed` in the largest block.
     """
@@ -84,7 +85,7 @@ def expected(
     """
     shards = {"ddp": 1, "none": 1, "grad_op": ranks, "full": ranks, "hybrid": shard_size}[strategy]
     frees_blocks = strategy != "grad_op"
-    # FSDP2 also computes on copies where a group is a single rank, as in ddp.
+    # FSDP2 also computes on copies of trained weights where a group is a single rank, as in ddp.
     whole = model.root + model.block if frees_blocks else model.computed
     # Blocks freed after forward are gathered again in backward; the root is not freed.
     gathers = model.computed + (model.computed - model.root if frees_blocks else 0)
@@ -143,8 +144,9 @@ def shard_ranks(cfg: ParallelConfig, strategy: Strategy, ranks: int) -> int:
 def reshard_after_forward(parallel: ParallelConfig, strategy: Strategy) -> bool | int:
     """The argument of `fully_shard`: the config's value, else that of the strategy.
 
-    It is True under ddp too: torch computes on a copy of each block in the compute type. Kept until backward, the
-    copies would take as much memory as the model again; made twice, each costs one pass over its bytes.
+    It is True under ddp too: torch computes on copies of the trained weights in the compute type. Kept until backward,
+    those of a model that is trained in full would take as much memory as the model again; made twice, each costs one
+    pass over its bytes.
     """
     if parallel.reshard_after_forward is not None:
         return parallel.reshard_after_forward

@@ -213,7 +213,8 @@ def least(model_pass: ModelPass, sharding: Sharding) -> Memory:
     if not sharding.offload:
         away = [sizes[unit].frozen for unit in _offloaded(model_pass, sharding.offload_blocks)]
         if len({mark.unit for mark in model_pass.marks if mark.moment == "forward"}) == len(sizes):
-            again = 1 if sharding.is_sharded and sharding.reshard is not True else 2  # of all but the block that stays
+            gathers_once = sharding.is_sharded and sharding.ranks > 1 and sharding.reshard is not True
+            again = 1 if gathers_once else 2  # of all but the block that stays
             memory.copied = float(sharding.passes * again * (sum(away) - max(away, default=0)))
         held = sum(size.shard for size in sizes) - sum(away)
         memory.peak = held + sharding.optimizer_bytes * sum(size.trained for size in sizes)
@@ -243,10 +244,11 @@ class _Simulation:
         trained = sum(sizes.trained for sizes in self.sizes)
         self.offloaded = () if sharding.offload else _offloaded(model_pass, sharding.offload_blocks)
         self.numbers = {unit: number for number, unit in enumerate(self.offloaded)}
-        again = not sharding.is_sharded or sharding.reshard is True
+        again = not sharding.is_sharded or sharding.ranks == 1 or sharding.reshard is True
         self.residence = Residence(len(self.offloaded), again) if self.offloaded else None
         self.trains = any(mark.moment == "backward" for mark in model_pass.marks)
-        self.at_work: int | None = None  # in backward, without FSDP
+        self.moves_outside = not sharding.is_sharded or sharding.ranks == 1  # FSDP leaves frozen weights alone
+        self.at_work: int | None = None  # in backward, outside of FSDP
         offloaded = [self.sizes[unit] for unit in self.offloaded]
         resident = {
             "weights": sum(sizes.shard for sizes in self.sizes) - sum(sizes.frozen for sizes in offloaded),
@@ -307,6 +309,8 @@ class _Simulation:
                 self._move(mark.moment, mark.unit)
                 self._copy(mark.moment, mark.unit)
                 continue
+            if self.moves_outside:
+                self._move(mark.moment, mark.unit)
             match mark.moment:
                 case "forward":
                     self._forward(mark.unit, units)
@@ -339,7 +343,7 @@ class _Simulation:
                 self._add("gradients", self.sizes[unit].reduced)
 
     def _move(self, moment: Moment, unit: int) -> None:
-        """Without FSDP the weights of an offloaded block are there while it computes."""
+        """Weights of an offloaded block that FSDP does not gather are there while it computes."""
         if self.residence is None or self.model_pass.units[unit].is_root:
             return
         if moment in ("forward", "backward") and self.at_work is not None:
@@ -366,6 +370,10 @@ class _Simulation:
             self._add("weights", self.sizes[self.offloaded[other]].frozen)
             self.memory.copied += self.sizes[self.offloaded[other]].frozen
 
+    def _end_gathering(self, unit: int) -> None:
+        if not self.moves_outside:
+            self._end(unit)
+
     def _end(self, unit: int) -> None:
         number = self.numbers.get(unit)
         if self.residence is not None and number is not None and self.residence.end(number):
@@ -377,7 +385,7 @@ class _Simulation:
             self._copy_out(unit)
             self._drop_last_buffer()  # torch still names it while it copies
             self.last_buffer = self.buffers.pop(unit)
-            self._end(unit)
+            self._end_gathering(unit)
         ahead = self.sharding.prefetch[0]
         if ahead and unit in units:
             at = units.index(unit)
@@ -400,7 +408,7 @@ class _Simulation:
         if unit in self.buffers:
             self._copy_out(unit)
             self._add("gathered blocks", -self.buffers.pop(unit))
-            self._end(unit)
+            self._end_gathering(unit)
         ahead = self.sharding.prefetch[1]
         if ahead and unit in units:
             at = units.index(unit)
@@ -442,7 +450,7 @@ class _Simulation:
             return
         sizes = self.sizes[unit]
         kept = self.kept.pop(unit, 0)
-        if not kept:  # else FSDP gathers what it has kept, not the shards
+        if not kept and not self.moves_outside:  # else FSDP gathers what it has kept, not the shards
             self._begin(unit, direction)
         self._peak_with("gathered blocks", sizes.inputs + sizes.buffer)
         self._add("gathered blocks", sizes.buffer)
@@ -582,6 +590,8 @@ def _sizes(parameters: tuple[Parameter, ...], sharding: Sharding) -> _Sizes:
             transient = max(transient, grains(numbers * p.stored) if sharding.offload else 0)
         elif sharding.offload:
             inputs += p.count * grains(numbers * p.stored)
+        if ranks == 1 and not sharding.offload and not p.is_trained and p.stored == p.gathered:
+            continue  # FSDP leaves it alone
         buffer += p.count * ranks * numbers * p.gathered
         whole += p.count * grains(ranks * numbers * p.gathered)
         if sharding.reshard and sharding.reshard is not True:
