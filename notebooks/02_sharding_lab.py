@@ -138,8 +138,8 @@ comparison.memory(two + four)
 # each rank
 #
 # - holds `W/S`, `G/S` and `O/S`,
-# - has gathered at most `W` with `grad_op`; with the others the largest block, and the weights outside blocks; with `ddp`
-#   only the trained weights of these count,
+# - has gathered at most `W` with `grad_op`; with the others the largest block, and the weights outside blocks, of which
+#   `ddp` copies only those that are trained,
 # - sends, with ring algorithms, `(S-1)/S` of all that is gathered or reduced inside the group, and between groups
 #   `2 (N/S - 1)/(N/S)` of its part of the gradients. `grad_op` gathers `W` once and reduces `G` once. `full` gathers
 #   the blocks twice: what it freed after forward it needs again in backward.
