@@ -143,7 +143,7 @@ def _learn(trial: Trial, proposal: Proposal, found: Found, cache: Path) -> None:
         used=memory.used,
         seconds=trial.seconds,
         flops=plan.flops if tells_speed(proposal.config, plan.strategy) else 0.0,
-        is_compiled=proposal.config.train.compile,
+        is_compiled=proposal.config.train.compiles_on("cuda"),
     )
     keep(cache, measured)
 

@@ -318,7 +318,8 @@ def _row(name: str, checked: Checked, values: Mapping[str, Any]) -> Row:
     kind = _kind(name, spec)
     value = value_at(values, name)
     typed = checked.draft.values.get(name, value)
-    choices = tuple(word for word in _words(name, spec) if word == value or _fits(name, word, config))
+    known = [(word, _value(spec, word)) for word in _words(name, spec)]
+    choices = tuple(word for word, meant in known if meant == value or _fits(name, meant, config))
     is_visible = len(choices) > 1 if kind == "choice" else _fits(name, _other_value(spec, value), config)
     return Row(
         field=name,
@@ -356,11 +357,15 @@ def _drops(name: str, value: Any, key: str) -> bool:
 
 
 def _words(name: str, spec: Slot) -> tuple[str, ...]:
-    return family_names() if name == "model.family" else spec.words
+    """The words to choose from: true and false too where they are values next to words."""
+    if name == "model.family":
+        return family_names()
+    return (*spec.words, "true", "false") if spec.words and bool in spec.options else spec.words
 
 
 def _kind(name: str, spec: Slot) -> Kind:
-    if _words(name, spec) and all(get_origin(kind) is Literal or name == "model.family" for kind in spec.options):
+    is_word = [kind is bool or get_origin(kind) is Literal or name == "model.family" for kind in spec.options]
+    if _words(name, spec) and all(is_word):
         return "choice"
     if spec.options == (bool,) and not spec.may_be_empty:
         return "switch"

@@ -34,6 +34,7 @@ READS_ENVIRONMENT = frozenset(
         "trainer.gpus.visible",
         "trainer.launcher.network",
         "trainer.run.allocator",
+        "trainer.run.compiler",
         "trainer.run.process",
         "trainer.distributed.world",
     }

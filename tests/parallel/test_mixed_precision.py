@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -107,6 +108,23 @@ def compiled_steps(world: World, cfg: RunConfig, run: RunDir) -> tuple[int, dict
     finally:
         trainer.close()
     return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+
+@pytest.mark.slow
+def test_more_shapes_of_images_make_no_more_graphs(tmp_path: Path) -> None:
+    """The second shape makes a graph for any other: the buckets after it compile nothing."""
+    counts = []
+    for number in (4, 7):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        for i in range(number):
+            Image.new("RGB", (64 + 16 * i, 64)).save(folder / f"{i}.png")
+        shapes = {"data__max_aspect": 3, "data__missing_caption": "empty", "train__batch_size": 1}
+        cfg = run_config(folder, **COMPILED, **shapes)
+        graphs, breaks = run_ranks(1, graphs_of, cfg, make_run(tmp_path, cfg, f"buckets-{number}"), 2 * number)[0]
+        assert breaks == {}
+        counts.append(graphs[-1])
+    assert counts == [4, 4]
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_after_some_steps_plan_and_measurement_are_in_one_line() -> None:
     )
 
 
-KLEIN = ("parallel.devices=1", "parallel.strategy=none", "train.checkpointing=none")
+KLEIN = ("parallel.devices=1", "parallel.strategy=none", "train.checkpointing=none", "train.compile=false")
 STEP = replace(ONE, seconds=0.5, flops=80e12)
 
 

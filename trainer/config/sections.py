@@ -542,8 +542,10 @@ class TrainConfig(Section):
     neftune_alpha: Number = option(0.0, title="Noise on embeddings (NEFTune)", ge=0, le=1000, keywords="neftune noise")
     """Size of the uniform noise on a language model's embeddings in training (arXiv 2310.05914): each number is within
     alpha / sqrt(tokens of the document x width). The paper uses 5, 10 and 15. 0 = none."""
-    compile: bool = option(False, title="Compile the blocks", keywords="speed faster inductor")
-    """Compile each block with torch.compile."""
+    compile: Literal["auto"] | bool = option("auto", title="Compile the blocks", keywords="speed faster inductor torch")
+    """Compile each block with torch.compile. Steps take about a quarter less time, the first one half a minute more,
+    and numbers differ by rounding. auto: on GPUs where torch finds what it needs to compile, and as before in a run
+    that is resumed."""
     compile_backend: str = option("inductor", title="Compiler")
     """Backend of torch.compile."""
     check_replicas: Whole = option(100, title="Compare replicas every", ge=0, unit="steps")
@@ -556,6 +558,10 @@ class TrainConfig(Section):
     )
     """When memory runs out: end the run, or restart the ranks with gradient checkpointing, and then with a smaller
     `train.micro_batch` at the same batch size. Each retry counts toward `parallel.max_restarts`."""
+
+    def compiles_on(self, device: str) -> bool:
+        """Whether blocks are compiled on a kind of device, as far as the config says. device: "cuda" or "cpu"."""
+        return device == "cuda" if self.compile == "auto" else self.compile
 
 
 class ParallelConfig(Section):

@@ -27,11 +27,11 @@ from trainer.config.sections import ParallelConfig
 from trainer.config.terminal import not_installed
 from trainer.gpus import visible
 from trainer.launcher.network import must_be_joined, node_environment
-from trainer.run import allocator
+from trainer.run import allocator, compiler
 from trainer.run.allocator import pins_exactly
-from trainer.run.events import EventWriter, StatusEvent
+from trainer.run.events import EventWriter, StatusEvent, WarningEvent
 from trainer.run.failure import launches, output_file
-from trainer.run.folder import RunDir
+from trainer.run.folder import RunDir, shared_cache
 from trainer.run.process import (
     SUPERVISORS,
     TORCHRUN,
@@ -138,6 +138,7 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
     """
     # Resolves names and asks nvidia-smi, so not while the lock is held.
     environment = node_environment(cfg.parallel) | _gpu_environment(cfg.parallel, gpus, pins_exactly(cfg))
+    compiling, problem = compiler.environment(cfg, shared_cache(cfg, run.path.parent))
     waits = f"waits for the other nodes: {joining(run, cfg.parallel.nodes)}" if must_be_joined(cfg.parallel) else ""
     with run.locked():
         require_ended(run)
@@ -150,7 +151,9 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
             run.clear(request)
         with EventWriter(run.events_file) as events:
             events.write(StatusEvent(state="starting", message=waits))
-        process = _spawn(argv, output_file(run, launches(run) + 1), environment)
+            if problem:
+                events.write(WarningEvent(message=problem))
+        process = _spawn(argv, output_file(run, launches(run) + 1), environment | compiling)
         Launch.of(process, argv).write(run)
     return _handle(run, process, argv)
 
@@ -206,6 +209,8 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "t
     cfg = run.config() if run.config_file.is_file() else None
     has_stages, is_exact = cfg is not None and bool(cfg.stages), cfg is not None and pins_exactly(cfg)
     environment = node_environment(parallel) | _gpu_environment(parallel, (), is_exact)
+    if cfg is not None:
+        environment |= compiler.environment(cfg, shared_cache(cfg, run.path.parent))[0]
     with run.locked():
         argv = command(parallel, run, module, node_rank, has_stages)
         if any(argv_of(process) == argv for process in psutil.process_iter()):

@@ -26,11 +26,12 @@ class OutOfMemoryError(RuntimeError):
 class OomContext:
     """The phase and block a pass is in, for the message when memory runs out; also beats the heartbeat at every block.
 
-    Known by hooks on each block and on the gradient of its output, which take a few microseconds a pass. A compiled
-    block has no hooks: they would become part of its graph.
+    Known by hooks on each block and on the gradient of its output, which take a few microseconds a pass. Hooks would
+    become part of a compiled block's graph: what torch compiled is wrapped instead.
 
     Args:
         blocks: Class names.
+        is_compiled: Whether steps may compile, during which a rank does not move.
     """
 
     def __init__(self, model: nn.Module, blocks: Collection[str], is_compiled: bool, heartbeat: Heartbeat) -> None:
@@ -38,7 +39,11 @@ class OomContext:
         self._heartbeat = heartbeat
         self._moves = not is_compiled
         for name, module in model.named_modules():
-            if type(module).__name__.removeprefix("FSDP") in blocks and not is_compiled:
+            if type(module).__name__.removeprefix("FSDP") not in blocks:
+                continue
+            if module._compiled_call_impl is not None:
+                module._compiled_call_impl = self._around(name, module._compiled_call_impl)
+            else:
                 # Before the sharded block gathers its weights, which may be what does not fit.
                 module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
                 module.register_forward_hook(partial(self._watch_gradient, name))
@@ -57,7 +62,16 @@ class OomContext:
         self._block = name
         self._heartbeat.enter(str(self))
 
-    def _watch_gradient(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
+    def _around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._enter(name)
+            output = call(*args, **kwargs)
+            self._watch_gradient(name, None, None, output)
+            return output
+
+        return run
+
+    def _watch_gradient(self, name: str, module: object, arguments: object, output: Any) -> None:
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._enter, name))  # type: ignore[no-untyped-call]

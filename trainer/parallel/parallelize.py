@@ -90,8 +90,9 @@ def parallelize(
     if mesh is None and dtype != torch.float32:
         _compute_in(model, units, dtype)
     recompute = modes_of(train.checkpointing, len(units)) if recompute is None else recompute
-    checkpoint_activations(units, recompute, whole, train.compile)
-    if train.compile:
+    is_compiled = train.compile is True  # "auto" is decided before a model is built
+    checkpoint_activations(units, recompute, whole, is_compiled)
+    if is_compiled:
         compile_blocks(units, train.compile_backend)
     for module in (*units, model) if mesh or parallel.offload_blocks else ():
         if type(module).__name__ in spec.returns_views:

@@ -228,7 +228,7 @@ def _time(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Shard
     between = 2 * ring_share(sharding.replicas) * memory.reduced / (NETWORK if cfg.parallel.nodes > 1 else card.link)
     computing, fixed = memory.flops / (card.tflops * 1e12 * card.share), FIXED_STEP_S
     source: Source = "assumed"
-    known = card.speed(memory.flops, cfg.train.compile) if cfg.train.precision == "bf16" else None
+    known = card.speed(memory.flops, cfg.train.compiles_on("cuda")) if cfg.train.precision == "bf16" else None
     if known:
         computing, fixed, source = memory.flops / known[0], 0.0, known[1]
     traffic = DECODING_TRAFFIC * _decoded(cfg, model_pass)

@@ -137,7 +137,7 @@ class RunLog:
         """
         if self._world.device.type != "cuda" or self._world.rank:
             return
-        self._cache, self._measure_at, self._is_compiled = cache, step + MEASURED_STEPS, cfg.train.compile
+        self._cache, self._measure_at, self._is_compiled = cache, step + MEASURED_STEPS, cfg.train.compile is True
         name = torch.cuda.get_device_name(self._world.device)
         self._seconds: deque[float] = deque(maxlen=MEASURED_STEPS // 2)
         self._plan = compare.plan_here(cfg, cache, name, self._world.memory)

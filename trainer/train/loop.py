@@ -58,7 +58,7 @@ from trainer.optim import (
     set_learning_rate,
     state_tensors,
 )
-from trainer.parallel.compile import describe_compiled
+from trainer.parallel.compile import compiler_problem, compiles, describe_compiled
 from trainer.parallel.replicas import check_reduced, diverged
 from trainer.pinned import pin, send
 from trainer.rng import Draw, SampleRng, derived_seed
@@ -200,7 +200,7 @@ class Trainer:
         self.log = RunLog(run, world, emit, before)
         self.family = families.make(cfg, cache)
         self.objective = preferences.make(cfg, self.family)
-        self._recipe = self._recipe_of_run()
+        self._recipe, was_compiled = self._begun_with()
         self.family.follow_recipe(self._recipe)
         for warning in (*self.family.warnings(cfg), *self.objective.warnings(cfg)):
             self.log.warn(warning)
@@ -214,7 +214,7 @@ class Trainer:
         self.sampler = Sampler(self.drawer, cfg.sample.seed, run, world, self.log, before, events)
         emit(StatusEvent(state="loading"))
         started = time.perf_counter()
-        self.cfg = cfg = self.log.decide(cfg, cache)
+        self.cfg = cfg = self._with_compiling_decided(self.log.decide(cfg, cache), was_compiled)
         self.loaded = load_model(built, cfg, self.family, world, cache, self.log.listener("loading"), initial_file(run))
         self.model, self.trainables = self.loaded.module, self.loaded.trainables
         self._shards_gradients = cfg.shards_gradients(self.loaded.strategy)
@@ -230,10 +230,10 @@ class Trainer:
         self.ema = Ema(self.trainables, cfg.optim.ema) if cfg.optim.ema else None
         self.checkpointer = Checkpointer(run.checkpoints, world, cfg.checkpoint.keep, cfg.checkpoint.keep_best)
         self.clock = StepTimer(world, self.loaded.mesh)
-        self.clock.watch(self.model, self.family.shard.blocks, cfg.train.compile)
+        self.clock.watch(self.model, self.family.shard.blocks, cfg.train.compile is True)
         self._own_s = 0.0  # of the last step: the seconds that this rank worked by itself
         self.stragglers = Stragglers(world.gather(socket.gethostname()))
-        self.oom_context = OomContext(self.model, self.family.shard.blocks, cfg.train.compile, world.heartbeat)
+        self.oom_context = OomContext(self.model, self.family.shard.blocks, cfg.train.compile is True, world.heartbeat)
         self._validated = (-1, math.nan)  # the step, its validation loss
         saved = None if newest is None else self._resume(newest)
         self._batch_sizes = BatchSizes.after(saved, cfg.train.batch_size)
@@ -678,11 +678,28 @@ class Trainer:
         for module in (*self._dropouts, *self._noises):
             module.train()
 
-    def _recipe_of_run(self) -> int:
-        """The recipe that the run began with: the data are encoded by it, before the checkpoint is read."""
+    def _begun_with(self) -> tuple[int, bool | None]:
+        """(the recipe that the run began with, whether its blocks were compiled; None in a new run).
+
+        The data are encoded by that recipe, before the checkpoint is read.
+        """
         saved = complete(self.run.checkpoints) if self.world.rank == 0 else []
-        recipe: int = self.world.gather(progress_of(saved[-1]).recipe if saved else RECIPE)[0]
-        return recipe
+        progress = progress_of(saved[-1]) if saved else None
+        mine = (progress.recipe, progress.config.get("train", {}).get("compile")) if progress else (RECIPE, None)
+        recipe, was_compiled = self.world.gather(mine)[0]
+        return recipe, was_compiled if isinstance(was_compiled, bool) else None
+
+    def _with_compiling_decided(self, cfg: RunConfig, before: bool | None) -> RunConfig:
+        """The config with `train.compile` decided, equally on all ranks. Collective. before: as `compiles` takes it."""
+        device = self.world.device
+        wanted = compiles(cfg.train, device, before)
+        self.world.heartbeat.enter("loading", moves=False)
+        problem = compiler_problem(device, cfg.train.compile_backend) if wanted else ""
+        problems = [found for found in self.world.gather(problem) if found]
+        if problems:
+            self.log.warn(problems[0])
+        train = cfg.train.model_copy(update={"compile": wanted and not problems})
+        return cfg.model_copy(update={"train": train})
 
     def _newest_checkpoint(self) -> Path | None:
         newest, problems = newest_intact(self.run.checkpoints, self.world)

@@ -243,7 +243,7 @@ TYPED = [
     ("optim.schedule", "constant"),
     ("train.steps", "400"),
     ("train.checkpointing", "2"),
-    ("train.compile", True),
+    ("train.compile", "true"),
     ("parallel.strategy", "ddp"),
     ("model.train", "transformer: adapter"),
 ]
