@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig
 from peft.tuners.lora import Conv2d, Linear, LoraLayer
 from peft.tuners.lora.layer import LoraVariant
@@ -17,8 +18,53 @@ from trainer.adapters.replace import Layer
 
 def lora_layer(layer: Layer, rank: int, scale: float, dropout: nn.Module) -> LoraLayer:
     """Make peft's own layer. The factors of a convolution are two convolutions: one with its kernel, and 1 x 1."""
-    kind = Linear if isinstance(layer, nn.Linear) else Conv2d
+    kind = LoraLinear if isinstance(layer, nn.Linear) else Conv2d
     return _with(kind(layer, ADAPTER, LoraConfig(), r=rank), scale, dropout)
+
+
+class LoraLinear(Linear):  # type: ignore[misc]
+    """peft's layer, which passes over the wide output twice in place of six times: the scale is on the side of the
+    rank, and the second product adds into the output of the base."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.disable_adapters or self.merged or args or kwargs:
+            found: Tensor = super().forward(x, *args, **kwargs)
+            return found
+        result: Tensor = self.base_layer(x)
+        up = self.lora_B[ADAPTER].weight
+        dropout = self.lora_dropout[ADAPTER]
+        narrow = self.scaling[ADAPTER] * self.lora_A[ADAPTER](dropout(x.to(up.dtype)))
+        # Recompute keeps the base's output where dropout is between, so that it must not be changed.
+        is_ours = isinstance(dropout, nn.Identity) and result.dtype == narrow.dtype
+        if is_ours and result.is_contiguous() and not torch.compiler.is_compiling():
+            added: Tensor = _Added.apply(result, narrow, up)  # type: ignore[no-untyped-call]
+            return added
+        return result + F.linear(narrow, up).to(result.dtype)
+
+
+class _Added(torch.autograd.Function):
+    """result + narrow @ up^T, written over `result`: the output of a linear layer, which backward does not need.
+
+    torch's own operation in place would copy the whole gradient in backward, as such an output is a view.
+
+    Shapes: result (..., out), narrow (..., r), up (out, r).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, narrow: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(narrow, up)
+        # Detached twice: neither what is returned nor what is written to may be known as a view of the input.
+        added = result.detach()
+        added.view(-1, added.shape[-1]).addmm_(narrow.reshape(-1, narrow.shape[-1]), up.T)
+        return added
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        narrow, up = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_narrow = (rows @ up).view(narrow.shape) if ctx.needs_input_grad[1] else None
+        of_up = rows.T @ narrow.reshape(-1, narrow.shape[-1]) if ctx.needs_input_grad[2] else None
+        return gradient, of_narrow, of_up
 
 
 def dora_layer(layer: Layer, rank: int, scale: float, dropout: nn.Module) -> LoraLayer:
@@ -84,12 +130,11 @@ class _Dora(LoraVariant):  # type: ignore[misc]
         scale = module.scaling[active_adapter]
         base = module.get_base_layer()
         excess = module.lora_magnitude_vector[active_adapter](base, down.weight, up.weight, scale)
-        update: Tensor = scale * up(down(module.lora_dropout[active_adapter](x)))
+        update: Tensor = up(scale * down(module.lora_dropout[active_adapter](x)))
         result = result + update.to(result.dtype)
         unbiased = result if base.bias is None else result - base.bias
         # g * y as y + (g - 1) * y: bf16 keeps 8 significant bits, and those of g - 1 are finer than those of g near 1.
-        stretched: Tensor = result + excess.to(result.dtype) * unbiased
-        return stretched
+        return torch.addcmul(result, excess.to(result.dtype), unbiased)
 
 
 class _DoraLinear(Linear):  # type: ignore[misc]
