@@ -32,6 +32,7 @@ from trainer.config.sections import (
 )
 from trainer.models import distilled
 from trainer.models.objectives import Batch, Example, Loss, Shift
+from trainer.models.parts.document_attention import document_begins
 from trainer.models.parts.dropout import configured_dropout, dropout_warning
 from trainer.models.parts.folder import DIFFUSERS_STEM, ModelFolder, copy_files
 from trainer.parallel.parallelize import ShardSpec
@@ -689,13 +690,14 @@ class TextFamily(ModelFamily):
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Stack examples, and number the tokens that are followed by a learned one, row after row, in "predicted".
 
-        There is at least one, so that every rank computes a loss.
+        There is at least one, so that every rank computes a loss. "begins" are as `document_begins` returns them.
         """
         batch = super().collate(examples)
         follows = torch.zeros_like(batch["learned"])
         follows[:, :-1] = batch["learned"][:, 1:]
         predicted = follows.flatten().nonzero().flatten()
-        return {**batch, "predicted": predicted if len(predicted) else torch.zeros(1, dtype=torch.int64)}
+        predicted = predicted if len(predicted) else torch.zeros(1, dtype=torch.int64)
+        return {**batch, "predicted": predicted, "begins": document_begins(batch["documents"])}
 
     def sample_rows(self, batch: Batch) -> Mapping[str, Tensor]:
         """The item of each token, for models that flatten all tokens into one matrix before a layer, as for experts."""

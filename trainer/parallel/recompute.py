@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import varlen
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as contexts_by
@@ -42,6 +43,7 @@ ATTENTION = (
 )
 _DEAR_FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (F, "scaled_dot_product_attention"),
+    (varlen, "varlen_attn"),
     (torch, "_grouped_mm"),
     (quantized_experts, "_grouped"),
 )
@@ -49,7 +51,7 @@ _DEAR_FUNCTIONS: tuple[tuple[Any, str], ...] = (
 of experts. Other functions stand there while a pass runs. A mode of torch for functions would see them too, and every
 other function and each shape that is asked for: it takes the host half as long again as the whole step."""
 REMEDY = "set train.checkpointing: full"
-_DEAR_OPERATORS = frozenset({*ATTENTION, aten._grouped_mm})
+_DEAR_OPERATORS = frozenset({*ATTENTION, aten._grouped_mm, torch.ops.torch_attn._varlen_attn})
 
 
 def recompute_cheap(units: Sequence[nn.Module], whole: Collection[nn.Module], is_compiled: bool) -> None:

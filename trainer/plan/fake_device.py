@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from trainer.distributed.world import World
+from trainer.models.parts import document_attention
 
 NAME = "fakedevice"  # DeviceMesh accepts letters only
 
@@ -176,14 +177,14 @@ def fake_tensors(device: torch.device, watch: Watch) -> Iterator[None]:
         watch: Called with each operation.
     """
     mode = _FakeTensorMode(watch)
-    attention = F.scaled_dot_product_attention
+    attention, varlen = F.scaled_dot_product_attention, document_attention.varlen
     if device.type == NAME:
-        F.scaled_dot_product_attention = _attention
+        F.scaled_dot_product_attention, document_attention.varlen = _attention, _attention_of_documents
     try:
         with mode, torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
-        F.scaled_dot_product_attention = attention
+        F.scaled_dot_product_attention, document_attention.varlen = attention, varlen
 
 
 def _attention(
@@ -211,3 +212,13 @@ def _attention(
         )
     attended: Tensor = out[0]
     return attended
+
+
+def _attention_of_documents(
+    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, longest: int, scale: float | None, before: int
+) -> Tensor:
+    """Call flash attention on whole rows, which takes the memory that it takes for their documents."""
+    query, key, value = (tensor.view(-1, longest, *tensor.shape[1:]).transpose(1, 2) for tensor in (query, key, value))
+    # Looked up, as recompute replaces it while a block runs.
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    return attended.transpose(1, 2).flatten(0, 1)

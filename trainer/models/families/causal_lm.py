@@ -18,9 +18,10 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, DataConfig, ModelConfig, NoAdapter, ObjectiveConfig, SampleConfig
 from trainer.models.base import PREFERENCE_FIELDS, TextFamily, Weigh
 from trainer.models.objectives import Batch, Loss
-from trainer.models.parts.attention_probe import Sight, layer_pattern, position_ids, sight
+from trainer.models.parts.attention_probe import Sight, computes_within, layer_pattern, position_ids, sight
 from trainer.models.parts.chat import Chat, Encoded, encode_spans, read_template, without_marks
 from trainer.models.parts.chunked_loss import sum_losses_in_chunks
+from trainer.models.parts.document_attention import MASKED, attend_within, can_attend
 from trainer.models.parts.folder import (
     TRANSFORMERS_STEM,
     ModelFolder,
@@ -54,7 +55,7 @@ from trainer.models.parts.random_language_models import (
 from trainer.models.parts.routers import balance_loss, configured_weight, experts_per_token
 from trainer.models.parts.stored_names import TEXT_PART, StoredNames, read_names
 from trainer.models.parts.text_encoder import from_folder
-from trainer.parallel.parallelize import ShardSpec
+from trainer.parallel.parallelize import COMPUTE_DTYPE, ShardSpec
 from trainer.rng import SampleRng
 from trainer.run.manifest import RECIPE
 from trainer.weights.files import Fused, WeightFiles, safetensors_in, stored_tensors
@@ -109,7 +110,8 @@ class CausalLM(TextFamily):
         self._new_ids = self._add_tokens()
         self._turned: tuple[str, ...] = ()
         self._recipe = RECIPE
-        self._is_adapted = False
+        self._is_adapted = self._is_compiled = False
+        self._precision = "bf16"
         self._empty = _built(self._folder, self._config, model.options.attention)
         published = {name: sizes_of(config) for name, config in PUBLISHED.items()}
         check_architecture(model, self._folder, published, sizes)
@@ -146,6 +148,7 @@ class CausalLM(TextFamily):
                 "documents of a row see each other; leave it empty, or train another model"
             )
         self._is_adapted = not isinstance(cfg.adapter, NoAdapter)
+        self._precision, self._is_compiled = cfg.train.precision, cfg.train.compile is True
         if isinstance(cfg.adapter, NoAdapter) or not turned_layers(self._empty):
             return
         if cfg.export_what == "adapter" and cfg.adapter.type in ("loha", "lokr"):
@@ -443,6 +446,7 @@ class CausalLM(TextFamily):
         # A row of one document has the positions that the class gives it, which need not begin at 0.
         if self._recipe < 3 or self.packs_documents:
             inputs |= position_ids(network, batch["documents"])
+        attend_within(network, batch["begins"] if self._attends_within(batch) else None)
         if self._router_weight:
             inputs["output_router_logits"] = True
         predicted = batch["predicted"]
@@ -456,6 +460,18 @@ class CausalLM(TextFamily):
         rows = balance_loss(logits, self._experts_per_token, batch["documents"] >= 0)
         learned = batch["learned"][:, 1:].sum(dim=1) * batch["weight"]
         return Loss(loss.total + self._router_weight * (rows * learned).sum(), loss.weight)
+
+    def _attends_within(self, batch: Batch) -> bool:
+        """Whether rows are attended to by documents, instead of with a mask."""
+        documents, length = batch["documents"], batch["documents"].shape[1]
+        can = can_attend(documents.device, COMPUTE_DTYPE[self._precision], self._is_compiled)
+        return can and self._keeps_apart and length > 1
+
+    @cached_property
+    def _keeps_apart(self) -> bool:
+        """Whether this class computes the same by documents as with transformers' mask."""
+        is_sdpa = self._empty.config._attn_implementation == MASKED
+        return is_sdpa and self.packs_documents and computes_within(self._config)
 
     def follow_recipe(self, recipe: int) -> None:
         self._recipe = recipe
@@ -483,6 +499,7 @@ class CausalLM(TextFamily):
 
     def _continued(self, model: nn.ModuleDict, ids: Sequence[int], cfg: SampleConfig, rng: SampleRng) -> str:
         tokens = torch.tensor(ids, device=rng.device)
+        attend_within(model[COMPONENT], None)
         is_cached = self._sight is not None and self._sight.is_cached
         generated = continue_text(model[COMPONENT], tokens, cfg.tokens, cfg.temperature, self._ends, rng, is_cached)
         return str(self.tokenizer.decode(generated.tolist()))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.models.parts.document_attention import MASKED, attend_within, document_begins
 from trainer.models.parts.next_token import (
     build_language_model,
     construct,
@@ -32,6 +33,9 @@ LARGEST = 20_000_000
 """Parameters of a copy that is worth a try."""
 TOLERANCE = 1e-4
 """Least difference of logits that is not rounding."""
+WINDOW = 4
+WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "sliding_window_size")
+"""Fields with the tokens that one sees, where these are not all before it."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +77,51 @@ def sight(config: Any, attention: str) -> Sight | None:
         return None
 
 
+def computes_within(config: Any) -> bool:
+    """Whether a class computes by documents (`document_attention`) what it computes with its own mask.
+
+    Gradients too, and where a window is shorter than a document.
+
+    Args:
+        config: transformers' config.
+    """
+    try:
+        with torch.random.fork_rng(devices=()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            model = _copy(config, MASKED, **{name: WINDOW for name in WINDOWS if config.to_dict().get(name)})
+            documents = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).repeat(2, 1)
+            tokens = torch.randint(FIRST_TOKEN, MOST_TOKENS, documents.shape)
+            found: list[tuple[Tensor, Tensor]] = []
+            for begins in (None, document_begins(documents)):
+                attend_within(model, begins)
+                logits = model(input_ids=tokens, use_cache=False, **position_ids(model, documents)).logits.float()
+                logits.square().mean().backward()
+                grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+                found.append((logits.detach(), torch.cat(grads)))
+                model.zero_grad()
+    except Exception as error:  # noqa: BLE001 - whatever a class of a library does with attention it does not know
+        log.info(f"{type(config).__name__}: no tiny copy could attend by documents ({type(error).__name__}: {error})")
+        return False
+    (masked, expected), (within, gradients) = found
+    return not _differ(masked, within) and gradients.shape == expected.shape and not _differ(expected, gradients)
+
+
 def layer_pattern(name: str) -> str:
     """The name of a layer with the numbers of lists left out."""
     return re.sub(r"\.\d+(?=\.|$)", ".#", name)
 
 
-def _copy(config: Any, attention: str) -> Any:
-    tiny = tiny_config(config)
+def _copy(config: Any, attention: str, **changes: Any) -> Any:
+    tiny = tiny_config(config, **changes)
     size = sum(parameter.numel() for parameter in build_language_model(tiny, attention).parameters())
     if size > LARGEST:
         raise ValueError(f"it would have {size} parameters")
     model = construct(tiny, attention).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(SHARPER)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(SHARPER)
     return model
 
 
