@@ -19,7 +19,7 @@ from trainer.distributed.world import World
 from trainer.models.families import causal_lm
 from trainer.models.parts import document_attention
 from trainer.models.parts.attention_probe import computes_within
-from trainer.models.parts.document_attention import can_attend, document_begins, within_documents
+from trainer.models.parts.document_attention import begins_mask, can_attend, document_begins, within_documents
 from trainer.run.folder import RunDir
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, -1], [3, 3, 3, 3, 3, 3, 3, 3, 3, 3]])
@@ -53,10 +53,8 @@ def test_attention_within_documents_is_that_of_a_mask(heads: int, window: int | 
     shapes = [(2, count, 10, 8) for count in (4, heads, heads)]
     inputs = [torch.randn(shape, generator=numbers, dtype=torch.float64, requires_grad=True) for shape in shapes]
     expected = by_mask(inputs[0], inputs[1], inputs[2], window, scale)
-    with mock.patch.object(document_attention._Current, "begins", document_begins(DOCUMENTS)):
-        found, _ = within_documents(
-            nn.Module(), *inputs, attention_mask=None, scaling=scale, sliding_window=window, position_ids=None
-        )
+    mask = begins_mask(document_begins(DOCUMENTS))
+    found, _ = within_documents(nn.Module(), *inputs, mask, scaling=scale, sliding_window=window, position_ids=None)
     assert found.shape == expected.shape == (2, 10, 4, 8)
     assert torch.allclose(found, expected, atol=1e-12)
     weight = torch.randn(found.shape, generator=numbers, dtype=torch.float64)
@@ -151,8 +149,7 @@ def test_a_run_learns_what_it_learns_with_masks(tmp_path: Path, checkpointing: s
 def test_the_kernel_of_cuda_attends_within_documents(heads: int, window: int | None) -> None:
     numbers = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, count, 10, 64, generator=numbers).cuda().bfloat16() for count in (4, heads, heads)]
-    begins = document_begins(DOCUMENTS).cuda()
-    with mock.patch.object(document_attention._Current, "begins", begins):
-        found, _ = within_documents(nn.Module(), *inputs, attention_mask=None, sliding_window=window)
+    mask = begins_mask(document_begins(DOCUMENTS)).cuda()
+    found, _ = within_documents(nn.Module(), *inputs, mask, sliding_window=window)
     exact = by_mask(*(tensor.cpu().double() for tensor in inputs), window, None)
     assert (found.cpu().double() - exact).abs().max() < 0.03

@@ -21,7 +21,7 @@ from trainer.models.objectives import Batch, Loss
 from trainer.models.parts.attention_probe import Sight, computes_within, layer_pattern, position_ids, sight
 from trainer.models.parts.chat import Chat, Encoded, encode_spans, read_template, without_marks
 from trainer.models.parts.chunked_loss import sum_losses_in_chunks
-from trainer.models.parts.document_attention import MASKED, attend_within, can_attend
+from trainer.models.parts.document_attention import MASKED, attend_within, begins_mask, can_attend
 from trainer.models.parts.folder import (
     TRANSFORMERS_STEM,
     ModelFolder,
@@ -300,6 +300,8 @@ class CausalLM(TextFamily):
         model: nn.Module = _built(self._folder, self._config, self.config.options.attention)
         if self._turned:
             model = turn_layers(model)
+        if self._keeps_apart:
+            attend_within(model)
         sum_losses_in_chunks(model)
         return model
 
@@ -446,7 +448,8 @@ class CausalLM(TextFamily):
         # A row of one document has the positions that the class gives it, which need not begin at 0.
         if self._recipe < 3 or self.packs_documents:
             inputs |= position_ids(network, batch["documents"])
-        attend_within(network, batch["begins"] if self._attends_within(batch) else None)
+        if self._attends_within(batch):
+            inputs["attention_mask"] = begins_mask(batch["begins"])
         if self._router_weight:
             inputs["output_router_logits"] = True
         predicted = batch["predicted"]
@@ -499,7 +502,6 @@ class CausalLM(TextFamily):
 
     def _continued(self, model: nn.ModuleDict, ids: Sequence[int], cfg: SampleConfig, rng: SampleRng) -> str:
         tokens = torch.tensor(ids, device=rng.device)
-        attend_within(model[COMPONENT], None)
         is_cached = self._sight is not None and self._sight.is_cached
         generated = continue_text(model[COMPONENT], tokens, cfg.tokens, cfg.temperature, self._ends, rng, is_cached)
         return str(self.tokenizer.decode(generated.tolist()))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.models.parts.document_attention import MASKED, attend_within, document_begins
+from trainer.models.parts.document_attention import MASKED, attend_within, begins_mask, document_begins
 from trainer.models.parts.next_token import (
     build_language_model,
     construct,
@@ -92,10 +92,12 @@ def computes_within(config: Any) -> bool:
             model = _copy(config, MASKED, **{name: WINDOW for name in WINDOWS if config.to_dict().get(name)})
             documents = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).repeat(2, 1)
             tokens = torch.randint(FIRST_TOKEN, MOST_TOKENS, documents.shape)
+            inputs = {"input_ids": tokens, "use_cache": False, **position_ids(model, documents)}
             found: list[tuple[Tensor, Tensor]] = []
-            for begins in (None, document_begins(documents)):
-                attend_within(model, begins)
-                logits = model(input_ids=tokens, use_cache=False, **position_ids(model, documents)).logits.float()
+            for mask in ({}, {"attention_mask": begins_mask(document_begins(documents))}):
+                if mask:
+                    attend_within(model)
+                logits = model(**inputs, **mask).logits.float()
                 logits.square().mean().backward()
                 grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
                 found.append((logits.detach(), torch.cat(grads)))

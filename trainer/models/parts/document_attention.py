@@ -1,8 +1,8 @@
 """Attention within the documents of packed rows, without a mask of all pairs of a row's tokens.
 
 transformers makes a mask where several documents share a row: of L x L for each row, from which each layer makes a bias
-of its own, with kernels that compute all pairs. Here attention is given where documents begin. On CUDA one kernel reads
-that; elsewhere each document is attended to by itself.
+of its own, with kernels that compute all pairs. Here the mask says where documents begin instead. On CUDA one kernel
+reads that; elsewhere each document is attended to by itself.
 """
 
 from __future__ import annotations
@@ -15,17 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 NAME = "within_documents"
-"""As transformers knows it. No mask is registered by this name, so that transformers makes none, and does not ask the
-device for the positions either."""
+"""As transformers knows it. With any other mask it is transformers' own `sdpa`."""
 MASKED = "sdpa"
-"""transformers' own, whose results these are."""
-
-
-class _Current:
-    """Where the documents begin in the rows of the pass that runs: (documents + 1,) int32, in all rows one after the
-    other, with the end of the last. Recompute in backward reads it again."""
-
-    begins: Tensor | None = None
 
 
 def document_begins(documents: Tensor) -> Tensor:
@@ -40,22 +31,28 @@ def document_begins(documents: Tensor) -> Tensor:
     return torch.cat([starts, torch.tensor([documents.numel()])]).int()
 
 
-def attend_within(model: Any, begins: Tensor | None) -> None:
-    """Let the next passes of a model of transformers attend within documents, or as transformers does.
+def attend_within(model: Any) -> None:
+    """Let a model of transformers that has sdpa attention take `begins_mask` as its mask."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
 
-    Args:
-        model: A model that has transformers' sdpa attention.
-        begins: As `document_begins` returns them, on the model's device; None for transformers' own attention.
-    """
-    _Current.begins = begins
-    wanted = MASKED if begins is None else NAME
-    if model.config._attn_implementation == wanted:
-        return
-    _register()
+    AttentionInterface.register(NAME, within_documents)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     for config in configs.values():
-        if config._attn_implementation in (MASKED, NAME):
-            config._attn_implementation = wanted
+        if config._attn_implementation == MASKED:
+            config._attn_implementation = NAME
+
+
+def begins_mask(begins: Tensor) -> Tensor:
+    """Return what a model of `attend_within` takes as "attention_mask" for packed rows.
+
+    transformers hands a mask of four dims to every layer as it is, and does not ask the device for the positions.
+
+    Args:
+        begins: As `document_begins` returns them.
+    """
+    return begins.view(1, 1, 1, -1)
 
 
 def can_attend(device: torch.device, dtype: torch.dtype, is_compiled: bool) -> bool:
@@ -80,20 +77,27 @@ def within_documents(
     Args:
         query: (B, H, L, D).
         key, value: (B, H or fewer, L, D).
+        attention_mask: A `begins_mask`; any other is left to transformers.
         sliding_window: Tokens that one sees, itself included; None for all.
 
     Returns:
         ((B, L, H, D), None).
     """
-    begins = _Current.begins
-    assert begins is not None
-    if attention_mask is not None or kwargs.get("position_bias") is not None or dropout:
-        raise ValueError(f"{type(module).__name__} makes a mask of its own, or drops out attention")
+    if attention_mask is None or attention_mask.dtype != torch.int32:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window, **kwargs
+        )
+        return found
+    if kwargs.get("position_bias") is not None or dropout:
+        raise ValueError(f"{type(module).__name__} has a bias by position, or drops out attention")
+    begins = attention_mask.flatten()
     rows, heads, length, _ = query.shape
     if query.device.type == "cpu":
         items = enumerate(zip(query, key, value, strict=True))
-        found = [_row(*tensors, begins, at * length, scaling, sliding_window) for at, tensors in items]
-        return torch.stack(found).transpose(1, 2).contiguous(), None
+        done = [_row(*tensors, begins, at * length, scaling, sliding_window) for at, tensors in items]
+        return torch.stack(done).transpose(1, 2).contiguous(), None
     key, value = _repeated(key, heads), _repeated(value, heads)
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     window = -1 if sliding_window is None else sliding_window - 1
@@ -151,9 +155,3 @@ def _repeated(tensor: Tensor, heads: int) -> Tensor:
     """(B, heads, L, D), where several heads share a key and a value."""
     count = heads // tensor.shape[1]
     return tensor if count == 1 else tensor.repeat_interleave(count, dim=1)
-
-
-def _register() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, within_documents)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,7 +43,8 @@ def construct(config: Any, attention: str) -> Any:
     tried = ATTENTIONS if attention == "auto" else (attention,)
     for name in tried:
         try:
-            return kind._from_config(config, attn_implementation=name, dtype=torch.float32)
+            # A config of its own: transformers notes the attention in it.
+            return kind._from_config(copy.deepcopy(config), attn_implementation=name, dtype=torch.float32)
         except ValueError as error:
             if name == tried[-1] or "does not support" not in str(error):
                 raise
