@@ -21,8 +21,10 @@ from torch.nn import functional as F
 from trainer.adapters.dropout import SampleDropout
 
 CHUNK = 512
-"""Tokens at a time: enough for a fast product with the head. Their logits take 0.3 GB in fp32 at a vocabulary of
+"""Tokens at a time: enough for a fast product with the head. Their logits take 0.15 GB in bf16 at a vocabulary of
 152,000. The plan's tables have a size at which the second chunk begins (`TEXT_SIDES` in trainer/plan/tables.py)."""
+ROWS = 96
+"""Tokens at a time whose logits are there in fp32, several times over."""
 
 Weigh = Callable[[Tensor], Tensor]
 """Losses of tokens, (n,) -> the weight of each, (n,)."""
@@ -99,7 +101,7 @@ class _WithLoss:
                     return (found * token_weights).sum(), routers
             if not torch.is_grad_enabled():
                 parts = _losses(head, states, targets, self._tokens)
-                total = torch.stack([(losses * token_weights[piece.part]).sum() for piece, losses in parts]).sum()
+                total = torch.stack([(losses * token_weights[part]).sum() for part, losses in parts]).sum()
                 return total, routers
             trained = _head_parameters(self._model)
             total = _Sum.apply(head, states, targets, token_weights, self._tokens, *trained)  # type: ignore[no-untyped-call]
@@ -116,14 +118,16 @@ class _Sum(torch.autograd.Function):
         total = torch.zeros((), device=states.device)
         by_state = torch.empty_like(states)
         by_parameter: list[Tensor | None] = [None] * len(parameters)
-        with torch.enable_grad():
-            for piece, losses in _losses(head, states.detach(), targets, rows):
-                loss = (losses * weights[piece.part]).sum()
-                found = torch.autograd.grad(loss, [piece.states, *parameters], allow_unused=True)
-                total += loss.detach()
-                by_state[piece.part] = found[0]
-                del loss, losses
-                by_parameter = [_added(sum_, new) for sum_, new in zip(by_parameter, found[1:], strict=True)]
+        for part in _parts(len(states), rows):
+            with torch.enable_grad():
+                piece = states[part].detach().requires_grad_()
+                logits = head(piece)
+            losses, by_logits = _losses_and_gradient(logits.detach(), targets[part], weights[part])
+            total += (losses * weights[part]).sum()
+            found = torch.autograd.grad(logits, [piece, *parameters], by_logits, allow_unused=True)
+            by_state[part] = found[0]
+            del logits, by_logits, piece
+            by_parameter = [_added(sum_, new) for sum_, new in zip(by_parameter, found[1:], strict=True)]
         ctx.save_for_backward(by_state, *by_parameter)
         return total
 
@@ -135,19 +139,30 @@ class _Sum(torch.autograd.Function):
         return None, scaled[0], None, None, None, *scaled[1:]
 
 
-def _losses(head: Head, states: Tensor, targets: Tensor, rows: int) -> Iterator[tuple[_Piece, Tensor]]:
-    """Yield each piece of the states, with its losses."""
-    for begin in range(0, len(states), rows):
-        part = slice(begin, begin + rows)
-        piece = states[part].detach().requires_grad_(torch.is_grad_enabled())
-        yield _Piece(part, piece), F.cross_entropy(head(piece).float(), targets[part], reduction="none")
+def _losses(head: Head, states: Tensor, targets: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield each part of the states, with its losses, which have no gradients."""
+    for part in _parts(len(states), rows):
+        logits, losses = head(states[part]), []
+        for few in _parts(len(logits), ROWS):
+            losses.append(F.cross_entropy(logits[few].float(), targets[part][few], reduction="none"))
+        yield part, torch.cat(losses)
 
 
-class _Piece:
-    """Some of the hidden states. part: which."""
+def _losses_and_gradient(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token, (n,), and the gradient of their weighted sum by the logits, in their type."""
+    losses, gradient = [], torch.empty_like(logits)
+    for few in _parts(len(logits), ROWS):
+        with torch.enable_grad():
+            exact = logits[few].float().requires_grad_()
+            loss = F.cross_entropy(exact, targets[few], reduction="none")
+        (by_exact,) = torch.autograd.grad(loss, exact, weights[few].to(loss))
+        gradient[few] = by_exact
+        losses.append(loss.detach())
+    return torch.cat(losses), gradient
 
-    def __init__(self, part: slice, states: Tensor) -> None:
-        self.part, self.states = part, states
+
+def _parts(count: int, size: int) -> Iterator[slice]:
+    return (slice(begin, begin + size) for begin in range(0, count, size))
 
 
 def _added(total: Tensor | None, new: Tensor | None) -> Tensor | None:
