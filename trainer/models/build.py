@@ -50,7 +50,7 @@ from trainer.parallel.quantized_cache import QuantizedCache
 from trainer.parallel.strategy import TRAINED_BYTES, Strategy
 from trainer.pinned import pin
 from trainer.weights.files import WeightFiles, give_storage
-from trainer.weights.quantization import FORMATS, VERSION, Format, choose_kernel, quantize_layers, quantized_layers
+from trainer.weights.quantization import FORMATS, VERSION, Format, decoding_note, quantize_layers, quantized_layers
 from trainer.weights.quantized_experts import (
     encode_experts,
     fused_experts,
@@ -190,9 +190,9 @@ def load_model(
     if offloaded:
         size = memory_size(offloaded.num_bytes)
         listener.note(f"the frozen weights of {len(chosen)} blocks are in host memory, {size} on this rank")
-    kernel = choose_kernel(model, world.device)
-    if kernel:
-        listener.note(kernel)
+    problem = decoding_note(model, world.device)
+    if problem:
+        listener.note(problem)
     parameters, values = dict(model.named_parameters()), parameters_of_factors(factors)
     with torch.no_grad():
         for name in injected.parameters:
