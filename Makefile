@@ -121,7 +121,7 @@ proxies:
 screenshots: .venv browser
 	$(BIN)/python -m tests.app.web.screenshots
 
-# 8-bit AdamW's package and bitsandbytes, which only the slow tests need.
+# 8-bit AdamW's package, bitsandbytes and Triton, which only the slow tests need.
 eightbit: .venv
 	$(BIN)/python -m pip install --quiet -e '.[test,eightbit,reference]'
 

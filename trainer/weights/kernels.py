@@ -7,16 +7,14 @@ fp32. `quantization` imports this module where it uses it, since Triton comes wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.weights.quantization import BLOCK, FORMATS, NF4_LEVELS
+from trainer.weights.quantization import BLOCK, NF4_LEVELS
 
 BLOCKS = 16
 """Blocks of weights that a program decodes: 1024 weights, eight for each thread."""
@@ -38,9 +36,9 @@ def decode(records: Tensor, weight: Tensor, format: str) -> None:
     is_bf16, records = weight.dtype == torch.bfloat16, records.contiguous()
     parts = triton.cdiv(inputs, BLOCKS * BLOCK)
     into = weight.view(torch.int16) if is_bf16 else weight
-    sizes = inputs, records.shape[1], FORMATS[format].code_bytes(inputs), parts
-    with torch.cuda.device_of(records):
-        _KERNELS[format][(rows * parts,)](records, into, _levels(records.device), *sizes, is_bf16, BLOCKS)
+    sizes = inputs, records.shape[1], parts
+    with torch.cuda.device_of(records):  # type: ignore[no-untyped-call]
+        _decode[(rows * parts,)](records, into, _levels(records.device), *sizes, format, is_bf16, BLOCKS)
 
 
 @cache
@@ -49,7 +47,39 @@ def _levels(device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _scales(scales: Any, number: Any, mask: Any) -> Any:
+def _decode(
+    records: tl.tensor,
+    weight: tl.tensor,
+    levels: tl.tensor,
+    inputs: tl.tensor,
+    row_bytes: tl.tensor,
+    parts: tl.tensor,
+    format: tl.constexpr,
+    is_bf16: tl.constexpr,
+    blocks: tl.constexpr,
+) -> None:
+    """Decode some blocks of a row, which is stored in so many parts."""
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    block = (tl.program_id(0) % parts) * blocks + tl.arange(0, blocks)
+    column = block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    record, has_block, has_column = records + row * row_bytes, block * 64 < inputs, column < inputs
+    if format == "nf4":
+        at = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+        codes = tl.load(record + at, mask=has_block[:, None], other=0).to(tl.int32)
+        values = tl.interleave(tl.load(levels + (codes >> 4)), tl.load(levels + (codes & 15)))
+        scale = _scale(record + tl.cdiv(inputs, 64) * 32, block, has_block)[:, None]
+    elif format == "int8":
+        values = tl.load(record + column, mask=has_column, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+        scale = _scale(record + inputs, block, has_block)[:, None]
+    else:
+        values = _of_fp8(tl.load(record + column, mask=has_column, other=0).to(tl.int32))
+        scale = _scale(record + inputs, 0, True)
+    values *= scale
+    _store(weight + row * inputs + column, values, has_column, is_bf16)
+
+
+@triton.jit
+def _scale(scales: tl.tensor, number: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """Read scales with these numbers: two bytes each, the lower one first, at any address."""
     low = tl.load(scales + 2 * number, mask=mask, other=0).to(tl.int32)
     high = tl.load(scales + 2 * number + 1, mask=mask, other=0).to(tl.int32)
@@ -57,83 +87,21 @@ def _scales(scales: Any, number: Any, mask: Any) -> Any:
 
 
 @triton.jit
-def _store(to: Any, values: Any, mask: Any, is_bf16: tl.constexpr) -> None:
+def _of_fp8(codes: tl.tensor) -> tl.tensor:
+    """Decode e4m3fn, whose exponents count from 7, not 127; an exponent of 0 is 2 ** -6 without the leading bit."""
+    normal = ((codes & 0x7F) + (120 << 3)) << 20
+    small = ((codes & 7).to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
+    bits = tl.where((codes & 0x78) == 0, small, normal) | ((codes & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store(to: tl.tensor, values: tl.tensor, mask: tl.tensor, is_bf16: tl.constexpr) -> None:
     """Write fp32 values, or their bits in bf16, rounded to nearest even."""
     if is_bf16:
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where(values == values, rounded, 0x7FC0)  # noqa: PLR0124  # a NaN equals nothing
+        rounded = tl.where(values == values, rounded, 0x7FC0)  # a NaN equals nothing
         tl.store(to, rounded.to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
     else:
         tl.store(to, values, mask=mask)
-
-
-@triton.jit
-def _nf4(
-    records: Any,
-    weight: Any,
-    levels: Any,
-    inputs: Any,
-    row_bytes: Any,
-    code_bytes: Any,
-    parts: Any,
-    is_bf16: tl.constexpr,
-    blocks: tl.constexpr,
-) -> None:
-    row = (tl.program_id(0) // parts).to(tl.int64)
-    block = (tl.program_id(0) % parts) * blocks + tl.arange(0, blocks)
-    record, has_block = records + row * row_bytes, block * 32 < code_bytes
-    scale = _scales(record + code_bytes, block, has_block)[:, None]
-    codes = tl.load(record + block[:, None] * 32 + tl.arange(0, 32)[None, :], mask=has_block[:, None], other=0)
-    codes = codes.to(tl.int32)
-    values = tl.interleave(tl.load(levels + (codes >> 4)) * scale, tl.load(levels + (codes & 15)) * scale)
-    column = block[:, None] * 64 + tl.arange(0, 64)[None, :]
-    _store(weight + row * inputs + column, values, column < inputs, is_bf16)
-
-
-@triton.jit
-def _int8(
-    records: Any,
-    weight: Any,
-    levels: Any,
-    inputs: Any,
-    row_bytes: Any,
-    code_bytes: Any,
-    parts: Any,
-    is_bf16: tl.constexpr,
-    blocks: tl.constexpr,
-) -> None:
-    row = (tl.program_id(0) // parts).to(tl.int64)
-    block = (tl.program_id(0) % parts) * blocks + tl.arange(0, blocks)
-    record = records + row * row_bytes
-    scale = _scales(record + code_bytes, block, block * 64 < inputs)[:, None]
-    column = block[:, None] * 64 + tl.arange(0, 64)[None, :]
-    codes = tl.load(record + column, mask=column < inputs, other=0).to(tl.int8, bitcast=True)
-    _store(weight + row * inputs + column, codes.to(tl.float32) * scale, column < inputs, is_bf16)
-
-
-@triton.jit
-def _fp8(
-    records: Any,
-    weight: Any,
-    levels: Any,
-    inputs: Any,
-    row_bytes: Any,
-    code_bytes: Any,
-    parts: Any,
-    is_bf16: tl.constexpr,
-    blocks: tl.constexpr,
-) -> None:
-    row = (tl.program_id(0) // parts).to(tl.int64)
-    column = (tl.program_id(0) % parts) * blocks * 64 + tl.arange(0, blocks * 64)
-    record = records + row * row_bytes
-    codes = tl.load(record + column, mask=column < inputs, other=0).to(tl.int32)
-    # Exponents count from 7, those of fp32 from 127. An exponent of 0 means 2 ** -6 without the leading bit.
-    normal = ((codes & 0x7F) + (120 << 3)) << 20
-    small = ((codes & 7).to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
-    bits = tl.where((codes & 0x78) == 0, small, normal) | ((codes & 0x80) << 24)
-    values = bits.to(tl.float32, bitcast=True) * _scales(record + code_bytes, 0, True)
-    _store(weight + row * inputs + column, values, column < inputs, is_bf16)
-
-
-_KERNELS: Mapping[str, Any] = {"nf4": _nf4, "int8": _int8, "fp8": _fp8}

@@ -40,8 +40,8 @@ NF4_LEVELS = (
 )  # fmt: skip
 CELLS = 64
 PIECE = {"cpu": 1 << 19, "cuda": 1 << 23}
-"""Weights that are decoded at a time, by kind of device: fp32 copies of more would not stay in a core's cache, and would
-take 48 MiB of a GPU."""
+"""Weights that are decoded at a time, by kind of device: fp32 copies of more would not stay in a core's cache, and take
+48 MiB of a GPU."""
 KERNEL_DEVICES = ("cuda",)
 """Kinds of devices on which `kernels` decodes."""
 
@@ -266,9 +266,8 @@ class QuantLinear(nn.Linear):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        multiply = _linear if is_traced(x) else _Linear.apply
-        y: Tensor = multiply(x, self.qweight, self.bias, self.format.name, self.in_features)
-        return y
+        multiply: Callable[..., Tensor] = _linear if is_traced(x) else _Linear.apply
+        return multiply(x, self.qweight, self.bias, self.format.name, self.in_features)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.format.name}"
@@ -357,10 +356,10 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, decode_records(records, format, inputs, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Decode again and multiply."""
-        (records,) = ctx.saved_tensors
-        of_x = gradient @ decode_records(records, *ctx.how, gradient.dtype) if ctx.needs_input_grad[0] else None
+        (records,), (format, inputs) = ctx.saved_tensors, ctx.how
+        of_x = gradient @ decode_records(records, format, inputs, gradient.dtype) if ctx.needs_input_grad[0] else None
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return of_x, None, of_bias, None, None
 

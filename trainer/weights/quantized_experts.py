@@ -66,7 +66,7 @@ class QuantExperts(nn.Module):
         records, width = getattr(self, f"{name}_records"), self.shapes[name][-1]
         if len(experts) < self.num_experts:  # as for one token of an answer: a group for each, the others stay bytes
             records, ends = records[experts], torch.arange(1, len(experts) + 1, dtype=ends.dtype, device=ends.device)
-        y = _grouped(x, records, ends, self.format.name, width, self.is_transposed)
+        y: Tensor = _grouped(x, records, ends, self.format.name, width, bool(self.is_transposed))
         return y + getattr(self, f"{name}_bias")[experts] if self.has_bias else y
 
     def extra_repr(self) -> str:
@@ -142,9 +142,8 @@ def _grouped(x: Tensor, records: Tensor, ends: Tensor, format: str, width: int, 
         width: Numbers of a row.
         is_transposed: Whether the weight of an expert is (inputs, outputs).
     """
-    multiply = _grouped_operator if is_traced(x) else _Grouped.apply
-    y: Tensor = multiply(x, records, ends, format, width, is_transposed)
-    return y
+    multiply: Callable[..., Tensor] = _grouped_operator if is_traced(x) else _Grouped.apply
+    return multiply(x, records, ends, format, width, is_transposed)
 
 
 class _Grouped(torch.autograd.Function):
@@ -157,7 +156,7 @@ class _Grouped(torch.autograd.Function):
         return _product(x, records, ends, format, width, is_transposed)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[0]
         of_x = _gradient_of_x(gradient.contiguous(), *ctx.saved_tensors, *ctx.how) if needed else None
         return of_x, None, None, None, None, None
@@ -185,9 +184,7 @@ def _decode(records: Tensor, format: str, width: int, dtype: torch.dtype) -> Ten
 
 
 @torch.library.custom_op("shardstudio::experts", mutates_args=())
-def _grouped_operator(
-    x: Tensor, records: Tensor, ends: Tensor, format: str, width: int, is_transposed: bool
-) -> Tensor:
+def _grouped_operator(x: Tensor, records: Tensor, ends: Tensor, format: str, width: int, is_transposed: bool) -> Tensor:
     return _product(x, records, ends, format, width, is_transposed)
 
 
