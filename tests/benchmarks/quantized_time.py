@@ -53,7 +53,10 @@ def main() -> int:
     if options.one:
         _measure(Path(options.one[0]), options.one[1])
         return 0
-    print(f"{'':6}{'base':>9}{'bf16':>9}{'ratio':>8}{'limit':>7}   (CPU s per step, klein-small, {RANKS} ranks)", flush=True)
+    print(
+        f"{'':6}{'base':>9}{'bf16':>9}{'ratio':>8}{'limit':>7}   (CPU s per step, klein-small, {RANKS} ranks)",
+        flush=True,
+    )
     is_over = False
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder), KLEIN_SMALL)

@@ -94,7 +94,7 @@ def layer() -> int:
         for devices in ((), ("cpu",)):
             quantization.KERNEL_DEVICES = devices
             quantization._kernel.cache_clear()
-            assert decoding_note(made, torch.device("cpu")) == ""
+            assert decoding_note([name], torch.float32, torch.device("cpu")) == ""
             y = made(x)
             results.append((made.weight, y, *torch.autograd.grad(y.sum(), x)))
         assert quantization._kernel(name, torch.float32, torch.device("cpu"))[0] is kernels.decode

@@ -190,9 +190,11 @@ def load_model(
     if offloaded:
         size = memory_size(offloaded.num_bytes)
         listener.note(f"the frozen weights of {len(chosen)} blocks are in host memory, {size} on this rank")
-    problem = decoding_note(model, world.device)
-    if problem:
-        listener.note(problem)
+    formats = {layer.format.name for layer in quantized_layers(model).values()}
+    formats |= {experts.format.name for experts in quantized_experts(model).values()}
+    slower = decoding_note(formats, COMPUTE_DTYPE[cfg.train.precision], world.device)
+    if slower:
+        listener.note(slower)
     parameters, values = dict(model.named_parameters()), parameters_of_factors(factors)
     with torch.no_grad():
         for name in injected.parameters:

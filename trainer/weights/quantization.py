@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
@@ -327,14 +327,18 @@ def _difference(decode: Callable[..., None], format: str, dtype: torch.dtype, de
     return "" if torch.equal(found, expected) else "it does not give the bits that it should"
 
 
-def decoding_note(model: nn.Module, device: torch.device) -> str:
-    """Compile the kernels that decode a model's layers. Returns a sentence for the log, empty where all are decoded by
-    kernels or none is."""
-    kinds = {(layer.format.name, layer.dtype) for layer in quantized_layers(model).values()}
-    problems = {_kernel(format, dtype, device)[1] for format, dtype in sorted(kinds, key=str)} - {""}
+def decoding_note(formats: Iterable[str], dtype: torch.dtype, device: torch.device) -> str:
+    """Compile the kernels for some formats. Returns a sentence for the log, which is empty unless one failed.
+
+    Args:
+        formats: Names of formats.
+        dtype: What the weights are decoded to.
+        device: The device of the model.
+    """
+    problems = sorted({_kernel(format, dtype, device)[1] for format in formats} - {""})
     if not problems:
         return ""
-    return f"quantized layers are decoded piece by piece, which takes longer: the kernel failed ({min(problems)})"
+    return f"quantized layers are decoded piece by piece, which takes longer: Triton's kernel failed ({problems[0]})"
 
 
 def is_traced(tensor: Tensor) -> bool:
