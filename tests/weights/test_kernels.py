@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._triton import has_triton_package
 
 from tests.benchmarks.kernel_count import traffic
 from trainer.weights import quantization
@@ -85,6 +86,7 @@ WRONG = WITHOUT_COMPILER.replace(
 @pytest.fixture
 def other_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels serve on this device, and are imported anew."""
+    has_triton_package()  # torch asks once per process, and would remember the package of a test
     monkeypatch.setattr(quantization, "KERNEL_DEVICES", ("cpu",))
     before = {name: sys.modules.pop(name, None) for name in MODULES}
     quantization._kernel.cache_clear()
