@@ -23,7 +23,6 @@ from trainer.weights.quantization import FORMATS, QuantLinear, decode_records, d
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SLOWER = "quantized layers are decoded piece by piece, which takes longer: Triton's kernel failed "
-MODULES = ("triton", "triton.language", "trainer.weights.kernels")
 
 
 class Traffic(TorchDispatchMode):
@@ -88,14 +87,18 @@ def other_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels serve on this device, and are imported anew."""
     has_triton_package()  # torch asks once per process, and would remember the package of a test
     monkeypatch.setattr(quantization, "KERNEL_DEVICES", ("cpu",))
-    before = {name: sys.modules.pop(name, None) for name in MODULES}
+    before = take_modules()
     quantization._kernel.cache_clear()
     yield
     quantization._kernel.cache_clear()
-    for name, module in before.items():
-        sys.modules.pop(name, None)
-        if module is not None:
-            sys.modules[name] = module
+    take_modules()
+    sys.modules.update(before)
+
+
+def take_modules() -> dict[str, Any]:
+    """Take Triton, and what was made with it, from the modules that are imported."""
+    names = [name for name in sys.modules if name.partition(".")[0] == "triton" or name == "trainer.weights.kernels"]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 def step(layer: QuantLinear) -> tuple[Tensor, ...]:
@@ -123,7 +126,7 @@ def test_without_a_kernel_that_works_layers_are_decoded_piece_by_piece_and_one_s
         expected = step(layer)
     quantization._kernel.cache_clear()
     if init is None:
-        monkeypatch.setitem(sys.modules, "triton", None)
+        sys.modules["triton"] = None  # type: ignore[assignment]  # importing it fails then
     else:
         write_triton(tmp_path, init)
         monkeypatch.syspath_prepend(tmp_path)
