@@ -63,6 +63,7 @@ bench: .venv browser
 	$(BIN)/python -m tests.benchmarks.memory
 	$(BIN)/python -m tests.benchmarks.step_time
 	$(BIN)/python -m tests.benchmarks.recompute_time
+	$(BIN)/python -m tests.benchmarks.quantized_time
 	$(BIN)/python -m tests.benchmarks.save_time
 	$(BIN)/python -m tests.benchmarks.adapter_time
 	$(BIN)/python -m tests.benchmarks.page
@@ -121,7 +122,7 @@ proxies:
 screenshots: .venv browser
 	$(BIN)/python -m tests.app.web.screenshots
 
-# 8-bit AdamW's package and bitsandbytes, which only the slow tests need.
+# 8-bit AdamW's package, bitsandbytes and Triton, which only the slow tests need.
 eightbit: .venv
 	$(BIN)/python -m pip install --quiet -e '.[test,eightbit,reference]'
 

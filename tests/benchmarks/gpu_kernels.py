@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.benchmarks.gpu_report import Place, Report, Row
-from trainer.weights.quantization import FORMATS, decoded
+from trainer.weights.quantization import FORMATS, decode_in_pieces
 
 TOKENS = 4608
 # (outputs, inputs) of linear layers: of a block of klein-4B and of a block of dev.
@@ -150,21 +150,30 @@ def _attend(
 
 
 def decode(place: Place, report: Report) -> None:
-    """How fast a quantized weight is decoded: piece by piece, and by the compiled kernel."""
+    """How fast a quantized weight is decoded: piece by piece, and by the kernel, which must give the same bits."""
     for format in FORMATS:
         for name, (outputs, inputs) in LAYERS.items():
             if place.tiny:
                 outputs, inputs = 64, 128
-            rows = torch.randint(0, 127, (outputs, FORMATS[format].row_bytes(inputs)), device=place.here)
-            records = rows.to(torch.uint8)
+            rows = FORMATS[format].encode(_random(64, inputs, place.here))
+            records = rows.repeat(-(-outputs // 64), 1)[:outputs]
+            weights = [torch.empty(outputs, inputs, dtype=torch.bfloat16, device=place.here) for _ in range(2)]
             found: dict[str, float] = {}
-            for kind, is_fused in (("pieces", False), ("kernel", True)):
+            ways = {"pieces": decode_in_pieces} | ({"kernel": _kernel} if place.device == "cuda" else {})
+            for (kind, way), weight in zip(ways.items(), weights, strict=False):
                 with report.measuring(f"decode {format}, {name}, {kind}"):
-                    step = partial(decoded, records, format, inputs, torch.bfloat16, is_fused)
-                    found[kind] = seconds(step, place, no_gradient=True)
-            written = 2 * outputs * inputs + records.numel()
-            texts = [f"{kind} {took * 1e3:.3f} ms ({written / took / 1e9:.0f} GB/s)" for kind, took in found.items()]
-            report.add(Row(f"decode {format}, {name}", ", ".join(texts), numbers=found))
+                    found[kind] = seconds(partial(way, records, weight, format), place, no_gradient=True)
+            moved = 2 * outputs * inputs + records.numel()
+            texts = [f"{kind} {took * 1e3:.3f} ms ({moved / took / 1e9:.0f} GB/s)" for kind, took in found.items()]
+            equal = "kernel" not in found or torch.equal(*weights)
+            report.add(Row(f"decode {format}, {name}", ", ".join(texts), "equal bits", equal, found))
+
+
+def _kernel(records: Tensor, weight: Tensor, format: str) -> None:
+    """Decode by the kernel: imported here, since Triton comes with torch for GPUs only."""
+    from trainer.weights import kernels
+
+    kernels.decode(records, weight, format)
 
 
 def _lacking(name: str, error: Exception) -> Row:

@@ -50,7 +50,7 @@ from trainer.parallel.quantized_cache import QuantizedCache
 from trainer.parallel.strategy import TRAINED_BYTES, Strategy
 from trainer.pinned import pin
 from trainer.weights.files import WeightFiles, give_storage
-from trainer.weights.quantization import FORMATS, VERSION, Format, choose_kernel, quantize_layers, quantized_layers
+from trainer.weights.quantization import FORMATS, VERSION, Format, decoding_note, quantize_layers, quantized_layers
 from trainer.weights.quantized_experts import (
     encode_experts,
     fused_experts,
@@ -190,9 +190,11 @@ def load_model(
     if offloaded:
         size = memory_size(offloaded.num_bytes)
         listener.note(f"the frozen weights of {len(chosen)} blocks are in host memory, {size} on this rank")
-    kernel = choose_kernel(model, world.device)
-    if kernel:
-        listener.note(kernel)
+    formats = {layer.format.name for layer in quantized_layers(model).values()}
+    formats |= {experts.format.name for experts in quantized_experts(model).values()}
+    slower = decoding_note(formats, COMPUTE_DTYPE[cfg.train.precision], world.device)
+    if slower:
+        listener.note(slower)
     parameters, values = dict(model.named_parameters()), parameters_of_factors(factors)
     with torch.no_grad():
         for name in injected.parameters:

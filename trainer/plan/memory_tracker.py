@@ -255,7 +255,8 @@ def _decoding_bytes(rows: int, format: str, inputs: int, dtype: torch.dtype, dev
     with fake_tensors(device, tracker.observe):
         table = kind.table().to(device)
         piece = torch.empty(rows, kind.row_bytes(inputs), dtype=torch.uint8, device=device)
+        weight = torch.empty(rows, inputs, dtype=dtype, device=device)
         tracker.reset()
         before = tracker.total
-        kind.decode(piece, inputs, dtype, table)
+        kind.decode_into(piece, weight, table)
         return tracker.highest - before

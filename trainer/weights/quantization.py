@@ -18,9 +18,9 @@ rounded once to the wanted type.
 
 from __future__ import annotations
 
-import time
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
@@ -39,9 +39,11 @@ NF4_LEVELS = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 CELLS = 64
-PIECE = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Numbers that are decoded at a time, by kind of device: fp32 copies of more would not stay in a core's cache, and on a
-GPU would take as much again as the layer itself."""
+PIECE = {"cpu": 1 << 19, "cuda": 1 << 23}
+"""Weights that are decoded at a time, by kind of device: fp32 copies of more would not stay in a core's cache, and take
+48 MiB of a GPU."""
+KERNEL_DEVICES = ("cuda",)
+"""Kinds of devices on which `kernels` decodes."""
 
 
 class Format(ABC):
@@ -50,11 +52,13 @@ class Format(ABC):
     Attributes:
         largest: Magnitude of the level that encodes the largest weight of a block.
         codes_by_exact_scale: Whether codes are chosen with the scale before it is rounded to bf16.
+        divisor: `to_levels` returns the levels divided by this power of two.
     """
 
     name: ClassVar[str]
     largest: ClassVar[float]
     codes_by_exact_scale: ClassVar[bool] = False
+    divisor: ClassVar[int] = 1
 
     @abstractmethod
     def block(self, inputs: int) -> int:
@@ -70,7 +74,7 @@ class Format(ABC):
 
     @abstractmethod
     def to_levels(self, codes: Tensor, table: Tensor) -> Tensor:
-        """Decode codes, (rows, bytes), to levels, (rows, weights), in a type that fp32 holds. table: from `table()`."""
+        """Decode codes, (rows, bytes), to a new tensor of levels, (rows, weights), fp32. table: from `table()`."""
 
     def table(self) -> Tensor:
         """The table that `to_levels` looks up, on the CPU; empty where it needs none."""
@@ -115,17 +119,23 @@ class Format(ABC):
 
     def decode(self, records: Tensor, inputs: int, dtype: torch.dtype, table: Tensor) -> Tensor:
         """Decode some rows: (rows, row bytes) -> (rows, inputs). Temporaries take several times as much memory."""
-        end = self.code_bytes(inputs)
-        codes, scales = records[:, :end], records[:, end:]
-        levels = self.to_levels(codes.contiguous(), table)
+        weight = torch.empty(len(records), inputs, dtype=dtype, device=records.device)
+        self.decode_into(records, weight, table)
+        return weight
+
+    def decode_into(self, records: Tensor, weight: Tensor, table: Tensor) -> None:
+        """Decode some rows, (rows, row bytes), into a weight (rows, inputs)."""
+        rows, inputs = weight.shape
+        end, block, count = self.code_bytes(inputs), self.block(inputs), self.num_blocks(inputs)
+        levels = self.to_levels(records[:, :end], table)
         # A copy: a row by itself is contiguous, but may begin at an odd byte.
-        scale = scales.clone(memory_format=torch.contiguous_format).view(SCALE).float()
-        block, count = self.block(inputs), self.num_blocks(inputs)
+        scales = records[:, end:].clone(memory_format=torch.contiguous_format).view(SCALE).float()
+        if self.divisor != 1:
+            scales *= self.divisor
         if count * block != levels.shape[1]:  # codes of 8 bits are not padded
-            levels = F.pad(levels.float(), (0, count * block - levels.shape[1]))
-        weight = levels.view(-1, count, block) * scale.unsqueeze(-1)
-        whole: Tensor = weight.view(-1, count * block)[:, :inputs].to(dtype)
-        return whole
+            levels = F.pad(levels, (0, count * block - levels.shape[1]))
+        levels.view(rows, count, block).mul_(scales.unsqueeze(-1))
+        weight.copy_(levels[:, :inputs])
 
 
 class _Nf4(Format):
@@ -145,12 +155,14 @@ class _Nf4(Format):
         return ((codes[0::2] << 4) | codes[1::2]).view(len(levels), -1)
 
     def to_levels(self, codes: Tensor, table: Tensor) -> Tensor:
-        return F.embedding(codes.int(), table).flatten(1)
+        return table.index_select(0, codes.int().flatten()).view(torch.float32).view(len(codes), 2 * codes.shape[1])
 
     def table(self) -> Tensor:
-        """(256, 2): the two levels of a byte."""
+        """(256,): the two levels of a byte, as one number of 8 bytes. It is only copied; of pairs, `index_select` and
+        `F.embedding` copy one after the other, which takes four times as long."""
         byte = torch.arange(256, device="cpu")
-        return torch.tensor(NF4_LEVELS, device="cpu")[torch.stack([byte >> 4, byte & 15], dim=1)]
+        pairs = torch.tensor(NF4_LEVELS, device="cpu")[torch.stack([byte >> 4, byte & 15], dim=1)]
+        return pairs.view(torch.float64).flatten()
 
 
 class _Int8(Format):
@@ -166,11 +178,11 @@ class _Int8(Format):
         return levels.round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
 
     def to_levels(self, codes: Tensor, table: Tensor) -> Tensor:
-        return codes.view(torch.int8)
+        return codes.view(torch.int8).to(torch.float32, memory_format=torch.contiguous_format)
 
 
 class _Fp8(Format):
-    name, largest = "fp8", 448.0
+    name, largest, divisor = "fp8", 448.0, 256
 
     def block(self, inputs: int) -> int:
         return inputs
@@ -186,7 +198,10 @@ class _Fp8(Format):
         return levels.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def to_levels(self, codes: Tensor, table: Tensor) -> Tensor:
-        return codes.view(torch.float8_e4m3fn).float()  # torch cannot multiply fp8
+        """Move sign, exponent and mantissa to where fp16 has them, whose exponent counts from 15 instead of 7: on a CPU
+        torch converts fp16 eight times as fast as fp8. No code that `encode` writes is a NaN."""
+        bits = codes.view(torch.int8).to(torch.int16, memory_format=torch.contiguous_format)
+        return bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float()
 
 
 FORMATS: Mapping[str, Format] = {kind.name: kind() for kind in (_Nf4, _Int8, _Fp8)}
@@ -206,17 +221,7 @@ def _cells(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.bucketize(grid, bounds).to(torch.uint8).to(device), inside.to(device)
 
 
-class Decoded:
-    """A module whose weights are bytes that are decoded in each pass.
-
-    Attributes:
-        is_fused: Whether one compiled kernel decodes them, which `choose_kernel` may find faster.
-    """
-
-    is_fused = False
-
-
-class QuantLinear(Decoded, nn.Linear):
+class QuantLinear(nn.Linear):
     """A frozen linear layer whose weight is stored as bytes: `qweight`, (out, row bytes).
 
     It is an `nn.Linear` for all code that looks for one; `weight` is decoded at each access.
@@ -256,13 +261,13 @@ class QuantLinear(Decoded, nn.Linear):
         """The weight that `forward` multiplies with, (out, in), decoded anew: writes to it are lost."""
         if self.qweight.is_meta:
             return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
-        records = self.qweight.detach()
-        weight: Tensor = decoded(records, self.format.name, self.in_features, self.dtype, self.is_fused)
+        decode = decoded if is_traced(self.qweight) else decode_records
+        weight: Tensor = decode(self.qweight.detach(), self.format.name, self.in_features, self.dtype)
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _linear(x, self.qweight, self.bias, self.format.name, self.in_features, self.is_fused)
-        return y
+        multiply: Callable[..., Tensor] = _linear if is_traced(x) else _Linear.apply
+        return multiply(x, self.qweight, self.bias, self.format.name, self.in_features)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.format.name}"
@@ -274,27 +279,21 @@ def _table(format: str, device: torch.device) -> Tensor:
     return FORMATS[format].table().to(device)
 
 
-# Operators of our own, opaque to torch.compile: it would see that forward and backward decode the same weight, and keep
-# it in between.
-
-
-@torch.library.custom_op("shardstudio::decoded", mutates_args=())
-def decoded(records: Tensor, format: str, inputs: int, dtype: torch.dtype, is_fused: bool = False) -> Tensor:
-    """Decode records to the weight (rows, inputs): by one kernel without temporaries, or some rows at a time."""
-    records, table = records.detach(), _table(format, records.device)
-    if is_fused:
-        with torch.no_grad():  # else it is compiled once for each mode
-            return _fused_kernel()(records, table, format, inputs, dtype)
-    decode, rows = FORMATS[format].decode, piece_rows(records.device, inputs)
+def decode_records(records: Tensor, format: str, inputs: int, dtype: torch.dtype) -> Tensor:
+    """Decode records to the weight (rows, inputs): by a kernel in one pass over memory, or else some rows at a time."""
+    records = records.detach()
     weight = torch.empty(len(records), inputs, dtype=dtype, device=records.device)
-    for piece, into in zip(torch.split(records, rows), torch.split(weight, rows), strict=True):
-        into.copy_(decode(piece, inputs, dtype, table))
+    decode = _kernel(format, dtype, records.device)[0] or decode_in_pieces
+    decode(records, weight, format)
     return weight
 
 
-@decoded.register_fake
-def _(records: Tensor, format: str, inputs: int, dtype: torch.dtype, is_fused: bool = False) -> Tensor:
-    return records.new_empty(records.shape[0], inputs, dtype=dtype)
+def decode_in_pieces(records: Tensor, weight: Tensor, format: str) -> None:
+    """Decode records into a weight (rows, inputs), some rows at a time."""
+    kind, table = FORMATS[format], _table(format, records.device)
+    rows = piece_rows(records.device, weight.shape[1])
+    for piece, into in zip(torch.split(records, rows), torch.split(weight, rows), strict=True):
+        kind.decode_into(piece, into, table)
 
 
 def piece_rows(device: torch.device, inputs: int) -> int:
@@ -303,38 +302,106 @@ def piece_rows(device: torch.device, inputs: int) -> int:
 
 
 @cache
-def _fused_kernel() -> Callable[[Tensor, Tensor, str, int, torch.dtype], Tensor]:
-    """Made at first use, as torch.compile imports its compiler.
+def _kernel(format: str, dtype: torch.dtype, device: torch.device) -> tuple[Callable[..., None] | None, str]:
+    """Return the kernel that decodes on a device, compiled and compared with `Format.decode`; or None and why."""
+    if device.type not in KERNEL_DEVICES or dtype not in (torch.float32, torch.bfloat16):
+        return None, ""
+    try:
+        decode = importlib.import_module("trainer.weights.kernels").decode
+        problem = _difference(decode, format, dtype, device)
+    except Exception as error:  # noqa: BLE001  # Triton is absent or broken, or finds no compiler: whatever it raises
+        problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".removesuffix(": ")
+    return (None, problem) if problem else (decode, "")
 
-    One kernel for all shapes: torch compiles a function for at most eight shapes and then leaves it uncompiled.
+
+def _difference(decode: Callable[..., None], format: str, dtype: torch.dtype, device: torch.device) -> str:
+    """Decode a weight by a kernel and by pieces. Returns a sentence if they differ.
+
+    The rows are of 512 weights, as those of real layers are multiples of 16: Triton compiles these by themselves.
+    """
+    weight = torch.linspace(-1, 1, 4 * 512, device="cpu").view(4, 512)
+    records = FORMATS[format].encode(weight).to(device)
+    found, expected = (torch.empty(4, 512, dtype=dtype, device=device) for _ in range(2))
+    decode(records, found, format)
+    decode_in_pieces(records, expected, format)
+    return "" if torch.equal(found, expected) else "it does not give the bits that it should"
+
+
+def decoding_note(formats: Iterable[str], dtype: torch.dtype, device: torch.device) -> str:
+    """Compile the kernels for some formats. Returns a sentence for the log, which is empty unless one failed.
+
+    Args:
+        formats: Names of formats.
+        dtype: What the weights are decoded to.
+        device: The device of the model.
+    """
+    problems = sorted({_kernel(format, dtype, device)[1] for format in formats} - {""})
+    if not problems:
+        return ""
+    return f"quantized layers are decoded piece by piece, which takes longer: Triton's kernel failed ({problems[0]})"
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether operations are traced, and not only run: by torch.compile, or by the plan, whose tensors are fake."""
+    return torch.compiler.is_compiling() or type(tensor) not in (Tensor, nn.Parameter)
+
+
+class _Linear(torch.autograd.Function):
+    """x @ weight.T + bias. Only the bytes are kept: backward decodes them again. The weight has no gradient.
+
+    `_linear` computes the same, but takes the host 80 us longer.
     """
 
-    def decode(records: Tensor, table: Tensor, format: str, inputs: int, dtype: torch.dtype) -> Tensor:
-        return FORMATS[format].decode(records, inputs, dtype, table)
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, records: Tensor, bias: Tensor | None, format: str, inputs: int) -> Tensor:
+        """Decode and multiply."""
+        ctx.save_for_backward(records)
+        ctx.how = format, inputs
+        return F.linear(x, decode_records(records, format, inputs, x.dtype), bias)
 
-    return torch.compile(decode, dynamic=True)
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Decode again and multiply."""
+        (records,), (format, inputs) = ctx.saved_tensors, ctx.how
+        of_x = gradient @ decode_records(records, format, inputs, gradient.dtype) if ctx.needs_input_grad[0] else None
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return of_x, None, of_bias, None, None
+
+
+# Operators of our own, opaque to torch.compile: it would see that forward and backward decode the same weight, and keep
+# it in between. The plan counts each as what a GPU does.
+
+
+@torch.library.custom_op("shardstudio::decoded", mutates_args=())
+def decoded(records: Tensor, format: str, inputs: int, dtype: torch.dtype) -> Tensor:
+    """`decode_records`, where operations are traced."""
+    return decode_records(records, format, inputs, dtype)
+
+
+@decoded.register_fake
+def _(records: Tensor, format: str, inputs: int, dtype: torch.dtype) -> Tensor:
+    return records.new_empty(records.shape[0], inputs, dtype=dtype)
 
 
 @torch.library.custom_op("shardstudio::linear", mutates_args=())
-def _linear(x: Tensor, records: Tensor, bias: Tensor | None, format: str, inputs: int, is_fused: bool) -> Tensor:
-    """Return x @ weight.T + bias. Only the bytes are kept: backward decodes them again. The weight has no gradient."""
-    return F.linear(x, decoded(records, format, inputs, x.dtype, is_fused), bias)
+def _linear(x: Tensor, records: Tensor, bias: Tensor | None, format: str, inputs: int) -> Tensor:
+    """`_Linear`, where operations are traced."""
+    return F.linear(x, decode_records(records, format, inputs, x.dtype), bias)
 
 
 @_linear.register_fake
-def _(x: Tensor, records: Tensor, bias: Tensor | None, format: str, inputs: int, is_fused: bool) -> Tensor:
+def _(x: Tensor, records: Tensor, bias: Tensor | None, format: str, inputs: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], records.shape[0])
 
 
 @torch.library.custom_op("shardstudio::linear_backward", mutates_args=())
-def _linear_backward(gradient: Tensor, records: Tensor, format: str, inputs: int, is_fused: bool) -> Tensor:
+def _linear_backward(gradient: Tensor, records: Tensor, format: str, inputs: int) -> Tensor:
     """The gradient of x."""
-    weight: Tensor = decoded(records, format, inputs, gradient.dtype, is_fused)
-    return gradient @ weight
+    return gradient @ decode_records(records, format, inputs, gradient.dtype)
 
 
 @_linear_backward.register_fake
-def _(gradient: Tensor, records: Tensor, format: str, inputs: int, is_fused: bool) -> Tensor:
+def _(gradient: Tensor, records: Tensor, format: str, inputs: int) -> Tensor:
     return gradient.new_empty(*gradient.shape[:-1], inputs)
 
 
@@ -347,7 +414,7 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     (records,) = ctx.saved_tensors
     of_x = _linear_backward(gradient, records, *ctx.how) if ctx.needs_input_grad[0] else None
     of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-    return of_x, None, of_bias, None, None, None
+    return of_x, None, of_bias, None, None
 
 
 _linear.register_autograd(_gradients, setup_context=_keep)
@@ -374,48 +441,3 @@ def quantize_layers(model: nn.Module, formats: Mapping[str, Format]) -> None:
 def quantized_layers(model: nn.Module) -> dict[str, QuantLinear]:
     """The layers that are stored as bytes, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
-
-
-TRIES = 5
-
-
-def choose_kernel(model: nn.Module, device: torch.device) -> str:
-    """Choose the faster way to decode quantized layers on a GPU. Returns a sentence for the log, empty on a CPU.
-
-    Compiling takes about ten seconds. Both ways give the same bits.
-    """
-    layers = quantized_layers(model).values()
-    if device.type != "cuda" or not layers:
-        return ""
-    largest = max(layers, key=lambda layer: layer.in_features * layer.out_features)
-    sample = QuantLinear(largest.in_features, 4096, False, largest.format, largest.dtype, device)
-    with torch.no_grad():
-        sample.qweight.zero_()
-    seconds = {}
-    try:
-        for is_fused in (False, True):
-            sample.is_fused = is_fused
-            seconds[is_fused] = _seconds(sample)
-    except RuntimeError as error:  # torch finds no compiler
-        return f"quantized layers are decoded piece by piece: no kernel could be compiled ({type(error).__name__})"
-    is_fused = seconds[True] < seconds[False]
-    for module in model.modules():
-        if isinstance(module, Decoded):
-            module.is_fused = is_fused
-    gigabytes = 4096 * largest.in_features * largest.dtype.itemsize / 1e9
-    rates = [gigabytes / seconds[way] for way in (True, False)]
-    return f"quantized layers are decoded at {rates[0]:.0f} GB/s by a compiled kernel, {rates[1]:.0f} without: " + (
-        "compiled" if is_fused else "not compiled"
-    )
-
-
-def _seconds(layer: QuantLinear) -> float:
-    """The shortest time to decode a layer on a GPU."""
-    times = []
-    for _ in range(TRIES):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        _ = layer.weight
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return min(times)

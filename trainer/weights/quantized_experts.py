@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.weights.quantization import Decoded, Format, decoded
+from trainer.weights.quantization import Format, decode_records, is_traced
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names that transformers' classes give the two tensors: the first of a class is one of the first two."""
@@ -22,7 +22,7 @@ _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed")
 """What transformers' `use_experts_implementation` says of a class whose forward pass can be replaced."""
 
 
-class QuantExperts(Decoded, nn.Module):
+class QuantExperts(nn.Module):
     """The experts of a layer whose weights are stored as bytes: `{name}_records`, (experts, rows, row bytes).
 
     Only as a base of a class that `quantize_experts` makes, whose other base is transformers' own.
@@ -66,7 +66,7 @@ class QuantExperts(Decoded, nn.Module):
         records, width = getattr(self, f"{name}_records"), self.shapes[name][-1]
         if len(experts) < self.num_experts:  # as for one token of an answer: a group for each, the others stay bytes
             records, ends = records[experts], torch.arange(1, len(experts) + 1, dtype=ends.dtype, device=ends.device)
-        y: Tensor = _grouped(x, records, ends, self.format.name, width, self.is_transposed, self.is_fused)
+        y: Tensor = _grouped(x, records, ends, self.format.name, width, bool(self.is_transposed))
         return y + getattr(self, f"{name}_bias")[experts] if self.has_bias else y
 
     def extra_repr(self) -> str:
@@ -131,48 +131,78 @@ def quantized_experts(model: nn.Module) -> dict[str, QuantExperts]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantExperts)}
 
 
-@torch.library.custom_op("shardstudio::experts", mutates_args=())
-def _grouped(
-    x: Tensor, records: Tensor, ends: Tensor, format: str, width: int, is_transposed: bool, is_fused: bool
-) -> Tensor:
+def _grouped(x: Tensor, records: Tensor, ends: Tensor, format: str, width: int, is_transposed: bool) -> Tensor:
     """Multiply each token with the weight of its expert. Only the bytes are kept: backward decodes them again.
 
     Args:
         x: (tokens, inputs), sorted by expert.
         records: (experts, rows, row bytes).
         ends: (experts,), int32: how many tokens are before the end of each expert's.
+        format: Name of the format.
         width: Numbers of a row.
         is_transposed: Whether the weight of an expert is (inputs, outputs).
     """
-    weight = _decode(records, format, width, x.dtype, is_fused)
+    multiply: Callable[..., Tensor] = _grouped_operator if is_traced(x) else _Grouped.apply
+    return multiply(x, records, ends, format, width, is_transposed)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, records: Tensor, ends: Tensor, format: str, width: int, is_transposed: bool
+    ) -> Tensor:
+        ctx.save_for_backward(records, ends)
+        ctx.how = format, width, is_transposed
+        return _product(x, records, ends, format, width, is_transposed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[0]
+        of_x = _gradient_of_x(gradient.contiguous(), *ctx.saved_tensors, *ctx.how) if needed else None
+        return of_x, None, None, None, None, None
+
+
+def _product(x: Tensor, records: Tensor, ends: Tensor, format: str, width: int, is_transposed: bool) -> Tensor:
+    weight = _decode(records, format, width, x.dtype)
     return F.grouped_mm(x, weight if is_transposed else weight.transpose(1, 2), offs=ends)
 
 
-@_grouped.register_fake
-def _(x: Tensor, records: Tensor, ends: Tensor, format: str, width: int, is_transposed: bool, is_fused: bool) -> Tensor:
+def _gradient_of_x(
+    gradient: Tensor, records: Tensor, ends: Tensor, format: str, width: int, is_transposed: bool
+) -> Tensor:
+    """The gradient of x."""
+    weight = _decode(records, format, width, gradient.dtype)
+    return F.grouped_mm(gradient, weight.transpose(1, 2) if is_transposed else weight, offs=ends)
+
+
+def _decode(records: Tensor, format: str, width: int, dtype: torch.dtype) -> Tensor:
+    """All experts of a layer: (experts, rows, width)."""
+    return decode_records(records.flatten(0, 1), format, width, dtype).view(*records.shape[:2], width)
+
+
+# The same where operations are traced, as in `quantization`.
+
+
+@torch.library.custom_op("shardstudio::experts", mutates_args=())
+def _grouped_operator(x: Tensor, records: Tensor, ends: Tensor, format: str, width: int, is_transposed: bool) -> Tensor:
+    return _product(x, records, ends, format, width, is_transposed)
+
+
+@_grouped_operator.register_fake
+def _(x: Tensor, records: Tensor, ends: Tensor, format: str, width: int, is_transposed: bool) -> Tensor:
     return x.new_empty(x.shape[0], width if is_transposed else records.shape[1])
 
 
 @torch.library.custom_op("shardstudio::experts_backward", mutates_args=())
 def _grouped_backward(
-    gradient: Tensor, records: Tensor, ends: Tensor, format: str, width: int, is_transposed: bool, is_fused: bool
+    gradient: Tensor, records: Tensor, ends: Tensor, format: str, width: int, is_transposed: bool
 ) -> Tensor:
-    """The gradient of x."""
-    weight = _decode(records, format, width, gradient.dtype, is_fused)
-    return F.grouped_mm(gradient, weight.transpose(1, 2) if is_transposed else weight, offs=ends)
+    return _gradient_of_x(gradient, records, ends, format, width, is_transposed)
 
 
 @_grouped_backward.register_fake
-def _(
-    gradient: Tensor, records: Tensor, ends: Tensor, format: str, width: int, is_transposed: bool, is_fused: bool
-) -> Tensor:
+def _(gradient: Tensor, records: Tensor, ends: Tensor, format: str, width: int, is_transposed: bool) -> Tensor:
     return gradient.new_empty(gradient.shape[0], records.shape[1] if is_transposed else width)
-
-
-def _decode(records: Tensor, format: str, width: int, dtype: torch.dtype, is_fused: bool) -> Tensor:
-    """All experts of a layer: (experts, rows, width)."""
-    weight: Tensor = decoded(records.flatten(0, 1), format, width, dtype, is_fused)
-    return weight.view(*records.shape[:2], width)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -182,7 +212,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     of_x = _grouped_backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.how) if ctx.needs_input_grad[0] else None
-    return of_x, None, None, None, None, None, None
+    return of_x, None, None, None, None, None
 
 
-_grouped.register_autograd(_gradients, setup_context=_keep)
+_grouped_operator.register_autograd(_gradients, setup_context=_keep)
