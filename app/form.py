@@ -44,7 +44,14 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Training": ("train", "optim", "objective"),
     "Sampling": ("sample",),
     "Saving": ("name", "checkpoint", "export", "trackers"),
-    "Hardware": ("parallel", "train.precision", "train.checkpointing", "train.compile", "train.compile_backend"),
+    "Hardware": (
+        "parallel",
+        "train.precision",
+        "train.checkpointing",
+        "train.compile",
+        "train.compile_backend",
+        "train.attention",
+    ),
     "Cluster": ("cluster", "parallel.nodes", "parallel.rendezvous", "parallel.max_restarts", "parallel.timeout"),
 }
 """{group of the form: sections and fields of the config}. A field belongs to the longest name that it starts with."""

@@ -548,6 +548,10 @@ class TrainConfig(Section):
     that is resumed."""
     compile_backend: str = option("inductor", title="Compiler")
     """Backend of torch.compile."""
+    attention: Literal["auto", "flash", "cudnn", "efficient", "flash3"] = option("auto", keywords="sdpa kernel speed")
+    """Kernel of torch that computes attention on a GPU. auto: torch's own choice, which is cuDNN on Hopper and
+    Blackwell. flash3 needs the package flash_attn_3. Where a GPU has not the kernel, the run goes on with torch's
+    choice."""
     check_replicas: Whole = option(100, title="Compare replicas every", ge=0, unit="steps")
     """Steps between two checks that replicated weights are equal on all ranks. 0 = never."""
     non_finite: Literal["stop", "skip"] = option("stop", title="When the loss is not finite", keywords="nan inf crash")

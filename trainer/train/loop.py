@@ -10,7 +10,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,9 @@ from trainer.optim import (
     set_learning_rate,
     state_tensors,
 )
+from trainer.parallel import attention
 from trainer.parallel.compile import compiler_problem, compiles, describe_compiled
+from trainer.parallel.parallelize import COMPUTE_DTYPE
 from trainer.parallel.replicas import check_reduced, diverged
 from trainer.pinned import pin, send
 from trainer.rng import Draw, SampleRng, derived_seed
@@ -180,6 +182,7 @@ class Trainer:
 
     numbers: StepNumbers | None = None
     _launched: _Launched | None = None
+    _own_s = 0.0  # of the last step: the seconds that this rank worked by itself
 
     def __init__(
         self,
@@ -231,7 +234,6 @@ class Trainer:
         self.checkpointer = Checkpointer(run.checkpoints, world, cfg.checkpoint.keep, cfg.checkpoint.keep_best)
         self.clock = StepTimer(world, self.loaded.mesh)
         self.clock.watch(self.model, self.family.shard.blocks, cfg.train.compile is True)
-        self._own_s = 0.0  # of the last step: the seconds that this rank worked by itself
         self.stragglers = Stragglers(world.gather(socket.gethostname()))
         self.oom_context = OomContext(self.model, self.family.shard.blocks, cfg.train.compile is True, world.heartbeat)
         self._validated = (-1, math.nan)  # the step, its validation loss
@@ -240,6 +242,7 @@ class Trainer:
         self.loader = self._make_loader(saved)
         self.num_steps = self._find_length(context)
         self.log.model_loaded(self.loaded, self.parameters, time.perf_counter() - started, self.step)
+        self._inside = self._with_attention()
         self.log.show_plan(cfg, cache, self.step)
 
     def train(self) -> State:
@@ -661,6 +664,7 @@ class Trainer:
 
     def close(self) -> None:
         """Stop reading ahead and close this rank's files."""
+        self._inside.close()
         self.loader.close()
         self.log.close()
 
@@ -677,6 +681,13 @@ class Trainer:
             reshard(self.model)
         for module in (*self._dropouts, *self._noises):
             module.train()
+
+    def _with_attention(self) -> ExitStack:
+        """What is in force until the run ends: `train.attention`."""
+        inside, train = ExitStack(), self.cfg.train
+        dtype, note = COMPUTE_DTYPE[train.precision], partial(self.log.note, "loading")
+        inside.enter_context(attention.preferred(train.attention, self.world.device, dtype, note, self.log.warn))
+        return inside
 
     def _begun_with(self) -> tuple[int, bool | None]:
         """(the recipe that the run began with, whether its blocks were compiled; None in a new run).
