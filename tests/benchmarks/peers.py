@@ -101,11 +101,11 @@ class Program:
             began = time.perf_counter()
             process = subprocess.Popen(argv, cwd=self.folder, env=_environment(), stdout=file, stderr=subprocess.STDOUT)
         try:
-            marks = {at: self._wait(process, progress, output, at) for at in (1, WARM_UP, WARM_UP + STEPS)}
+            marks = [self._wait(process, progress, output, at) for at in (1, WARM_UP, WARM_UP + STEPS)]
             memory = max(_high_water(member) for member in _tree(process.pid))
         finally:
             _end(process)
-        first, begin, end = marks.values()
+        first, begin, end = marks
         per_step = [(last - start) / STEPS for last, start in zip(end, begin, strict=True)]
         return Reading(first[0], first[1] - began, *per_step, memory)
 
@@ -157,7 +157,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def ours(bench: Bench, name: str, precision: str, ranks: int = 1, strategy: str = "none", base: str = "none") -> Program:
+def ours(
+    bench: Bench, name: str, precision: str, ranks: int = 1, strategy: str = "none", base: str = "none"
+) -> Program:
     """`launch.py --headless` on a preset, with the images and captions already encoded."""
     cfg = bench.config(
         data={"cache": str(bench.root / "cache")},
@@ -283,7 +285,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.peers", description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="+", choices=LIMITS, default=list(LIMITS))
     parser.add_argument("--pairs", type=int, default=PAIRS)
-    parser.add_argument("--diffusers", type=Path, metavar="FILE", help="diffusers' train_dreambooth_lora_flux2_klein.py")
+    parser.add_argument(
+        "--diffusers", type=Path, metavar="FILE", help="diffusers' train_dreambooth_lora_flux2_klein.py"
+    )
     options = parser.parse_args()
     print(f"{'':26}{'ours':>9}{'theirs':>9}{'ratio':>8}{'limit':>7}{'wall':>8}   [lowest-highest ratio]", flush=True)
     with tempfile.TemporaryDirectory() as folder:

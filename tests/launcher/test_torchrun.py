@@ -270,7 +270,7 @@ def test_the_command_meets_at_a_file_on_one_node_and_at_the_rendezvous_on_severa
     newer.write_text('parser.add_argument("--shutdown-timeout", "--signals-to-handle")', encoding="utf-8")
     monkeypatch.setattr(torchrun, "_torchrun_source", lambda: newer)
     assert torchrun.torchrun_argv(cfg.parallel, run) == [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"),
+        *(sys.executable, "-m", "trainer.launcher.agent", "--nnodes", "1", "--nproc-per-node", "2"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{run.stores}/{run.path.name}-1"),
         *("--rdzv-conf", "store_type=file,keep_alive_interval=86400", "--local-addr", "localhost"),
         *("--rdzv-id", f"{run.path.name}-1", "--max-restarts", "0", "--shutdown-timeout", "600"),
