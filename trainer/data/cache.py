@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.files import make_private_if_new
-from trainer.data.parquet_images import opened_image
+from trainer.data.known_files import KnownFiles
 from trainer.models.objectives import Example
 
 T = TypeVar("T")
@@ -195,19 +195,27 @@ def encode_missing(
     return {key: messages[key] for key in keys if key in messages}
 
 
-def content_keys(files: Sequence[Path], crew: Crew) -> list[str]:
+def content_keys(files: Sequence[Path], crew: Crew, known: KnownFiles | None = None) -> list[str]:
     """SHA-256 of each file's bytes, in order. Collective; one rank of a crew reads each file.
+
+    Args:
+        known: What was read before, which is not read again; it takes what is read now.
 
     Raises:
         InputError: A file cannot be read, or its content differs between crews; raised on all ranks.
     """
-    parts = _on_all(crew, lambda: {i: _digest(files[i]) for i in range(crew.index, len(files), crew.size)})
-    digests: dict[int, str] = {}
+    known = known or KnownFiles()
+    own = range(crew.index, len(files), crew.size)
+    parts = _on_all(crew, lambda: {i: known.with_digest(files[i]) for i in own})
+    digests: dict[int, str | None] = {}
     for part in parts:
-        for index, digest in part.items():
-            if digests.setdefault(index, digest) != digest:
+        for index, found in part.items():
+            if digests.setdefault(index, found.digest) != found.digest:
                 raise InputError(f"{files[index]}: its content differs between machines; copy the dataset again")
-    return [digests[index] for index in range(len(files))]
+            known.add(files[index], found)
+    if crew.index == 0:
+        known.save()
+    return [str(digests[index]) for index in range(len(files))]
 
 
 def _encode_first_usable(
@@ -227,14 +235,6 @@ def _encode_first_usable(
             else:
                 cache.write(key, example)
                 return
-
-
-def _digest(file: Path) -> str:
-    try:
-        with opened_image(file) as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror}); restore or remove it") from error
 
 
 def _on_all(crew: Crew, attempt: Callable[[], T]) -> list[T]:
