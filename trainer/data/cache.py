@@ -26,6 +26,7 @@ from trainer.models.objectives import Example
 T = TypeVar("T")
 
 SUM = "blake2b"
+NO_SUM = "0" * 32
 PARTS = ".parts"
 """Folder of examples that are being written. It holds few files, so leftovers of killed runs are found quickly."""
 
@@ -101,7 +102,7 @@ class ExampleCache:
             for folder in (target.parent, part.parent):
                 folder.mkdir(parents=True, exist_ok=True)
             tensors = {name: tensor.contiguous() for name, tensor in example.items()}
-            part.write_bytes(save(tensors, {SUM: _sum_of(save(tensors))}))
+            part.write_bytes(_with_sum(save(tensors, {SUM: NO_SUM})))
             self._name(part, target)
         except OSError as error:
             part.unlink(missing_ok=True)
@@ -129,6 +130,12 @@ class ExampleCache:
             raise InputError(
                 f"{self.path(key)}: missing or damaged since it was cached; start again to encode it again"
             ) from error
+
+
+def _with_sum(data: bytes) -> bytes:
+    """Put the checksum of a safetensors file in the place of NO_SUM in its header."""
+    end = 8 + _header_size(data)
+    return b"".join((data[:end].replace(NO_SUM.encode(), _sum_of(data).encode(), 1), memoryview(data)[end:]))
 
 
 def _sum_of(data: bytes) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -32,6 +34,9 @@ from trainer.models.objectives import Example
 from trainer.run.events import Emit, StatusEvent, WarningEvent
 
 T = TypeVar("T")
+
+PROGRESS_S = 0.25
+"""Shortest time between two events about the number of encoded items; the last one is always written."""
 
 
 class StopRequested(Exception):
@@ -224,8 +229,13 @@ class _DataEncoder:
         This call holds the last reference to the encoder.
         """
 
+        shown_at = -math.inf
+
         def progress(done: int, total: int) -> None:
-            self.context.emit(StatusEvent(state="encoding", message=what, done=done, total=total))
+            nonlocal shown_at
+            if done == total or time.monotonic() - shown_at >= PROGRESS_S:
+                shown_at = time.monotonic()
+                self.context.emit(StatusEvent(state="encoding", message=what, done=done, total=total))
             if any(self.context.world.gather(self.context.is_stopping())):
                 raise StopRequested
 
