@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +85,34 @@ def test_pinned_memory_is_a_power_of_two_unless_it_is_exact() -> None:
     sizes = [0, 1, 3 * MIB, 16 * MIB, 18 * MIB, 162 * MIB]
     assert [pinned_bytes(size, False) for size in sizes] == [0, 1, 4 * MIB, 16 * MIB, 32 * MIB, 256 * MIB]
     assert [pinned_bytes(size, True) for size in sizes] == [0, 1, 4 * MIB, 16 * MIB, 18 * MIB, 162 * MIB]
+
+
+@pytest.mark.parametrize("name", [*allocator.HEAP, "GLIBC_TUNABLES"])
+def test_what_the_user_has_set_of_the_heap_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in (*allocator.HEAP, "GLIBC_TUNABLES"):
+        monkeypatch.delenv(other, raising=False)
+    assert allocator.heap_environment() == {
+        "MALLOC_MMAP_THRESHOLD_": "33554432",
+        "MALLOC_TRIM_THRESHOLD_": "268435456",
+    }
+    monkeypatch.setenv(name, "1")
+    assert allocator.heap_environment() == {}
+
+
+FAULTS = """\
+import resource, torch
+def step():
+    return [torch.ones(2**20) for _ in range(8)] and resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+before = step()
+print(step() - before)
+"""
+
+
+def test_memory_that_a_step_frees_is_not_faulted_in_again() -> None:
+    def faults(variables: dict[str, str]) -> int:
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC"))}
+        done = subprocess.run([sys.executable, "-c", FAULTS], env=env | variables, capture_output=True, check=True)
+        return int(done.stdout)
+
+    assert faults(allocator.HEAP) < 100 < 4000 < faults({})
