@@ -26,6 +26,7 @@ from trainer.config.sections import DataConfig, ModelConfig, ParallelConfig
 from trainer.launcher import network, torchrun
 from trainer.launcher.commands import attend, explain, watch
 from trainer.launcher.schedulers import FIRST_NODE
+from trainer.run import allocator
 from trainer.run import process as processes
 from trainer.run.events import ErrorEvent, EventReader, EventWriter, StatusEvent
 from trainer.run.failure import OUT_OF_MEMORY
@@ -1020,3 +1021,13 @@ def test_a_full_disk_does_not_hide_why_the_run_failed(make_run, capsys):
 )
 def test_a_lack_of_memory_is_known_by_what_torch_and_the_system_say(said: str) -> None:
     assert re.search(OUT_OF_MEMORY, said)
+
+
+def test_ranks_on_cpus_keep_freed_memory_unless_the_user_has_set_the_heap(monkeypatch):
+    for name in allocator.HEAP:
+        monkeypatch.delenv(name, raising=False)
+    on_cpu, on_gpu = ParallelConfig(device="cpu"), ParallelConfig()
+    assert torchrun._device_environment(on_cpu, (), False) == allocator.HEAP
+    assert not allocator.HEAP.keys() & torchrun._device_environment(on_gpu, (), False).keys()
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    assert torchrun._device_environment(on_cpu, (), False) == {}

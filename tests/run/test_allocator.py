@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,22 +94,3 @@ def test_what_the_user_has_set_of_the_heap_stays(name: str, monkeypatch: pytest.
     }
     monkeypatch.setenv(name, "1")
     assert allocator.heap_environment() == {}
-
-
-FAULTS = """\
-import resource, torch
-def step():
-    return [torch.ones(2**20) for _ in range(8)] and resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-step()
-before = step()
-print(step() - before)
-"""
-
-
-def test_memory_that_a_step_frees_is_not_faulted_in_again() -> None:
-    def faults(variables: dict[str, str]) -> int:
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC"))}
-        done = subprocess.run([sys.executable, "-c", FAULTS], env=env | variables, capture_output=True, check=True)
-        return int(done.stdout)
-
-    assert faults(allocator.HEAP) < 100 < 4000 < faults({})
