@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz bench plan roofline recorded interop gpu-check gpu-wheels oldest table browser network proxies screenshots eightbit schema demo-base clean
+.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz bench plan roofline peers recorded interop gpu-check gpu-wheels oldest table browser network proxies screenshots eightbit schema demo-base clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -69,6 +69,11 @@ bench: .venv browser
 	$(BIN)/python -m tests.benchmarks.page
 	$(BIN)/python -m tests.benchmarks.plan_time
 	$(BIN)/python -m tests.benchmarks.text_time
+
+# Whole programs in turns: ours, loops by hand and, where DIFFUSERS names it, diffusers' training example; an hour. ARGS
+# more arguments.
+peers: .venv
+	$(BIN)/python -m tests.benchmarks.peers $(if $(DIFFUSERS),--diffusers $(DIFFUSERS)) $(ARGS)
 
 # The plan against full traces of published models.
 plan: .venv

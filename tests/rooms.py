@@ -35,7 +35,7 @@ ROOMS = {
     "plan": "adapters config data distributed gpus models optim parallel rng run weights",
     "launcher": "checkpoint config data gpus metrics models plan run weights",
     "train": "adapters checkpoint config data distributed export metrics models optim parallel pinned plan rng run",
-    "__main__": "config data distributed export metrics run train",
+    "__main__": "config data distributed export metrics models run train",
     "benchmark": "__main__ config distributed launcher metrics optim parallel run train",
     "app": "benchmark config data gpus launcher models parallel plan run",
     "launch": "app",

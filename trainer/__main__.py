@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import record
+from trainer.config.imports import garbage_ignored
 
-from trainer.config.errors import InputError
-from trainer.config.schema import RunConfig
-from trainer.config.sections import TrackersConfig
-from trainer.config.terminal import complain, say
-from trainer.distributed.attach import RankRun, attach
-from trainer.run import process, stages
-from trainer.run.events import Emit, EventWriter, ExportEvent, State, StatusEvent, WarningEvent
-from trainer.run.failure import less_memory
-from trainer.run.folder import RunDir, shared_cache
-from trainer.run.preemption import Preemption, catch_preemption
-from trainer.run.report import write_report
-from trainer.run.stages import Stage
+with garbage_ignored():
+    import torch
+    from torch import Tensor
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from trainer.config.errors import InputError
+    from trainer.config.schema import RunConfig
+    from trainer.config.sections import TrackersConfig
+    from trainer.config.terminal import complain, say
+    from trainer.distributed.attach import RankRun, attach
+    from trainer.run import process, stages
+    from trainer.run.events import Emit, EventWriter, ExportEvent, State, StatusEvent, WarningEvent
+    from trainer.run.failure import less_memory
+    from trainer.run.folder import RunDir, shared_cache
+    from trainer.run.preemption import Preemption, catch_preemption
+    from trainer.run.report import write_report
+    from trainer.run.stages import Stage
 
 if TYPE_CHECKING:
     from trainer.distributed.world import World
@@ -63,11 +64,12 @@ def on_every_rank(run: RunDir, work: Callable[[RunDir], None]) -> int:
 
 @record
 def _train(run: RunDir) -> None:
-    from trainer.distributed.watchdog import Watchdog
-    from trainer.distributed.world import connect, connect_gpus, find_rendezvous
-    from trainer.metrics.debug_log import debug_log
-    from trainer.metrics.trackers import following
-    from trainer.train.log import emitter
+    with garbage_ignored():
+        from trainer.distributed.watchdog import Watchdog
+        from trainer.distributed.world import connect, connect_gpus, find_rendezvous
+        from trainer.metrics.debug_log import debug_log
+        from trainer.metrics.trackers import following
+        from trainer.train.log import emitter
 
     rendezvous = find_rendezvous(run)
     attached = attach(run.path, rendezvous)
@@ -101,20 +103,6 @@ def _train(run: RunDir) -> None:
     write_report(run)
 
 
-@contextmanager
-def garbage_ignored() -> Iterator[None]:
-    """For imports, which leave no garbage: to look for it again and again takes a fifth of their time.
-
-    What is there at the end is never collected: not for imports after training, when a model may wait to be freed.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
 @dataclass(frozen=True)
 class _End:
     """How training ended.
@@ -143,10 +131,12 @@ def _train_on(
     with garbage_ignored():
         from trainer.data.encode import StopRequested
         from trainer.metrics.out_of_memory import OutOfMemoryError
+        from trainer.models import families
         from trainer.run.manifest import newest_step
         from trainer.train.loop import Trainer
 
-    cfg, run = attached.config, attached.run
+        cfg, run = attached.config, attached.run
+        families.get(cfg.model.family)
     try:
         trainer = Trainer(cfg, run, world, attached.cache, emit, preemption, attached.stage.before)
     except StopRequested:

@@ -128,6 +128,16 @@ def test_a_torn_file_counts_as_missing_and_is_encoded_anew(tmp_path: Path, kept_
     assert torch.equal(cache.read(key_of(0))["latents"], example_of(0)["latents"])
 
 
+def test_one_wrong_bit_in_a_cached_file_is_noticed(tmp_path: Path) -> None:
+    cache = ExampleCache(tmp_path)
+    cache.write(key_of(0), example_of(0))
+    content = cache.path(key_of(0)).read_bytes()
+    cache.path(key_of(0)).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(InputError, match="damaged since it was cached"):
+        cache.read(key_of(0))
+    assert not cache.has(key_of(0))
+
+
 def test_a_write_that_fails_names_the_file_and_keeps_what_was_there(tmp_path: Path) -> None:
     cache = ExampleCache(tmp_path)
     cache.write(key_of(0), example_of(0))

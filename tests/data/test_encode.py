@@ -80,7 +80,8 @@ def test_the_encoders_are_fingerprinted_once_however_many_photos_there_are(
     assert len(asked) == 1
 
 
-def test_a_stop_request_while_encoding_keeps_what_is_encoded(tmp_path: Path) -> None:
+def test_a_stop_request_while_encoding_keeps_what_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "PROGRESS_S", 0)
     cfg = run_config(make_pictures(tmp_path / "pictures", 3))
     world, cache, said = alone(), tmp_path / "cache", []
     family, load = families.make(cfg, cache), encoder_loader(cfg, world)
@@ -212,3 +213,10 @@ def test_a_sample_is_never_drawn_without_its_reference(pictures: Path, beside: P
     with pytest.raises(InputError) as caught:
         encoded(run_config(pictures, data__bad_image="warn", sample__prompts=("one",), sample__references=(str(file),)))
     assert str(caught.value) == f"sample.references: {file} cannot be read; replace it"
+
+
+def test_progress_is_written_at_a_rhythm_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "PROGRESS_S", 1e9)
+    _, said = encoded(run_config(make_pictures(tmp_path / "pictures", 5)))
+    shown = [event for event in said if isinstance(event, StatusEvent) and event.message == "images"]
+    assert [(event.done, event.total) for event in shown] == [(1, 5), (5, 5)]

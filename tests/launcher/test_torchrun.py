@@ -26,6 +26,7 @@ from trainer.config.sections import DataConfig, ModelConfig, ParallelConfig
 from trainer.launcher import network, torchrun
 from trainer.launcher.commands import attend, explain, watch
 from trainer.launcher.schedulers import FIRST_NODE
+from trainer.run import allocator
 from trainer.run import process as processes
 from trainer.run.events import ErrorEvent, EventReader, EventWriter, StatusEvent
 from trainer.run.failure import OUT_OF_MEMORY
@@ -270,7 +271,7 @@ def test_the_command_meets_at_a_file_on_one_node_and_at_the_rendezvous_on_severa
     newer.write_text('parser.add_argument("--shutdown-timeout", "--signals-to-handle")', encoding="utf-8")
     monkeypatch.setattr(torchrun, "_torchrun_source", lambda: newer)
     assert torchrun.torchrun_argv(cfg.parallel, run) == [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"),
+        *(sys.executable, "-m", "trainer.launcher.agent", "--nnodes", "1", "--nproc-per-node", "2"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{run.stores}/{run.path.name}-1"),
         *("--rdzv-conf", "store_type=file,keep_alive_interval=86400", "--local-addr", "localhost"),
         *("--rdzv-id", f"{run.path.name}-1", "--max-restarts", "0", "--shutdown-timeout", "600"),
@@ -1020,3 +1021,13 @@ def test_a_full_disk_does_not_hide_why_the_run_failed(make_run, capsys):
 )
 def test_a_lack_of_memory_is_known_by_what_torch_and_the_system_say(said: str) -> None:
     assert re.search(OUT_OF_MEMORY, said)
+
+
+def test_ranks_on_cpus_keep_freed_memory_unless_the_user_has_set_the_heap(monkeypatch):
+    for name in allocator.HEAP:
+        monkeypatch.delenv(name, raising=False)
+    on_cpu, on_gpu = ParallelConfig(device="cpu"), ParallelConfig()
+    assert torchrun._device_environment(on_cpu, (), False) == allocator.HEAP
+    assert not allocator.HEAP.keys() & torchrun._device_environment(on_gpu, (), False).keys()
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    assert torchrun._device_environment(on_cpu, (), False) == {}

@@ -82,3 +82,15 @@ def test_pinned_memory_is_a_power_of_two_unless_it_is_exact() -> None:
     sizes = [0, 1, 3 * MIB, 16 * MIB, 18 * MIB, 162 * MIB]
     assert [pinned_bytes(size, False) for size in sizes] == [0, 1, 4 * MIB, 16 * MIB, 32 * MIB, 256 * MIB]
     assert [pinned_bytes(size, True) for size in sizes] == [0, 1, 4 * MIB, 16 * MIB, 18 * MIB, 162 * MIB]
+
+
+@pytest.mark.parametrize("name", [*allocator.HEAP, "GLIBC_TUNABLES"])
+def test_what_the_user_has_set_of_the_heap_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in (*allocator.HEAP, "GLIBC_TUNABLES"):
+        monkeypatch.delenv(other, raising=False)
+    assert allocator.heap_environment() == {
+        "MALLOC_MMAP_THRESHOLD_": "33554432",
+        "MALLOC_TRIM_THRESHOLD_": "268435456",
+    }
+    monkeypatch.setenv(name, "1")
+    assert allocator.heap_environment() == {}

@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from trainer.adapters.dropout import Rows, SampleDropout
+from trainer.adapters.engine import BaseTunerLayer, LoraLayer
 from trainer.adapters.kinds import ADAPTER
 from trainer.adapters.lowrank import RowLengths, dora_layer, lora_layer
 from trainer.adapters.orthogonal import Boft, DiagOft

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
-from peft.tuners.lokr.layer import factorization
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trainer.adapters.engine import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, factorization
 from trainer.adapters.kinds import KINDS, ROTATIONS
 from trainer.adapters.layer import SHORTEST, LayerAdapter
 from trainer.config.errors import InputError

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+<<<<<<< HEAD
 import torch.nn.functional as F
 from peft import LoraConfig
 from peft.tuners.lora import Conv2d, Linear, LoraLayer
 from peft.tuners.lora.layer import LoraVariant
+=======
+>>>>>>> c37bae3deae25763268618c920ed1487911dfdf1
 from torch import Tensor, nn
 
+from trainer.adapters.engine import Conv2d, Linear, LoraConfig, LoraLayer, LoraVariant
 from trainer.adapters.kinds import ADAPTER
 from trainer.adapters.layer import SHORTEST
 from trainer.adapters.replace import Layer

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from trainer.adapters.engine import BaseTunerLayer
 from trainer.adapters.kinds import ADAPTER
 from trainer.adapters.replace import Layer
 

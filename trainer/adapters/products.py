@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from peft.tuners.loha.layer import LoHaLayer
-from peft.tuners.lokr.layer import LoKrLayer
-from peft.tuners.lycoris_utils import LycorisLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer.adapters.engine import LoHaLayer, LoKrLayer, LycorisLayer
 from trainer.adapters.kinds import ADAPTER
 from trainer.adapters.replace import Layer, apply, apply_pointwise, weight_shape
 from trainer.adapters.targets import counted

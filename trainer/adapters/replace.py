@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from trainer.adapters.engine import BaseTunerLayer
 from trainer.adapters.kinds import ADAPTER
 from trainer.config.errors import InputError
 

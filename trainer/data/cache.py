@@ -20,12 +20,13 @@ from safetensors.torch import load, save
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.files import make_private_if_new
-from trainer.data.parquet_images import opened_image
+from trainer.data.known_files import KnownFiles
 from trainer.models.objectives import Example
 
 T = TypeVar("T")
 
 SUM = "blake2b"
+NO_SUM = "0" * 32
 PARTS = ".parts"
 """Folder of examples that are being written. It holds few files, so leftovers of killed runs are found quickly."""
 
@@ -101,7 +102,7 @@ class ExampleCache:
             for folder in (target.parent, part.parent):
                 folder.mkdir(parents=True, exist_ok=True)
             tensors = {name: tensor.contiguous() for name, tensor in example.items()}
-            part.write_bytes(save(tensors, {SUM: _sum_of(save(tensors))}))
+            part.write_bytes(_with_sum(save(tensors, {SUM: NO_SUM})))
             self._name(part, target)
         except OSError as error:
             part.unlink(missing_ok=True)
@@ -129,6 +130,12 @@ class ExampleCache:
             raise InputError(
                 f"{self.path(key)}: missing or damaged since it was cached; start again to encode it again"
             ) from error
+
+
+def _with_sum(data: bytes) -> bytes:
+    """Put the checksum of a safetensors file in the place of NO_SUM in its header."""
+    end = 8 + _header_size(data)
+    return b"".join((data[:end].replace(NO_SUM.encode(), _sum_of(data).encode(), 1), memoryview(data)[end:]))
 
 
 def _sum_of(data: bytes) -> str:
@@ -195,19 +202,27 @@ def encode_missing(
     return {key: messages[key] for key in keys if key in messages}
 
 
-def content_keys(files: Sequence[Path], crew: Crew) -> list[str]:
+def content_keys(files: Sequence[Path], crew: Crew, known: KnownFiles | None = None) -> list[str]:
     """SHA-256 of each file's bytes, in order. Collective; one rank of a crew reads each file.
+
+    Args:
+        known: What was read before, which is not read again; it takes what is read now.
 
     Raises:
         InputError: A file cannot be read, or its content differs between crews; raised on all ranks.
     """
-    parts = _on_all(crew, lambda: {i: _digest(files[i]) for i in range(crew.index, len(files), crew.size)})
-    digests: dict[int, str] = {}
+    known = known or KnownFiles()
+    own = range(crew.index, len(files), crew.size)
+    parts = _on_all(crew, lambda: {i: known.with_digest(files[i]) for i in own})
+    digests: dict[int, str | None] = {}
     for part in parts:
-        for index, digest in part.items():
-            if digests.setdefault(index, digest) != digest:
+        for index, found in part.items():
+            if digests.setdefault(index, found.digest) != found.digest:
                 raise InputError(f"{files[index]}: its content differs between machines; copy the dataset again")
-    return [digests[index] for index in range(len(files))]
+            known.add(files[index], found)
+    if crew.index == 0:
+        known.save()
+    return [str(digests[index]) for index in range(len(files))]
 
 
 def _encode_first_usable(
@@ -227,14 +242,6 @@ def _encode_first_usable(
             else:
                 cache.write(key, example)
                 return
-
-
-def _digest(file: Path) -> str:
-    try:
-        with opened_image(file) as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror}); restore or remove it") from error
 
 
 def _on_all(crew: Crew, attempt: Callable[[], T]) -> list[T]:

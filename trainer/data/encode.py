@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,8 +23,9 @@ from trainer.data.buckets import bucket_sizes, choose_bucket
 from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, key_of, missing
 from trainer.data.captions import measure
 from trainer.data.image_files import CaptionedImage, scan
-from trainer.data.image_io import ImageFile, is_invisible, load_mask, load_resized, load_rgb, read_header
+from trainer.data.image_io import ImageFile, is_invisible, load_mask, load_resized, load_rgb
 from trainer.data.image_source import EncodedData, EncodedImage, EncodedPrompt, with_trigger
+from trainer.data.known_files import KnownFiles
 from trainer.data.prompts import CACHE_VERSION, origin_of, text_keys
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
@@ -31,6 +34,9 @@ from trainer.models.objectives import Example
 from trainer.run.events import Emit, StatusEvent, WarningEvent
 
 T = TypeVar("T")
+
+PROGRESS_S = 0.25
+"""Shortest time between two events about the number of encoded items; the last one is always written."""
 
 
 class StopRequested(Exception):
@@ -73,13 +79,17 @@ class _DataEncoder:
     def _crew(self) -> Crew:
         return _crew(self.context.world, self.context.cache)
 
+    @cached_property
+    def _known(self) -> KnownFiles:
+        return KnownFiles.of(self.context.cfg.data, self.context.cache)
+
     def encode(self, others: Sequence[ImageFile]) -> EncodedData:
-        dataset = scan(self.context.cfg.data)
+        dataset = scan(self.context.cfg.data, known=self._known)
         in_buckets = [image for image in dataset.images if self._own_size(image) is None]
         for warning in (*dataset.warnings, *image_warnings.of_buckets(in_buckets, self._sizes)):
             self.context.emit(WarningEvent(message=warning))
         images = (*dataset.train, *dataset.validation)
-        samples = [read_header(Path(file)) for file in self.context.cfg.sample.references]
+        samples = [self._known.header(Path(file)) for file in self.context.cfg.sample.references]
         texts = self._encode_texts(images)
         alike = [*images, *(r for image in images for r in image.references), *samples, *others]
         pairs = [(image.rejected, self._size(image)) for image in images if image.rejected]
@@ -155,7 +165,7 @@ class _DataEncoder:
 
     def _encode_images(self, sized: Sequence[tuple[ImageFile, tuple[int, int]]]) -> list[str | None]:
         """Encode images in (width, height). Returns the key of each, None where it cannot be used."""
-        digests = content_keys([image.path for image, _ in sized], self._crew)
+        digests = content_keys([image.path for image, _ in sized], self._crew, self._known)
         keys = [
             key_of(self._origin, "image", digest, size, *_conversion(image), *self._scaling(image))
             for digest, (image, size) in zip(digests, sized, strict=True)
@@ -198,7 +208,7 @@ class _DataEncoder:
         if self.context.cfg.data.masks is None:
             return {}
         files = [image.mask.path for image in images if image.mask]
-        digests = dict(zip(files, content_keys(files, self._crew), strict=True))
+        digests = dict(zip(files, content_keys(files, self._crew, self._known), strict=True))
         keys, work = {}, {}
         for image in images:
             height, width = self.cache.shapes(latents[image.path])["latents"].shape[-2:]
@@ -219,8 +229,13 @@ class _DataEncoder:
         This call holds the last reference to the encoder.
         """
 
+        shown_at = -math.inf
+
         def progress(done: int, total: int) -> None:
-            self.context.emit(StatusEvent(state="encoding", message=what, done=done, total=total))
+            nonlocal shown_at
+            if done == total or time.monotonic() - shown_at >= PROGRESS_S:
+                shown_at = time.monotonic()
+                self.context.emit(StatusEvent(state="encoding", message=what, done=done, total=total))
             if any(self.context.world.gather(self.context.is_stopping())):
                 raise StopRequested
 

@@ -15,7 +15,8 @@ from trainer.config.files import opened
 from trainer.config.sections import TRIGGER_PLACE, DataConfig, half_character
 from trainer.config.terminal import shortened
 from trainer.data import image_warnings
-from trainer.data.image_io import IMAGE_SUFFIXES, ImageFile, files_below, read_header
+from trainer.data.image_io import IMAGE_SUFFIXES, ImageFile, files_below
+from trainer.data.known_files import KnownFiles
 from trainer.data.masks_references import Findings, Masks, References, Rejected
 from trainer.data.text_files import rows
 
@@ -86,7 +87,7 @@ class Watcher:
         """Called with {image: caption} of a folder's metadata.jsonl; a .txt next to the image is used instead."""
 
 
-def scan(cfg: DataConfig, watcher: Watcher | None = None) -> Dataset:
+def scan(cfg: DataConfig, watcher: Watcher | None = None, known: KnownFiles | None = None) -> Dataset:
     """Find the images of all folders of the config, with captions, masks and references; only headers are read.
 
     Folders are searched recursively. Hidden ones, `cache`, `*_cache` and `data.cache` are skipped, and a folder that
@@ -95,12 +96,16 @@ def scan(cfg: DataConfig, watcher: Watcher | None = None) -> Dataset:
     Regularization images are the last of `train`, without masks and references. The result is empty where only
     questions are trained.
 
+    Args:
+        known: What was read before, which is not read again.
+
     Raises:
         InputError: Lists all problems, the first 20 of them in words.
     """
     if cfg.questions and not (cfg.path or cfg.folders):
         return Dataset((), (), ())
-    scanner = _Scanner(cfg, watcher or Watcher())
+    known = known or KnownFiles()
+    scanner = _Scanner(cfg, watcher or Watcher(), known)
     images = [image for source in _training_sources(cfg) for image in scanner.images(source)]
     held_out: list[CaptionedImage] = []
     if isinstance(cfg.validation, str):
@@ -113,7 +118,7 @@ def scan(cfg: DataConfig, watcher: Watcher | None = None) -> Dataset:
         images, held_out = _set_aside(images, cfg.validation)
     images += _as_frequent(others, images, cfg.regularization_weight)
     dataset = Dataset(tuple(images), tuple(held_out), tuple(scanner.findings.warnings))
-    copies = image_warnings.of_copies(image.path for image in (*images, *held_out))
+    copies = image_warnings.of_copies((image.path for image in (*images, *held_out)), known.digest)
     return replace(dataset, warnings=(*dataset.warnings, *image_warnings.of_files(dataset.images), *copies))
 
 
@@ -176,10 +181,10 @@ def _as_frequent(
 class _Scanner:
     """Reads folders one after the other and collects the problems in them."""
 
-    def __init__(self, cfg: DataConfig, watcher: Watcher) -> None:
+    def __init__(self, cfg: DataConfig, watcher: Watcher, known: KnownFiles) -> None:
         self.cfg = cfg
         self.findings = Findings()
-        self._watcher = watcher
+        self._watcher, self._known = watcher, known
         self._separate_folders = _separate_folders(cfg)
         self._captioned: dict[Path, list[Path]] = {}
         self._masks = self._companions(Masks, "data.masks", cfg.masks)
@@ -215,7 +220,7 @@ class _Scanner:
             return None
         source = _Source(field, _absolute(folder), holds="images named as those of the data")
         paths = self._paths(source, self._files(source))
-        return kind(field, source.root, paths, self.findings) if paths else None
+        return kind(field, source.root, paths, self.findings, self._known) if paths else None
 
     def _files(self, source: _Source) -> list[Path]:
         """The files of a folder by relative path. Problems with the folder are collected."""
@@ -258,7 +263,7 @@ class _Scanner:
         caption = self._caption(path, captions)
         name = path.relative_to(source.root).with_suffix("").as_posix()
         try:
-            file = read_header(path)
+            file = self._known.header(path)
             mask = self._masks.of(name, file) if self._masks and source.is_own else None
             references = self._references.of(name, file) if self._references and source.is_own else ()
             rejected = self._rejected.of(name, file) if self._rejected else None

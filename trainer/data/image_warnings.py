@@ -29,11 +29,19 @@ def of_files(images: Sequence[ImageFile]) -> Iterator[str]:
         yield f"{count} a colour profile that cannot be used and is ignored: first {broken[0]}; save it again as sRGB"
 
 
-def of_copies(files: Iterable[Path]) -> Iterator[str]:
-    """Warn of files with the same bytes. Only files of equal length are read, and fully only those with equal ends."""
-    groups = [[*files]]
-    for same in (_length, _tail, _content):
-        groups = [part for group in groups for part in _parted(group, same)]
+def of_copies(files: Iterable[Path], digest: Callable[[Path], str | None] = lambda file: None) -> Iterator[str]:
+    """Warn of files with the same bytes. Only files of equal length are read, and fully only those with equal ends.
+
+    Args:
+        digest: The digest of a file's bytes where it is known, None elsewhere. Files that are all known are not read.
+    """
+    groups: list[list[Path]] = []
+    for alike in _parted(files, _length):
+        digests = {file: digest(file) for file in alike}
+        if None not in digests.values():
+            groups += _parted(alike, digests.__getitem__)
+            continue
+        groups += [part for group in _parted(alike, _tail) for part in _parted(group, _content)]
     if groups:
         count = counted(sum(len(group) - 1 for group in groups), "image has", "images have")
         first, copy = groups[0][:2]

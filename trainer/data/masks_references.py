@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
 
-from trainer.data.image_io import ImageFile, read_header
+from trainer.data.image_io import ImageFile
+from trainer.data.known_files import KnownFiles
 
 
 @dataclass
@@ -34,8 +35,8 @@ class _Companions:
         alone: (name, file) of the images of the data without a companion.
     """
 
-    def __init__(self, field: str, folder: Path, files: Iterable[Path], findings: Findings) -> None:
-        self.field, self.folder, self.findings = field, folder, findings
+    def __init__(self, field: str, folder: Path, files: Iterable[Path], findings: Findings, known: KnownFiles) -> None:
+        self.field, self.folder, self.findings, self._known = field, folder, findings, known
         self.files: dict[str, Path] = {}
         self.num_images = 0
         self.alone: list[tuple[str, Path]] = []
@@ -57,7 +58,7 @@ class _Companions:
                 self.findings.problems.append(
                     f"{self.field}: {file} belongs to both {owner} and {image}; give the images different names"
                 )
-        return tuple(read_header(self.files[wanted]) for wanted in names)
+        return tuple(self._known.header(self.files[wanted]) for wanted in names)
 
     def warn_of_unused(self) -> None:
         unused = [file for file in self.files.values() if file not in self._owners]
@@ -129,8 +130,8 @@ class References(_Companions):
 class Rejected(_Companions):
     """The images that are not preferred, by name. Each image of the data needs one."""
 
-    def __init__(self, field: str, folder: Path, files: Iterable[Path], findings: Findings) -> None:
-        super().__init__(field, folder, files, findings)
+    def __init__(self, field: str, folder: Path, files: Iterable[Path], findings: Findings, known: KnownFiles) -> None:
+        super().__init__(field, folder, files, findings, known)
         self._cropped: list[Path] = []
 
     def of(self, name: str, image: ImageFile) -> ImageFile | None:

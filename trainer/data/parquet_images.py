@@ -25,6 +25,16 @@ def member(file: Path, row: int, column: str, number: int = 0) -> Path:
     return file / str(row) / column / str(number)
 
 
+def file_of(path: Path) -> Path:
+    """The file on disk that an image is: its own, or the parquet file that it is in."""
+    return path.parents[2] if _is_member(path) else path
+
+
+def _is_member(path: Path) -> bool:
+    parts = path.parts[-4:]
+    return len(parts) == 4 and parts[0].lower().endswith(SUFFIX)
+
+
 def opened_image(path: Path) -> io.BufferedReader | io.BytesIO:
     """Open a file, or an image inside a parquet file.
 
@@ -32,11 +42,10 @@ def opened_image(path: Path) -> io.BufferedReader | io.BytesIO:
         OSError: It does not exist or cannot be opened.
         InputError: It is not a regular file, or the parquet file cannot be read.
     """
-    parts = path.parts[-4:]
-    if len(parts) < 4 or not parts[0].lower().endswith(SUFFIX):
+    if not _is_member(path):
         return opened(path)
-    file = path.parents[2]
-    _, row, column, number = parts
+    file = file_of(path)
+    row, column, number = path.parts[-3:]
     value = _value(file, int(row), column)
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         value = value[int(number)]

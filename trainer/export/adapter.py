@@ -19,6 +19,7 @@ from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import DTYPES, SavedModule, adapter_files
 from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.state import Factors
+from trainer.config.imports import optional_packages_hidden
 from trainer.config.schema import RunConfig
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import adapter_metadata
@@ -196,10 +197,12 @@ def _read(
     file: Path, readers: tuple[str, ...], family: ModelFamily, base: BaseWeights, components: Set[str]
 ) -> dict[str, Merge]:
     if "diffusers" in readers:
-        return _read_by_diffusers(file, family)
+        with optional_packages_hidden():
+            return _read_by_diffusers(file, family)
     if "peft" in readers:
         (component,) = components
-        return _read_by_peft(file, family, component)
+        with optional_packages_hidden():
+            return _read_by_peft(file, family, component)
     shapes = base.layer_shapes(components)
     return {name: layer.merged for name, layer in read_adapter(file, shapes, naming(family), base.layer).items()}
 

@@ -14,6 +14,7 @@ from trainer.config.load import ConfigFile, load_config, similar_name, stage_con
 from trainer.config.schema import RunConfig, start_rules
 from trainer.config.sections import HUB_ID, MODEL_WORDS, ModelConfig, NoAdapter
 from trainer.data import image_files, question_files, text_files
+from trainer.data.known_files import KnownFiles
 from trainer.launcher import capacity, network
 from trainer.metrics import trackers
 from trainer.models import distilled, recognition
@@ -39,11 +40,11 @@ def new_run(
     Raises:
         InputError: The config, its files or its images are wrong. Nothing was written.
     """
-    check(loaded)
+    folder = at.absolute().parent if at else runs
+    check(loaded, cache=shared_cache(loaded.config, folder))
     if is_here:
-        folder = at.absolute().parent if at else runs
         loaded.refuse(list(capacity.problems(loaded.config, folder, chosen=gpus)))
-    _prepare_cache(loaded, at.absolute().parent if at else runs)
+    _prepare_cache(loaded, folder)
     run = RunDir.create(runs, loaded.config, at)
     files.make_private_if_new(shared_cache(loaded.config, run.path.parent))  # it holds encoded images and captions
     return run
@@ -60,7 +61,7 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     saved = manifest.complete(run.checkpoints)
     if saved:
         _check_changes(loaded, stages.current(run, loaded.config).config, manifest.progress_of(saved[-1]))
-    check(loaded, is_new=not saved)
+    check(loaded, is_new=not saved, cache=shared_cache(loaded.config, run.path.parent))
     loaded.refuse(list(capacity.gpu_problems(loaded.config)))
     _prepare_cache(loaded, run.path.parent)
     if overrides:
@@ -92,21 +93,22 @@ def _check_changes(loaded: ConfigFile, config: RunConfig, saved: Progress) -> No
     loaded.refuse(list(config_changes.refused(changed, saved.step)))
 
 
-def check(loaded: ConfigFile, is_new: bool = True) -> None:
+def check(loaded: ConfigFile, is_new: bool = True, cache: Path | None = None) -> None:
     """Check that a run of this config can start on this machine: its fields, files, images, model, trackers and port.
 
     Args:
         loaded: The config.
         is_new: False for a run that continues from a checkpoint. It no longer needs the file in `adapter.start`,
             and may combine fields that a new run may not.
+        cache: The folder that runs share, which knows images that earlier runs read.
 
     Raises:
         InputError: The run cannot start.
     """
     check_named(loaded, is_new)
     for index in range(len(loaded.config.stages)):
-        _check_stage(loaded, index, is_new)
-    _check_data(loaded.config)
+        _check_stage(loaded, index, is_new, cache)
+    _check_data(loaded.config, cache)
     check_machine(loaded)
 
 
@@ -153,22 +155,22 @@ def _new_run_rules(cfg: RunConfig) -> list[Problem]:
     return list(dict.fromkeys(problem for part in (cfg, *stage_configs(cfg)) for problem in start_rules(part)))
 
 
-def _check_stage(loaded: ConfigFile, index: int, is_new: bool) -> None:
+def _check_stage(loaded: ConfigFile, index: int, is_new: bool, cache: Path | None) -> None:
     """Raise InputError if files or data of a stage are wrong. is_new: as for `check`."""
     name = loaded.config.stages[index].name
     try:
         stage = replace(loaded, config=stage_config(loaded.config, index), source=Path(f"stage {name}"), origins={})
         stage.refuse(_missing_paths(stage.config, is_new))
-        _check_data(stage.config)
+        _check_data(stage.config, cache)
         _check_model(stage)
     except InputError as error:
         raise InputError(f"{loaded.source}: {error}") from error
 
 
-def _check_data(cfg: RunConfig) -> None:
+def _check_data(cfg: RunConfig, cache: Path | None) -> None:
     """Raise InputError for images or text that cannot be trained on."""
     if families.trains_on(cfg) == "images":
-        image_files.scan(cfg.data)
+        image_files.scan(cfg.data, known=KnownFiles.of(cfg.data, cache) if cache else None)
         question_files.of_config(cfg.data)
     else:
         files, held_out = text_files.of_config(cfg.data)

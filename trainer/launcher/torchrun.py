@@ -137,7 +137,7 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
         InputError: The run is already running, or a GPU is not visible here.
     """
     # Resolves names and asks nvidia-smi, so not while the lock is held.
-    environment = node_environment(cfg.parallel) | _gpu_environment(cfg.parallel, gpus, pins_exactly(cfg))
+    environment = node_environment(cfg.parallel) | _device_environment(cfg.parallel, gpus, pins_exactly(cfg))
     compiling, problem = compiler.environment(cfg, shared_cache(cfg, run.path.parent))
     waits = f"waits for the other nodes: {joining(run, cfg.parallel.nodes)}" if must_be_joined(cfg.parallel) else ""
     with run.locked():
@@ -158,10 +158,10 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
     return _handle(run, process, argv)
 
 
-def _gpu_environment(parallel: ParallelConfig, chosen: Sequence[int], is_exact: bool) -> dict[str, str]:
-    """Which GPUs the ranks see, and how torch takes their memory. is_exact: as `allocator.pins_exactly` says."""
+def _device_environment(parallel: ParallelConfig, chosen: Sequence[int], is_exact: bool) -> dict[str, str]:
+    """Which GPUs the ranks see, and how they take memory. is_exact: as `allocator.pins_exactly` says."""
     if parallel.device == "cpu" and not chosen:
-        return {}
+        return allocator.heap_environment()
     listed = machine_gpus.read()
     return visible.environment(chosen, listed) | allocator.environment(is_exact, [gpu.name for gpu in listed])
 
@@ -208,7 +208,7 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "t
     # A machine that does not see the run folder cannot train in stages; its ranks report that.
     cfg = run.config() if run.config_file.is_file() else None
     has_stages, is_exact = cfg is not None and bool(cfg.stages), cfg is not None and pins_exactly(cfg)
-    environment = node_environment(parallel) | _gpu_environment(parallel, (), is_exact)
+    environment = node_environment(parallel) | _device_environment(parallel, (), is_exact)
     if cfg is not None:
         environment |= compiler.environment(cfg, shared_cache(cfg, run.path.parent))[0]
     with run.locked():

@@ -21,6 +21,17 @@ would be pinned anew in each step. A power of two: torch looks for memory to use
 another limit may find some that is too small (pytorch/pytorch, pull request 192722)."""
 
 
+HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(256 * MIB)}
+"""Variables of glibc's malloc for ranks on CPUs: memory that a step frees is kept for the next one. Otherwise each step
+of a model of 129 M parameters faults 16,000 pages in again, 6 % of its CPU seconds."""
+
+
+def heap_environment() -> dict[str, str]:
+    """Return HEAP, or nothing where the user has set any of it."""
+    is_set_by_user = any(name in os.environ for name in (*HEAP, "GLIBC_TUNABLES"))
+    return {} if is_set_by_user else dict(HEAP)
+
+
 def environment(pins_exactly: bool, gpu_names: Sequence[str]) -> dict[str, str]:
     """Return the variable with torch's settings for the ranks; empty to leave torch and the user as they are.
 

@@ -40,9 +40,12 @@ from trainer.run.events import (
 from trainer.run.failure import diagnose, launches, output_file
 from trainer.run.folder import RunDir
 
-TORCHRUN = "torch.distributed.run"
 SUPERVISORS = ("trainer.launcher.supervisor", "trainer.stages")
 """Modules that start a torchrun for each stage. The second is the name in 0.1: a run that it started may still run."""
+TORCHRUN = "trainer.launcher.agent"
+"""The module that is torchrun."""
+LEADERS = frozenset({TORCHRUN, "torch.distributed.run", *SUPERVISORS})
+"""Modules that lead the ranks of a run. Up to 0.1, torchrun was started by its own name."""
 MAX_SILENCE_S = 1800
 """After this long without a write, a run on another machine counts as ended. Loading and exporting write nothing."""
 TAIL_BYTES = 65536
@@ -321,7 +324,8 @@ def end_family(pid: int) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         family = [process, *process.children()]  # torchrun gives each rank a session of its own
-        family += [rank for child in family[1:] if TORCHRUN in argv_of(child) for rank in child.children()]
+        leaders = [child for child in family[1:] if LEADERS & set(argv_of(child)[:3])]
+        family += [rank for leader in leaders for rank in leader.children()]
         for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
@@ -347,7 +351,7 @@ def settle(run: RunDir) -> None:
         launch = Launch.read(run)
         if launch is None or not launch.is_here or alive(run):
             return
-        end_orphans(run, next((module for module in SUPERVISORS if module in launch.argv[:3]), TORCHRUN))
+        end_orphans(run, next((module for module in LEADERS if module in launch.argv[:3]), TORCHRUN))
         with contextlib.suppress(OSError):  # read-only disk: the next start removes them, or reports why it cannot
             remove_stores(run)
         events = _since_start(EventReader(run.events_file).read())
@@ -386,7 +390,7 @@ def _is_of(process: psutil.Process, run: RunDir) -> bool:
     if argv[-3:-2] != ["-m"] or not _is_same(argv[-1], run.path):
         return False
     try:
-        is_leader = argv[1:2] == ["-m"] and argv[2] in (TORCHRUN, *SUPERVISORS)
+        is_leader = argv[1:2] == ["-m"] and argv[2] in LEADERS
         return is_leader or "TORCHELASTIC_RUN_ID" in process.environ()
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
         return False

@@ -1,0 +1,30 @@
+"""The parts of peft that adapters are made of. Other modules import them from here, because this is the quick way."""
+
+from __future__ import annotations
+
+from trainer.config.imports import optional_packages_hidden
+
+with optional_packages_hidden():
+    from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
+    from peft.tuners.loha.layer import LoHaLayer
+    from peft.tuners.lokr.layer import LoKrLayer, factorization
+    from peft.tuners.lora import Conv2d, Linear, LoraLayer
+    from peft.tuners.lora.layer import LoraVariant
+    from peft.tuners.lycoris_utils import LycorisLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+__all__ = [
+    "BaseTunerLayer",
+    "Conv2d",
+    "Linear",
+    "LoHaConfig",
+    "LoHaLayer",
+    "LoKrConfig",
+    "LoKrLayer",
+    "LoraConfig",
+    "LoraLayer",
+    "LoraVariant",
+    "LycorisLayer",
+    "PeftConfig",
+    "factorization",
+]

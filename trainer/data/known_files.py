@@ -1,0 +1,168 @@
+"""Remembers what was read of image files, so that a later start opens none that has not changed. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import PIL
+from pydantic import TypeAdapter
+
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.sections import DataConfig
+from trainer.data.colour import Profile
+from trainer.data.image_io import ImageFile, read_header
+from trainer.data.parquet_images import file_of, opened_image
+
+VERSION = 1
+"""Of what is remembered: raise it when `read_header` finds something else in the same file."""
+FOLDER = "images"
+"""In the cache that runs share."""
+COARSEST_NS = 2_000_000_000
+"""Coarsest time stamps of a file system, those of FAT. A file that was read earlier than this after its last change may
+have changed once more without another time stamp; git reads such files again too."""
+MOST_BYTES = 1 << 30
+
+
+class Stamp(NamedTuple):
+    """What changes with a file's content. Times are in nanoseconds; `changed` is when the inode changed (st_ctime),
+    which programs cannot set back."""
+
+    size: int
+    modified: int
+    changed: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> Stamp:
+        """The stamp of a file, or of the parquet file that the image is in. Raises OSError if there is none."""
+        status = file_of(path).stat()
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+
+class Header(NamedTuple):
+    """The fields of `ImageFile`."""
+
+    width: int
+    height: int
+    profile: Profile
+    has_frames: bool
+    is_turned: bool
+
+
+@dataclass(frozen=True)
+class Known:
+    """What was read of a file.
+
+    Attributes:
+        stamp: Of the file, before it was read.
+        read_at: Time of the first reading, nanoseconds.
+        header: Its header, if that was read.
+        digest: SHA-256 of its bytes, if those were read.
+    """
+
+    stamp: Stamp
+    read_at: int
+    header: Header | None = None
+    digest: str | None = None
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether the file cannot have changed after the reading without another stamp."""
+        return max(self.stamp.modified, self.stamp.changed) + COARSEST_NS < self.read_at
+
+
+_KNOWN = TypeAdapter(dict[str, tuple[Stamp, int, Header | None, str | None]])
+
+
+class KnownFiles:
+    """Image files by path. Whatever is wrong with the memory, only time is lost.
+
+    Args:
+        memory: Where it is kept; None: it is not.
+    """
+
+    def __init__(self, memory: Path | None = None) -> None:
+        self._memory = memory
+        self._saved = {} if memory is None else _read(memory)
+        self._found: dict[Path, Known] = {}
+        self._is_changed = False
+
+    @classmethod
+    def of(cls, cfg: DataConfig, cache: Path) -> KnownFiles:
+        """The images of a dataset. cache: the folder that runs share."""
+        folders = (cfg.path, *(folder.path for folder in cfg.folders), cfg.validation, cfg.regularization)
+        what = (VERSION, PIL.__version__, *folders, *cfg.companions.values(), cfg.questions)
+        name = hashlib.sha256("\x1f".join(map(str, what)).encode()).hexdigest()[:32]
+        return cls(cache / FOLDER / f"{name}.json")
+
+    def header(self, path: Path) -> ImageFile:
+        """The header, read only if it is not known. Raises InputError as `read_header`."""
+        known = self._current(path)
+        if known is None or known.header is None:
+            file = read_header(path)
+            header = Header(file.width, file.height, file.profile, file.has_frames, file.is_turned)
+            if known is not None:
+                self.add(path, replace(known, header=header))
+            return file
+        width, height, profile, has_frames, is_turned = known.header
+        return ImageFile(path, width, height, profile=profile, has_frames=has_frames, is_turned=is_turned)
+
+    def with_digest(self, path: Path) -> Known:
+        """What is known with its digest, which is read only if it is not known. Raises InputError if it cannot be."""
+        known = self._current(path)
+        try:
+            known = known or Known(Stamp.of(path), 0)
+            if known.digest is None:
+                with opened_image(path) as stream:
+                    known = replace(known, digest=hashlib.file_digest(stream, "sha256").hexdigest())
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror}); restore or remove it") from error
+        self.add(path, known)
+        return known
+
+    def digest(self, path: Path) -> str | None:
+        """The SHA-256 of its bytes, or None if that is not known; nothing is read."""
+        known = self._current(path)
+        return None if known is None else known.digest
+
+    def add(self, path: Path, known: Known) -> None:
+        """Remember what was read, here or on another rank."""
+        self._is_changed |= self._found.get(path) != known
+        self._found[path] = known
+
+    def save(self) -> None:
+        """Keep what was asked for since this object was made, if anything was read."""
+        if self._memory is None or not self._is_changed:
+            return
+        entries = {str(p): (k.stamp, k.read_at, k.header, k.digest) for p, k in self._found.items() if k.is_safe}
+        with contextlib.suppress(OSError):  # a full or read-only disk: the files are read again
+            files.make_private_if_new(self._memory.parent)
+            files.replace(self._memory, json.dumps(entries))
+            self._is_changed = False
+
+    def _current(self, path: Path) -> Known | None:
+        """What is known of the file as it is now, with empty fields if nothing is; None if there is no such file."""
+        try:
+            stamp = Stamp.of(path)
+        except OSError:
+            return None
+        known = self._found.get(path) or self._saved.get(str(path))
+        if known is None or known.stamp != stamp:
+            known = Known(stamp, time.time_ns())
+        self._found[path] = known
+        return known
+
+
+def _read(memory: Path) -> dict[str, Known]:
+    try:
+        stored = files.read_json(memory, _KNOWN, at_most=MOST_BYTES)
+    except (OSError, InputError):
+        return {}
+    return {path: known for path, entry in stored.items() if (known := Known(*entry)).is_safe}
