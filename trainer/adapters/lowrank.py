@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-<<<<<<< HEAD
 import torch.nn.functional as F
-from peft import LoraConfig
-from peft.tuners.lora import Conv2d, Linear, LoraLayer
-from peft.tuners.lora.layer import LoraVariant
-=======
->>>>>>> c37bae3deae25763268618c920ed1487911dfdf1
 from torch import Tensor, nn
 
 from trainer.adapters.engine import Conv2d, Linear, LoraConfig, LoraLayer, LoraVariant
