@@ -22,11 +22,20 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from tests.benchmarks import kernel_count
-from tests.benchmarks.kernel_count import DECODING, ELEMENTWISE, HOST, KINDS, PHASES, Kernel, StepCount, count_step
+from tests.benchmarks.kernel_count import (
+    DECODING,
+    ELEMENTWISE,
+    HOST,
+    KINDS,
+    PHASES,
+    Kernel,
+    StepCount,
+    count_step,
+    decided_by_plan,
+)
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.parallel.strategy import ring_share
-from trainer.plan import plan
 from trainer.plan.hardware import NETWORK, Card, named
 from trainer.plan.memory import describe
 from trainer.plan.sizes import sharding_of
@@ -167,13 +176,11 @@ def step_of(preset: Path, fields: Sequence[str]) -> Step:
     logging.disable(logging.WARNING)
     cfg = load_config(preset, tuple(fields)).config
     with tempfile.TemporaryDirectory() as cache:
-        planned = plan(cfg, None, Path(cache), print)
-        parallel = cfg.parallel.model_copy(update={"strategy": planned.strategy})
-        cfg = cfg.model_copy(update={"parallel": parallel})
+        cfg, need = decided_by_plan(cfg, Path(cache))
         count = count_step(cfg, Path(cache))
-    about = f"{describe(cfg)}, strategy {planned.strategy}, checkpointing {cfg.train.checkpointing}"
+    about = f"{describe(cfg)}, strategy {cfg.parallel.strategy}, checkpointing {cfg.train.checkpointing}"
     passes = f", {cfg.micro_steps} passes" if cfg.micro_steps > 1 else ""
-    return Step(preset.stem, about + passes, count, *received(cfg, count.sent), planned.need)
+    return Step(preset.stem, about + passes, count, *received(cfg, count.sent), need)
 
 
 def received(cfg: RunConfig, sent: Counter[str]) -> tuple[float, float]:

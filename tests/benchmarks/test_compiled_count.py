@@ -1,0 +1,50 @@
+"""The count of the kernels that torch.compile generates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.benchmarks.compiled_count import CountingCompiler, compiled_step_of, eager_bytes
+from tests.benchmarks.kernel_count import BACKWARD, ELEMENTWISE, FORWARD, Kernel, KernelCounter
+
+ROOT = Path(__file__).parents[2]
+ROWS, INNER, OUTER = 64, 32, 48
+
+
+def three_passes_and_a_product(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """Multiply, add, take the sine; then multiply by a matrix."""
+    return torch.sin(x * y + x) @ weight
+
+
+def test_three_pointwise_operations_are_one_kernel_that_reads_and_writes_once_and_products_are_not_counted() -> None:
+    compiler = CountingCompiler(KernelCounter(torch.device("cpu")))
+    inputs = [torch.randn(ROWS, INNER, requires_grad=True) for _ in range(2)]
+    weight = torch.randn(INNER, OUTER)
+    torch._dynamo.reset()
+    compiled = torch.compile(three_passes_and_a_product, backend=compiler)(*inputs, weight)
+    expected = three_passes_and_a_product(*inputs, weight)
+    gradients = [torch.autograd.grad(out.sum(), inputs) for out in (compiled, expected)]
+    numbers = 4 * ROWS * INNER
+    assert [(graph.phase, graph.kernels) for graph in compiler.graphs] == [
+        (FORWARD, (Kernel(FORWARD, ELEMENTWISE, "generated", 0, 2 * numbers + numbers),)),
+        # Two inputs and the gradient of the product's factor, which is read once; the gradients of both inputs.
+        (BACKWARD, (Kernel(BACKWARD, ELEMENTWISE, "generated", 0, 3 * numbers + 2 * numbers),)),
+    ]
+    assert torch.equal(compiled, expected)
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_a_kernel_that_reads_a_part_of_a_buffer_is_counted_with_that_part() -> None:
+    compiler = CountingCompiler(KernelCounter(torch.device("cpu")))
+    torch._dynamo.reset()
+    whole = torch.randn(ROWS, 4 * INNER)
+    torch.compile(lambda x: torch.sin(x[:, :INNER] * 2), backend=compiler)(whole)
+    torch.compile(lambda x: torch.softmax(x[:, :INNER] * 2, -1), backend=compiler)(whole)
+    moved = [[kernel.num_bytes for kernel in graph.kernels] for graph in compiler.graphs]
+    part = 4 * ROWS * INNER
+    assert moved[0] == [part + part]
+    assert sum(moved[1]) <= 2 * part + 2 * part + 4 * 4 * ROWS  # its maximum and its sum are one number a row
