@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import logging
 import sys
 import tempfile
@@ -157,23 +158,21 @@ def _kernel(node: Any, phase: str) -> Kernel | None:
 def _bytes(node: Any) -> int:
     """Return the bytes that a generated kernel reads and writes: of each buffer what its indices reach, once.
 
-    torch's own count takes a buffer whole where a fused kernel reads a part of it.
+    torch's own count takes a buffer whole where a fused kernel reads a part of it. What a kernel makes and only it
+    uses stays in registers.
     """
+    made = {dependency.name for dependency in node.read_writes.writes}
     inside = set(node.get_nodes())
-    total = 0
-    for dependencies in (node.read_writes.reads, node.read_writes.writes):
-        reached: Counter[str] = Counter()
-        for dependency in dependencies:
-            if _lasts(node, dependency.name, inside):
-                reached[dependency.name] += V.graph.get_dep_size_hint(dependency)
-        total += sum(min(found, V.graph.get_dep_size_hint(StarDep(name))) for name, found in reached.items())
-    return total
+    kept = {name for name in made if any(user.node not in inside for user in node.scheduler.name_to_buf[name].users)}
+    reads = [dependency for dependency in node.read_writes.reads if dependency.name not in made]
+    return _reached(reads) + _reached([write for write in node.read_writes.writes if write.name in kept])
 
 
-def _lasts(node: Any, name: str, inside: set[Any]) -> bool:
-    """Whether a buffer is one that other kernels read or have written, not a value inside of this kernel."""
-    buffer = node.scheduler.name_to_buf.get(name)
-    return buffer is None or any(user.node not in inside for user in buffer.users)
+def _reached(dependencies: Sequence[Any]) -> int:
+    reached: Counter[str] = Counter()
+    for dependency in dependencies:
+        reached[dependency.name] += V.graph.get_dep_size_hint(dependency)
+    return sum(min(found, V.graph.get_dep_size_hint(StarDep(name))) for name, found in reached.items())
 
 
 _PROPERTIES = SimpleNamespace(
@@ -291,13 +290,18 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.compiled_count")
     parser.add_argument("presets", nargs="*", default=PRESETS, help="names of presets")
     parser.add_argument("--fields", nargs="+", default=(), help="FIELD=VALUE that differ from the presets'")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each preset")
     options = parser.parse_args(argv)
     for name in options.presets:
         preset = ROOT / "presets" / f"{name}.yaml"
         with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
             eager = pool.submit(eager_bytes, preset, options.fields).result()
             step = pool.submit(compiled_step_of, preset, options.fields).result()
-        print(described(eager, step), flush=True)
+        if options.json:
+            found = {"preset": name, "eager": eager, "compiled": step.elementwise, "problem": step.problem}
+            print(json.dumps(found | {"graphs": [len(graph.kernels) for graph in step.graphs]}), flush=True)
+        else:
+            print(described(eager, step), flush=True)
     return 0
 
 
