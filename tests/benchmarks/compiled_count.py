@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch._dynamo.backends.registry import register_backend
 from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
+from torch._functorch import partitioners
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import compile_fx, config, ir, scheduler, utils
 from torch._inductor.codegen.common import (
@@ -214,6 +215,8 @@ def install() -> torch.device:
     utils.GPU_TYPES.append(device.type)
     scheduler.has_triton = lambda: True  # Triton compiles what is generated, and nothing is
     torch.accelerator.is_available = lambda: False  # Dynamo would trace the streams of the device
+    # Attention counts as random: what is saved for its dropout, which is off, is a few bytes on the host.
+    partitioners.has_recomputable_rng_ops = lambda graph: False
     # Both would compute on the device: one folds constants, which kernels have as numbers anyway, and the other
     # measures whether a matrix product is faster with padded sides.
     config.joint_graph_constant_folding = config.shape_padding = False
