@@ -29,10 +29,10 @@ ROOT = Path(__file__).parents[2]
 QUICK = ("flux2", "sdxl")
 slice_backward = torch.ops.aten.slice_backward
 MOST_ELEMENTWISE = {
-    "double, forward": 4_381_705_216,
-    "double, backward": 5_542_405_120,
-    "single, forward": 3_978_430_976,
-    "single, backward": 5_393_990_144,
+    "double, forward": 2_826_339_328,
+    "double, backward": 4_921_320_448,
+    "single, forward": 2_563_443_200,
+    "single, backward": 4_828_348_928,
 }
 """Bytes that elementwise passes over one block of FLUX.2 klein-4B read and write: 4608 tokens, 3072 wide, a LoRA of
 rank 16, without recompute and torch.compile. Lower them where a pass is saved."""
