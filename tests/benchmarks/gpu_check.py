@@ -58,6 +58,7 @@ PARTS = {
     "decode": Part("gpu_kernels:decode", 180),
     "klein": Part("gpu_steps:klein", 420),
     "compile": Part("gpu_steps:compiled", 450),
+    "starts": Part("gpu_steps:starts", 240),
     "blocks": Part("gpu_steps:blocks", 120),
     "memory": Part("gpu_plan:memory", 300),
     "ranks": Part("gpu_ranks:ranks", 240),

@@ -8,15 +8,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor, nn
 
 from tests.benchmarks.gpu_report import Place, Report, Row
+from trainer.models.parts.document_attention import begins_mask, document_begins, within_documents
+from trainer.parallel.attention import KERNELS, preferred
 from trainer.weights.quantization import FORMATS, decode_in_pieces
 
 TOKENS = 4608
@@ -30,6 +30,8 @@ LAYERS = {
     "dev double mlp": (36864, 6144),
 }
 TRIES, WARM_UP = 10, 3
+APART = 0.02
+"""Most that documents without a mask differ from masked ones, of the largest number: bf16 has 8 significant bits."""
 
 
 def matrices(place: Place, report: Report) -> None:
@@ -93,60 +95,62 @@ def copies(place: Place, report: Report) -> None:
 
 
 def attention(place: Place, report: Report) -> None:
-    """Each back-end of attention, forward and with backward; and what torch chooses by itself."""
+    """Each value of `train.attention`, forward and with backward; then the documents of packed rows."""
     shapes = {"klein": (1, 24, TOKENS, 128), "dev": (1, 48, TOKENS, 128), "text, causal": (1, 16, 4096, 128)}
-    backends = {
-        "flash": [SDPBackend.FLASH_ATTENTION],
-        "cuDNN": [SDPBackend.CUDNN_ATTENTION],
-        "efficient": [SDPBackend.EFFICIENT_ATTENTION],
-        "default": None,
-    }
     for name, shape in shapes.items():
         if place.tiny:
             shape = (*shape[:2], 64, 32)
-        is_causal = "causal" in name
-        for backend, allowed in backends.items():
-            label = f"attention {name}, {backend}"
-            with report.measuring(label):
-                try:
-                    _attend(label, shape, is_causal, None, allowed, place, report)
-                except RuntimeError as error:
-                    if allowed is None:
-                        raise
-                    report.add(_lacking(label, error))
-    # Documents of a packed row, separated by a dense mask.
-    batch, heads, length, size = (1, 16, 64, 32) if place.tiny else shapes["text, causal"]
-    documents = torch.arange(length, device=place.here) // (length // 8)
-    mask = (documents[:, None] == documents[None]).tril()[None, None]
-    with report.measuring("attention text, dense mask"):
-        _attend("attention text, dense mask", (batch, heads, length, size), False, mask, None, place, report)
+        for wanted in ("auto", *KERNELS):
+            label, said = f"attention {name}, {wanted}", list[str]()
+            with report.measuring(label), preferred(wanted, place.here, torch.bfloat16, print, said.append):
+                if said:
+                    report.add(Row(label, f"not on this device: {said[0][:120]}"))
+                else:
+                    _attend(label, shape, "causal" in name, place, report)
+    with report.measuring("attention text, documents"):
+        _documents((1, 16, 64, 32) if place.tiny else shapes["text, causal"], place, report)
 
 
-def _attend(
-    name: str,
-    shape: tuple[int, ...],
-    is_causal: bool,
-    mask: Tensor | None,
-    backends: list[SDPBackend] | None,
-    place: Place,
-    report: Report,
-) -> None:
-    query, key, value = (_random(*shape, place.here).requires_grad_() for _ in range(3))
-    gradient = torch.randn_like(query)
-
-    def forward() -> Tensor:
-        with sdpa_kernel(backends) if backends else nullcontext():
-            return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
-
-    def both() -> None:
-        torch.autograd.grad(forward(), (query, key, value), gradient)
-
-    of_forward, of_both = seconds(forward, place), seconds(both, place)
+def _attend(name: str, shape: tuple[int, ...], is_causal: bool, place: Place, report: Report) -> None:
+    inputs = [_random(*shape, place.here).requires_grad_() for _ in range(3)]
+    found = _forward_and_both(lambda: F.scaled_dot_product_attention(*inputs, is_causal=is_causal), inputs, place)
     batch, heads, length, size = shape
     flop = 4 * batch * heads * length * length * size * (0.5 if is_causal else 1)
-    rates = flop / of_forward / 1e12, 3.5 * flop / of_both / 1e12
-    figure = f"{of_forward * 1e3:.2f} ms forward ({rates[0]:.0f} TFLOP/s), {of_both * 1e3:.2f} ms both ({rates[1]:.0f})"
-    report.add(Row(name, figure, numbers={"forward_s": of_forward, "both_s": of_both}))
+    rates = flop / found["forward_s"] / 1e12, 3.5 * flop / found["both_s"] / 1e12
+    figure = f"{found['forward_s'] * 1e3:.2f} ms forward ({rates[0]:.0f} TFLOP/s), "
+    report.add(Row(name, f"{figure}{found['both_s'] * 1e3:.2f} ms both ({rates[1]:.0f})", numbers=found))
+
+
+def _documents(shape: tuple[int, ...], place: Place, report: Report) -> None:
+    """Eight documents of a packed row: without a mask of all pairs, and with one, which must give the same."""
+    length = shape[2]
+    documents = torch.arange(length) // (length // 8)
+    begins = begins_mask(document_begins(documents[None])).to(place.here)
+    mask = (documents[:, None] == documents[None]).tril()[None, None].to(place.here)
+    inputs = [_random(*shape, place.here).requires_grad_() for _ in range(3)]
+    ways: dict[str, Callable[[], Tensor]] = {
+        "without a mask": lambda: within_documents(nn.Identity(), *inputs, begins)[0].transpose(1, 2),
+        "with a mask": lambda: F.scaled_dot_product_attention(*inputs, mask),
+    }
+    outputs, texts, numbers = [], [], dict[str, float]()
+    for name, way in ways.items():
+        outputs.append(way().detach().float())
+        found = _forward_and_both(way, inputs, place)
+        numbers |= {f"{name}: {key}": value for key, value in found.items()}
+        texts.append(f"{name} {found['forward_s'] * 1e3:.2f} ms forward, {found['both_s'] * 1e3:.2f} ms both")
+    off = ((outputs[0] - outputs[1]).abs().max() / outputs[1].abs().max()).item()
+    figure = f"{'; '.join(texts)}; {off:.2%} apart"
+    report.add(Row("attention text, documents", figure, f"<= {APART:.0%}", off <= APART, numbers | {"off": off}))
+
+
+def _forward_and_both(forward: Callable[[], Tensor], inputs: list[Tensor], place: Place) -> dict[str, float]:
+    """Seconds of forward, and of forward and backward."""
+    gradient = torch.randn_like(forward())
+
+    def both() -> None:
+        torch.autograd.grad(forward(), inputs, gradient)
+
+    return {"forward_s": seconds(forward, place), "both_s": seconds(both, place)}
 
 
 def decode(place: Place, report: Report) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import subprocess
+import sys
 import time
 import warnings
 from collections import Counter
@@ -27,6 +29,8 @@ from trainer.metrics.memory import MemoryMeter
 from trainer.plan.calibration import Measured, keep, tells_speed
 from trainer.plan.cards import speed_of
 from trainer.plan.fixes import planned
+from trainer.run.compiler import FOLDER
+from trainer.run.process import worker_environment
 from trainer.train.loop import Trainer
 
 WARM_UP, STEPS = 3, 8
@@ -78,6 +82,7 @@ EAGER = {
     "selective": Variant(SELECTIVE),
     "offloaded": Variant({"parallel": {"strategy": "none", "offload_blocks": 1.0}}),
     "sharded": Variant(SHARDED),
+    "ddp": Variant({"parallel": {"strategy": "ddp"}}),
     "nf4": Variant({"quantize": {"format": "nf4"}}),
     "int8": Variant({"quantize": {"format": "int8"}}),
     "fp8": Variant({"quantize": {"format": "fp8"}}),
@@ -93,8 +98,10 @@ COMPILED = {
     "compiled, sharded": Variant({"train": {"compile": True}, **SHARDED}),
     "compiled, nf4": Variant({"train": {"compile": True}, "quantize": {"format": "nf4"}}),
 }
-LIMITS = {"plain": ("by hand", 1.03), "sharded": ("plain", 1.03)}
-"""{variant: (what it is compared with, how much longer it may take)}."""
+LIMITS = {"plain": ("by hand", 1.03), "sharded": ("plain", 1.03), "ddp": ("plain", 1.03)}
+"""{variant: (what it is compared with, how much longer it may take)}. One rank shards nothing and copies no weight."""
+LEAST_MFU = {"compiled": 0.45}
+"""{variant: the share of the GPU's operations that it must use}."""
 
 
 def klein(place: Place, report: Report) -> None:
@@ -122,6 +129,39 @@ def compiled(place: Place, report: Report) -> None:
             # klein-4B has two classes of blocks, and the input of the first block needs no gradient.
             figure = f"{graphs} graphs, {breaks} breaks"
             report.add(Row(f"{name}: graphs", figure, "2 or 3 graphs, 0 breaks", graphs in (2, 3) and not breaks))
+
+
+def starts(place: Place, report: Report) -> None:
+    """The first step of a compiled run, with an empty cache of kernels and with the one that it leaves."""
+    kernels = place.folder / "compiled-kernels"
+    shutil.rmtree(kernels, ignore_errors=True)
+    _bench(place, 1024)
+    found: dict[str, float] = {}
+    for cache in ("empty", "filled"):
+        with report.measuring(f"first compiled step, {cache} cache"):
+            argv = [sys.executable, "-m", "tests.benchmarks.gpu_steps", place.device, str(place.folder)]
+            argv += ["tiny"] * place.tiny
+            env = worker_environment() | {FOLDER: str(kernels)}
+            done = subprocess.run(
+                [*argv, *(["tiny"] * place.tiny)], env=env, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+            found[cache] = float(done.stdout.splitlines()[-1])
+            # Steps of a tiny model are not compiled to kernels.
+            is_less = place.tiny or found[cache] <= found["empty"]
+            limit = "" if cache == "empty" else "<= with an empty one"
+            figure, numbers = f"{found[cache]:.1f} s", {"first_s": found[cache]}
+            report.add(Row(f"first compiled step, {cache} cache", figure, limit, is_less, numbers))
+
+
+def first_step(place: Place) -> float:
+    """Seconds of the first step of a compiled run in this process."""
+    with _trainer(_bench(place, 1024), COMPILED["compiled"], place) as trainer:
+        began = time.perf_counter()
+        trainer.train_step()
+        place.synchronize()
+        return time.perf_counter() - began
 
 
 def blocks(place: Place, report: Report) -> None:
@@ -198,6 +238,10 @@ def _measure(name: str, variant: Variant, place: Place, report: Report) -> None:
         report.add(Row(name, _speed(found, variant, place), limit, waits <= MOST_WAITS, numbers=found))
         if name == "plain":
             _save(trainer, report)
+    used = _utilization(found, variant, place)
+    if name in LEAST_MFU and used is not None:
+        least = LEAST_MFU[name]
+        report.add(Row(f"{name}: MFU", f"{used:.1%}", f">= {least:.0%}", used >= least, numbers={"mfu": used}))
 
 
 def learn(cfg: RunConfig, found: Mapping[str, float], gpu: str, place: Place) -> None:
@@ -320,10 +364,16 @@ def _speed(found: Mapping[str, float], variant: Variant, place: Place) -> str:
     parts += [f"peak {found['peak'] / GIB:.2f} GiB", f"first step {found['first_s']:.1f} s"]
     parts += [f"{found['waits']:.0f} waits"] if "waits" in found else []
     parts += [f"{found['idle']:.1%} idle"] if "idle" in found else []
+    used = _utilization(found, variant, place)
+    return ", ".join(parts if used is None else [*parts, f"MFU {used:.1%}"])
+
+
+def _utilization(found: Mapping[str, float], variant: Variant, place: Place) -> float | None:
+    """The share of the device's operations that a step uses, where both are known."""
     peak = _peak_tflops(place)
-    if peak and variant.pixels == KLEIN_4B.pixels:
-        parts.append(f"MFU {variant.batch * KLEIN_4B_TFLOP / seconds / peak:.1%}")
-    return ", ".join(parts)
+    if not peak or variant.pixels != KLEIN_4B.pixels:
+        return None
+    return variant.batch * KLEIN_4B_TFLOP / found["together_s"] / peak
 
 
 def _compare(report: Report, place: Place) -> None:
@@ -341,3 +391,7 @@ def _peak_tflops(place: Place) -> float | None:
         return None
     speed = speed_of(torch.cuda.get_device_name())
     return speed.tflops if speed else None
+
+
+if __name__ == "__main__":
+    print(first_step(Place(sys.argv[1], "tiny" in sys.argv[3:], Path(sys.argv[2]))))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,8 @@ from trainer.config.schema import RunConfig
 from trainer.models import families
 from trainer.models.build import build_model
 from trainer.optim import scale_gradients
-from trainer.plan import fake_device
+from trainer.plan import fake_device, plan
+from trainer.plan.decide import decided
 from trainer.plan.memory_tracker import GATHERED, REDUCED, MemoryTracker, decoding, is_quantized, operations
 from trainer.plan.sizes import size_of
 from trainer.plan.trace import Sharded, on_this_machine, sharded_model
@@ -50,7 +51,7 @@ KINDS = (
 """Everything that is none of the others is an elementwise pass: sums and norms too."""
 SMALLEST = 64
 """A matrix product with a side of at most this length is a small one: of adapters, whose rank it is, or of one row."""
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"})
+_PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm"})
 # Operations without a kernel, though their result is a tensor of its own; views are known by their storage.
 _NO_KERNEL = frozenset({"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 # What they write over is not read.
@@ -147,6 +148,17 @@ class KernelCounter:
         self.device = device.type
         self.kernels: Counter[Kernel] = Counter()
         self.tracker = MemoryTracker(self.device, self.watch)
+        self._is_compiled = False
+
+    @contextmanager
+    def compiled(self, generated: Iterable[Kernel]) -> Iterator[None]:
+        """Inside, a compiled graph runs: its generated kernels take the place of its elementwise operations."""
+        self.kernels.update(generated)
+        self._is_compiled = True
+        try:
+            yield
+        finally:
+            self._is_compiled = False
 
     def watch(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count one operation. Its arguments are those of `fake_device.Watch`."""
@@ -159,12 +171,12 @@ class KernelCounter:
         if not any(tensor.device.type == self.device for tensor in tensors):
             return
         num_bytes = traffic(func, args, kwargs, out)
-        if num_bytes is None:
-            return
         kind = self._kind(func, tensors)
+        if num_bytes is None or (self._is_compiled and kind == ELEMENTWISE):
+            return
         if kind == HOST:
             num_bytes //= 2
-        name, flops = func._opname, operations(func, args, kwargs, out)
+        name, flops = func._opname, _flops(func, args, kwargs, out)
         launches = 2 if name in _PADS else _foreach_launches(args) if name.startswith(_FOREACH) else 1
         self.kernels[Kernel(self._phase(), kind, name, flops, num_bytes, launches)] += 1
 
@@ -208,15 +220,16 @@ class KernelCounter:
         return RECOMPUTE if is_forward or torch.is_grad_enabled() else BACKWARD
 
 
-def count_step(cfg: RunConfig, cache: Path) -> StepCount:
+def count_step(cfg: RunConfig, cache: Path, attach: Callable[[KernelCounter], str] | None = None) -> StepCount:
     """Count the second optimizer step of a run on rank 0, as it is without torch.compile.
 
     Args:
         cfg: The run's config, with `parallel.strategy` decided.
         cache: Folder shared by runs.
+        attach: Blocks are compiled by the backend that it names; it gets the counter. None: they are not compiled.
     """
     count, size = StepCount(), size_of(cfg)
-    with _counted_model(cfg, cache) as (sharded, counter):
+    with _counted_model(cfg, cache, attach) as (sharded, counter):
         sharded.average()
         sharded.one_pass(size, is_last=True)
         sharded.update()
@@ -231,6 +244,15 @@ def count_step(cfg: RunConfig, cache: Path) -> StepCount:
     return count
 
 
+def decided_by_plan(cfg: RunConfig, cache: Path) -> tuple[RunConfig, float]:
+    """Return the config with what is left to the plan, which knows no GPU and recomputes all that it may, and the bytes
+    of the GPU that it then takes."""
+    planned = plan(cfg, None, cache)
+    cfg = decided(cfg, planned.checkpointing, planned.offload_blocks)
+    parallel = cfg.parallel.model_copy(update={"strategy": planned.strategy})
+    return cfg.model_copy(update={"parallel": parallel}), planned.need
+
+
 def count_pass(cfg: RunConfig, cache: Path) -> StepCount:
     """Count forward and backward of a run's first step. The arguments are those of `count_step`."""
     count = StepCount()
@@ -240,10 +262,14 @@ def count_pass(cfg: RunConfig, cache: Path) -> StepCount:
 
 
 @contextmanager
-def _counted_model(cfg: RunConfig, cache: Path) -> Iterator[tuple[Sharded, KernelCounter]]:
-    cfg = on_this_machine(cfg.model_copy(update={"train": cfg.train.model_copy(update={"compile": False})}), cache)
-    family, device = families.make(cfg, cache), fake_device.install()
+def _counted_model(
+    cfg: RunConfig, cache: Path, attach: Callable[[KernelCounter], str] | None = None
+) -> Iterator[tuple[Sharded, KernelCounter]]:
+    device = fake_device.install()
     counter = KernelCounter(device)
+    changes = {"compile": False} if attach is None else {"compile": True, "compile_backend": attach(counter)}
+    cfg = on_this_machine(cfg.model_copy(update={"train": cfg.train.model_copy(update=changes)}), cache)
+    family = families.make(cfg, cache)
     with sharded_model(build_model(cfg, family), cfg, family, device, counter.watch) as sharded:
         counter.tracker = sharded.tracker
         yield sharded, counter
@@ -264,6 +290,12 @@ def _counted(sharded: Sharded, counter: KernelCounter, count: StepCount, times: 
     sharded.tracker.reset()
     yield
     count.add(StepCount(counter.kernels, sharded.tracker.sent), times)
+
+
+def is_elementwise(func: Any) -> bool:
+    """Whether an operation is neither a matrix product nor attention nor a convolution nor on quantized weights."""
+    name = func._opname
+    return not (is_quantized(func) or name in _PRODUCTS or "scaled_dot_product" in name or "convolution" in name)
 
 
 def traffic(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
@@ -292,6 +324,13 @@ def traffic(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
         read[_key(args[0])] = min(_bytes(args[0]), _bytes(outputs[0]))
     again = _bytes(args[0]) if name in _PADS else 0
     return sum(read.values()) + sum(written.values()) + again
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the floating-point operations. torch has no formula for products that are added to a tensor in place."""
+    if func._opname == "addmm_":
+        return operations(torch.ops.aten.addmm.default, args, kwargs, out)
+    return operations(func, args, kwargs, out)
 
 
 def _tensors(*values: Any) -> list[Tensor]:

@@ -22,11 +22,20 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from tests.benchmarks import kernel_count
-from tests.benchmarks.kernel_count import DECODING, ELEMENTWISE, HOST, KINDS, PHASES, Kernel, StepCount, count_step
+from tests.benchmarks.kernel_count import (
+    DECODING,
+    ELEMENTWISE,
+    HOST,
+    KINDS,
+    PHASES,
+    Kernel,
+    StepCount,
+    count_step,
+    decided_by_plan,
+)
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.parallel.strategy import ring_share
-from trainer.plan import plan
 from trainer.plan.hardware import NETWORK, Card, named
 from trainer.plan.memory import describe
 from trainer.plan.sizes import sharding_of
@@ -103,6 +112,10 @@ READING = """MFU counts forward and backward once: neither recomputed blocks nor
 computes again. What a rank receives is assumed to overlap with computing: the time is that of the slower of the two.
 `*`: by the plan, the run does not fit the card. Small matrix products have a side of at most 64: those of adapters,
 and those of one row."""
+COMPILING = """Elementwise bytes are given twice: eager, and with blocks that torch.compile compiles (in brackets the
+ratio), as `python -m tests.benchmarks.compiled_count` counts them: Inductor lowers each block for a GPU, its scheduler
+fuses, and the kernels that it would generate read and write each tensor once. What is outside of the blocks stays
+eager. All other columns are without torch.compile. `+`: torch.compile left a part of the blocks uncompiled."""
 LIMITS = """Also measured: {others}.
 
 The computed times are too low, for two reasons. The host launches kernels one after another and waits for the GPU a few
@@ -167,13 +180,32 @@ def step_of(preset: Path, fields: Sequence[str]) -> Step:
     logging.disable(logging.WARNING)
     cfg = load_config(preset, tuple(fields)).config
     with tempfile.TemporaryDirectory() as cache:
-        planned = plan(cfg, None, Path(cache), print)
-        parallel = cfg.parallel.model_copy(update={"strategy": planned.strategy})
-        cfg = cfg.model_copy(update={"parallel": parallel})
+        cfg, need = decided_by_plan(cfg, Path(cache))
         count = count_step(cfg, Path(cache))
-    about = f"{describe(cfg)}, strategy {planned.strategy}, checkpointing {cfg.train.checkpointing}"
+    about = f"{describe(cfg)}, strategy {cfg.parallel.strategy}, checkpointing {cfg.train.checkpointing}"
     passes = f", {cfg.micro_steps} passes" if cfg.micro_steps > 1 else ""
-    return Step(preset.stem, about + passes, count, *received(cfg, count.sent), planned.need)
+    return Step(preset.stem, about + passes, count, *received(cfg, count.sent), need)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the elementwise passes of a step with compiled blocks move.
+
+    Attributes:
+        num_bytes: Read and written.
+        is_partly: Whether torch.compile left a part of the blocks uncompiled.
+    """
+
+    num_bytes: int
+    is_partly: bool
+
+
+def compiled_of(preset: Path) -> Compiled:
+    """Count the elementwise passes of a preset's step with compiled blocks."""
+    from tests.benchmarks.compiled_count import compiled_step_of  # Inductor, which nothing else here needs
+
+    step = compiled_step_of(preset)
+    return Compiled(step.elementwise, bool(step.problem))
 
 
 def received(cfg: RunConfig, sent: Counter[str]) -> tuple[float, float]:
@@ -239,17 +271,19 @@ def rates() -> str:
     return RATES.format(shares=shares, memory=MEMORY_SHARE, nf4=NF4_BYTES_PER_S / 1e9, launch=LAUNCH_S * 1e6)
 
 
-def summary(steps: Sequence[Step], cards: Sequence[Card]) -> str:
-    """Return a row for each step."""
+def summary(steps: Sequence[Step], cards: Sequence[Card], compiled: Sequence[Compiled]) -> str:
+    """Return a row for each step. compiled: the same steps with compiled blocks."""
     names = " | ".join(f"{card.name}, s; MFU" for card in cards)
-    lines = [f"| | kernels | TFLOP | GB | elementwise, {cards[0].name} | {names} |"]
-    lines.append("|---" * (5 + len(cards)) + "|")
-    for step in steps:
+    lines = [f"| | kernels | TFLOP | GB | elementwise, {cards[0].name} | elementwise, GB: eager, compiled | {names} |"]
+    lines.append("|---" * (6 + len(cards)) + "|")
+    for step, with_blocks in zip(steps, compiled, strict=True):
         count = step.count
         share = computing_s(_elementwise(count), cards[0]) / computing_s(count, cards[0])
         cells = " | ".join(_time(step, card) for card in cards)
         sums = f"{count.launches:,} | {count.flops / 1e12:,.1f} | {count.num_bytes / 1e9:,.0f}"
-        lines.append(f"| {step.name} | {sums} | {share:.0%} | {cells} |")
+        moved = _elementwise(count).num_bytes
+        ratio = f"{moved / 1e9:,.0f}, {with_blocks.num_bytes / 1e9:,.0f} ({with_blocks.num_bytes / moved:.2f})"
+        lines.append(f"| {step.name} | {sums} | {share:.0%} | {ratio}{' +' * with_blocks.is_partly} | {cells} |")
     return "\n".join(lines)
 
 
@@ -273,8 +307,8 @@ def compared(steps: Sequence[Step], card: Card) -> str:
     return "\n".join(lines)
 
 
-def report(steps: Sequence[Step], measured: Sequence[Step], cards: Sequence[Card]) -> str:
-    """Return ROOFLINE.md. measured: the steps of MEASURED."""
+def report(steps: Sequence[Step], measured: Sequence[Step], cards: Sequence[Card], compiled: Sequence[Compiled]) -> str:
+    """Return ROOFLINE.md. measured: the steps of MEASURED. compiled: as in `summary`."""
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
     whole = computing_s(measured[0].count, cards[0])
     rest = whole - computing_s(_elementwise(measured[0].count), cards[0])
@@ -283,7 +317,8 @@ def report(steps: Sequence[Step], measured: Sequence[Step], cards: Sequence[Card
         f"Written by `python -m tests.benchmarks.roofline all` with {packages}. {ABOUT}",
         rates(),
         READING,
-        summary(steps, cards),
+        COMPILING,
+        summary(steps, cards, compiled),
         "## Against what was measured",
         "FLUX.2 klein-4B, steps in a row on one H100 on 2026-11-26 with torch 2.11 ([RESULTS.md](RESULTS.md#gpu)). "
         "At work: the step without the time in which the GPU was idle.",
@@ -308,8 +343,10 @@ def write_report(cards: Sequence[Card]) -> None:
     jobs = [(folder / f"{name}.yaml", ()) for name in PRESETS]
     jobs += [(folder / f"{PRESETS[0]}.yaml", measured.fields) for measured in MEASURED]
     with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1) as pool:
+        compiled = pool.map(compiled_of, [preset for preset, _ in jobs[: len(PRESETS)]])
         steps = list(pool.map(step_of, *zip(*jobs, strict=True)))
-    REPORT.write_text(report(steps[: len(PRESETS)], steps[len(PRESETS) :], cards), encoding="utf-8")
+        text = report(steps[: len(PRESETS)], steps[len(PRESETS) :], cards, list(compiled))
+    REPORT.write_text(text, encoding="utf-8")
     print(f"{REPORT}: written")
 
 

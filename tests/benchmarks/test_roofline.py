@@ -29,10 +29,10 @@ ROOT = Path(__file__).parents[2]
 QUICK = ("flux2", "sdxl")
 slice_backward = torch.ops.aten.slice_backward
 MOST_ELEMENTWISE = {
-    "double, forward": 4_381_705_216,
-    "double, backward": 5_542_405_120,
-    "single, forward": 3_978_430_976,
-    "single, backward": 5_393_990_144,
+    "double, forward": 2_826_339_328,
+    "double, backward": 4_921_320_448,
+    "single, forward": 2_563_443_200,
+    "single, backward": 4_828_348_928,
 }
 """Bytes that elementwise passes over one block of FLUX.2 klein-4B read and write: 4608 tokens, 3072 wide, a LoRA of
 rank 16, without recompute and torch.compile. Lower them where a pass is saved."""
@@ -104,12 +104,12 @@ def test_bytes_and_operations_of_a_layer_with_a_lora_are_those_counted_by_hand()
     weight, down, up = inputs * outputs, inputs * rank, rank * outputs
     by_hand = {
         (FORWARD, kernel_count.MATRIX): (1, x + weight + y, weight),
-        (FORWARD, kernel_count.SMALL): (2, (x + down + h) + (h + up + y), down + up),
-        (FORWARD, kernel_count.ELEMENTWISE): (2, (y + y) + (y + y + y), 0),  # the scale; the sum
+        (FORWARD, kernel_count.SMALL): (2, (x + down + h) + (h + up + y + y), down + up),  # the second adds
+        (FORWARD, kernel_count.ELEMENTWISE): (1, h + h, 0),  # the scale
         (BACKWARD, kernel_count.MATRIX): (1, y + weight + x, weight),
         # the gradients of B, of its input, of A, of the layer's input
         (BACKWARD, kernel_count.SMALL): (4, 2 * (y + h + up) + 2 * (h + x + down), 2 * (down + up)),
-        (BACKWARD, kernel_count.ELEMENTWISE): (2, (y + y) + (x + x + x), 0),
+        (BACKWARD, kernel_count.ELEMENTWISE): (2, (h + h) + (x + x + x), 0),
     }  # fmt: skip
     found = lora_layer(tokens, inputs, outputs, rank).by(lambda kernel: f"{kernel.phase}/{kernel.kind}")
     assert {tuple(name.split("/")): (of.launches, of.num_bytes, of.flops) for name, of in found.items()} == {
