@@ -156,7 +156,7 @@ def test_more_offloaded_blocks_never_need_more_memory_and_only_a_few_blocks_less
     saved = none - everything
     assert saved <= frozen_bytes(model_pass, blocks) / sharding.ranks * 1.01
     if sharding is ONE and blocks:
-        assert saved >= frozen_bytes(model_pass, blocks) - 2 * largest
+        assert saved >= frozen_bytes(model_pass, blocks) - 2 * largest - 1  # peaks are sums of fractions of a byte
 
 
 def test_what_is_offloaded_is_pinned_once_and_copied_twice_in_a_step_but_for_the_two_that_are_kept() -> None:
