@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks.processes import run_ranks_afresh
-from tests.benchmarks.step_time import PAIRS, Ratio, compare
+from tests.benchmarks.step_time import PAIRS, Ratio, compare_configs
 from tests.benchmarks.workload import KLEIN_SMALL, Bench, prepare
 from trainer.config.sections import ParallelConfig
 from trainer.distributed.world import World, connect
@@ -30,19 +30,12 @@ MODULE = "tests.benchmarks.quantized_time"
 
 def compare_with_bf16(world: World, bench: Bench, format: str, pairs: int = PAIRS) -> Ratio:
     """Steps on a base in this format against steps on one in bf16, sharded fully over the ranks. Collective."""
-    trainers = []
-    for value in (format, "none"):
-        cfg = bench.config(
-            train={"batch_size": world.size, "precision": "bf16"},
-            parallel={"device": "cpu", "devices": world.size, "strategy": "full"},
-            quantize={"format": value},
-        )
-        trainers.append(bench.trainer(f"{format}-{value}", cfg, world))
-    try:
-        return compare(trainers[0].train_step, trainers[1].train_step, world, pairs)
-    finally:
-        for trainer in trainers:
-            trainer.close()
+    train = {"batch_size": world.size, "precision": "bf16"}
+    parallel = {"device": "cpu", "devices": world.size, "strategy": "full"}
+    coded, plain = (
+        bench.config(train=train, parallel=parallel, quantize={"format": value}) for value in (format, "none")
+    )
+    return compare_configs(world, bench, format, (coded, plain), pairs)
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks.processes import run_ranks_afresh
-from tests.benchmarks.step_time import DTYPES, PAIRS, Ratio, compare
+from tests.benchmarks.step_time import DTYPES, PAIRS, Ratio, compare_configs
 from tests.benchmarks.workload import KLEIN_SMALL, Bench, prepare
 from trainer.config.sections import ParallelConfig
 from trainer.distributed.world import World, connect
@@ -29,16 +29,11 @@ MODULE = "tests.benchmarks.recompute_time"
 
 def compare_with_keeping(world: World, bench: Bench, checkpointing: str, precision: str, pairs: int = PAIRS) -> Ratio:
     """Steps with this `train.checkpointing` against steps with none, on one rank."""
-    trainers = []
-    for value in (checkpointing, "none"):
-        train = {"batch_size": 1, "precision": precision, "checkpointing": value}
-        cfg = bench.config(train=train, parallel={"device": "cpu", "strategy": "none"})
-        trainers.append(bench.trainer(f"{checkpointing}-{precision}-{value}", cfg, world))
-    try:
-        return compare(trainers[0].train_step, trainers[1].train_step, world, pairs)
-    finally:
-        for trainer in trainers:
-            trainer.close()
+    train, parallel = {"batch_size": 1, "precision": precision}, {"device": "cpu", "strategy": "none"}
+    again, kept = (
+        bench.config(train={**train, "checkpointing": value}, parallel=parallel) for value in (checkpointing, "none")
+    )
+    return compare_configs(world, bench, f"{checkpointing}-{precision}", (again, kept), pairs)
 
 
 def main() -> int:

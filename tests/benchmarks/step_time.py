@@ -21,12 +21,13 @@ from pathlib import Path
 
 import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
-from peft import LoraConfig
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from tests.benchmarks import bare_loop
+from tests.benchmarks.bare_loop import DTYPES, training_step
 from tests.benchmarks.processes import run_ranks_afresh
 from tests.benchmarks.workload import KLEIN_SMALL, Bench, prepare
+from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig
 from trainer.data.image_source import EncodedData
 from trainer.distributed.world import World, connect
@@ -35,8 +36,6 @@ from trainer.models.objectives import Batch
 
 PAIRS = 11
 WARM_UP = 3
-RANK = 16
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LIMITS = {1: 1.03, 2: 1.05}
 """Largest ratio, by number of ranks."""
 MODULE = "tests.benchmarks.step_time"
@@ -85,6 +84,18 @@ def compare(ours: Step, by_hand: Step, world: World, pairs: int = PAIRS) -> Rati
     )
 
 
+def compare_configs(
+    world: World, bench: Bench, name: str, cfgs: tuple[RunConfig, RunConfig], pairs: int = PAIRS
+) -> Ratio:
+    """Compare steps of two trainers in this process, the first with the second. Collective. name: of their folders."""
+    trainers = [bench.trainer(f"{name}-{number}", cfg, world) for number, cfg in enumerate(cfgs)]
+    try:
+        return compare(trainers[0].train_step, trainers[1].train_step, world, pairs)
+    finally:
+        for trainer in trainers:
+            trainer.close()
+
+
 def _time(step: Step, world: World) -> Seconds:
     cpu, wall = time.process_time(), time.perf_counter()
     step()
@@ -129,25 +140,7 @@ def hand_written(bench: Bench, data: EncodedData, world: World, precision: str, 
 
     def step() -> float:
         batch = next(batches)
-        latents = batch["latents"].flatten(2).transpose(1, 2)
-        noise = torch.randn_like(latents)
-        sigma = torch.sigmoid(torch.randn(1, device=world.device))
-        noisy = (1 - sigma) * latents + sigma * noise
-        with autocast:
-            prediction = model(
-                hidden_states=noisy.to(dtype),
-                encoder_hidden_states=batch["prompt_embeds"].to(dtype),
-                timestep=sigma.to(dtype),
-                guidance=None,
-                return_dict=False,
-                **positions,
-            )[0]
-        loss = nn.functional.mse_loss(prediction.float(), noise - latents)
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
+        return training_step(model, optimizer, parameters, batch, positions, dtype, autocast).item()
 
     return step
 
@@ -160,14 +153,8 @@ def _batches(data: EncodedData, world: World) -> list[Batch]:
 
 def lora_model(bench: Bench, dtype: torch.dtype) -> Flux2Transformer2DModel:
     """The transformer as diffusers loads it, frozen in `dtype`, with fp32 adapters on the layers that we adapt."""
-    model = Flux2Transformer2DModel.from_pretrained(bench.model, subfolder="transformer", torch_dtype=dtype)
-    model.requires_grad_(False)
     targets = "|".join(f"(?:{pattern})" for pattern in Flux2.adapter_targets["transformer"])
-    model.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets))
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    return model
+    return bare_loop.lora_model(bench.model, targets, dtype)
 
 
 def shard(model: Flux2Transformer2DModel, dtype: torch.dtype) -> None:

@@ -51,7 +51,7 @@ class _Added(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: Tensor, narrow: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(narrow, up)
-        # Detached twice: neither what is returned nor what is written to may be known as a view of the input.
+        # Detached: what is returned must not be known as the input itself.
         added = result.detach()
         added.view(-1, added.shape[-1]).addmm_(narrow.reshape(-1, narrow.shape[-1]), up.T)
         return added

@@ -148,7 +148,7 @@ class KnownFiles:
             self._is_changed = False
 
     def _current(self, path: Path) -> Known | None:
-        """What is known of the file as it is now, with empty fields if nothing is; None if there is no such file."""
+        """What was read of the file in its present state, with empty fields if nothing was; None if it is missing."""
         try:
             stamp = Stamp.of(path)
         except OSError:

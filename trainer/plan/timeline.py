@@ -48,6 +48,11 @@ class Sharding:
     is_reduced_each_pass: bool = False
     optimizer_bytes: float = 8.0
 
+    @property
+    def gathers_frozen(self) -> bool:
+        """Whether FSDP gathers frozen weights: in a group of one rank only those that `offload` keeps on the host."""
+        return self.is_sharded and (self.ranks > 1 or self.offload)
+
 
 @dataclass
 class Memory:
@@ -213,8 +218,8 @@ def least(model_pass: ModelPass, sharding: Sharding) -> Memory:
     if not sharding.offload:
         away = [sizes[unit].frozen for unit in _offloaded(model_pass, sharding.offload_blocks)]
         if len({mark.unit for mark in model_pass.marks if mark.moment == "forward"}) == len(sizes):
-            gathers_once = sharding.is_sharded and sharding.ranks > 1 and sharding.reshard is not True
-            again = 1 if gathers_once else 2  # of all but the block that stays
+            is_kept = sharding.gathers_frozen and sharding.reshard is not True
+            again = 1 if is_kept else 2  # of all but the block that stays
             memory.copied = float(sharding.passes * again * (sum(away) - max(away, default=0)))
         held = sum(size.shard for size in sizes) - sum(away)
         memory.peak = held + sharding.optimizer_bytes * sum(size.trained for size in sizes)
@@ -244,10 +249,10 @@ class _Simulation:
         trained = sum(sizes.trained for sizes in self.sizes)
         self.offloaded = () if sharding.offload else _offloaded(model_pass, sharding.offload_blocks)
         self.numbers = {unit: number for number, unit in enumerate(self.offloaded)}
-        again = not sharding.is_sharded or sharding.ranks == 1 or sharding.reshard is True
+        self.moves_outside = not sharding.gathers_frozen
+        again = self.moves_outside or sharding.reshard is True
         self.residence = Residence(len(self.offloaded), again) if self.offloaded else None
         self.trains = any(mark.moment == "backward" for mark in model_pass.marks)
-        self.moves_outside = not sharding.is_sharded or sharding.ranks == 1  # FSDP leaves frozen weights alone
         self.at_work: int | None = None  # in backward, outside of FSDP
         offloaded = [self.sizes[unit] for unit in self.offloaded]
         resident = {
@@ -590,8 +595,8 @@ def _sizes(parameters: tuple[Parameter, ...], sharding: Sharding) -> _Sizes:
             transient = max(transient, grains(numbers * p.stored) if sharding.offload else 0)
         elif sharding.offload:
             inputs += p.count * grains(numbers * p.stored)
-        if ranks == 1 and not sharding.offload and not p.is_trained and p.stored == p.gathered:
-            continue  # FSDP leaves it alone
+        if not sharding.gathers_frozen and not p.is_trained and p.stored == p.gathered:
+            continue
         buffer += p.count * ranks * numbers * p.gathered
         whole += p.count * grains(ranks * numbers * p.gathered)
         if sharding.reshard and sharding.reshard is not True:

@@ -466,9 +466,8 @@ class CausalLM(TextFamily):
 
     def _attends_within(self, batch: Batch) -> bool:
         """Whether rows are attended to by documents, instead of with a mask."""
-        documents, length = batch["documents"], batch["documents"].shape[1]
-        can = can_attend(documents.device, COMPUTE_DTYPE[self._precision], self._is_compiled)
-        return can and self._keeps_apart and length > 1
+        can = can_attend(batch["documents"].device, COMPUTE_DTYPE[self._precision], self._is_compiled)
+        return can and self._keeps_apart
 
     @cached_property
     def _keeps_apart(self) -> bool:

@@ -7,6 +7,7 @@ reads that; elsewhere each document is attended to by itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,15 +20,20 @@ NAME = "within_documents"
 MASKED = "sdpa"
 
 
+def is_first(documents: Tensor) -> Tensor:
+    """Whether a token is the first of its document in its row, (B, L). documents: (B, L) index of each one's."""
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return begins
+
+
 def document_begins(documents: Tensor) -> Tensor:
     """Return where documents begin in rows one after the other, with the end of the last: (documents + 1,) int32.
 
     Args:
         documents: (B, L) index of the document of each token; the padding of a row counts as one. On the CPU.
     """
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    starts = begins.flatten().nonzero().flatten()
+    starts = is_first(documents).flatten().nonzero().flatten()
     return torch.cat([starts, torch.tensor([documents.numel()])]).int()
 
 
@@ -95,9 +101,8 @@ def within_documents(
     begins = attention_mask.flatten()
     rows, heads, length, _ = query.shape
     if query.device.type == "cpu":
-        items = enumerate(zip(query, key, value, strict=True))
-        done = [_row(*tensors, begins, at * length, scaling, sliding_window) for at, tensors in items]
-        return torch.stack(done).transpose(1, 2).contiguous(), None
+        found_rows = _by_document(query, key, value, begins.tolist(), scaling, sliding_window)
+        return found_rows.transpose(1, 2).contiguous(), None
     key, value = _repeated(key, heads), _repeated(value, heads)
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     window = -1 if sliding_window is None else sliding_window - 1
@@ -128,21 +133,21 @@ def varlen(
     return attended
 
 
-def _row(
-    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, first: int, scale: float | None, window: int | None
+def _by_document(
+    query: Tensor, key: Tensor, value: Tensor, begins: Sequence[int], scale: float | None, window: int | None
 ) -> Tensor:
-    """Attend within each document of a row, (H, L, D). first: number of the row's first token."""
-    end = first + query.shape[1]
-    places = [place - first for place in begins.tolist() if first <= place <= end]
-    parts = []
-    for begin, until in pairwise(places):
-        q, k, v = (tensor[None, :, begin:until] for tensor in (query, key, value))
-        mask = _band(until - begin, window) if window is not None and until - begin > window else None
-        is_causal, is_grouped = mask is None, key.shape[0] != query.shape[0]
-        parts.append(
-            F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped)[0]
+    """Attend within each document by itself. The tensors are those of `within_documents`; returns (B, H, L, D)."""
+    length, is_grouped = query.shape[2], key.shape[1] != query.shape[1]
+    parts: list[list[Tensor]] = [[] for _ in query]
+    for begin, until in pairwise(begins):
+        row, first, count = begin // length, begin % length, until - begin  # no document goes on in the next row
+        q, k, v = (tensor[row : row + 1, :, first : first + count] for tensor in (query, key, value))
+        mask = _band(count, window) if window is not None and count > window else None
+        attended = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
         )
-    return torch.cat(parts, dim=1)
+        parts[row].append(attended)
+    return torch.cat([torch.cat(row, dim=2) for row in parts])
 
 
 def _band(length: int, window: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.errors import InputError, not_one_of
+from trainer.models.parts.document_attention import is_first
 from trainer.models.parts.language_configs import causal_class
 from trainer.rng import SampleRng
 
@@ -118,9 +119,7 @@ def restarting_positions(documents: Tensor) -> Tensor:
     Where positions restart, transformers' attention stays within a document, also with sliding windows.
     """
     steps = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return steps - torch.where(begins, steps, 0).cummax(dim=1).values
+    return steps - torch.where(is_first(documents), steps, 0).cummax(dim=1).values
 
 
 @torch.no_grad()
