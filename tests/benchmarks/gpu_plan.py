@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,19 +99,28 @@ CASE_S = 240
 def memory(place: Place, report: Report) -> None:
     """Every case, each in a process of its own."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        outcomes = {name: pool.submit(_in_process, name, place, worker_environment()) for name in CASES}
+        outcomes = {name: pool.submit(in_process, "gpu_plan", name, place, worker_environment()) for name in CASES}
         for name, outcome in outcomes.items():
             with report.measuring(name):
                 report.add(_row(name, outcome.result(), place))
 
 
-def _in_process(name: str, place: Place, env: Mapping[str, str]) -> dict[str, float]:
-    argv = [sys.executable, "-m", "tests.benchmarks.gpu_plan", name, place.device, str(place.folder / "cache")]
+def in_process(module: str, name: str, place: Place, env: Mapping[str, str]) -> dict[str, float]:
+    """Run a case in a process of its own. Returns its figures.
+
+    Args:
+        module: Of this folder: a program that takes the name of a case, a device and a folder.
+        env: Its environment.
+
+    Raises:
+        RuntimeError: The program failed. The message is the line that says why.
+    """
+    argv = [sys.executable, "-m", f"tests.benchmarks.{module}", name, place.device, str(place.folder / "cache")]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=CASE_S, cwd=ROOT, env=env)
     if done.returncode:
         print(done.stdout, done.stderr, sep="\n", flush=True)
         if "CUDA error" in done.stderr and "CUDA_LAUNCH_BLOCKING" not in env:  # once more, to see which kernel it was
-            return _in_process(name, place, env | {"CUDA_LAUNCH_BLOCKING": "1"})
+            return in_process(module, name, place, env | {"CUDA_LAUNCH_BLOCKING": "1"})
         lines = [line for line in done.stderr.splitlines() if "Error" in line]
         raise RuntimeError((lines or ["no output"])[0])
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -150,6 +159,20 @@ def measure(case: Case, device: str, cache: Path) -> dict[str, float]:
 
 def _run(cfg: RunConfig, device: torch.device, cache: Path) -> float:
     """Seconds of the last step."""
+    seconds = 0.0
+    with stepping(cfg, device, cache) as step:
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds = time.perf_counter() - began
+    return seconds
+
+
+@contextmanager
+def stepping(cfg: RunConfig, device: torch.device, cache: Path) -> Iterator[Callable[[], None]]:
+    """Build a run's model with random weights; what it yields trains it for a step."""
     family, size = families.make(cfg, cache), size_of(cfg)
     built = build_model(cfg, family)
     strategy: Strategy = cfg.parallel.strategy  # type: ignore[assignment]
@@ -160,9 +183,8 @@ def _run(cfg: RunConfig, device: torch.device, cache: Path) -> float:
         _fill(built.module)
         offload(built.module, chosen, family, device)
         optimizer = make_optimizer(list(built.trainables.values()), cfg.optim)
-        seconds = 0.0
-        for _ in range(STEPS):
-            began = time.perf_counter()
+
+        def step() -> None:
             batch = batch_of(family, size, torch.bfloat16, device)
             if (
                 documents := batch.get("documents")
@@ -171,10 +193,8 @@ def _run(cfg: RunConfig, device: torch.device, cache: Path) -> float:
             family.loss(built.module, batch, SampleRng(0, tuple(range(size.batch)), device)).total.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds = time.perf_counter() - began
-    return seconds
+
+        yield step
 
 
 def _fill(model: nn.Module) -> None:
