@@ -163,6 +163,16 @@ def test_full_fine_tuning_in_bf16_is_bit_for_bit_the_same_with_frozen_parameters
     assert difference(sharded.weights, one.weights) == 0
 
 
+def test_a_lora_in_bf16_is_bit_for_bit_the_same_where_all_that_it_trains_is_one_group(pictures: Path) -> None:
+    changes = {"model__family": "sdxl", "train__steps": 2}
+    one, grouped = (
+        outcome(pictures, "lora", f"grouped-{strategy}", changes | {"parallel__strategy": strategy})
+        for strategy in ("none", "ddp")
+    )
+    assert grouped.grad_norms == one.grad_norms
+    assert difference(grouped.weights, one.weights) == 0
+
+
 def test_layers_compute_in_bf16_while_masters_and_gradients_stay_fp32(pictures: Path, adapter: str) -> None:
     cfg = run_config(pictures, adapter__type=adapter, **BF16)
     trainer = Trainer(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
@@ -15,13 +16,18 @@ from tests.runs import Outcome, alone, make_pictures, make_run, run_config, trai
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig
 from trainer.distributed.world import World
+from trainer.models import families
+from trainer.models.build import build_model, shard_model
 from trainer.parallel.mesh import device_mesh, resolve_strategy
 from trainer.parallel.parallelize import blocks_of, shard_units
 from trainer.parallel.replicas import check_reduced, diverged
+from trainer.parallel.strategy import Strategy
 from trainer.run.folder import RunDir
 from trainer.train.loop import Trainer
 
 GIB = 2**30
+BLOCKS = 3
+"""Of the tests' FLUX.2."""
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +49,31 @@ def test_a_rank_holds_its_share_of_the_parameters(pictures: Path, ranks: int, mo
 def test_copies_hold_everything(pictures: Path) -> None:
     for found in outcomes(pictures, 2, "copies", parallel__strategy="ddp"):
         assert found.local_bytes == found.full_bytes
+
+
+def groups_of(world: World, cfg: RunConfig) -> int:
+    """How many groups of parameters FSDP makes of a model."""
+    family = families.make(cfg, Path(cfg.data.path).parent / "cache")
+    strategy: Strategy = cfg.parallel.strategy  # type: ignore[assignment]
+    model = build_model(cfg, family).module
+    shard_model(model, cfg, family, strategy, device_mesh(cfg.parallel, world, strategy))
+    return sum(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 1),
+        ({"train__precision": "bf16"}, 1),
+        ({"quantize__format": "nf4", "train__precision": "bf16"}, 1),
+        ({"parallel__strategy": "full"}, BLOCKS + 1),
+        ({"model__train": {"transformer": "full"}, "adapter__type": "none"}, BLOCKS + 1),
+        ({"parallel__strategy": "hybrid", "parallel__shard_size": 1}, 1),
+    ],
+)
+def test_copies_that_train_little_are_one_group(pictures: Path, fields: dict[str, Any], expected: int) -> None:
+    changes = {"parallel__devices": 2, "parallel__strategy": "ddp"} | fields
+    assert run_ranks(2, groups_of, run_config(pictures, **changes)) == [expected] * 2
 
 
 class Copied(TorchDispatchMode):

@@ -103,6 +103,23 @@ def test_what_was_allocated_on_an_h100_was_planned_within_half_a_percent(
     assert planned(model, *fields).training.peak / GIB == pytest.approx(gib, rel=0.005)
 
 
+@pytest.mark.parametrize(
+    ("fields", "mib"),
+    [
+        ((), 9367.2),
+        (("adapter.rank=256",), 14091.5),
+        (("adapter.rank=128", "train.batch_size=8"), 12357.4),
+        (("parallel.devices=1", "parallel.nodes=2", "parallel.rendezvous=first:29500"), 9322.7),
+    ],
+)
+def test_copies_that_train_little_hold_what_a_traced_step_held(fields: tuple[str, ...], mib: float) -> None:
+    """Traced on 2026-11-27 (DECISIONS 189): one group, whose gradients wait for the root; a group of each block."""
+    usual = ("parallel.devices=2", "parallel.strategy=ddp", "train.batch_size=2", "train.checkpointing=full")
+    given = {field.partition("=")[0] for field in fields}
+    kept = [field for field in usual if field.partition("=")[0] not in given]
+    assert planned("flux2 klein-4b", *kept, *fields).training.peak / 2**20 == pytest.approx(mib, rel=0.003)
+
+
 def test_the_bytes_that_are_gathered_are_those_of_the_model_twice_but_the_root() -> None:
     found = planned("flux2 dev", "train.checkpointing=full")
     assert found.received / GIB == pytest.approx(0.75 * (120.4 - 1.52 + 0.37), rel=0.01)

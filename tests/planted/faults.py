@@ -83,11 +83,25 @@ FAULTS = (
     ),
     _fault(
         "packed documents see each other",
-        "trainer/models/parts/next_token.py",
+        "trainer/models/parts/document_attention.py",
         "begins[:, 1:] = documents[:, 1:] != documents[:, :-1]",
         "begins[:, 1:] = False",
         "train/test_language_models.py",
         "models/test_causal_models.py",
+    ),
+    _fault(
+        "blocks without a group of their own sum gradients in another order",
+        "trainer/parallel/parallelize.py",
+        "        return method(*_summed_alone(args), **_summed_alone(kwargs))\n",
+        "        return method(*args, **kwargs)\n",
+        "parallel/test_mixed_precision.py",
+    ),
+    _fault(
+        "the plan forgets gradients that wait for the root",
+        "trainer/plan/timeline.py",
+        "            self.waiting[self.groups.roots[unit]] += self.groups.computed[unit]\n",
+        "            self.waiting[self.groups.roots[unit]] += 0\n",
+        "plan/test_timeline.py",
     ),
     # The loop
     _fault(

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 STEPS = 6
 PRECISIONS = ("bf16", "fp32")
 EVERY_RUN = (f"train.steps={STEPS}", "parallel.devices=1", "parallel.strategy=none", "optim.lr=1e-3")
+EVERY_RUN += ("train.compile=false",)  # compiling takes half a minute of each start
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,19 @@ def test_bf16_trains_with_almost_the_losses_of_fp32(run: Run, plain: Trained) ->
     losses = run("bf16", "train.precision=bf16").losses
     assert losses == pytest.approx(plain.losses, rel=0.1)
     assert losses != plain.losses
+
+
+@pytest.mark.parametrize("preset", ["fox.yaml", "words.yaml"])
+def test_compiled_blocks_train_with_the_losses_of_uncompiled_ones(
+    folder: Path, run: Run, device: str, preset: str
+) -> None:
+    rows = (write_rows(folder, f"rows-{preset}", [{"messages": talk(number)} for number in range(24)]),)
+    changes = (*rows, "data.chat_template=chatml") if preset == "words.yaml" else ()
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    compiling = ("train.compile=true", f"train.compile_backend={backend}")
+    uncompiled = run(f"uncompiled-{preset}", *changes, preset=preset)
+    compiled = run(f"compiled-{preset}", *changes, *compiling, preset=preset)
+    assert compiled.losses == pytest.approx(uncompiled.losses, rel=1e-4)
 
 
 @pytest.mark.parametrize("adapter", ["dora", "loha", "lokr", "diag-oft", "boft"])

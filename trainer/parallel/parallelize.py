@@ -26,7 +26,7 @@ from trainer.parallel.compile import compile_blocks, for_class
 from trainer.parallel.fsdp_rules import entries
 from trainer.parallel.older_fsdp import let_bytes_be_sharded
 from trainer.parallel.recompute import recompute_all, recompute_cheap
-from trainer.parallel.strategy import Strategy, reshard_after_forward
+from trainer.parallel.strategy import Strategy, is_little, reshard_after_forward
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -99,8 +99,13 @@ def parallelize(
             module.register_forward_hook(_own_storage)
     if mesh is None:
         return model
-    shard_units(model, units, mesh, reshard_after_forward(parallel, strategy), dtype, offload_policy(parallel))
-    prefetch(units, parallel.prefetch_forward, parallel.prefetch_backward)
+    groups = units
+    if parallel.nodes == 1 and not parallel.cpu_offload and trains_little(model, mesh, dtype):
+        groups = []
+        for unit in units:
+            unit.forward = for_class(type(unit), _on_own_inputs(unit.forward))
+    shard_units(model, groups, mesh, reshard_after_forward(parallel, strategy), dtype, offload_policy(parallel))
+    prefetch(groups, parallel.prefetch_forward, parallel.prefetch_backward)
     for module, method in registered:
         register_fsdp_forward_method(module, method)
     return model
@@ -144,6 +149,22 @@ def whole_weights(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> set
         return set()
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     return {p for p in frozen if dtype in (torch.float32, p.dtype) or not p.is_floating_point()}
+
+
+def trains_little(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> bool:
+    """Whether the ranks share all that a model trains as one group: its frozen weights stay outside of FSDP, and its
+    gradients are few.
+
+    A group of each block would reduce while backward goes on, which saves less than its own work in every block costs
+    the host: on an H200, eagerly, a step of a LoRA of FLUX.2 klein-4B took 0.276 s with 26 groups, 0.221 s with one and
+    0.217 s without any.
+
+    Args:
+        model: The model.
+        mesh, dtype: As in `whole_weights`.
+    """
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return is_little(trained) and bool(whole_weights(model, mesh, dtype))
 
 
 def _own_storage(unit: nn.Module, arguments: Any, output: Any) -> Any:
@@ -241,6 +262,15 @@ def _on_copies(unit: nn.Module, modules: Sequence[nn.Module], dtype: torch.dtype
     def run(*args: Any, **kwargs: Any) -> Any:
         copies = {path: parameters[name].to(dtype) for path, (parameters, name) in slots.items()}  # type: ignore[union-attr]
         return functional_call(body, copies, _summed_alone(args), _summed_alone(kwargs), tie_weights=False)
+
+    return run
+
+
+def _on_own_inputs(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a unit's forward that FSDP does not: its inputs are nodes of their own in the graph, as there."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return method(*_summed_alone(args), **_summed_alone(kwargs))
 
     return run
 

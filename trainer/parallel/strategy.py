@@ -18,6 +18,10 @@ Strategy = Literal["full", "grad_op", "hybrid", "ddp", "none"]
 RESIDENT_SHARE = 0.6
 # Bytes per trained parameter: fp32 master, its gradient and two moments of AdamW.
 TRAINED_BYTES = 16
+REDUCED_BYTES = 4
+"""Per gradient, in fp32 whatever computes."""
+LITTLE = 2**30
+"""Most bytes of gradients that are reduced together at the end of a backward: over PCIe they take 0.1 s."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,11 @@ def expected(
         gathered=0.0 if strategy == "none" else whole,
         sent=inside + between,
     )
+
+
+def is_little(trained: int) -> bool:
+    """Whether so many trained numbers are reduced at once, where each rank has the whole model."""
+    return trained * REDUCED_BYTES <= LITTLE
 
 
 def ring_share(ranks: int) -> float:

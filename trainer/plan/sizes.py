@@ -71,6 +71,7 @@ def sharding_of(cfg: RunConfig, strategy: Strategy) -> Sharding:
     return Sharding(
         ranks=ranks,
         replicas=parallel.world_size // ranks,
+        is_one_node=parallel.nodes == 1,
         is_sharded=strategy != "none",
         reshard=reshard_after_forward(parallel, strategy),
         offload=parallel.cpu_offload,

@@ -7,13 +7,14 @@ computes; the buffer in which a block's gradients are reduced is held until the 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 
 from trainer.parallel.offload_order import Direction, Residence, offloaded_blocks
+from trainer.parallel.strategy import REDUCED_BYTES, is_little
 from trainer.plan.steps import ModelPass, Moment, Parameter, grains
 from trainer.run.allocator import pinned_bytes
 
@@ -25,6 +26,7 @@ class Sharding:
     Attributes:
         ranks: Ranks that share a copy of the model.
         replicas: Copies of the model.
+        is_one_node: Whether all ranks are on one node.
         is_sharded: Whether FSDP wraps the model.
         reshard: Whether blocks are freed after forward, or the number of ranks over which they are kept.
         offload: Whether weights and optimizer state are in host memory.
@@ -38,6 +40,7 @@ class Sharding:
 
     ranks: int = 1
     replicas: int = 1
+    is_one_node: bool = True
     is_sharded: bool = True
     reshard: bool | int = True
     offload: bool = False
@@ -152,8 +155,6 @@ class _Sizes:
     frozen_pinned: int
 
 
-REDUCED_BYTES = 4
-"""Gradients are reduced in fp32."""
 DIFFERENT_PASSES = 4
 """Passes of a step that differ: the first, which accumulates gradients, the second, the others, and the last."""
 MOST_KEPT_PASSES = 8
@@ -241,7 +242,7 @@ def least(model_pass: ModelPass, sharding: Sharding) -> Memory:
 class _Simulation:
     def __init__(self, model_pass: ModelPass, sharding: Sharding) -> None:
         self.model_pass, self.sharding = model_pass, sharding
-        self.sizes = _sizes_of_units(model_pass, sharding)
+        self.sizes, self.groups = _sizes_of_units(model_pass, sharding), _groups(model_pass, sharding)
         self.memory = Memory()
         self.held: defaultdict[str, float] = defaultdict(float)
         self.total = 0.0
@@ -273,6 +274,7 @@ class _Simulation:
         self.order: list[int] = []
         self.scatter = 0
         self.accumulated: set[int] = set()
+        self.waiting: Counter[int] = Counter()  # bytes of gradients that a root reduces with its own
         self.has_gradients: set[int] = set()
 
     def second_step(self) -> None:
@@ -428,17 +430,23 @@ class _Simulation:
         """Reduce the gradients; the next mark's change contains that they are freed."""
         sizes = self.sizes[unit]
         self._free(unit)
+        if unit in self.groups.roots:
+            self._add("gradients", self.groups.computed[unit])
+            self.waiting[self.groups.roots[unit]] += self.groups.computed[unit]
         if not sizes.reduced:
             return
+        waiting = self.waiting.pop(unit, 0)
         if not is_last and not self.sharding.is_reduced_each_pass:
             if unit not in self.accumulated:
                 self.accumulated.add(unit)
                 self._add("gradients", sizes.reduced)
+            self._add("gradients", -waiting)
             return
         self._add("gradients being reduced", -self.scatter)
         self.scatter = sizes.reduced
         self._add("gradients being reduced", sizes.reduced)
         self.memory.scattered += sizes.reduced
+        self._add("gradients", -waiting)
         if unit in self.accumulated:
             self.accumulated.remove(unit)
             self._add("gradients", -sizes.reduced)
@@ -569,10 +577,50 @@ def _sizes_of_units(model_pass: ModelPass, sharding: Sharding) -> list[_Sizes]:
     reshard, offload = sharding.reshard, sharding.offload
     alike = Sharding(sharding.ranks, reshard=reshard, offload=offload, pins_exactly=sharding.pins_exactly)
     known: dict[int, _Sizes] = {}
-    for unit in model_pass.units:
-        if id(unit.parameters) not in known:
-            known[id(unit.parameters)] = _sizes(unit.parameters, alike)
-    return [known[id(unit.parameters)] for unit in model_pass.units]
+    groups = _groups(model_pass, sharding).parameters
+    for parameters in groups:
+        if id(parameters) not in known:
+            known[id(parameters)] = _sizes(parameters, alike)
+    return [known[id(parameters)] for parameters in groups]
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The parameters of a model as FSDP groups them.
+
+    Attributes:
+        parameters: Of each unit.
+        roots: {number of a block whose trained parameters are in the group of a root: number of that root}.
+        computed: {number of such a block: bytes of its trained parameters, and of their gradients, as it computes}.
+    """
+
+    parameters: tuple[tuple[Parameter, ...], ...]
+    roots: Mapping[int, int] = field(default_factory=dict)
+    computed: Mapping[int, int] = field(default_factory=dict)
+
+
+@lru_cache(256)
+def _groups(model_pass: ModelPass, sharding: Sharding) -> _Groups:
+    """Group parameters as `parallelize.trains_little` decides."""
+    units = model_pass.units
+    parameters = [unit.parameters for unit in units]
+    roots: dict[int, int] = {}
+    if sharding.is_sharded and sharding.is_one_node and not sharding.gathers_frozen:
+        for number, root in enumerate(units):
+            inside = [other for other, unit in enumerate(units) if unit.name.startswith(f"{root.name}.")]
+            everything = [p for other in (number, *inside) for p in parameters[other]]
+            trained = [p for p in everything if p.is_trained]
+            if root.is_root and len(trained) < len(everything) and is_little(sum(p.numbers for p in trained)):
+                roots |= dict.fromkeys(inside, number)
+    computed: dict[int, int] = {}
+    frozen: dict[int, tuple[Parameter, ...]] = {}
+    for block, root_number in roots.items():
+        trained = [p for p in parameters[block] if p.is_trained]
+        computed[block] = sum(p.count * grains(p.rows * p.row * p.gathered) for p in trained)
+        parameters[root_number] = (*parameters[root_number], *trained)
+        same = frozen.setdefault(id(units[block].parameters), tuple(p for p in parameters[block] if not p.is_trained))
+        parameters[block] = same  # equal blocks go on sharing them
+    return _Groups(tuple(parameters), roots, computed)
 
 
 @lru_cache(4096)
