@@ -34,11 +34,15 @@ SHIPPED = {
         MeasuredStep(114.6e12, 0.339),
         MeasuredStep(79.7e12, 0.167, is_compiled=True),
         MeasuredStep(114.6e12, 0.222, is_compiled=True),
+        MeasuredStep(167.9e12, 0.334, is_compiled=True),
+        MeasuredStep(180.6e12, 0.343, is_compiled=True),
+        MeasuredStep(180.9e12, 0.453, is_compiled=True),
+        MeasuredStep(609.7e12, 1.256, is_compiled=True),
     ),
 }
 """{words of a card in `cards`: steps measured on it}. A LoRA of rank 16, one image of 1024 px: FLUX.2 klein-4B without
-and with recompute, and dev's rank 0 of 4 alone (tests/benchmarks/RESULTS.md, GPU). Those of the H100 are of a version
-that waited for the device five times a step."""
+and with recompute; on the H100 dev's rank 0 of 4 alone; on the H200 klein-9B, dev at 512 px, Qwen-Image and dev
+(tests/benchmarks/RESULTS.md, GPU). Those of the H100 are of a version that waited for the device five times a step."""
 NEWEST = 20
 """Number of lines that count, the newest of a kind of GPU."""
 
