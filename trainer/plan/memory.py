@@ -21,8 +21,8 @@ from trainer.plan.timeline import Memory, Point, Sharding, history, least, simul
 
 Verdict = Literal["fits", "tight", "does not fit"]
 DECODING_TRAFFIC = 3
-"""As many bytes to and from a GPU's memory as a decoded byte of bf16 takes the time of. Measured with layers of FLUX.2 dev
-on an H200: nf4 3.2, int8 2.3, fp8 3.0 (tests/benchmarks/RESULTS.md, GPU)."""
+"""The time of a decoded byte of bf16, as bytes to and from a GPU's memory. Measured with layers of FLUX.2 dev on an
+H200: nf4 3.2, int8 2.3, fp8 3.0 (tests/benchmarks/RESULTS.md, GPU)."""
 RECOMPUTING_TRAFFIC = 21
 """Bytes to and from a GPU's memory for each byte that is not kept, where norms, modulation, rotary embeddings and the
 like are computed again. Measured with FLUX.2 klein-4B on an H200 (tests/benchmarks/RESULTS.md, GPU)."""

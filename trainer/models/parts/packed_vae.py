@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import AutoencoderKLFlux2
 from PIL import Image
 from torch import Tensor, nn
 
@@ -15,9 +14,14 @@ from trainer.models.parts.folder import fill_random, save_module
 from trainer.models.parts.images import device_of, image_of, patchify, pixels_of, unpatchify
 from trainer.rng import generator
 
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLFlux2
+
 
 def build_packed_vae(config: Mapping[str, Any]) -> AutoencoderKLFlux2:
     """Build the autoencoder on the meta device."""
+    from diffusers import AutoencoderKLFlux2  # most starts have all latents, and need no autoencoder
+
     with torch.device("meta"):
         return AutoencoderKLFlux2.from_config(dict(config))
 
