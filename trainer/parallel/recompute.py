@@ -14,14 +14,13 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.attention import varlen
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as contexts_by
@@ -41,17 +40,29 @@ ATTENTION = (
     aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention,
 )
-_DEAR_FUNCTIONS: tuple[tuple[Any, str], ...] = (
-    (F, "scaled_dot_product_attention"),
-    (varlen, "varlen_attn"),
-    (torch, "_grouped_mm"),
-    (quantized_experts, "_grouped"),
-)
-"""(module, name) of functions whose results are kept as those of layers are: attention, and products with the weights
-of experts. Other functions stand there while a pass runs. A mode of torch for functions would see them too, and every
-other function and each shape that is asked for: it takes the host half as long again as the whole step."""
 REMEDY = "set train.checkpointing: full"
-_DEAR_OPERATORS = frozenset({*ATTENTION, aten._grouped_mm, torch.ops.torch_attn._varlen_attn})
+
+
+@cache
+def _dear_functions() -> tuple[tuple[Any, str], ...]:
+    """(module, name) of functions whose results are kept as those of layers are: attention, and products with the
+    weights of experts.
+
+    Other functions stand there while a pass runs. A mode of torch for functions would see them too, and every other
+    function and each shape that is asked for: it takes the host half as long again as the whole step.
+    """
+    from torch.nn.attention import varlen  # for a run that recomputes selectively: it takes 0.1 s to import
+
+    experts = (torch, "_grouped_mm"), (quantized_experts, "_grouped")
+    return (F, "scaled_dot_product_attention"), (varlen, "varlen_attn"), *experts
+
+
+@cache
+def _dear_operators() -> frozenset[Any]:
+    """The same where torch.compile traces a block."""
+    from torch.nn.attention import varlen  # noqa: F401 - registers its operator
+
+    return frozenset({*ATTENTION, aten._grouped_mm, torch.ops.torch_attn._varlen_attn})
 
 
 def recompute_cheap(units: Sequence[nn.Module], whole: Collection[nn.Module], is_compiled: bool) -> None:
@@ -202,13 +213,13 @@ class _Pass:
     @contextmanager
     def _running(self) -> Iterator[None]:
         before, _current.running = _current.running, self
-        functions = [vars(module)[name] for module, name in _DEAR_FUNCTIONS]
-        for (module, name), function in zip(_DEAR_FUNCTIONS, functions, strict=True):
+        functions = [vars(module)[name] for module, name in _dear_functions()]
+        for (module, name), function in zip(_dear_functions(), functions, strict=True):
             setattr(module, name, _kept(function))
         try:
             yield
         finally:
-            for (module, name), function in zip(_DEAR_FUNCTIONS, functions, strict=True):
+            for (module, name), function in zip(_dear_functions(), functions, strict=True):
                 setattr(module, name, function)
             _current.running = before
 
@@ -380,7 +391,7 @@ def _policy(shapes: Shapes, _: SelectiveCheckpointContext, op: Any, *args: Any, 
     """Decide about an operation that torch.compile traces."""
     packet = op._overloadpacket
     weight = {aten.mm: 1, aten.addmm: 2, aten.convolution: 1}.get(packet)
-    is_dear = tuple(args[weight].shape) in shapes if weight else packet in _DEAR_OPERATORS or _is_quantized(op)
+    is_dear = tuple(args[weight].shape) in shapes if weight else packet in _dear_operators() or _is_quantized(op)
     return CheckpointPolicy.MUST_SAVE if is_dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
