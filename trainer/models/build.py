@@ -210,7 +210,8 @@ def shard_model(
     blocks = {name: len(blocks_of(module, family.shard.blocks)) for name, module in model.items()}
     modes, whole = iter(modes_of(cfg.train.checkpointing, sum(blocks.values()))), adapters.saves_little(model)
     for name, module in model.items():
-        spec = family.shard if name == family.components[0] else replace(family.shard, methods=())
+        is_encoder = name != family.components[0]
+        spec = replace(family.shard, methods=(), has_hooked_states=True) if is_encoder else family.shard
         recompute = list(islice(modes, blocks[name]))
         parallelize(module, spec, cfg.train, cfg.parallel, strategy, mesh, recompute, whole)
 
