@@ -64,6 +64,14 @@ def test_a_second_start_opens_no_image(images: Path) -> None:
     assert opened == []
 
 
+def test_an_image_whose_name_is_not_utf_8_is_known_like_all_others(images: Path) -> None:
+    (images / "0.png").rename(os.fsdecode(os.fsencode(images) + b"/\xff.png"))
+    first = start(images)
+    with images_opened() as opened:
+        assert start(images) == first
+    assert opened == []
+
+
 def test_a_changed_image_is_read_again_and_no_other(images: Path) -> None:
     first = start(images)
     file = images / "2.png"
