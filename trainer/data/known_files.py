@@ -135,8 +135,11 @@ class KnownFiles:
         return None if known is None else known.digest
 
     def add(self, path: Path, known: Known) -> None:
-        """Remember what was read, here or on another rank."""
-        self._is_changed |= self._found.get(path) != known
+        """Remember what was read, here or on another rank; but not of a copy of the file on another machine."""
+        former = self._found.get(path)
+        if former is not None and former.stamp != known.stamp:
+            return
+        self._is_changed |= former != known
         self._found[path] = known
 
     def save(self) -> None:
