@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -64,6 +65,14 @@ def test_a_second_start_opens_no_image(images: Path) -> None:
     assert opened == []
 
 
+def test_an_image_whose_name_is_not_utf_8_is_known_like_all_others(images: Path) -> None:
+    (images / "0.png").rename(os.fsdecode(os.fsencode(images) + b"/\xff.png"))
+    first = start(images)
+    with images_opened() as opened:
+        assert start(images) == first
+    assert opened == []
+
+
 def test_a_changed_image_is_read_again_and_no_other(images: Path) -> None:
     first = start(images)
     file = images / "2.png"
@@ -88,6 +97,21 @@ def test_an_image_that_was_read_within_two_seconds_of_its_change_is_read_again(
     with images_opened() as opened:
         start(images)
     assert set(opened) == {f"{number}.png" for number in range(4)}
+
+
+def test_what_another_machine_read_of_its_copies_does_not_replace_what_this_one_read(images: Path) -> None:
+    first = start(images)
+    copies = images.parent / "copies"
+    shutil.copytree(images, copies)
+    theirs = KnownFiles()
+    read = {number: theirs.with_digest(copies / f"{number}.png") for number in range(4)}
+    cfg = DataConfig(path=str(images), missing_caption="empty")
+    known = KnownFiles.of(cfg, images.parent / "cache")
+    paths = [image.path for image in scan(cfg, known=known).train]
+    assert content_keys(paths, Crew(0, 1, lambda value: [value, (read, None)]), known) == first
+    with images_opened() as opened:
+        assert start(images) == first
+    assert opened == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": [1, 2]}', b"\xff\xfe"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from tests.distributed import run_ranks
@@ -19,7 +20,12 @@ from trainer.distributed.world import World
 from trainer.models.families import causal_lm
 from trainer.models.parts import document_attention
 from trainer.models.parts.attention_probe import computes_within
-from trainer.models.parts.document_attention import begins_mask, can_attend, document_begins, within_documents
+from trainer.models.parts.document_attention import (
+    begins_mask,
+    can_attend,
+    document_begins,
+    within_documents,
+)
 from trainer.run.folder import RunDir
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, -1], [3, 3, 3, 3, 3, 3, 3, 3, 3, 3]])
@@ -63,7 +69,42 @@ def test_attention_within_documents_is_that_of_a_mask(heads: int, window: int | 
     assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "mistral", "qwen2_moe", "phi3", "gemma3_text"])
+class Called(TorchDispatchMode):
+    """Notes which operations are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("width", "of_value", "by_kernel"),
+    [(64, 64, True), (256, 256, True), (192, 128, False), (512, 512, False), (20, 20, False)],
+)
+def test_cuda_s_kernel_gets_only_heads_that_it_takes(width: int, of_value: int, by_kernel: bool) -> None:
+    """DeepSeek-V3 has 192 and 128 numbers, and Gemma 4 heads of 512. The kernel takes up to 256, equally many."""
+    shapes = (4, width), (2, width), (2, of_value)
+    inputs = [torch.empty(2, heads, 10, size, device="meta", dtype=torch.bfloat16) for heads, size in shapes]
+    with Called() as called:
+        found, _ = within_documents(nn.Module(), *inputs, begins_mask(document_begins(DOCUMENTS)).to("meta"))
+    assert found.shape == (2, 10, 4, of_value)
+    assert any("varlen" in name for name in called.names) is by_kernel
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_heads_that_no_kernel_takes_are_attended_to_with_a_mask(window: int | None, scale: float | None) -> None:
+    numbers = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 10, size, generator=numbers, dtype=torch.float64) for size in (8, 8, 6))
+    found = document_attention.by_mask(query, key, value, document_begins(DOCUMENTS), scale, window)
+    assert torch.allclose(found.transpose(1, 2), by_mask(query, key, value, window, scale), atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "mistral", "qwen2_moe", "phi3", "gemma3_text", "deepseek_v3"])
 def test_common_classes_attend_by_documents(kind: str) -> None:
     assert computes_within(AutoConfig.for_model(kind))
 

@@ -10,7 +10,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+from torch.nn.attention import (
+    SDPBackend,
+    _cur_sdpa_kernel_backends,
+    current_flash_attention_impl,
+    register_flash_attention_impl,
+)
 
 from trainer.parallel import attention
 from trainer.parallel.attention import KERNELS, preferred
@@ -77,6 +82,30 @@ def test_a_kernel_that_runs_comes_first_and_others_stay_for_masks() -> None:
     assert notes[0].startswith("attention is computed by flash, ")
     assert set(inside) == {*KERNELS.values(), SDPBackend.MATH}
     assert _cur_sdpa_kernel_backends() == before
+
+
+class Handle:
+    """Of a package that torch was given."""
+
+    def remove(self) -> None:
+        pass
+
+
+def test_flash3_that_is_installed_and_does_not_run_leaves_torch_s_own_choice() -> None:
+    """As on an A100: the package can be imported, and its kernels are for Hopper."""
+    register_flash_attention_impl("flash of tests", register_fn=Handle)
+    warnings: list[str] = []
+    refused = RuntimeError("FA3 requires compute capability 9.0")
+    with (
+        on_a_card(),
+        mock.patch.object(attention, "_FLASH3", "flash of tests"),
+        mock.patch.object(F, "scaled_dot_product_attention", side_effect=refused),
+        preferred("flash3", Card(), torch.float32, lambda note: None, warnings.append),  # type: ignore[arg-type]
+    ):
+        assert current_flash_attention_impl() is None
+    assert warnings == [
+        f"train.attention: this GPU cannot use flash3 (RuntimeError: {refused}); torch's own choice is used"
+    ]
 
 
 def test_memory_that_runs_out_is_not_taken_for_a_missing_kernel() -> None:

@@ -17,7 +17,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
 
 from tests.distributed import run_ranks
-from tests.runs import make_pictures, make_run, run_config, train
+from tests.runs import alone, make_pictures, make_run, run_config, train
 from trainer.config.sections import TrainConfig
 from trainer.parallel import compile as compiling
 from trainer.parallel.compile import compile_blocks, compiler_problem, compiles, describe_compiled
@@ -112,6 +112,19 @@ def test_memory_that_runs_out_while_compiling_is_no_fault_of_the_compiler() -> N
         pytest.raises(Exception, match="out of memory"),
     ):
         block(torch.ones(2))
+
+
+@pytest.mark.slow
+def test_a_lora_in_blocks_that_torch_leaves_uncompiled_learns_what_it_learns_without_compiling(tmp_path: Path) -> None:
+    """Selective checkpointing is then torch's own, which keeps the output of the base."""
+    pictures = make_pictures(tmp_path / "pictures", 4)
+    norms = []
+    for compiled in (False, True):
+        changes = {"train__compile": compiled, "train__compile_backend": "aot_eager", "train__steps": 3}
+        cfg = run_config(pictures, train__checkpointing="selective", optim__lr=1e-2, **changes)
+        with mock.patch.object(InstructionTranslator, "run", side_effect=RuntimeError("a fault of torch")):
+            norms.append(train(alone(), cfg, make_run(tmp_path, cfg, f"compiled-{compiled}")).grad_norms)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
 @pytest.mark.parametrize(

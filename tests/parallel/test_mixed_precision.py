@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch._dynamo.utils import counters
 from tests.distributed import run_ranks
 from tests.models.common import batch_of, load, make, model_of
 from tests.runs import Outcome, alone, difference, graphs_of, make_pictures, make_run, run_config, train
+from trainer.adapters.lowrank import LoraLinear
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.distributed.world import World
@@ -63,9 +65,12 @@ def outcome(pictures: Path, adapter: str, name: str, changes: dict[str, Any]) ->
 def test_bf16_is_bit_for_bit_the_same_run(
     pictures: Path, adapter: str, plain: Outcome, name: str, changes: dict[str, Any]
 ) -> None:
-    changed = outcome(pictures, adapter, name, changes)
-    assert changed.losses == plain.losses
-    assert difference(changed.weights, plain.weights) == 0
+    changed, expected = outcome(pictures, adapter, name, changes), plain
+    if "train__compile" in changes:  # where a compiled LoRA is a plain sum, which rounds once more than one in place
+        with mock.patch.object(LoraLinear, "adds_in_place", False):
+            expected = outcome(pictures, adapter, f"apart-{name}", {})
+    assert changed.losses == expected.losses
+    assert difference(changed.weights, expected.weights) == 0
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,11 +20,13 @@ from trainer.config.sections import ParallelConfig
 from trainer.distributed.world import World
 from trainer.models import families
 from trainer.models.build import build_model, shard_model
+from trainer.optim import scale_gradients
 from trainer.parallel.mesh import device_mesh, resolve_strategy
 from trainer.parallel.parallelize import blocks_of, shard_units
 from trainer.parallel.replicas import check_reduced, diverged
 from trainer.parallel.strategy import Strategy
 from trainer.run.folder import RunDir
+from trainer.train import loop
 from trainer.train.loop import Trainer
 
 GIB = 2**30
@@ -74,6 +78,35 @@ def groups_of(world: World, cfg: RunConfig) -> int:
 def test_copies_that_train_little_are_one_group(pictures: Path, fields: dict[str, Any], expected: int) -> None:
     changes = {"parallel__devices": 2, "parallel__strategy": "ddp"} | fields
     assert run_ranks(2, groups_of, run_config(pictures, **changes)) == [expected] * 2
+
+
+def gradients(world: World, cfg: RunConfig, run: RunDir) -> dict[str, int]:
+    """{component: how many of its trained parameters have a gradient of a step}."""
+    found: Counter[str] = Counter()
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", lambda event: None)
+
+    def count(parameters: Any, *arguments: Any) -> Tensor:
+        found.update(name.partition(".")[0] for name, p in trainer.trainables.items() if p.grad is not None)
+        return scale_gradients(parameters, *arguments)
+
+    try:
+        with mock.patch.object(loop, "scale_gradients", count):
+            trainer.train_step()
+        return dict(found)
+    finally:
+        trainer.close()
+
+
+def test_text_encoders_whose_states_are_taken_by_hooks_get_gradients_on_copies(pictures: Path) -> None:
+    """Nothing that is trained sees what the first encoder of SDXL returns."""
+    train = {"unet": "adapter", "text_encoder": "adapter", "text_encoder_2": "adapter"}
+    changes = {"model": {"family": "sdxl", "train": train}, "train__batch_size": 2}
+    found = []
+    for strategy in ("none", "ddp"):
+        cfg = run_config(pictures, parallel__strategy=strategy, **changes)
+        found.append(gradients(alone(), cfg, make_run(pictures.parent, cfg, f"encoders-{strategy}")))
+    assert found[0].keys() == train.keys()
+    assert found[1] == found[0]
 
 
 class Copied(TorchDispatchMode):

@@ -14,9 +14,9 @@ from trainer.config.amounts import GIB
 from trainer.parallel.offload_order import offloaded_blocks
 from trainer.plan import fixes
 from trainer.plan.hardware import CARDS
-from trainer.plan.steps import ModelPass, Size, grains
+from trainer.plan.steps import ModelPass, Parameter, Size, Unit, grains
 from trainer.plan.tables import PassTable
-from trainer.plan.timeline import Memory, Sharding, _Simulation, least, simulate
+from trainer.plan.timeline import Memory, Sharding, _groups, _Simulation, least, simulate
 
 TABLES = shipped()
 EVERY = [pytest.param(table, id=f"{model} {key}") for model, key, table in TABLES]
@@ -118,6 +118,28 @@ def test_copies_that_train_little_hold_what_a_traced_step_held(fields: tuple[str
     given = {field.partition("=")[0] for field in fields}
     kept = [field for field in usual if field.partition("=")[0] not in given]
     assert planned("flux2 klein-4b", *kept, *fields).training.peak / 2**20 == pytest.approx(mib, rel=0.003)
+
+
+BASE, TRAINED = Parameter(64, 64, 2, 2, False), Parameter(4, 64, 4, 2, True)
+CAST = Parameter(64, 64, 4, 2, False)
+"""A frozen weight that FSDP rounds, as one of those that get no gradient in a full fine-tune."""
+
+
+@pytest.mark.parametrize(
+    ("base", "expected"),
+    [((BASE,), {0: 1}), ((BASE, CAST), {0: 1}), ((CAST,), {}), ((), {})],
+    ids=["frozen", "some rounded", "all rounded", "all trained"],
+)
+def test_only_the_first_component_is_one_group_and_only_if_fsdp_leaves_weights_alone(
+    base: tuple[Parameter, ...], expected: dict[int, int]
+) -> None:
+    """As `parallelize.trains_little`; states of text encoders are taken by hooks."""
+    units = [
+        Unit(name, (*base, TRAINED), is_root)
+        for component in ("unet", "text_encoder")
+        for name, is_root in ((f"{component}.block", False), (component, True))
+    ]
+    assert _groups(ModelPass(tuple(units), (), 0), Sharding(ranks=1, replicas=2)).roots == expected
 
 
 def test_the_bytes_that_are_gathered_are_those_of_the_model_twice_but_the_root() -> None:

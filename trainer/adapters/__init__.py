@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainer.adapters.dropout import Rows, SampleDropout
 from trainer.adapters.engine import BaseTunerLayer, LoraLayer
 from trainer.adapters.kinds import ADAPTER
-from trainer.adapters.lowrank import RowLengths, dora_layer, lora_layer
+from trainer.adapters.lowrank import LoraLinear, RowLengths, dora_layer, lora_layer
 from trainer.adapters.orthogonal import Boft, DiagOft
 from trainer.adapters.products import Loha, Lokr, Split, whole_notes
 from trainer.adapters.replace import Layer, Make, replace_layers
@@ -48,6 +48,7 @@ __all__ = [
     "Injected",
     "Targets",
     "adapted_layers",
+    "add_apart",
     "dropouts",
     "follow_recipe",
     "initial_value",
@@ -130,6 +131,13 @@ def saves_little(model: nn.Module) -> set[nn.Module]:
     low_rank = [module for module in model.modules() if isinstance(module, LoraLayer)]
     plain = [layer for layer in low_rank if not layer.use_dora[ADAPTER] and _has_no_dropout(layer)]
     return {*plain, *(module for module in model.modules() if isinstance(module, RowLengths))}
+
+
+def add_apart(model: nn.Module) -> None:
+    """Let no adapter write over the output of its base, for a model whose blocks are to be compiled."""
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.adds_in_place = False
 
 
 def _has_no_dropout(layer: LoraLayer) -> bool:

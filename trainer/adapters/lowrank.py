@@ -22,7 +22,14 @@ def lora_layer(layer: Layer, rank: int, scale: float, dropout: nn.Module) -> Lor
 
 class LoraLinear(Linear):  # type: ignore[misc]
     """peft's layer, which passes over the wide output twice in place of six times: the scale is on the side of the
-    rank, and the second product adds into the output of the base."""
+    rank, and the second product adds into the output of the base.
+
+    Attributes:
+        adds_in_place: Whether it may. Compiled, it is a plain sum, and so it must be in a block that torch leaves
+            uncompiled: torch's selective checkpointing, which then runs, keeps the output of the base.
+    """
+
+    adds_in_place = True
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.disable_adapters or self.merged or args or kwargs:
@@ -33,7 +40,7 @@ class LoraLinear(Linear):  # type: ignore[misc]
         dropout = self.lora_dropout[ADAPTER]
         narrow = self.scaling[ADAPTER] * self.lora_A[ADAPTER](dropout(x.to(up.dtype)))
         # Recompute keeps the base's output where dropout is between, so that it must not be changed.
-        is_ours = isinstance(dropout, nn.Identity) and result.dtype == narrow.dtype
+        is_ours = self.adds_in_place and isinstance(dropout, nn.Identity) and result.dtype == narrow.dtype
         if is_ours and result.is_contiguous() and not torch.compiler.is_compiling():
             added: Tensor = _Added.apply(result, narrow, up)  # type: ignore[no-untyped-call]
             return added

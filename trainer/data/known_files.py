@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote_from_bytes
 
 import PIL
 from pydantic import TypeAdapter
@@ -133,15 +135,18 @@ class KnownFiles:
         return None if known is None else known.digest
 
     def add(self, path: Path, known: Known) -> None:
-        """Remember what was read, here or on another rank."""
-        self._is_changed |= self._found.get(path) != known
+        """Remember what was read, here or on another rank; but not of a copy of the file on another machine."""
+        former = self._found.get(path)
+        if former is not None and former.stamp != known.stamp:
+            return
+        self._is_changed |= former != known
         self._found[path] = known
 
     def save(self) -> None:
         """Keep what was asked for since this object was made, if anything was read."""
         if self._memory is None or not self._is_changed:
             return
-        entries = {str(p): (k.stamp, k.read_at, k.header, k.digest) for p, k in self._found.items() if k.is_safe}
+        entries = {_key(p): (k.stamp, k.read_at, k.header, k.digest) for p, k in self._found.items() if k.is_safe}
         with contextlib.suppress(OSError):  # a full or read-only disk: the files are read again
             files.make_private_if_new(self._memory.parent)
             files.replace(self._memory, json.dumps(entries))
@@ -153,11 +158,16 @@ class KnownFiles:
             stamp = Stamp.of(path)
         except OSError:
             return None
-        known = self._found.get(path) or self._saved.get(str(path))
+        known = self._found.get(path) or self._saved.get(_key(path))
         if known is None or known.stamp != stamp:
             known = Known(stamp, time.time_ns())
         self._found[path] = known
         return known
+
+
+def _key(path: Path) -> str:
+    """A path as a name in JSON, which has no place for names that are not UTF-8."""
+    return quote_from_bytes(os.fsencode(path))
 
 
 def _read(memory: Path) -> dict[str, Known]:

@@ -207,10 +207,13 @@ def shard_model(
     model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily, strategy: Strategy, mesh: DeviceMesh | None
 ) -> None:
     """Checkpointing -> compile -> shard each live component, on the meta device. Without a mesh nothing is sharded."""
+    if cfg.train.compile is True:
+        adapters.add_apart(model)
     blocks = {name: len(blocks_of(module, family.shard.blocks)) for name, module in model.items()}
     modes, whole = iter(modes_of(cfg.train.checkpointing, sum(blocks.values()))), adapters.saves_little(model)
     for name, module in model.items():
-        spec = family.shard if name == family.components[0] else replace(family.shard, methods=())
+        is_encoder = name != family.components[0]
+        spec = replace(family.shard, methods=(), has_hooked_states=True) if is_encoder else family.shard
         recompute = list(islice(modes, blocks[name]))
         parallelize(module, spec, cfg.train, cfg.parallel, strategy, mesh, recompute, whole)
 

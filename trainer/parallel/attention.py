@@ -55,6 +55,7 @@ def preferred(
     before = current_flash_attention_impl()
     problem = _problem(wanted, device, dtype) if wanted != "auto" else ""
     if problem:
+        _restore(before)
         warn(f"train.attention: this GPU cannot use {wanted} ({problem}); torch's own choice is used")
         wanted = "auto"
     try:
@@ -68,8 +69,13 @@ def preferred(
         with sdpa_kernel([first, *dict.fromkeys(others)], set_priority=True):
             yield
     finally:
-        if current_flash_attention_impl() != before:
-            restore_flash_attention_impl()
+        _restore(before)
+
+
+def _restore(before: str | None) -> None:
+    """Take back the kernel that was put in the place of torch's own flash attention."""
+    if current_flash_attention_impl() != before:
+        restore_flash_attention_impl()
 
 
 def chosen(device: torch.device, dtype: torch.dtype) -> str:

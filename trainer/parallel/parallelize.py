@@ -51,12 +51,15 @@ class ShardSpec:
             whose sines the model computes in fp32.
         returns_views: Class names of blocks and components in third-party code whose `forward` returns a view. FSDP2
             cannot follow a view that is changed in place, and gets a copy.
+        has_hooked_states: Whether hooks on blocks take what a component computes, as of text encoders. A gradient that
+            does not come through what its `forward` returns is noticed by the group of a block only.
     """
 
     blocks: tuple[str, ...]
     methods: tuple[str, ...] = ()
     fp32_inputs: frozenset[str] = frozenset()
     returns_views: tuple[str, ...] = ()
+    has_hooked_states: bool = False
 
 
 def parallelize(
@@ -100,7 +103,8 @@ def parallelize(
     if mesh is None:
         return model
     groups = units
-    if parallel.nodes == 1 and not parallel.cpu_offload and trains_little(model, mesh, dtype):
+    may_be_one = parallel.nodes == 1 and not parallel.cpu_offload and not spec.has_hooked_states
+    if may_be_one and trains_little(model, mesh, dtype):
         groups = []
         for unit in units:
             unit.forward = for_class(type(unit), _on_own_inputs(unit.forward))

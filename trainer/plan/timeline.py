@@ -601,17 +601,17 @@ class _Groups:
 
 @lru_cache(256)
 def _groups(model_pass: ModelPass, sharding: Sharding) -> _Groups:
-    """Group parameters as `parallelize.trains_little` decides."""
+    """Group parameters as `parallelize` does: those of the first component are one group if `trains_little` says so."""
     units = model_pass.units
     parameters = [unit.parameters for unit in units]
     roots: dict[int, int] = {}
     if sharding.is_sharded and sharding.is_one_node and not sharding.gathers_frozen:
-        for number, root in enumerate(units):
+        for number, root in [(number, unit) for number, unit in enumerate(units) if unit.is_root][:1]:
             inside = [other for other, unit in enumerate(units) if unit.name.startswith(f"{root.name}.")]
             everything = [p for other in (number, *inside) for p in parameters[other]]
-            trained = [p for p in everything if p.is_trained]
-            if root.is_root and len(trained) < len(everything) and is_little(sum(p.numbers for p in trained)):
-                roots |= dict.fromkeys(inside, number)
+            is_left_out = any(not p.is_trained and p.stored == p.gathered for p in everything)
+            if is_left_out and is_little(sum(p.numbers for p in everything if p.is_trained)):
+                roots = dict.fromkeys(inside, number)
     computed: dict[int, int] = {}
     frozen: dict[int, tuple[Parameter, ...]] = {}
     for block, root_number in roots.items():

@@ -2,7 +2,7 @@
 
 transformers makes a mask where several documents share a row: of L x L for each row, from which each layer makes a bias
 of its own, with kernels that compute all pairs. Here the mask says where documents begin instead. On CUDA one kernel
-reads that; elsewhere each document is attended to by itself.
+reads that, if it takes heads of their width; elsewhere each document is attended to by itself.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 NAME = "within_documents"
 """As transformers knows it. With any other mask it is transformers' own `sdpa`."""
 MASKED = "sdpa"
+WIDEST = 256
+"""Numbers of a head that CUDA's kernel takes at most."""
 
 
 def is_first(documents: Tensor) -> Tensor:
@@ -104,10 +106,43 @@ def within_documents(
         found_rows = _by_document(query, key, value, begins.tolist(), scaling, sliding_window)
         return found_rows.transpose(1, 2).contiguous(), None
     key, value = _repeated(key, heads), _repeated(value, heads)
+    if not takes_heads(query.shape[-1], value.shape[-1]):
+        attended = by_mask(query, key, value, begins, scaling, sliding_window)
+        return attended.transpose(1, 2).contiguous(), None
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     window = -1 if sliding_window is None else sliding_window - 1
     attended = varlen(query, key, value, begins, length, scaling, window)
     return attended.view(rows, length, heads, -1), None
+
+
+def takes_heads(width: int, of_value: int) -> bool:
+    """Whether CUDA's kernel takes heads of queries and values with so many numbers. Those of DeepSeek-V3 differ."""
+    return width == of_value <= WIDEST and width % 8 == 0
+
+
+def by_mask(
+    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, scale: float | None, window: int | None
+) -> Tensor:
+    """Attend with a mask of all pairs of a row's tokens, which is made without asking the device.
+
+    Args:
+        query, key, value: (B, H, L, D); value may have another D.
+        begins: As in `document_begins`.
+        scale: Factor of the scores; None for 1 / sqrt(D).
+        window: Tokens that one sees, itself included; None for all.
+
+    Returns:
+        (B, H, L, D of value).
+    """
+    rows, _, length, _ = query.shape
+    tokens = torch.arange(rows * length, device=begins.device, dtype=begins.dtype)
+    documents = torch.searchsorted(begins, tokens, right=True).view(rows, length)
+    place = tokens[:length]
+    before = place[:, None] - place
+    seen = (documents[:, :, None] == documents[:, None]) & (before >= 0)
+    if window is not None:
+        seen &= before < window
+    return F.scaled_dot_product_attention(query, key, value, seen[:, None], scale=scale)
 
 
 def varlen(
