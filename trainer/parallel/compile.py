@@ -145,7 +145,8 @@ def describe_compiled() -> tuple[str, str]:
     count = sum(sum(compiled.problems.values()) for compiled in left)
     reason = next(iter(left[0].problems))
     kinds = ", ".join(compiled.kind for compiled in left)
-    return said, f"torch.compile left code uncompiled in {count} places of {kinds}, which run as without it: {reason}"
+    places = f"{count} place{'s' * (count != 1)}"
+    return said, f"torch.compile left code uncompiled in {places} of {kinds}, which run as without it: {reason}"
 
 
 def _left_uncompiled() -> dict[str, int]:
