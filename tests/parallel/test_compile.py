@@ -53,7 +53,7 @@ def test_what_was_left_uncompiled_is_said_with_its_block_and_reason() -> None:
     compiled, left = describe_compiled()
     assert compiled == "compiled the blocks into 2 graphs"
     assert left == (
-        "torch.compile left code uncompiled in 1 places of Broken, which run as without it: "
+        "torch.compile left code uncompiled in 1 place of Broken, which run as without it: "
         "Call to `torch._dynamo.graph_break()`"
     )
 
@@ -91,7 +91,7 @@ def test_a_backend_that_fails_leaves_the_block_as_it_is_traced() -> None:
     assert x.grad is not None
     assert x.grad.tolist() == [1.0, 1.0]
     assert describe_compiled()[1] == (
-        "torch.compile left code uncompiled in 1 places of Whole, which run as without it: "
+        "torch.compile left code uncompiled in 1 place of Whole, which run as without it: "
         "RuntimeError: no compiler was found"
     )
 
