@@ -605,21 +605,21 @@ def _groups(model_pass: ModelPass, sharding: Sharding) -> _Groups:
     units = model_pass.units
     parameters = [unit.parameters for unit in units]
     roots: dict[int, int] = {}
-    if sharding.is_sharded and sharding.is_one_node and not sharding.gathers_frozen:
-        for number, root in [(number, unit) for number, unit in enumerate(units) if unit.is_root][:1]:
-            inside = [other for other, unit in enumerate(units) if unit.name.startswith(f"{root.name}.")]
-            everything = [p for other in (number, *inside) for p in parameters[other]]
-            is_left_out = any(not p.is_trained and p.stored == p.gathered for p in everything)
-            if is_left_out and is_little(sum(p.numbers for p in everything if p.is_trained)):
-                roots = dict.fromkeys(inside, number)
+    root = next((number for number, unit in enumerate(units) if unit.is_root), None)
+    if root is not None and sharding.is_sharded and sharding.is_one_node and not sharding.gathers_frozen:
+        inside = [number for number, unit in enumerate(units) if unit.name.startswith(f"{units[root].name}.")]
+        everything = [p for number in (root, *inside) for p in parameters[number]]
+        is_left_out = any(not p.is_trained and p.stored == p.gathered for p in everything)
+        if is_left_out and is_little(sum(p.numbers for p in everything if p.is_trained)):
+            roots = dict.fromkeys(inside, root)
     computed: dict[int, int] = {}
     frozen: dict[int, tuple[Parameter, ...]] = {}
-    for block, root_number in roots.items():
+    for block, owner in roots.items():
         trained = [p for p in parameters[block] if p.is_trained]
         computed[block] = sum(p.count * grains(p.rows * p.row * p.gathered) for p in trained)
-        parameters[root_number] = (*parameters[root_number], *trained)
-        same = frozen.setdefault(id(units[block].parameters), tuple(p for p in parameters[block] if not p.is_trained))
-        parameters[block] = same  # equal blocks go on sharing them
+        parameters[owner] = (*parameters[owner], *trained)
+        rest = tuple(p for p in parameters[block] if not p.is_trained)
+        parameters[block] = frozen.setdefault(id(units[block].parameters), rest)  # equal blocks go on sharing them
     return _Groups(tuple(parameters), roots, computed)
 
 
