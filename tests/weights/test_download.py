@@ -135,7 +135,7 @@ def test_a_download_that_was_killed_continues_where_it_was(here):
     here.hub.ranges.clear()
     code, state, _ = here.end(here.start())
     assert (code, state.state, state.num_bytes) == (0, "done", TOTAL)
-    assert here.hub.ranges == [f"bytes={begin}-"]
+    assert [asked for asked in here.hub.ranges if asked] == [f"bytes={begin}-"]  # small files come whole
     assert here.hub.bytes_sent - (6 * MIB - begin) <= PIECE, "which the connection of the killed process had left"
     assert (find_folder("model.path", FLUX2) / WEIGHTS).read_bytes() == FILES[WEIGHTS]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainer.__main__ import on_every_rank
@@ -129,7 +130,7 @@ def _whole(trainer: Trainer) -> ModelBytes:
         return sum(p.numel() * dtype.itemsize for p in parameters if isinstance(p, DTensor))
 
     whole = computed(module.parameters())
-    sizes = [computed(block.parameters()) for block in blocks]
+    sizes = [computed(block.parameters()) for block in blocks if isinstance(block, FSDPModule)]
     return ModelBytes(
         weights=full_bytes(module.parameters()),
         gradients=full_bytes(trainer.parameters),

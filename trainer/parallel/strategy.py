@@ -33,8 +33,8 @@ class ModelBytes:
         gradients, optimizer_state: For the trained parameters.
         computed: The weights that are gathered, in the compute type: all of them, or the trained ones where every rank
             has a copy.
-        root: The part of `computed` outside of all blocks.
-        block: The part of `computed` in the largest block.
+        root: The part of `computed` that is in no block's own group.
+        block: The part of `computed` in the largest group of a block.
     """
 
     weights: int
