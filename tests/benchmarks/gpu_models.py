@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from tests.benchmarks.gpu_plan import Case, in_process, stepping
+from tests.benchmarks.gpu_plan import Case, in_process, seconds_of, stepping
 from tests.benchmarks.gpu_report import GIB, Place, Report, Row
 from trainer.config.schema import RunConfig
 from trainer.plan.cards import speed_of
@@ -88,16 +87,9 @@ def measure(target: Target, device: str, cache: Path) -> dict[str, float]:
             if plan.training.peak <= room:
                 break
     with stepping(on_this_machine(cfg, cache), here, cache) as step:
-        seconds = []
-        for turn in range(WARM_UP + STEPS):
-            if turn in (0, 1, WARM_UP):
-                _wait(here)
-                began = time.perf_counter()
-            step()
-            if turn in (0, WARM_UP + STEPS - 1):
-                _wait(here)
-                seconds.append(time.perf_counter() - began)
-    found |= {"first_s": seconds[0], "seconds": seconds[1] / STEPS}
+        found["first_s"] = seconds_of(step, 1, here)
+        seconds_of(step, WARM_UP - 1, here)
+        found["seconds"] = seconds_of(step, STEPS, here) / STEPS
     if device == "cuda":
         found["allocated"] = torch.cuda.max_memory_allocated(here)
     return found
@@ -108,11 +100,6 @@ def _config(target: Target, device: str, recompute: str) -> RunConfig:
     fields = (f"train.checkpointing={recompute}", "train.compile=true", f"train.compile_backend={compiler}")
     fields += (f"data.resolution={target.pixels}",) if device == "cuda" else ()
     return Case(target.model, 1, fields).config(device)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -152,22 +152,20 @@ def measure(case: Case, device: str, cache: Path) -> dict[str, float]:
     else:
         peak = trace_step(cfg, families.make(cfg, cache), here, size_of(cfg)).peak
     found: dict[str, float] = {"planned": peak}
-    with _watched(here, found):
-        found["seconds"] = _run(on_this_machine(cfg, cache), here, cache)
+    with _watched(here, found), stepping(on_this_machine(cfg, cache), here, cache) as step:
+        for _ in range(STEPS):
+            found["seconds"] = seconds_of(step, 1, here)  # the last counts
     return found
 
 
-def _run(cfg: RunConfig, device: torch.device, cache: Path) -> float:
-    """Seconds of the last step."""
-    seconds = 0.0
-    with stepping(cfg, device, cache) as step:
-        for _ in range(STEPS):
-            began = time.perf_counter()
-            step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds = time.perf_counter() - began
-    return seconds
+def seconds_of(step: Callable[[], None], times: int, device: torch.device) -> float:
+    """Take steps without a pause. Returns the seconds until the device has done them."""
+    began = time.perf_counter()
+    for _ in range(times):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
 
 
 @contextmanager

@@ -196,12 +196,11 @@ Merge = Callable[[Tensor], Tensor]
 def _read(
     file: Path, readers: tuple[str, ...], family: ModelFamily, base: BaseWeights, components: Set[str]
 ) -> dict[str, Merge]:
-    if "diffusers" in readers:
-        with optional_packages_hidden():
+    with optional_packages_hidden():
+        if "diffusers" in readers:
             return _read_by_diffusers(file, family)
-    if "peft" in readers:
-        (component,) = components
-        with optional_packages_hidden():
+        if "peft" in readers:
+            (component,) = components
             return _read_by_peft(file, family, component)
     shapes = base.layer_shapes(components)
     return {name: layer.merged for name, layer in read_adapter(file, shapes, naming(family), base.layer).items()}
