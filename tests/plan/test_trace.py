@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import torch
 
 from tests.plan.common import MODELS
 from trainer.config.load import load_config_text
+from trainer.models import families
 from trainer.plan.fixes import planned
 from trainer.plan.memory_tracker import is_quantized
+from trainer.plan.sizes import size_of
 from trainer.plan.store import SHIPPED, find_model
 from trainer.plan.tables import decode, encode
+from trainer.plan.trace import trace_step
 
 ROOT = Path(__file__).parents[2]
 EXACT, USUAL = 0.003, 0.01
@@ -64,6 +68,17 @@ def test_a_model_whose_adapter_has_dropout_is_traced(tmp_path: Path, family: str
     find_model(cfg, tmp_path)
     found = planned(cfg, None, tmp_path)
     assert found is not None and found.training.peak > 0
+
+
+def test_a_language_model_is_traced_on_a_cpu_though_where_documents_begin_has_no_value(tmp_path: Path) -> None:
+    fields = ("model.family=causal_lm", "model.path=tiny", "parallel={devices: 1, strategy: none}", "data.length=64")
+    cfg = load_config_text("data: {path: .}", fields, Path("run.yaml")).config
+    size = size_of(cfg)
+    peaks = [
+        trace_step(cfg, families.make(cfg, tmp_path), torch.device("cpu"), replace(size, batch=rows)).peak
+        for rows in (1, 2)
+    ]
+    assert 0 < peaks[0] < peaks[1] < 2 * peaks[0]
 
 
 def test_the_operation_of_dropout_is_not_taken_for_one_on_quantized_weights() -> None:

@@ -169,7 +169,8 @@ class _FakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 def fake_tensors(device: torch.device, watch: Watch) -> Iterator[None]:
     """Inside, tensors have no values, and on the fake device attention is the kernel that CUDA uses.
 
-    Attention is replaced as a function because torch's modes are off in backward, where checkpointing recomputes
+    A row is attended to as if it were one document, for where documents begin is a value. Attention is replaced as
+    functions because torch's modes are off in backward, where checkpointing recomputes
     forward. `watch` is called in the mode of fake tensors itself, since a second mode doubles the time per operation.
 
     Args:
@@ -177,14 +178,17 @@ def fake_tensors(device: torch.device, watch: Watch) -> Iterator[None]:
         watch: Called with each operation.
     """
     mode = _FakeTensorMode(watch)
-    attention, varlen = F.scaled_dot_product_attention, document_attention.varlen
+    attention = F.scaled_dot_product_attention
+    varlen, by_document = document_attention.varlen, document_attention.by_document
     if device.type == NAME:
-        F.scaled_dot_product_attention, document_attention.varlen = _attention, _attention_of_documents
+        F.scaled_dot_product_attention, document_attention.varlen = _attention, _kernel_on_rows
+    document_attention.by_document = _on_rows
     try:
         with mode, torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
-        F.scaled_dot_product_attention, document_attention.varlen = attention, varlen
+        F.scaled_dot_product_attention = attention
+        document_attention.varlen, document_attention.by_document = varlen, by_document
 
 
 def _attention(
@@ -214,7 +218,7 @@ def _attention(
     return attended
 
 
-def _attention_of_documents(
+def _kernel_on_rows(
     query: Tensor, key: Tensor, value: Tensor, begins: Tensor, longest: int, scale: float | None, before: int
 ) -> Tensor:
     """Call flash attention on whole rows, which takes the memory that it takes for their documents."""
@@ -222,3 +226,11 @@ def _attention_of_documents(
     # Looked up, as recompute replaces it while a block runs.
     attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     return attended.transpose(1, 2).flatten(0, 1)
+
+
+def _on_rows(
+    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, scale: float | None, window: int | None
+) -> Tensor:
+    """Attend to whole rows on a CPU."""
+    is_grouped = key.shape[1] != query.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)

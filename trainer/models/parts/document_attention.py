@@ -7,7 +7,6 @@ reads that, if it takes heads of their width; elsewhere each document is attende
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -103,8 +102,8 @@ def within_documents(
     begins = attention_mask.flatten()
     rows, heads, length, _ = query.shape
     if query.device.type == "cpu":
-        found_rows = _by_document(query, key, value, begins.tolist(), scaling, sliding_window)
-        return found_rows.transpose(1, 2).contiguous(), None
+        attended = by_document(query, key, value, begins, scaling, sliding_window)
+        return attended.transpose(1, 2).contiguous(), None
     key, value = _repeated(key, heads), _repeated(value, heads)
     if not takes_heads(query.shape[-1], value.shape[-1]):
         attended = by_mask(query, key, value, begins, scaling, sliding_window)
@@ -168,13 +167,14 @@ def varlen(
     return attended
 
 
-def _by_document(
-    query: Tensor, key: Tensor, value: Tensor, begins: Sequence[int], scale: float | None, window: int | None
+def by_document(
+    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, scale: float | None, window: int | None
 ) -> Tensor:
-    """Attend within each document by itself. The tensors are those of `within_documents`; returns (B, H, L, D)."""
+    """Attend within each document by itself. The arguments are those of `by_mask`, but heads may share a key and a
+    value. Returns (B, H, L, D of value)."""
     length, is_grouped = query.shape[2], key.shape[1] != query.shape[1]
     parts: list[list[Tensor]] = [[] for _ in query]
-    for begin, until in pairwise(begins):
+    for begin, until in pairwise(begins.tolist()):
         row, first, count = begin // length, begin % length, until - begin  # no document goes on in the next row
         q, k, v = (tensor[row : row + 1, :, first : first + count] for tensor in (query, key, value))
         mask = _band(count, window) if window is not None and count > window else None
