@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.imports import OPTIONAL, optional_packages_hidden
+from trainer.config.imports import OPTIONAL, light_imports
 from trainer.run.process import worker_environment
 
 RANK = f"""\
@@ -34,10 +35,41 @@ def test_a_rank_imports_no_optional_package_of_the_libraries_it_uses(tmp_path: P
 def test_hidden_packages_are_found_again_and_imported_ones_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.config.imports.OPTIONAL", ("wave", "json"))
     monkeypatch.delitem(sys.modules, "wave", raising=False)
-    with optional_packages_hidden():
+    with light_imports():
         with pytest.raises(ModuleNotFoundError):
             import wave
         import json
     import wave
 
     assert (wave.__name__, json.__name__) == ("wave", "json")
+
+
+READS = """\
+import collections, sys
+reads = collections.Counter()
+sys.addaudithook(lambda event, given: reads.update([str(given[0])]) if event == "open" else None)
+import trainer.train.loop
+sources = [count for file, count in reads.items() if "/transformers/models/" in file and file.endswith(".py")]
+print(len(sources), sum(count > 1 for count in sources))
+"""
+
+
+def test_a_rank_does_not_read_the_sources_of_all_models_twice() -> None:
+    argv = [sys.executable, "-c", READS]
+    done = subprocess.run(argv, env=worker_environment(), capture_output=True, text=True, check=True)
+    found, twice = map(int, done.stdout.splitlines()[-1].split())
+    assert twice < 50, f"{twice} of {found}"  # a few that it imports are read once more
+
+
+def test_caches_that_are_made_meanwhile_are_those_of_the_standard_library() -> None:
+    with light_imports():
+
+        @functools.lru_cache
+        def bare() -> None: ...
+
+        @functools.lru_cache(maxsize=2, typed=True)
+        def limited() -> None: ...
+
+    assert bare.cache_parameters() == {"maxsize": 128, "typed": False}
+    assert limited.cache_parameters() == {"maxsize": 2, "typed": True}
+    assert functools.lru_cache.__module__ == "functools"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trainer.config.imports import optional_packages_hidden
+from trainer.config.imports import light_imports
 
-with optional_packages_hidden():
+with light_imports():
     from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
     from peft.tuners.loha.layer import LoHaLayer
     from peft.tuners.lokr.layer import LoKrLayer, factorization

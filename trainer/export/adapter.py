@@ -19,7 +19,7 @@ from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import DTYPES, SavedModule, adapter_files
 from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.state import Factors
-from trainer.config.imports import optional_packages_hidden
+from trainer.config.imports import light_imports
 from trainer.config.schema import RunConfig
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import adapter_metadata
@@ -196,7 +196,7 @@ Merge = Callable[[Tensor], Tensor]
 def _read(
     file: Path, readers: tuple[str, ...], family: ModelFamily, base: BaseWeights, components: Set[str]
 ) -> dict[str, Merge]:
-    with optional_packages_hidden():
+    with light_imports():
         if "diffusers" in readers:
             return _read_by_diffusers(file, family)
         if "peft" in readers:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config import families
 from trainer.config.errors import InputError, RuleError
-from trainer.config.imports import optional_packages_hidden
+from trainer.config.imports import light_imports
 from trainer.config.schema import RunConfig
 from trainer.config.sections import family_names
 from trainer.models import distilled
@@ -23,7 +23,7 @@ def get(name: str) -> type[ModelFamily]:
     """The family class of module `name`. Raises InputError that lists the families for another name."""
     if name not in names():
         raise InputError(f"model.family: '{name}' is not one of {', '.join(names())}")
-    with optional_packages_hidden():
+    with light_imports():
         module = importlib.import_module(f"trainer.models.families.{name}")
     family: type[ModelFamily] = module.FAMILY
     return family
