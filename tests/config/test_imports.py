@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -59,6 +60,14 @@ def test_a_rank_does_not_read_the_sources_of_all_models_twice() -> None:
     done = subprocess.run(argv, env=worker_environment(), capture_output=True, text=True, check=True)
     found, twice = map(int, done.stdout.splitlines()[-1].split())
     assert twice < 50, f"{twice} of {found}"  # a few that it imports are read once more
+
+
+def test_the_distributions_of_packages_are_those_of_the_standard_library() -> None:
+    with light_imports():
+        found = importlib.metadata.packages_distributions()
+    assert vars(found) == {}, "found before it was looked into"
+    assert found == importlib.metadata.packages_distributions()
+    assert len(found) == len(list(found)) > 10 and "pydantic" in found and "no such package" not in found
 
 
 def test_caches_that_are_made_meanwhile_are_those_of_the_standard_library() -> None:

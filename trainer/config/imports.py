@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.metadata
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 OPTIONAL = ("aqlm", "awq", "bitsandbytes", "deepspeed", "eetq", "gptqmodel", "hqq", "sklearn", "torchao")
@@ -39,17 +41,35 @@ def light_imports() -> Iterator[None]:
     """
     hidden = [name for name in OPTIONAL if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: importlib's mark of what is not found
-    bounded = functools.lru_cache
-    functools.lru_cache = _cache_of_folders
+    caches, packages = functools.lru_cache, importlib.metadata.packages_distributions
+    functools.lru_cache, importlib.metadata.packages_distributions = _cache_of_folders, _Packages
     try:
         yield
     finally:
-        functools.lru_cache = bounded
+        functools.lru_cache, importlib.metadata.packages_distributions = caches, packages
         for name in hidden:
             del sys.modules[name]
 
 
-_bounded = functools.lru_cache
+_bounded, _packages = functools.lru_cache, importlib.metadata.packages_distributions
+
+
+class _Packages(Mapping[str, list[str]]):
+    """`importlib.metadata.packages_distributions`, found when it is first looked into: that takes 0.15 s, and diffusers
+    asks for it in any case, but looks only for a few packages that are installed under other names."""
+
+    @cached_property
+    def _found(self) -> Mapping[str, list[str]]:
+        return _packages()
+
+    def __getitem__(self, package: str) -> list[str]:
+        return self._found[package]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
 
 
 def _cache_of_folders(maxsize: int | Callable[..., Any] | None = 128, typed: bool = False) -> Any:
