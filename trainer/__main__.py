@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config.imports import garbage_ignored
+from trainer.config.imports import quick_imports
 
-with garbage_ignored():
+with quick_imports():
     import torch
     from torch import Tensor
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -64,7 +64,7 @@ def on_every_rank(run: RunDir, work: Callable[[RunDir], None]) -> int:
 
 @record
 def _train(run: RunDir) -> None:
-    with garbage_ignored():
+    with quick_imports():
         from trainer.distributed.watchdog import Watchdog
         from trainer.distributed.world import connect, connect_gpus, find_rendezvous
         from trainer.metrics.debug_log import debug_log
@@ -128,7 +128,7 @@ def _start_again_with(run: RunDir, emit: Emit, change: str) -> None:
 def _train_on(
     attached: RankRun, world: World, emit: Emit, preemption: Preemption, request: Callable[[str], None]
 ) -> _End:
-    with garbage_ignored():
+    with quick_imports():
         from trainer.data.encode import StopRequested
         from trainer.metrics.out_of_memory import OutOfMemoryError
         from trainer.models import families

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import inspect
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.imports import OPTIONAL, light_imports
+from trainer.config.imports import OPTIONAL, light_imports, quick_imports
 from trainer.run.process import worker_environment
 
 RANK = f"""\
@@ -68,6 +69,21 @@ def test_the_distributions_of_packages_are_those_of_the_standard_library() -> No
     assert vars(found) == {}, "found before it was looked into"
     assert found == importlib.metadata.packages_distributions()
     assert len(found) == len(list(found)) > 10 and "pydantic" in found and "no such package" not in found
+
+
+def test_the_module_of_running_code_is_found_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = [sys._getframe(0), sys._getframe(1)]
+    code = "import sys\nframes.append(sys._getframe())"
+    exec(code, {"frames": frames, "__name__": "pathlib"})  # says that it is what it is not
+    exec(code, {"frames": frames})
+    things = [*frames, Path, pytest, test_caches_that_are_made_meanwhile_are_those_of_the_standard_library]
+    expected = [inspect.getmodule(thing) for thing in things]
+    with quick_imports():
+        assert [inspect.getmodule(thing) for thing in things] == expected
+        with monkeypatch.context() as without:
+            without.setattr("trainer.config.imports._module", None)  # a search would fail
+            assert inspect.getmodule(frames[0]) is sys.modules[__name__]
+    assert inspect.getmodule.__module__ == "inspect"
 
 
 def test_caches_that_are_made_meanwhile_are_those_of_the_standard_library() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from trainer.config.imports import garbage_ignored
+from trainer.config.imports import quick_imports
 
 
 def test_imports_are_searched_for_garbage_neither_while_they_go_on_nor_later() -> None:
@@ -16,7 +16,7 @@ def test_imports_are_searched_for_garbage_neither_while_they_go_on_nor_later() -
     gc.callbacks.append(count)
     try:
         before = gc.get_freeze_count()
-        with garbage_ignored():
+        with quick_imports():
             kept = [[index] for index in range(100_000)]
         assert searches == []
         assert gc.get_freeze_count() - before >= len(kept)

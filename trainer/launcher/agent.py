@@ -12,7 +12,7 @@ import importlib
 import sys
 from types import ModuleType
 
-from trainer.config.imports import garbage_ignored
+from trainer.config.imports import quick_imports
 
 LEFT_OUT = ("torch._meta_registrations", "torch.export", "torch.nested")
 
@@ -20,7 +20,7 @@ LEFT_OUT = ("torch._meta_registrations", "torch.export", "torch.nested")
 def main() -> None:
     """Run torchrun with the arguments of this process."""
     sys.modules.update({name: ModuleType(name) for name in LEFT_OUT})
-    with garbage_ignored():
+    with quick_imports():
         torchrun = importlib.import_module("torch.distributed.run")
     torchrun.main()
 
