@@ -100,7 +100,7 @@ class PlanPreviews:
             plan = planned(cfg, card, cache, reserve)
             if plan is None:
                 return None
-            known = plan, tuple(fixes(cfg, card, cache)) if card else ()
+            known = plan, tuple(fixes(cfg, card, cache, plan)) if card else ()
         self._plans[key] = known
         for old in list(self._plans)[:-MOST_PLANS]:
             self._plans.pop(old, None)

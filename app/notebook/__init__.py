@@ -106,7 +106,8 @@ def plan(config: ConfigFile, gpus: str | None = None, runs: Path = RUNS) -> Plan
         cfg = cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"devices": hardware.count})})
     cache = shared_cache(cfg, runs)
     card = hardware.card if hardware else None
-    return Planned(plans.plan(cfg, card, cache, say), tuple(fixes(cfg, card, cache)) if card else ())
+    found = plans.plan(cfg, card, cache, say)
+    return Planned(found, tuple(fixes(cfg, card, cache, found)) if card else ())
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,13 @@ import pytest
 
 from tests.plan.common import NOWHERE, run
 from trainer.config.recompute import checkpointing_of
+from trainer.plan import decide
 from trainer.plan.decide import TIGHT
 from trainer.plan.hardware import CARDS, Card
 from trainer.plan.memory import MemoryPlan, plan_of
-from trainer.plan.steps import Size
+from trainer.plan.steps import ModelPass, Size
 from trainer.plan.store import known_model
+from trainer.plan.timeline import Memory, Sharding, simulate
 
 AUTO = "train.checkpointing=auto"
 
@@ -92,3 +94,18 @@ def test_blocks_are_offloaded_that_sampling_has_no_room_for(base: str) -> None:
     drawn = ("sample.every=250", "sample.prompts=[a fox]")
     found = planned("qwen_image qwen-image", CARDS["24gb"], *alone, *drawn, AUTO, "parallel.offload_blocks=auto")
     assert found.verdict == "fits"  # training alone would fit with fewer
+
+
+def test_two_decisions_take_few_simulated_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[ModelPass] = []
+
+    def count(model_pass: ModelPass, sharding: Sharding) -> Memory:
+        played.append(model_pass)
+        return simulate(model_pass, sharding)
+
+    monkeypatch.setattr(decide, "simulate", count)
+    alone = ("quantize.format=nf4", "quantize.encoders=true", "parallel.devices=1", "parallel.strategy=none")
+    for card in ("16gb", "24gb", "48gb"):
+        played.clear()
+        planned("flux2 dev", CARDS[card], *alone, AUTO, "parallel.offload_blocks=auto")
+        assert 1 <= len(played) <= 40, card  # one by one, 57 blocks and 9 amounts of recompute would be 500

@@ -141,7 +141,7 @@ def _write_page(file: Path, cfg: RunConfig, results: Sequence[_PartPlan], cache:
 
 def _plan_part(cfg: RunConfig, card: Card | None, cache: Path, exactly: bool) -> _PartPlan:
     memory = plan(cfg, card, cache, complain)
-    ways, most = (fixes(cfg, card, cache), largest(cfg, card, cache)) if card else ([], {})
+    ways, most = (fixes(cfg, card, cache, memory), largest(cfg, card, cache)) if card else ([], {})
     return _PartPlan(memory, ways, most, traced_peak(cfg, memory.strategy, cache) if exactly else None)
 
 

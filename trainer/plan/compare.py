@@ -86,7 +86,7 @@ def warning(cfg: RunConfig, plan: MemoryPlan, cache: Path) -> str:
     if plan.verdict != "does not fit":
         return ""
     assert plan.card is not None
-    ways = fixes(cfg, plan.card, cache)
+    ways = fixes(cfg, plan.card, cache, plan)
     remedy = f"; it would fit with {ways[0]}" if ways else ""
     return (
         f"the plan needs {plan.need / GIB:.2f} GiB on each GPU, which has {plan.card.memory / GIB:.2f}: memory will "

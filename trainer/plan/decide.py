@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import cache
 
 from trainer.config.recompute import checkpointing_of
 from trainer.config.schema import RunConfig
@@ -12,7 +12,7 @@ from trainer.plan.phases import Reserve, sampling
 from trainer.plan.sizes import rank_of, sharding_of, size_of, strategy_of
 from trainer.plan.steps import ModelPass
 from trainer.plan.tables import Model
-from trainer.plan.timeline import Sharding, simulate
+from trainer.plan.timeline import Sharding, least, simulate
 
 TIGHT = 0.92
 """Above this share of a GPU's memory a plan is tight: memory that the plan does not count may exceed the rest."""
@@ -50,18 +50,19 @@ def decide(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve, se
         reserve: Memory of the allocator and the driver.
         seconds: Seconds of a step.
     """
-    search = _Search(cfg, model, card, reserve)
     if card is None:
-        return search.config(2 * search.blocks, search.blocks)
+        return thriftiest(cfg, model)
+    search = _Search(cfg, model, card, reserve)
     most_again = 2 * search.blocks if cfg.train.checkpointing == "auto" else 0
     most_offloaded = search.blocks if cfg.parallel.offload_blocks == "auto" else 0
     if not most_offloaded:
         return search.config(_first(most_again, lambda amount: search.fits(amount, 0)), 0)
     amounts = sorted({most_again * step // STEPS for step in range(STEPS + 1)})
-    least = _first(most_offloaded, search.can_draw)
-    if not search.can_draw(least):
-        least = 0
-    pairs = [(amount, max(least, _first(most_offloaded, partial(search.fits, amount)))) for amount in amounts]
+    fewest = _first(most_offloaded, search.can_draw)
+    if not search.can_draw(fewest):
+        fewest = 0
+    counts = _falling(amounts, most_offloaded, search.fits)
+    pairs = [(amount, max(fewest, count)) for amount, count in zip(amounts, counts, strict=True)]
     fitting = [pair for pair in pairs if search.fits(*pair)]
     if not fitting:
         return search.config(most_again, most_offloaded)
@@ -69,24 +70,40 @@ def decide(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve, se
     return search.config(_first(amount, lambda less: search.fits(less, count)), count)
 
 
-class _Search:
-    """Amounts of recompute and numbers of offloaded blocks. What a config does not leave open stays as it is."""
+def thriftiest(cfg: RunConfig, model: Model) -> RunConfig:
+    """Return the config with everything recomputed and offloaded that may be: no other decision takes less memory."""
+    blocks = _blocks_of(cfg, model)
+    return _with(cfg, blocks, 2 * blocks, blocks)
 
-    def __init__(self, cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve) -> None:
+
+def _blocks_of(cfg: RunConfig, model: Model) -> int:
+    units = model.table.training(size_of(cfg), rank_of(cfg), "none").units
+    return sum(not unit.is_root for unit in units)
+
+
+def _with(cfg: RunConfig, blocks: int, amount: int, count: int) -> RunConfig:
+    """Return the config with an amount of recompute (`checkpointing_of`) and a number of offloaded blocks. What it does
+    not leave open stays as it is."""
+    again, offload = cfg.train.checkpointing, cfg.parallel.offload_blocks
+    return decided(
+        cfg,
+        checkpointing_of(amount, blocks) if again == "auto" else again,
+        count if offload == "auto" else offload,
+    )
+
+
+class _Search:
+    """Amounts of recompute and numbers of offloaded blocks with which a config is tried."""
+
+    def __init__(self, cfg: RunConfig, model: Model, card: Card, reserve: Reserve) -> None:
         self._cfg, self._model, self._card, self._reserve = cfg, model, card, reserve
-        self._room = TIGHT * card.memory if card else 0.0
-        units = model.table.training(size_of(cfg), rank_of(cfg), "none").units
-        self.blocks = sum(not unit.is_root for unit in units)
+        self._room = TIGHT * card.memory
+        self.blocks = _blocks_of(cfg, model)
         self.fits, self.can_draw = cache(self._fits), cache(self._can_draw)
 
     def config(self, amount: int, count: int) -> RunConfig:
-        """Return the config with an amount of recompute (`checkpointing_of`) and a number of offloaded blocks."""
-        again, offload = self._cfg.train.checkpointing, self._cfg.parallel.offload_blocks
-        return decided(
-            self._cfg,
-            checkpointing_of(amount, self.blocks) if again == "auto" else again,
-            count if offload == "auto" else offload,
-        )
+        """Return the config with these."""
+        return _with(self._cfg, self.blocks, amount, count)
 
     def _can_draw(self, count: int) -> bool:
         """Whether samples can be drawn with a number of offloaded blocks."""
@@ -97,7 +114,10 @@ class _Search:
 
     def _fits(self, amount: int, count: int) -> bool:
         cfg = self.config(amount, count)
-        return self._has_room(cfg, simulate(*self._spread(cfg)).peak)
+        model_pass, sharding = self._spread(cfg)
+        if not self._has_room(cfg, least(model_pass, sharding).peak):  # at a small part of the cost
+            return False
+        return self._has_room(cfg, simulate(model_pass, sharding).peak)
 
     def _spread(self, cfg: RunConfig) -> tuple[ModelPass, Sharding]:
         model_pass = self._model.table.training(size_of(cfg), rank_of(cfg), cfg.train.checkpointing)
@@ -105,6 +125,23 @@ class _Search:
 
     def _has_room(self, cfg: RunConfig, peak: float) -> bool:
         return peak + self._reserve.of(peak, cfg.parallel.world_size) <= self._room
+
+
+def _falling(amounts: Sequence[int], last: int, fits: Callable[[int, int], bool]) -> list[int]:
+    """Return, for each amount in ascending order, the first number from 0 to `last` that fits with it: never more than
+    for a smaller amount."""
+    found = dict.fromkeys(amounts, last)
+
+    def search(begin: int, end: int, low: int, high: int) -> None:
+        if begin < end:
+            middle = (begin + end) // 2
+            amount = amounts[middle]
+            found[amount] = low + _first(high - low, lambda more: fits(amount, low + more))
+            search(begin, middle, found[amount], high)
+            search(middle + 1, end, low, found[amount])
+
+    search(0, len(amounts), 0, last)
+    return [found[amount] for amount in amounts]
 
 
 def _first(last: int, fits: Callable[[int], bool]) -> int:

@@ -17,7 +17,7 @@ from trainer.config.families import of, size_field, trains_on
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter, RankAdapter
 from trainer.plan.calibration import calibrate
-from trainer.plan.decide import TIGHT
+from trainer.plan.decide import TIGHT, thriftiest
 from trainer.plan.hardware import Card
 from trainer.plan.memory import MemoryPlan, plan_of
 from trainer.plan.phases import CAPTIONS, SAMPLING, Reserve
@@ -56,7 +56,7 @@ def written(value: Any) -> str:
     return shlex.quote(json.dumps(value) if isinstance(value, bool | dict | None) else str(value))
 
 
-def fixes(cfg: RunConfig, card: Card, cache: Path) -> list[Fix]:
+def fixes(cfg: RunConfig, card: Card, cache: Path, now: MemoryPlan | None = None) -> list[Fix]:
     """Find the smallest changes that make the run fit.
 
     Changes that alter the result, such as smaller images, are proposed only where nothing else helps. A change that
@@ -66,12 +66,13 @@ def fixes(cfg: RunConfig, card: Card, cache: Path) -> list[Fix]:
         cfg: The run's config.
         card: The GPU of each rank.
         cache: Folder shared by runs.
+        now: The plan of the run as it is, where that is known.
 
     Returns:
         The changes, fastest first; empty if the run fits or nothing helps.
     """
     card, reserve = _calibrated(cache, card)
-    now = planned(cfg, card, cache, reserve)
+    now = now or planned(cfg, card, cache, reserve)
     if now is None or now.verdict == "fits":
         return []
     same, other = _same_result(cfg, now), _other_result(cfg)
@@ -95,8 +96,7 @@ def largest(cfg: RunConfig, card: Card, cache: Path) -> dict[str, int]:
             # A larger pass needs a larger batch.
             batch = {"train.batch_size": value * cfg.parallel.world_size} if field == "train.micro_batch" else {}
             changed = _changed(cfg, {field: value} | batch)
-            plan = planned(changed, card, cache, reserve) if changed else None
-            return plan is not None and plan.verdict == "fits"
+            return changed is not None and _can_fit(changed, card, cache, reserve)
 
         return check
 
@@ -183,8 +183,16 @@ def _combinations(
 def _fix(cfg: RunConfig, card: Card, cache: Path, reserve: Reserve, changes: Mapping[str, Any]) -> Fix | None:
     """Return the fix; None where the changes are invalid together, do not fit, or have no table."""
     changed = _changed(cfg, changes)
-    plan = planned(changed, card, cache, reserve) if changed else None
+    if changed is None or not _can_fit(changed, card, cache, reserve):
+        return None
+    plan = planned(changed, card, cache, reserve)
     return Fix(changes, plan) if plan and plan.verdict == "fits" else None
+
+
+def _can_fit(cfg: RunConfig, card: Card, cache: Path, reserve: Reserve) -> bool:
+    """Whether the run fits, with the decisions that take the least memory where it leaves some to the plan."""
+    model = known_model(cfg, cache)
+    return model is not None and plan_of(thriftiest(cfg, model), model, card, reserve).verdict == "fits"
 
 
 def _changed(cfg: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
