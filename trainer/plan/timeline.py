@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
+from typing import ClassVar
 
 from trainer.parallel.offload_order import Direction, Residence, offloaded_blocks
 from trainer.parallel.strategy import REDUCED_BYTES, is_little
@@ -240,6 +241,9 @@ def least(model_pass: ModelPass, sharding: Sharding) -> Memory:
 
 
 class _Simulation:
+    keeps_all: ClassVar[bool] = False
+    """Whether moments below the peak count too."""
+
     def __init__(self, model_pass: ModelPass, sharding: Sharding) -> None:
         self.model_pass, self.sharding = model_pass, sharding
         self.sizes, self.groups = _sizes_of_units(model_pass, sharding), _groups(model_pass, sharding)
@@ -496,7 +500,7 @@ class _Simulation:
     def _add(self, what: str, num_bytes: float) -> None:
         self.held[what] += num_bytes
         self.total += num_bytes
-        if num_bytes > 0:
+        if num_bytes > 0 and (self.keeps_all or self.total > self.memory.peak):
             self._peak_with(what, 0)
 
 
@@ -512,6 +516,8 @@ def _offloaded(model_pass: ModelPass, wanted: int | float | str) -> tuple[int, .
 
 class _Recording(_Simulation):
     """Also keeps every moment, which is slower."""
+
+    keeps_all = True
 
     def __init__(self, model_pass: ModelPass, sharding: Sharding) -> None:
         self._passes: list[list[Point]] = [[]]
