@@ -170,8 +170,8 @@ def fake_tensors(device: torch.device, watch: Watch) -> Iterator[None]:
     """Inside, tensors have no values, and on the fake device attention is the kernel that CUDA uses.
 
     A row is attended to as if it were one document, for where documents begin is a value. Attention is replaced as
-    functions because torch's modes are off in backward, where checkpointing recomputes
-    forward. `watch` is called in the mode of fake tensors itself, since a second mode doubles the time per operation.
+    functions because torch's modes are off in backward, where checkpointing recomputes forward. `watch` is called in
+    the mode of fake tensors itself, since a second mode doubles the time per operation.
 
     Args:
         device: The device of the model.
