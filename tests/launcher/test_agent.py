@@ -18,7 +18,7 @@ def test_it_starts_ranks_that_have_all_of_torch(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK, encoding="utf-8")
     argv = [sys.executable, "-m", TORCHRUN, "--standalone", "--nproc-per-node", "2", str(tmp_path / "rank.py"), "word"]
     done = subprocess.run(argv, env=worker_environment(), capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ['[["word"], "2", 3]'] * 2
+    assert done.stdout.replace("\n", "") == '[["word"], "2", 3]' * 2  # a rank may write between line and line break
 
 
 def test_a_failing_rank_gives_it_the_exit_code_1(tmp_path: Path) -> None:

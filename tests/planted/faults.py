@@ -419,8 +419,8 @@ FAULTS = (
     _fault(
         "blocks are offloaded for training, not for sampling",
         "trainer/plan/decide.py",
-        "    if not search.can_draw(least):\n        least = 0",
-        "    least = 0",
+        "    if not search.can_draw(fewest):\n        fewest = 0",
+        "    fewest = 0",
         "plan/test_decide.py",
     ),
     _fault(
