@@ -72,6 +72,8 @@ def decide(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve, se
 
 def thriftiest(cfg: RunConfig, model: Model) -> RunConfig:
     """Return the config with everything recomputed and offloaded that may be: no other decision takes less memory."""
+    if not is_open(cfg):
+        return cfg
     blocks = _blocks_of(cfg, model)
     return _with(cfg, blocks, 2 * blocks, blocks)
 

@@ -17,7 +17,7 @@ from trainer.config.families import of, size_field, trains_on
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter, RankAdapter
 from trainer.plan.calibration import calibrate
-from trainer.plan.decide import TIGHT, thriftiest
+from trainer.plan.decide import TIGHT, is_open, thriftiest
 from trainer.plan.hardware import Card
 from trainer.plan.memory import MemoryPlan, plan_of
 from trainer.plan.phases import CAPTIONS, SAMPLING, Reserve
@@ -183,7 +183,8 @@ def _combinations(
 def _fix(cfg: RunConfig, card: Card, cache: Path, reserve: Reserve, changes: Mapping[str, Any]) -> Fix | None:
     """Return the fix; None where the changes are invalid together, do not fit, or have no table."""
     changed = _changed(cfg, changes)
-    if changed is None or not _can_fit(changed, card, cache, reserve):
+    # Of one that leaves something open, the plan that decides costs many times as much.
+    if changed is None or (is_open(changed) and not _can_fit(changed, card, cache, reserve)):
         return None
     plan = planned(changed, card, cache, reserve)
     return Fix(changes, plan) if plan and plan.verdict == "fits" else None
