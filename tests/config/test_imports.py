@@ -71,11 +71,27 @@ def test_the_distributions_of_packages_are_those_of_the_standard_library() -> No
     assert len(found) == len(list(found)) > 10 and "pydantic" in found and "no such package" not in found
 
 
+def test_a_damaged_package_does_not_keep_libraries_from_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged() -> None:
+        raise TypeError("a line of RECORD")
+
+    monkeypatch.setattr("trainer.config.imports._packages", damaged)
+    with light_imports():
+        found = importlib.metadata.packages_distributions()
+    assert "optimum" not in found and len(found) == 0
+    monkeypatch.undo()
+    with light_imports():
+        pass
+    assert importlib.metadata.packages_distributions.__module__ == "importlib.metadata"
+
+
 def test_the_module_of_running_code_is_found_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     frames = [sys._getframe(0), sys._getframe(1)]
     code = "import sys\nframes.append(sys._getframe())"
     exec(code, {"frames": frames, "__name__": "pathlib"})  # says that it is what it is not
     exec(code, {"frames": frames})
+    monkeypatch.setitem(sys.modules, "slotted", type("Slotted", (), {"__slots__": ()})())
+    exec(code, {"frames": frames, "__name__": "slotted"})
     things = [*frames, Path, pytest, test_caches_that_are_made_meanwhile_are_those_of_the_standard_library]
     expected = [inspect.getmodule(thing) for thing in things]
     with quick_imports():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.plan.common import NOWHERE, run
@@ -73,3 +75,15 @@ def test_the_largest_value_fits_and_the_next_does_not(field: str) -> None:
         plan = planned(run("flux2 klein-9b", *fields, *more), CARDS["24gb"], NOWHERE)
         assert plan is not None
         assert plan.verdict in verdicts
+
+
+def test_the_largest_value_is_found_where_a_block_less_takes_less_memory() -> None:
+    """In full, backward of the last block is the fullest moment: `auto` leaves that block selective."""
+    fields = ["train.checkpointing=auto", "parallel.devices=2", "parallel.strategy=full", "parallel.cpu_offload=true"]
+    fields += ["train.micro_batch=2", "train.batch_size=24"]
+    card = replace(CARDS["80gb"], memory=71_715_303_992)
+    most = largest(run("causal_lm qwen3-1.7b", *fields), card, NOWHERE)["data.length"]
+    for length, is_fitting in ((most, True), (most + STEPS["data.length"], False)):
+        plan = planned(run("causal_lm qwen3-1.7b", *fields, f"data.length={length}"), card, NOWHERE)
+        assert plan is not None
+        assert (plan.verdict == "fits") == is_fitting

@@ -6,12 +6,15 @@ import functools
 import gc
 import importlib.metadata
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 OPTIONAL = ("aqlm", "awq", "bitsandbytes", "deepspeed", "eetq", "gptqmodel", "hqq", "sklearn", "torchao")
 """Packages that peft, diffusers and transformers import wherever they are installed, for layers that are not used here.
@@ -63,18 +66,23 @@ def _module_of(object: object, _filename: str | None = None) -> ModuleType | Non
     """`inspect.getmodule`, which for code that is running is the module of its globals."""
     if isinstance(object, FrameType):
         module = sys.modules.get(object.f_globals.get("__name__", ""))
-        if module is not None and vars(module) is object.f_globals:
+        if isinstance(module, ModuleType) and vars(module) is object.f_globals:
             return module
     return _module(object, _filename)
 
 
 class _Packages(Mapping[str, list[str]]):
     """`importlib.metadata.packages_distributions`, found when it is first looked into: that takes 0.15 s, and diffusers
-    asks for it in any case, but looks only for a few packages that are installed under other names."""
+    asks for it in any case, but looks only for a few packages that are installed under other names. Empty where a
+    damaged package keeps Python from finding it: diffusers would not catch that so late."""
 
     @cached_property
     def _found(self) -> Mapping[str, list[str]]:
-        return _packages()
+        try:
+            return _packages()
+        except Exception as error:  # noqa: BLE001 - whatever a damaged package raises
+            log.debug("the packages of distributions are not known: %s", error)
+            return {}
 
     def __getitem__(self, package: str) -> list[str]:
         return self._found[package]

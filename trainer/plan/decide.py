@@ -71,7 +71,10 @@ def decide(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve, se
 
 
 def thriftiest(cfg: RunConfig, model: Model) -> RunConfig:
-    """Return the config with everything recomputed and offloaded that may be: no other decision takes less memory."""
+    """Return the config with everything recomputed and offloaded that may be.
+
+    A block less may take a little less memory, since backward begins with the last one.
+    """
     if not is_open(cfg):
         return cfg
     blocks = _blocks_of(cfg, model)

@@ -191,9 +191,14 @@ def _fix(cfg: RunConfig, card: Card, cache: Path, reserve: Reserve, changes: Map
 
 
 def _can_fit(cfg: RunConfig, card: Card, cache: Path, reserve: Reserve) -> bool:
-    """Whether the run fits, with the decisions that take the least memory where it leaves some to the plan."""
+    """Whether the run fits. Where it leaves something to the plan, the thriftiest decision mostly says so at once."""
     model = known_model(cfg, cache)
-    return model is not None and plan_of(thriftiest(cfg, model), model, card, reserve).verdict == "fits"
+    if model is None:
+        return False
+    verdict = plan_of(thriftiest(cfg, model), model, card, reserve).verdict
+    if verdict == "tight" and is_open(cfg):  # another decision may take a little less
+        verdict = plan_of(cfg, model, card, reserve).verdict
+    return verdict == "fits"
 
 
 def _changed(cfg: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
