@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -277,31 +278,36 @@ def test_weights_that_another_part_of_the_model_shares_stay() -> None:
 
 @pytest.mark.gpu
 def test_on_a_device_the_peak_falls_by_all_but_two_of_the_offloaded_blocks_and_no_bit_changes(device: str) -> None:
-    count, width, steps = 16, 1024, 10
-    place, found, peaks = torch.device(device), [], []
-    for wanted in (0, count // 2, count):
-        net = Net(count, width)
-        chosen = [net.blocks[number] for number in offloaded_blocks(wanted, count)]
-        for module in net.modules():
-            if not any(module in set(block.modules()) for block in chosen):
-                module._apply(lambda tensor: tensor.to(place), recurse=False)
-        for block in chosen:
-            block.trained.data = block.trained.data.to(place)
-        if chosen:
-            OffloadedBlocks(net, list(net.blocks), chosen, [], place, partial(pin, device=place))
-        if place.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        for step in range(steps):  # the host runs ahead of the device: a copy that came too late would be seen
-            x = torch.randn(64, width, generator=torch.Generator().manual_seed(step)).to(place).requires_grad_()
-            net(x).square().mean().backward()
-        found.append([block.trained.grad.cpu() for block in net.blocks])
-        peaks.append(torch.cuda.max_memory_allocated() if place.type == "cuda" else 0)
-        del net, x
+    count, width, place = 16, 1024, torch.device(device)
+    found, peaks = zip(
+        *(gradients_and_peak(wanted, count, width, place) for wanted in (0, count // 2, count)), strict=True
+    )
     assert same(found[0], found[1])
     assert same(found[0], found[2])
     if place.type == "cuda":
         saved = [(peaks[0] - peak) / (width * (width + 1) * 4) for peak in peaks[1:]]
         assert saved == pytest.approx([count // 2 - 2, count - 2], abs=0.5)
+
+
+def gradients_and_peak(wanted: int, count: int, width: int, place: torch.device) -> tuple[list[Tensor], int]:
+    """The last gradients of a network with so many of its blocks offloaded, and the device's peak memory in bytes."""
+    gc.collect()  # hooks and blocks of the network before hold each other, and the device's memory
+    net = Net(count, width)
+    chosen = [net.blocks[number] for number in offloaded_blocks(wanted, count)]
+    for module in net.modules():
+        if not any(module in set(block.modules()) for block in chosen):
+            module._apply(lambda tensor: tensor.to(place), recurse=False)
+    for block in chosen:
+        block.trained.data = block.trained.data.to(place)
+    if chosen:
+        OffloadedBlocks(net, list(net.blocks), chosen, [], place, partial(pin, device=place))
+    if place.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for step in range(10):  # the host runs ahead of the device: a copy that came too late would be seen
+        x = torch.randn(64, width, generator=torch.Generator().manual_seed(step)).to(place).requires_grad_()
+        net(x).square().mean().backward()
+    peak = torch.cuda.max_memory_allocated() if place.type == "cuda" else 0
+    return [block.trained.grad.cpu() for block in net.blocks], peak
 
 
 @dataclass(frozen=True)
