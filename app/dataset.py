@@ -12,11 +12,11 @@ from typing import Literal
 
 from app import captions
 from app.captions import Card
-from app.scans import ScanResult
+from app.scans import Framed, ScanResult
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
-from trainer.data.buckets import choose_bucket, kept_part
-from trainer.data.image_io import IMAGE_SUFFIXES, read_header
+from trainer.data.buckets import kept_part
+from trainer.data.image_io import IMAGE_SUFFIXES, WHOLE, crop_start, inner_size, read_header
 
 PER_PAGE = 12
 MOST_COUNTED = 5000
@@ -96,12 +96,23 @@ class View:
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of an image, its bucket, and the shares of width and height that the crop to the bucket keeps."""
+    """The size of an image, and what is trained of it.
+
+    Attributes:
+        width: Pixels of the upright image.
+        height: Pixels of the upright image.
+        sizes: (width, height) that it is trained at, one for each resolution; none where it is left out.
+        start: Where the crop begins, as shares of width and height.
+        kept: The shares of width and height that the crop keeps; above 1 for the side with borders.
+        focus: The point (x, y) around which it is cropped, as shares of width and height.
+    """
 
     width: int
     height: int
-    bucket: tuple[int, int]
+    sizes: tuple[tuple[int, int], ...]
+    start: tuple[float, float]
     kept: tuple[float, float]
+    focus: tuple[float, float]
 
 
 def view(data: DataConfig, found: ScanResult, truncated: Collection[str], chosen: Filter, page: int) -> View:
@@ -148,11 +159,24 @@ def replaceable(found: ScanResult) -> list[Card]:
     return [Card(item.image, item.caption) for item in items(found.images, found) if not item.problem]
 
 
-def shape(image: Path, sizes: Sequence[tuple[int, int]]) -> Shape:
-    """Return how an image is cropped to one of the buckets. Raises InputError when it cannot be read."""
+def shape(image: Path, framed: Framed | None, is_padded: bool = False) -> Shape:
+    """Return what is trained of an image, at its largest size. Raises InputError when it cannot be read.
+
+    Args:
+        image: The image.
+        framed: Its sizes and its focus; None where they are not known, or it is trained in its own size.
+        is_padded: Whether it is whole, with borders.
+    """
     file = read_header(image)
-    bucket = choose_bucket(file.width, file.height, sizes) if sizes else (file.width, file.height)
-    return Shape(file.width, file.height, bucket, kept_part(file.width, file.height, bucket))
+    sizes, focus = (framed.sizes, framed.focus) if framed else (((file.width, file.height),), WHOLE.focus)
+    size = sizes[-1] if sizes else (file.width, file.height)
+    if is_padded:
+        inner = inner_size(file.width, file.height, size)
+        kept = size[0] / inner[0], size[1] / inner[1]
+        return Shape(file.width, file.height, sizes, ((1 - kept[0]) / 2, (1 - kept[1]) / 2), kept, focus)
+    kept = kept_part(file.width, file.height, size)
+    start = crop_start(focus[0], kept[0]), crop_start(focus[1], kept[1])
+    return Shape(file.width, file.height, sizes, start, kept, focus)
 
 
 def image_at(path: str) -> Path:

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trainer.config.errors import InputError
 from trainer.config.files import opened
-from trainer.config.sections import TRIGGER_PLACE, DataConfig, half_character
+from trainer.config.sections import TRIGGER_PLACE, DataConfig, DataFolder, half_character
 from trainer.config.terminal import shortened
 from trainer.data import image_warnings
-from trainer.data.image_io import IMAGE_SUFFIXES, ImageFile, files_below
+from trainer.data.image_io import IMAGE_SUFFIXES, WHOLE, ImageFile, files_below
 from trainer.data.known_files import KnownFiles
 from trainer.data.masks_references import Findings, Masks, References, Rejected
 from trainer.data.text_files import rows
@@ -27,6 +27,7 @@ MOST_WRONG_ROWS = 1000
 MAX_CAPTION = 64 * 2**10
 """Limit for a caption, bytes: some 16,000 tokens, more than any encoder reads."""
 
+_FOLDERS = "data.folders."
 C = TypeVar("C", Masks, References, Rejected)
 
 
@@ -42,6 +43,12 @@ class CaptionedImage(ImageFile):
         references: The reference images of edit training.
         rejected: In preference training the image that this one is preferred to.
         is_own: Whether it shows the subject that is learned; False for a regularization image.
+        more_captions: Further captions; each sample takes one of all.
+        sides: The resolutions that it is trained at, from small to large.
+        focus: The point (x, y) around which it is cropped, as in `Framing`.
+        may_flip: Whether half of its samples are mirrored.
+        caption_dropout: Share of its samples that are trained with the empty caption.
+        micro_batch: Most samples of a pass with this image; None for `train.micro_batch`.
     """
 
     caption: str
@@ -51,6 +58,16 @@ class CaptionedImage(ImageFile):
     references: tuple[ImageFile, ...] = ()
     rejected: ImageFile | None = None
     is_own: bool = True
+    more_captions: tuple[str, ...] = ()
+    sides: tuple[int, ...] = ()
+    focus: tuple[float, float] = WHOLE.focus
+    may_flip: bool = False
+    caption_dropout: float = 0.0
+    micro_batch: int | None = None
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        return (self.caption, *self.more_captions)
 
 
 @dataclass(frozen=True)
@@ -68,6 +85,19 @@ class Dataset:
         return (*images, *(reference for image in images for reference in image.references))
 
 
+@dataclass(frozen=True)
+class Row:
+    """A row of a metadata.jsonl.
+
+    Attributes:
+        captions: The image's captions; none where the row only has a focus point.
+        focus: The point (x, y) around which it is cropped, as in `Framing`.
+    """
+
+    captions: tuple[str, ...]
+    focus: tuple[float, float] = WHOLE.focus
+
+
 class Watcher:
     """Follows a scan that may take long. An exception from one of its methods ends the scan."""
 
@@ -77,14 +107,15 @@ class Watcher:
     def reading(self, image: Path) -> None:
         """Called before the header and the caption of an image are read."""
 
-    def read(self, file: ImageFile) -> None:
+    def read(self, image: CaptionedImage) -> None:
         """Called for an image whose header was read, also where its caption is missing or cannot be read."""
 
     def bad(self, image: Path) -> None:
         """Called for an image that cannot be used: itself, its mask or a reference cannot be read or does not fit."""
 
     def listed(self, captions: Mapping[Path, str]) -> None:
-        """Called with {image: caption} of a folder's metadata.jsonl; a .txt next to the image is used instead."""
+        """Called with {image: caption} of a folder's metadata.jsonl, the first one of several; a .txt next to the image
+        is used instead."""
 
 
 def scan(cfg: DataConfig, watcher: Watcher | None = None, known: KnownFiles | None = None) -> Dataset:
@@ -92,7 +123,8 @@ def scan(cfg: DataConfig, watcher: Watcher | None = None, known: KnownFiles | No
 
     Folders are searched recursively. Hidden ones, `cache`, `*_cache` and `data.cache` are skipped, and a folder that
     the config lists separately counts only there. A caption is the .txt next to the image, else a row of a
-    metadata.jsonl whose `file_name` leads to the image. `data.validation: n` sets aside the last n images of the order.
+    metadata.jsonl whose `file_name` leads to the image, and which may have several captions and a focus point.
+    `data.validation: n` sets aside the last n images of the order.
     Regularization images are the last of `train`, without masks and references. The result is empty where only
     questions are trained.
 
@@ -133,6 +165,7 @@ class _Source:
         is_own: Whether the images show the subject that is learned; only then is the trigger filled into their
             captions, and are masks and references read for them.
         holds: The expected content, for messages.
+        folder: The folder's own settings.
     """
 
     field: str
@@ -140,13 +173,29 @@ class _Source:
     weight: float = 1.0
     is_own: bool = True
     holds: str = "images with captions"
+    folder: DataFolder | None = None
 
 
 def _training_sources(cfg: DataConfig) -> Iterator[_Source]:
     if cfg.path is not None:
         yield _Source("data.path", _absolute(cfg.path), float(cfg.repeats))
     for index, folder in enumerate(cfg.folders):
-        yield _Source(f"data.folders.{index}.path", _absolute(folder.path), cfg.repeats * folder.weight)
+        weight = cfg.repeats * folder.weight
+        yield _Source(f"{_FOLDERS}{index}.path", _absolute(folder.path), weight, folder=folder)
+
+
+def _settings(cfg: DataConfig, source: _Source) -> dict[str, Any]:
+    """The fields of `CaptionedImage` that are the same for all images of a folder."""
+    own = source.folder
+    sides = tuple(sorted(set(own.resolutions))) if own else ()
+    dropout = own.caption_dropout if own and own.caption_dropout is not None else cfg.caption_dropout
+    return {
+        "weight": source.weight,
+        "sides": sides or cfg.sides,
+        "may_flip": own.flip if own and own.flip is not None else cfg.flip,
+        "caption_dropout": dropout,
+        "micro_batch": own.micro_batch if own else None,
+    }
 
 
 def _separate_folders(cfg: DataConfig) -> frozenset[Path]:
@@ -175,7 +224,7 @@ def _as_frequent(
 ) -> list[CaptionedImage]:
     """Regularization images that together occur as often as `images`, whether there are fewer or more of them."""
     weights = sum(image.weight for image in images)
-    return [replace(other, weight=weights / len(others), loss_weight=loss_weight, is_own=False) for other in others]
+    return [replace(other, weight=weights / len(others), loss_weight=loss_weight) for other in others]
 
 
 class _Scanner:
@@ -188,6 +237,11 @@ class _Scanner:
         self._separate_folders = _separate_folders(cfg)
         self._captioned: dict[Path, list[Path]] = {}
         self._masks = self._companions(Masks, "data.masks", cfg.masks)
+        self._own_masks: dict[str, Masks | None] = {
+            f"{_FOLDERS}{number}.path": self._companions(Masks, f"{_FOLDERS}{number}.masks", folder.masks)
+            for number, folder in enumerate(cfg.folders)
+            if folder.masks
+        }
         self._references = self._companions(References, "data.references", cfg.references)
         self._rejected = self._companions(Rejected, "data.rejected", cfg.rejected)
 
@@ -195,9 +249,9 @@ class _Scanner:
         """The usable images of one folder, by relative path."""
         files = self._files(source)
         paths = self._paths(source, files)
-        captions = self._metadata([file for file in files if file.name == "metadata.jsonl"], frozenset(paths))
-        self._watcher.listed(captions)
-        images = [image for path in paths if (image := self._image(path, captions, source)) is not None]
+        listed = self._metadata([file for file in files if file.name == "metadata.jsonl"], frozenset(paths))
+        self._watcher.listed({image: row.captions[0] for image, row in listed.items() if row.captions})
+        images = [image for path in paths if (image := self._image(path, listed.get(path), source)) is not None]
         if paths and not images and not self.findings.problems:
             self.findings.problems.append(f"{source.field}: {source.root}: none of its {len(paths)} images can be read")
         self._warn_of_open_trigger(source, images)
@@ -205,7 +259,7 @@ class _Scanner:
 
     def finish(self) -> None:
         """To be called after the last folder. Raises InputError if any problem stops the run."""
-        for companions in (self._masks, self._references, self._rejected):
+        for companions in (self._masks, *self._own_masks.values(), self._references, self._rejected):
             if companions:
                 companions.finish()
         self._warn_of_shared_captions()
@@ -257,47 +311,66 @@ class _Scanner:
             )
         return paths
 
-    def _image(self, path: Path, captions: Mapping[Path, str], source: _Source) -> CaptionedImage | None:
+    def _image(self, path: Path, row: Row | None, source: _Source) -> CaptionedImage | None:
         """The image; None if it, its caption, mask or a reference has a problem, which is collected."""
         self._watcher.reading(path)
-        caption = self._caption(path, captions)
+        captions = self._captions(path, row)
         name = path.relative_to(source.root).with_suffix("").as_posix()
+        masks = self._own_masks.get(source.field, self._masks)
         try:
             file = self._known.header(path)
-            mask = self._masks.of(name, file) if self._masks and source.is_own else None
+            mask = masks.of(name, file) if masks and source.is_own else None
             references = self._references.of(name, file) if self._references and source.is_own else ()
             rejected = self._rejected.of(name, file) if self._rejected else None
         except InputError as error:
             self._watcher.bad(path)
             self._bad_image(str(error))
             return None
-        self._watcher.read(file)
-        if caption is None:
-            return None
-        return CaptionedImage(
+        image = CaptionedImage(
             **vars(file),
-            caption=_with_trigger(caption, self.cfg.trigger) if source.is_own else caption,
-            weight=source.weight,
+            caption="",
+            **_settings(self.cfg, source),
             mask=mask,
             references=references,
             rejected=rejected,
+            is_own=source.is_own,
+            focus=row.focus if row else WHOLE.focus,
         )
+        self._watcher.read(image)
+        if captions is None:
+            return None
+        prefix = source.folder.caption_prefix if source.folder else ""
+        first, *more = (self._completed(caption, prefix, source.is_own) for caption in captions)
+        return replace(image, caption=first, more_captions=tuple(more))
 
-    def _caption(self, path: Path, captions: Mapping[Path, str]) -> str | None:
+    def _completed(self, caption: str, prefix: str, is_own: bool) -> str:
+        """A caption with the folder's prefix, and with the trigger filled in."""
+        caption = " ".join(filter(None, (prefix.strip(), caption)))
+        return _with_trigger(caption, self.cfg.trigger) if is_own else caption
+
+    def _captions(self, path: Path, row: Row | None) -> tuple[str, ...] | None:
+        """All captions of an image, at least one; None where they have a problem, which is collected."""
         file = path.with_suffix(".txt")
-        if has_file := file.exists():
+        if file.exists():
             self._captioned.setdefault(file, []).append(path)
-        caption = self._text(file) if has_file else captions.get(path, "")
-        if caption == "" and self.cfg.missing_caption == "stop":
+            text = self._text(file)
+            if text is None:
+                return None
+            lines = text.splitlines() if self.cfg.caption_lines else [text]
+            captions = tuple(line.strip() for line in lines if line.strip())
+        else:
+            captions = row.captions if row else ()
+        captions = tuple(caption for caption in captions if caption) or ("",)
+        if captions == ("",) and self.cfg.missing_caption == "stop":
             self.findings.problems.append(
                 f"{path}: no caption; write it into {file.name}, or set data.missing_caption: empty"
             )
             return None
-        return caption
+        return captions
 
-    def _metadata(self, files: Iterable[Path], images: frozenset[Path]) -> dict[Path, str]:
-        """{image: caption} of all rows of all metadata files."""
-        captions: dict[Path, str] = {}
+    def _metadata(self, files: Iterable[Path], images: frozenset[Path]) -> dict[Path, Row]:
+        """{image: its row} of all metadata files."""
+        listed: dict[Path, Row] = {}
         for file in files:
             before = len(self.findings.problems)
             with self._collecting(file):
@@ -305,9 +378,9 @@ class _Scanner:
                     if len(self.findings.problems) - before >= MOST_WRONG_ROWS:
                         raise InputError(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
                     with self._collecting(file, offset, f"{file}:{number}: "):
-                        image, caption = _metadata_row(line.decode().removeprefix("\ufeff"), file.parent, images)
-                        captions[image] = caption
-        return captions
+                        image, row = _metadata_row(line.decode().removeprefix("\ufeff"), file.parent, images)
+                        listed[image] = row
+        return listed
 
     def _text(self, path: Path) -> str | None:
         """The stripped text of a caption's file; None if it has too many bytes, cannot be read or is not UTF-8, which
@@ -364,8 +437,8 @@ class _Scanner:
             )
 
 
-def _metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path, str]:
-    """The image of a row and its caption. Raises InputError with the reason and the remedy, without file and line."""
+def _metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path, Row]:
+    """The image of a row and the row. Raises InputError with the reason and the remedy, without file and line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -373,17 +446,34 @@ def _metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Pat
     if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
         raise InputError('no "file_name"; each line is a JSON object with file_name and text')
     name = shortened(row["file_name"])
-    caption = row.get("text", row.get("caption"))
-    if not isinstance(caption, str):
-        raise InputError(f'no "text" or "caption" for {name}; add the caption as a string')
-    if half := half_character(row["file_name"] + caption):
+    focus = _focus(row["focus"], name) if "focus" in row else WHOLE.focus
+    text = row.get("text", row.get("caption"))
+    captions = [caption for caption in (text if isinstance(text, list) else [text]) if isinstance(caption, str)]
+    is_point = text is None and "focus" in row
+    if len(captions) != (len(text) if isinstance(text, list) else not is_point) or text == []:
+        raise InputError(f'no "text" or "caption" for {name}; add the caption as a string, or several as a list')
+    if half := half_character("".join((row["file_name"], *captions))):
         raise InputError(f"a text {half}")
-    if (size := len(caption.encode())) > MAX_CAPTION:
+    if (size := max((len(caption.encode()) for caption in captions), default=0)) > MAX_CAPTION:
         raise InputError(f"{name}: {too_long(size)}")
     image = Path(os.path.normpath(folder / row["file_name"]))
     if image not in images:
         raise InputError(f"no such image: {name}; correct file_name or remove the line")
-    return image, caption.strip()
+    return image, Row(tuple(caption.strip() for caption in captions), focus)
+
+
+def _focus(value: Any, name: str) -> tuple[float, float]:
+    """The focus point of a row, (x, y). Raises InputError for what is none."""
+    if not (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(part, int | float) and not isinstance(part, bool) and 0 <= part <= 1 for part in value)
+    ):
+        raise InputError(
+            f"focus of {name}: {shortened(str(value))} is not a point; give [x, y], shares from 0 to 1 of its width "
+            "from the left and of its height from the top"
+        )
+    return float(value[0]), float(value[1])
 
 
 def too_long(size: int) -> str:
