@@ -136,9 +136,11 @@ def load_rgb(file: ImageFile, size: tuple[int, int], framing: Framing = WHOLE) -
         InputError: The pixels cannot be decoded, or their size is not that of `file`; the message names the file.
     """
     with _naming_file(file.path):
-        inner = inner_size(file.width, file.height, size) if framing.is_padded else size
-        image = _in_srgb(_upright(file), file, _covering(inner, framing.focus), framing.background)
-        if inner != size:
+        scale = _covering(size, framing.focus)
+        if framing.is_padded:
+            scale = _resizing(inner_size(file.width, file.height, size), Image.Resampling.LANCZOS)
+        image = _in_srgb(_upright(file), file, scale, framing.background)
+        if framing.is_padded:
             image = _bordered(image, Image.new("RGB", size, framing.background))
         return ImageOps.mirror(image) if framing.is_mirrored else image
 
@@ -146,7 +148,7 @@ def load_rgb(file: ImageFile, size: tuple[int, int], framing: Framing = WHOLE) -
 def load_resized(file: ImageFile, size: tuple[int, int], background: str = WHOLE.background) -> Image.Image:
     """Load as `load_rgb`, but whole: each side is scaled by itself. For sizes that nearly keep the aspect ratio."""
     with _naming_file(file.path):
-        scale: Callable[[Image.Image], Image.Image] = lambda image: image.resize(size, Image.Resampling.BICUBIC)  # noqa: E731
+        scale = _resizing(size, Image.Resampling.BICUBIC)
         return _in_srgb(_upright(file), file, scale, background)
 
 
@@ -213,7 +215,7 @@ def load_bordered_mask(
     weights = Image.new("F", inner, 1.0)
     if mask is not None:
         with _naming_file(mask.path):
-            levels = ImageOps.fit(_levels(mask), inner, Image.Resampling.BOX)
+            levels = _levels(mask).resize(inner, Image.Resampling.BOX)
             weights = levels.point(lambda level: level * ((1 - outside) / 255) + outside)
     whole = _bordered(weights, Image.new("F", size, 0.0))
     return ImageOps.mirror(whole) if framing.is_mirrored else whole
@@ -317,6 +319,11 @@ def _in_srgb(
     pixels = image if image.mode == "CMYK" else _as_rgb(image)
     # Convert after scaling: a megapixel instead of up to MAX_PIXELS.
     return colour.to_srgb(scale(pixels), profile)
+
+
+def _resizing(size: tuple[int, int], resampling: Image.Resampling) -> Callable[[Image.Image], Image.Image]:
+    """Scale each side by itself."""
+    return lambda image: image.resize(size, resampling)
 
 
 def _covering(
