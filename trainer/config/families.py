@@ -21,6 +21,9 @@ from trainer.config.sections import FORMER_DEFAULTS, Section
 FACTS = Path(__file__).with_suffix(".json")
 
 
+REFERENCES = ("data.references", "data.reference_columns", "sample.references")
+
+
 @dataclass(frozen=True)
 class Distilled:
     """A published model that was distilled to generate in few steps without guidance.
@@ -75,7 +78,7 @@ class FamilyFacts:
             and name not in {"data": self.data_fields, "sample": self.sample_fields}[section]
         ):
             return False
-        return self.reads_references or field not in ("data.references", "sample.references")
+        return self.reads_references or field not in REFERENCES
 
 
 def trains_on(cfg: RunConfig) -> Literal["images", "text"]:

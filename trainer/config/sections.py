@@ -330,8 +330,10 @@ class DataFolder(Section):
 class DataConfig(Section):
     path: str | None = option(None, title="Folder", path="folder", keywords="dataset images pictures")
     """Folder of training images with their captions: a .txt file of the same name next to each image, or one
-    metadata.jsonl. For a language model: a folder or file of text, with one document per .txt file, one per line of a
-    .jsonl or .parquet file (text, prompt and completion, or messages), or token ids in a .npy file."""
+    metadata.jsonl. Or a .parquet, .csv or .tar file (webdataset) of images with captions, or a folder of such files,
+    which are read without being unpacked. For a language model: a folder or file of text, with one document per .txt
+    file, one per line of a .jsonl or .parquet file (text, prompt and completion, or messages), or token ids in a .npy
+    file."""
     folders: tuple[DataFolder, ...] = option((), title="More folders", keywords="dataset concepts mixture")
     """More folders of training data, each with a weight."""
     resolution: Whole = option(1024, ge=16, le=4096, unit="pixels", keywords="image size bucket width height")
@@ -366,6 +368,14 @@ class DataConfig(Section):
     trigger: str = option("", title="Trigger word", keywords="token keyword instance prompt")
     """Trigger word for the learned subject or style. It replaces [trigger] in captions, or is prepended to captions
     without it."""
+    image_column: str = option("", title="Column of images", keywords="parquet csv webdataset hub datasets")
+    """In a .parquet or .csv file, the column of the images (their bytes, or paths relative to the file); in a .tar
+    file, their suffix. Empty: image, jpg, png, file_name or another usual name."""
+    caption_column: str = option("", title="Column of captions", keywords="parquet csv webdataset hub datasets text")
+    """The same of the captions: a text, or a list of which each sample takes one. Empty: text, caption, prompt or
+    another usual name; in a .tar file also the `caption` of a .json."""
+    reference_columns: tuple[str, ...] = option((), title="Columns of images before the edit", keywords="control edit")
+    """The same of reference images for edit training, one or several."""
     repeats: Whole = option(1, ge=1, le=10000, keywords="epochs")
     """How often each image occurs per epoch."""
     caption_dropout: Number = option(0.0, title="Captions left out", ge=0, le=1)
@@ -488,6 +498,11 @@ class DataConfig(Section):
     def has_one_resolution(self) -> bool:
         """Whether `resolution` is the resolution of all images."""
         return not self.resolutions and not any(folder.resolutions for folder in self.folders)
+
+    @property
+    def has_references(self) -> bool:
+        """Whether images are made from others, as in edit training."""
+        return bool(self.references or self.reference_columns)
 
     @property
     def has_masks(self) -> bool:

@@ -73,7 +73,8 @@ def encode_data(
             family reads none.
     """
     cfg = context.cfg
-    for field, given in (("data.references", cfg.data.references), ("sample.references", cfg.sample.references)):
+    of_data = {"data.references": cfg.data.references, "data.reference_columns": cfg.data.reference_columns}
+    for field, given in (*of_data.items(), ("sample.references", cfg.sample.references)):
         if given and not family.reads_references:
             raise InputError(f"{field}: models of family {cfg.model.family} read no reference images; remove the field")
     return _DataEncoder(family, load, context, ExampleCache(context.cache / "examples")).encode(others)

@@ -16,11 +16,14 @@ from trainer.config.sections import TRIGGER_PLACE, DataConfig, DataFolder, half_
 from trainer.config.terminal import shortened
 from trainer.data import image_warnings
 from trainer.data.image_io import IMAGE_SUFFIXES, WHOLE, ImageFile, files_below
+from trainer.data.image_tables import COMPRESSED, CSV, TABLES, Columns, TableRow, csv_rows, read_table
 from trainer.data.known_files import KnownFiles
 from trainer.data.masks_references import Findings, Masks, References, Rejected
 from trainer.data.text_files import rows
 
 OTHER_IMAGE_SUFFIXES = frozenset({".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".psd", ".exr", ".dng"})
+METADATA = ("metadata.jsonl", "metadata.csv")
+"""Files that list the captions of the images next to and below them."""
 MAX_SHOWN_PROBLEMS = 20
 MOST_WRONG_ROWS = 1000
 """Wrong rows after which the rest of a .jsonl is not read."""
@@ -248,14 +251,66 @@ class _Scanner:
     def images(self, source: _Source) -> list[CaptionedImage]:
         """The usable images of one folder, by relative path."""
         files = self._files(source)
+        tables = self._tables(source, files)
+        if tables:
+            return self._of_tables(source, tables)
         paths = self._paths(source, files)
-        listed = self._metadata([file for file in files if file.name == "metadata.jsonl"], frozenset(paths))
+        listed = self._metadata([file for file in files if file.name in METADATA], frozenset(paths))
         self._watcher.listed({image: row.captions[0] for image, row in listed.items() if row.captions})
-        images = [image for path in paths if (image := self._image(path, listed.get(path), source)) is not None]
-        if paths and not images and not self.findings.problems:
-            self.findings.problems.append(f"{source.field}: {source.root}: none of its {len(paths)} images can be read")
-        self._warn_of_open_trigger(source, images)
+        images = [image for path in paths if (image := self._of_file(path, listed.get(path), source)) is not None]
+        self._check(source, len(paths), images)
         return images
+
+    def _check(self, source: _Source, count: int, images: list[CaptionedImage]) -> None:
+        """Collect what concerns all of a folder's images. count: those that were found."""
+        if count and not images and not self.findings.problems:
+            self.findings.problems.append(f"{source.field}: {source.root}: none of its {count} images can be read")
+        self._warn_of_open_trigger(source, images)
+
+    def _tables(self, source: _Source, files: Sequence[Path]) -> list[Path]:
+        """The files of several images each that are read: that which the config names, or those of a folder that has
+        no images of its own."""
+        for file in files:
+            if file.name.lower().endswith(COMPRESSED):
+                problem = "is compressed, and images are read from their place in it; unpack it to a .tar"
+                self.findings.problems.append(f"{source.field}: {file}: {problem}")
+        tables = [file for file in files if file.suffix.lower() in TABLES and file.name not in METADATA]
+        others = [file for file in tables if file.suffix.lower() != CSV]
+        if not others and tables and source.root not in tables:
+            tables = []  # a .csv next to images is read where it is named, or called metadata.csv
+        has_images = any(file.suffix.lower() in IMAGE_SUFFIXES for file in files)
+        if has_images and others:
+            count = image_warnings.counted(len(others), "file is", "files are")
+            self.findings.warnings.append(
+                f"{source.field}: {count} not read, since the folder has images of its own: first {others[0]}; name "
+                "it in data.folders"
+            )
+        return [] if has_images else tables
+
+    def _of_tables(self, source: _Source, tables: Sequence[Path]) -> list[CaptionedImage]:
+        """The usable images of tables, in their order."""
+        images: list[CaptionedImage] = []
+        count, columns = 0, Columns.of(self.cfg)
+        for table in tables:
+            prefix = table.relative_to(source.root).with_suffix("").as_posix() + "/" if len(tables) > 1 else ""
+            before, captions = len(self.findings.problems), dict[Path, str]()
+            with self._collecting(table):
+                for row in read_table(table, columns):
+                    count += 1
+                    if isinstance(row, InputError):
+                        self.findings.problems.append(str(row))
+                    else:
+                        captions |= {row.image: row.captions[0]} if row.captions else {}
+                        images += filter(None, [self._of_row(source, row, prefix)])
+                    if len(self.findings.problems) - before >= MOST_WRONG_ROWS:
+                        raise InputError(f"{table}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
+            self._watcher.listed(captions)
+        self._check(source, count, images)
+        return images
+
+    def _of_row(self, source: _Source, row: TableRow, prefix: str) -> CaptionedImage | None:
+        captions = self._complete(row.captions, f"{row.place}: no caption; write it into the row")
+        return self._image(row.image, f"{prefix}{row.name}", captions, WHOLE.focus, source, row.references)
 
     def finish(self) -> None:
         """To be called after the last folder. Raises InputError if any problem stops the run."""
@@ -280,6 +335,8 @@ class _Scanner:
         """The files of a folder by relative path. Problems with the folder are collected."""
         root = source.root
         try:
+            if root.is_file() and root.name.lower().endswith((*TABLES, *COMPRESSED)):
+                return [root]
             if not root.is_dir():
                 kind = "not a folder" if root.exists() else "no such folder"
                 self.findings.problems.append(f"{source.field}: {root}: {kind}; give a folder of {source.holds}")
@@ -311,16 +368,36 @@ class _Scanner:
             )
         return paths
 
-    def _image(self, path: Path, row: Row | None, source: _Source) -> CaptionedImage | None:
-        """The image; None if it, its caption, mask or a reference has a problem, which is collected."""
-        self._watcher.reading(path)
-        captions = self._captions(path, row)
+    def _of_file(self, path: Path, row: Row | None, source: _Source) -> CaptionedImage | None:
         name = path.relative_to(source.root).with_suffix("").as_posix()
+        return self._image(path, name, self._captions(path, row), row.focus if row else WHOLE.focus, source)
+
+    def _image(
+        self,
+        path: Path,
+        name: str,
+        captions: tuple[str, ...] | None,
+        focus: tuple[float, float],
+        source: _Source,
+        own_references: Sequence[Path] = (),
+    ) -> CaptionedImage | None:
+        """The image; None if it, its captions, mask or a reference has a problem, which is collected.
+
+        Args:
+            path: The image.
+            name: The name by which its mask and references are found.
+            captions: Its captions; None if they have a problem, which was collected.
+            focus: Its focus point.
+            source: Its folder.
+            own_references: References that its row names.
+        """
+        self._watcher.reading(path)
         masks = self._own_masks.get(source.field, self._masks)
         try:
             file = self._known.header(path)
             mask = masks.of(name, file) if masks and source.is_own else None
             references = self._references.of(name, file) if self._references and source.is_own else ()
+            references += tuple(map(self._known.header, own_references))
             rejected = self._rejected.of(name, file) if self._rejected else None
         except InputError as error:
             self._watcher.bad(path)
@@ -334,7 +411,7 @@ class _Scanner:
             references=references,
             rejected=rejected,
             is_own=source.is_own,
-            focus=row.focus if row else WHOLE.focus,
+            focus=focus,
         )
         self._watcher.read(image)
         if captions is None:
@@ -360,11 +437,13 @@ class _Scanner:
             captions = tuple(line.strip() for line in lines if line.strip())
         else:
             captions = row.captions if row else ()
+        return self._complete(captions, f"{path}: no caption; write it into {file.name}")
+
+    def _complete(self, captions: Sequence[str], missing: str) -> tuple[str, ...] | None:
+        """Captions that are not empty, or a single empty one, if that may be; else None, and `missing` is collected."""
         captions = tuple(caption for caption in captions if caption) or ("",)
         if captions == ("",) and self.cfg.missing_caption == "stop":
-            self.findings.problems.append(
-                f"{path}: no caption; write it into {file.name}, or set data.missing_caption: empty"
-            )
+            self.findings.problems.append(f"{missing}, or set data.missing_caption: empty")
             return None
         return captions
 
@@ -374,7 +453,7 @@ class _Scanner:
         for file in files:
             before = len(self.findings.problems)
             with self._collecting(file):
-                for number, offset, line in rows(file):
+                for number, offset, line in _metadata_lines(file):
                     if len(self.findings.problems) - before >= MOST_WRONG_ROWS:
                         raise InputError(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
                     with self._collecting(file, offset, f"{file}:{number}: "):
@@ -435,6 +514,13 @@ class _Scanner:
             self.findings.warnings.append(
                 f"{source.field}: {count} captions of {source.root} hold an unfilled {TRIGGER_PLACE}; {remedy}"
             )
+
+
+def _metadata_lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
+    """(number from 1, offset in bytes, JSON) of every row of a metadata.jsonl or metadata.csv."""
+    if file.suffix == CSV:
+        return ((number, 0, json.dumps(row).encode()) for number, row in csv_rows(file))
+    return rows(file)
 
 
 def _metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path, Row]:

@@ -21,7 +21,7 @@ from trainer.config.errors import InputError
 from trainer.config.terminal import shortened
 from trainer.data import colour, png_chunks
 from trainer.data.colour import Profile
-from trainer.data.parquet_images import opened_image
+from trainer.data.image_members import opened_image
 from trainer.data.text_files import MOST_DEEP, too_deep
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})

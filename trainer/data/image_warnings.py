@@ -11,6 +11,7 @@ from trainer.config.errors import InputError
 from trainer.config.files import opened
 from trainer.data.buckets import kept_part
 from trainer.data.image_io import ImageFile
+from trainer.data.image_members import is_member
 
 MOST_ENLARGED = 1.5
 """Enlargement above which an image is blurred at the size it is trained at."""
@@ -31,12 +32,13 @@ def of_files(images: Sequence[ImageFile]) -> Iterator[str]:
 
 def of_copies(files: Iterable[Path], digest: Callable[[Path], str | None] = lambda file: None) -> Iterator[str]:
     """Warn of files with the same bytes. Only files of equal length are read, and fully only those with equal ends.
+    Images inside other files are not compared.
 
     Args:
         digest: The digest of a file's bytes where it is known, None elsewhere. Files that are all known are not read.
     """
     groups: list[list[Path]] = []
-    for alike in _parted(files, _length):
+    for alike in _parted((file for file in files if not is_member(file)), _length):
         digests = {file: digest(file) for file in alike}
         if None not in digests.values():
             groups += _parted(alike, digests.__getitem__)

@@ -30,7 +30,8 @@ def size_of(cfg: RunConfig) -> Size:
     if cfg.data.pack_tokens is not None:
         known = families_of(cfg.model.family)
         return Size(cfg.data.pack_tokens * (known.size_multiple if known else 1) ** 2, cfg.train.micro_batch)
-    references = _images_per_reference(cfg) if cfg.data.references else 0
+    count = max(1, len(cfg.data.reference_columns)) if cfg.data.has_references else 0
+    references = count * _images_per_reference(cfg)
     pair = 1 if cfg.objective.dpo_beta is None else 2
     side, images = max(_passes(cfg), key=lambda one: (one[1] * one[0] ** 2, one))
     return Size((1 + references) * side**2, pair * images)
