@@ -17,6 +17,7 @@ from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
 from trainer.data.buckets import kept_part
 from trainer.data.image_io import IMAGE_SUFFIXES, WHOLE, crop_start, inner_size, read_header
+from trainer.data.image_members import file_of, is_member
 
 PER_PAGE = 12
 MOST_COUNTED = 5000
@@ -42,12 +43,14 @@ class Item:
         saved: The text of its caption file; None where there is none, or it cannot be read.
         caption: That, else the caption of a metadata.jsonl, else "".
         problem: Why the caption cannot be read.
+        is_fixed: Whether the caption stands in a table, in which it is edited.
     """
 
     image: Path
     saved: str | None
     caption: str
     problem: str = ""
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ def view(data: DataConfig, found: ScanResult, truncated: Collection[str], chosen
         tuple(shown[first : first + PER_PAGE]),
         first,
         len(shown),
-        sum(chosen.search in item.caption for item in everything) if chosen.search else 0,
+        sum(chosen.search in item.caption and not item.is_fixed for item in everything) if chosen.search else 0,
         _counts(everything, len(flawed)) if is_counted else None,
     )
 
@@ -146,6 +149,9 @@ def view(data: DataConfig, found: ScanResult, truncated: Collection[str], chosen
 def items(images: Iterable[Path], found: ScanResult) -> Iterator[Item]:
     """Yield images with their captions as they are on the disk now."""
     for image in images:
+        if is_member(image) or image in found.fixed:
+            yield Item(image, None, found.listed.get(image, ""), is_fixed=True)
+            continue
         try:
             saved = captions.saved(image)
         except InputError as error:
@@ -156,7 +162,9 @@ def items(images: Iterable[Path], found: ScanResult) -> Iterator[Item]:
 
 def replaceable(found: ScanResult) -> list[Card]:
     """Return all captions that can be read, for `Captions.replace`."""
-    return [Card(item.image, item.caption) for item in items(found.images, found) if not item.problem]
+    return [
+        Card(item.image, item.caption) for item in items(found.images, found) if not item.problem and not item.is_fixed
+    ]
 
 
 def shape(image: Path, framed: Framed | None, is_padded: bool = False) -> Shape:
@@ -184,7 +192,8 @@ def image_at(path: str) -> Path:
     file = Path(path)
     if "\ufffd" in path:  # as `answers` writes what is not UTF-8
         raise InputError(f"{path[:500]!r}: its name is not UTF-8; rename the file")
-    if file.suffix.lower() not in IMAGE_SUFFIXES or not file.is_absolute() or not file.is_file():
+    is_image = is_member(file) or file.suffix.lower() in IMAGE_SUFFIXES
+    if not is_image or not file.is_absolute() or not file_of(file).is_file():
         raise InputError(f"{path[:500]!r}: no such image; it may have been moved or deleted")
     return file
 

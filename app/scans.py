@@ -77,7 +77,8 @@ class ScanResult:
         cropped: {bucket: mean share of the pixels that the crop to it removes}.
         held_out: Images that are not trained on. As long as there are problems: those that will be held out.
         flaws: Images that cannot be used, are enlarged much, or lose much to the crop.
-        listed: {image: caption} of every metadata.jsonl.
+        listed: {image: caption} of every metadata.jsonl and table.
+        fixed: The images whose captions stand in a table.
     """
 
     num_files: int
@@ -96,6 +97,7 @@ class ScanResult:
     held_out: frozenset[Path] = frozenset()
     flaws: Mapping[Path, Flaw] = field(default_factory=dict)
     listed: Mapping[Path, str] = field(default_factory=dict)
+    fixed: frozenset[Path] = frozenset()
 
 
 class Scans:
@@ -153,6 +155,7 @@ class _Scan(Watcher):
         self._files: list[CaptionedImage] = []
         self._bad: list[Path] = []
         self._listed: dict[Path, str] = {}
+        self._fixed: set[Path] = set()
         self._asked_at = time.monotonic()
         self._is_dropped = False
         self._result: Future[ScanResult] = Future()
@@ -187,8 +190,9 @@ class _Scan(Watcher):
     def bad(self, image: Path) -> None:
         self._bad.append(image)
 
-    def listed(self, captions: Mapping[Path, str]) -> None:
+    def listed(self, captions: Mapping[Path, str], is_fixed: bool = False) -> None:
         self._listed |= captions
+        self._fixed |= captions.keys() if is_fixed else set()
 
     def _require_needed(self) -> None:
         if self._is_dropped or time.monotonic() - self._asked_at > FORGOTTEN_S:
@@ -261,6 +265,7 @@ class _Scan(Watcher):
             held_out=held_out,
             flaws=flaws,
             listed=self._listed,
+            fixed=frozenset(self._fixed),
         )
 
     def _to_hold_out(self) -> frozenset[Path]:

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from PIL import Image, ImageOps
+from pyarrow import parquet
 
 from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, difference, in_two_parts, make_pictures, make_run, run_config, train
@@ -48,8 +53,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         own = file.rename(more / f"more-{number}.png")
         text = [f"first of {number}", f"second of {number}"]
         rows.append({"file_name": own.name, "text": text, "focus": [0.2, 0.9]})
+    _write_tables(root, pictures)
     (more / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return root
+
+
+def _write_tables(root: Path, pictures: Path) -> None:
+    """The pictures in two parquet files, with the next one as the image before an edit, and in a tar file."""
+    files = sorted(pictures.glob("*.png"))
+    contents = [{"bytes": file.read_bytes(), "path": file.name} for file in files]
+    texts = [file.with_suffix(".txt").read_text(encoding="utf-8") for file in files]
+    columns = {
+        "image": contents,
+        "before": [*contents[3:], *contents[:3]],
+        "text": [[text, f"a {text}"] for text in texts],
+    }
+    (root / "shards").mkdir()
+    for number in range(2):
+        part = slice(4 * number, 4 * number + 4)
+        table = pa.table({name: values[part] for name, values in columns.items()})
+        parquet.write_table(table, root / "shards" / f"{number}.parquet", row_group_size=3)
+    with tarfile.open(root / "pictures.tar", "w") as tar:
+        for file in sorted(pictures.iterdir()):
+            tar.add(file, file.name)
 
 
 def cases(root: Path) -> dict[str, dict[str, Any]]:
@@ -64,6 +90,8 @@ def cases(root: Path) -> dict[str, dict[str, Any]]:
             "data__max_aspect": 1.5,
             "data__folders": [more | {"resolutions": [32], "micro_batch": 2, "flip": True} | PREFIXED],
         },
+        "parquet": {"data__path": str(root / "shards"), "data__reference_columns": ["before"], "data__flip": True},
+        "tar": {"data__path": str(root / "pictures.tar"), "data__resolutions": [32, 64], "data__validation": 2},
         "captions": {"data__folders": [more], "data__caption_dropout": 0.2, "data__background": "#204080"},
     }
 
@@ -74,33 +102,34 @@ def run_of(root: Path, name: str, changes: dict[str, Any]) -> tuple[RunConfig, R
 
 
 @pytest.fixture(scope="module")
-def alone_trained(folder: Path) -> dict[str, Outcome]:
-    """Each case on one rank."""
-    return {name: train(alone(), *run_of(folder, name, changes)) for name, changes in cases(folder).items()}
+def alone_trained(folder: Path) -> Callable[[str], Outcome]:
+    """Trains a case on one rank, once."""
+    return cache(lambda name: train(alone(), *run_of(folder, name, cases(folder)[name])))
 
 
-NAMES = ("resolutions", "by-size", "folders", "captions")
+NAMES = ("resolutions", "by-size", "folders", "captions", "parquet", "tar")
+QUICK = [name if name in ("folders", "parquet") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", QUICK)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_ranks_trains_what_one_trains(
-    folder: Path, alone_trained: dict[str, Outcome], name: str, ranks: int
+    folder: Path, alone_trained: Callable[[str], Outcome], name: str, ranks: int
 ) -> None:
     cfg, run = run_of(folder, f"{name}-{ranks}", cases(folder)[name] | RANKS[ranks])
-    found, expected = run_ranks(ranks, train, cfg, run)[0], alone_trained[name]
+    found, expected = run_ranks(ranks, train, cfg, run)[0], alone_trained(name)
     assert max(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)) <= 1e-6
     assert difference(found.weights, expected.weights) <= 1e-6
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", QUICK)
 def test_a_run_that_goes_on_trains_what_it_would_have_bit_for_bit(
-    folder: Path, alone_trained: dict[str, Outcome], name: str
+    folder: Path, alone_trained: Callable[[str], Outcome], name: str
 ) -> None:
     cfg, run = run_of(folder, f"{name}-resumed", cases(folder)[name])
     first, second = in_two_parts(alone(), cfg, run)
-    assert first + second.losses == alone_trained[name].losses
-    assert difference(second.weights, alone_trained[name].weights) == 0.0
+    assert first + second.losses == alone_trained(name).losses
+    assert difference(second.weights, alone_trained(name).weights) == 0.0
 
 
 @pytest.mark.slow

@@ -116,9 +116,13 @@ class Watcher:
     def bad(self, image: Path) -> None:
         """Called for an image that cannot be used: itself, its mask or a reference cannot be read or does not fit."""
 
-    def listed(self, captions: Mapping[Path, str]) -> None:
-        """Called with {image: caption} of a folder's metadata.jsonl, the first one of several; a .txt next to the image
-        is used instead."""
+    def listed(self, captions: Mapping[Path, str], is_fixed: bool = False) -> None:
+        """Called with {image: caption} of a folder's metadata.jsonl, or of a table, the first one of several.
+
+        Args:
+            captions: The captions.
+            is_fixed: Whether they are used in any case; else a .txt next to the image is used instead.
+        """
 
 
 def scan(cfg: DataConfig, watcher: Watcher | None = None, known: KnownFiles | None = None) -> Dataset:
@@ -304,7 +308,7 @@ class _Scanner:
                         images += filter(None, [self._of_row(source, row, prefix)])
                     if len(self.findings.problems) - before >= MOST_WRONG_ROWS:
                         raise InputError(f"{table}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
-            self._watcher.listed(captions)
+            self._watcher.listed(captions, is_fixed=True)
         self._check(source, count, images)
         return images
 

@@ -174,7 +174,8 @@
     card.data = fresh;
     card.element.dataset.name = name;
     card.box.setAttribute('aria-label', `Caption of ${name}`);
-    card.box.disabled = !!fresh.problem && fresh.saved === null && !!shape;
+    card.box.disabled = fresh.is_fixed || (!!fresh.problem && fresh.saved === null && !!shape);
+    card.box.title = fresh.is_fixed ? 'Captions of a table are edited in its file.' : '';
     if (isTyping) { if (card.box !== document.activeElement) card.box.value = pending.get(image).text; }
     else if (!before || card.box !== document.activeElement || card.box.value.trim() === before.caption) { if (card.box.value.trim() !== fresh.caption) card.box.value = fresh.caption; }
     say(card.name, name);

@@ -184,6 +184,7 @@ def _card(item: Item, config: RunConfig, found: ScanResult, cut: CutCaption | No
         "saved": item.saved,
         "caption": item.caption,
         "problem": item.problem,
+        "is_fixed": item.is_fixed,
         "flaw": asdict(flaw) if flaw else None,
         "is_held_out": item.image in found.held_out,
         "cut": _cut(cut) if cut else None,
