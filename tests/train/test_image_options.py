@@ -188,7 +188,8 @@ def test_a_mirrored_item_is_the_mirrored_image_with_its_mirrored_mask(folder: Pa
         flipped = plain.example(ImageItem(number, False, is_mirrored=True))
         expected = turned.example(ImageItem(number, False))
         assert flipped.keys() == expected.keys()
-        assert all(torch.equal(flipped[key], expected[key]) for key in expected)
+        # Another process may have encoded some of them, with another number of threads.
+        assert max(float((flipped[key] - expected[key]).abs().max()) for key in expected) < 1e-5
 
 
 def test_each_sample_takes_one_of_an_image_s_captions(folder: Path) -> None:
