@@ -25,6 +25,9 @@ from trainer.run.folder import RunDir, shared_cache
 from trainer.run.manifest import Progress
 from trainer.weights.hub import find_folder
 
+BY_NAME = (".masks", ".references", ".rejected")
+"""Ends of the fields of folders whose images are found by their names."""
+
 
 def new_run(
     loaded: ConfigFile, runs: Path, at: Path | None = None, is_here: bool = True, gpus: Sequence[int] = ()
@@ -227,10 +230,6 @@ def _missing_start(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem("adapter.start", f"no file '{start}'{hint}")
 
 
-NO_TABLES = ("data.masks", "data.references", "data.rejected")
-"""Folders whose images are found by their names."""
-
-
 def _missing_folders(cfg: RunConfig) -> Iterator[Problem]:
     data = cfg.data
     folders = {"data.path": data.path}
@@ -246,7 +245,7 @@ def _missing_folders(cfg: RunConfig) -> Iterator[Problem]:
                     field, f"no file or folder '{folder}'{similar_name(Path(folder)) or '; name one with text files'}"
                 )
         elif os.path.isfile(folder):
-            has_rows = field not in NO_TABLES and folder.lower().endswith(TABLES)
+            has_rows = folder.lower().endswith(TABLES) and not field.endswith(BY_NAME)
             if not has_rows:
                 yield Problem(field, f"'{folder}' is a file; name the folder with the images")
         elif not os.path.isdir(folder):
