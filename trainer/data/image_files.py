@@ -470,7 +470,7 @@ class _Scanner:
                         raise InputError(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
                     with self._collecting(file, offset, f"{file}:{number}: "):
                         image, row = _metadata_row(line.decode().removeprefix("\ufeff"), file.parent, images)
-                        listed[image] = row
+                        listed[image] = _joined(listed.get(image), row)
         return listed
 
     def _text(self, path: Path) -> str | None:
@@ -558,6 +558,15 @@ def _metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Pat
     if image not in images:
         raise InputError(f"no such image: {name}; correct file_name or remove the line")
     return image, Row(tuple(caption.strip() for caption in captions), focus)
+
+
+def _joined(former: Row | None, row: Row) -> Row:
+    """The last row of an image, with the captions or the focus of a former one if one of them has nothing else."""
+    if former is not None and not row.captions:
+        return replace(former, focus=row.focus)
+    if former is not None and not former.captions and row.focus == WHOLE.focus:
+        return replace(row, focus=former.focus)
+    return row
 
 
 def _focus(value: Any, name: str) -> tuple[float, float]:
