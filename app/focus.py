@@ -165,8 +165,8 @@ def _change(image: Path, root: Path, point: Point | None) -> Change | None:
     if not rows:
         assert point is not None
         file = image.parent / NAME
-        row = json.dumps({"file_name": image.name, "focus": _rounded(point)}, ensure_ascii=False)
-        return Change(str(file), str(image), str(root), None, row, len(_lines(file)))
+        added = json.dumps({"file_name": image.name, "focus": _rounded(point)}, ensure_ascii=False)
+        return Change(str(file), str(image), str(root), None, added, len(_lines(file)))
     row = (with_focus or rows)[-1]  # a later row replaces an earlier one
     after = _without_focus(row.text) if point is None else _with_focus(row.text, point)
     if after == row.text:
@@ -213,7 +213,13 @@ def _lines(file: Path) -> list[bytes]:
 
 
 def _apply(name: str, number: int, before: str | None, after: str | None) -> None:
-    """Replace a row of a file; from None: add it, to None: remove it. number: index of its line, where it has not moved.
+    """Replace a row of a file; from None: add it, to None: remove it.
+
+    Args:
+        name: The file.
+        number: Index of the row's line, where it has not moved.
+        before: The row.
+        after: What it becomes.
 
     Raises:
         InputError: The row is not what it was, or the file cannot be written.
