@@ -66,7 +66,7 @@ def _follow(captioning: Captioning, job: CaptionJob) -> Progress:
             if progress.state != state and progress.state == "loading":
                 say("loading the model")
             state = progress.state
-            if not progress.is_running:
+            if not progress.is_running and not process.alive(job.run):
                 return progress
             if stops.count >= 2:
                 process.terminate(job.run)

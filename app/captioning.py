@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,11 +17,10 @@ from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig, half_character
 from trainer.data.image_files import Watcher, scan
-from trainer.launcher import torchrun
+from trainer.launcher.captioning import check_model, start
 from trainer.run import process
-from trainer.run.captioning import FOLDER, MODULE, Applied, Asked, CaptionJob, CaptionRequest, Written, jobs
+from trainer.run.captioning import FOLDER, Applied, Asked, CaptionJob, CaptionRequest, Written, jobs
 from trainer.run.events import AnyEvent, ErrorEvent, EventReader, LineFollower, State, StatusEvent, WarningEvent
-from trainer.weights.hub import find_folder
 
 RECENT = 20
 """Answers whose times give the rate."""
@@ -119,6 +118,7 @@ class Captioning:
         files.make_private(root)
         with files.locked(root / ".lock"):
             self._require_free(request)
+            self.apply_earlier(Path(request.folder))
             job = next((job for job in jobs(self.runs) if self._continues(job, request)), None)
             if job is None:
                 images = choose(request, self._earlier(request))
@@ -127,8 +127,16 @@ class Captioning:
                 job = CaptionJob.create(self.runs, request, images)
             elif job.request != request:
                 job.change(request)
-            torchrun.start(request.config(), job.run, MODULE)
+            start(job)
         return job
+
+    def apply_earlier(self, folder: Path) -> None:
+        """Write what earlier jobs of a folder wrote while no page and no command followed them."""
+        real = os.path.realpath(folder)
+        for job in reversed([*jobs(self.runs)]):
+            if os.path.realpath(job.request.folder) == real:
+                with self._lock:
+                    self._apply(job, self._read(job))
 
     def latest(self, folder: Path) -> CaptionJob | None:
         """Return the newest job of a folder."""
@@ -151,9 +159,7 @@ class Captioning:
         process.settle(job.run)
         state = process.status(job.run)  # before the captions are read: a job that has ended has written them all
         with self._lock:
-            if job.path not in self._followed:
-                self._followed[job.path] = _Followed.of(job)
-            followed = self._followed[job.path]
+            followed = self._read(job)
             self._apply(job, followed)
         events = EventReader(job.run.events_file).read()
         errors = [event for event in events if isinstance(event, ErrorEvent)]
@@ -183,7 +189,7 @@ class Captioning:
 
     def stop(self, job: CaptionJob) -> None:
         """Ask a job to end after the images that it looks at. Does nothing if it is not running."""
-        if process.alive(job.run):
+        if process.status(job.run) in STARTED:
             process.stop(job.run)
 
     def undo(self, job: CaptionJob) -> tuple[int, int]:
@@ -195,11 +201,16 @@ class Captioning:
         Raises:
             InputError: The job is running.
         """
-        if process.alive(job.run):
+        if process.status(job.run) in STARTED:
             raise InputError(f"{job.path.name}: is running; stop it first")
         with self._lock:  # also what is not applied yet: it is not to be applied later
             job.mark_undone()
             return self._captions.undo_batch(job.batch)
+
+    def _read(self, job: CaptionJob) -> _Followed:
+        if job.path not in self._followed:
+            self._followed[job.path] = _Followed.of(job)
+        return self._followed[job.path]
 
     def _apply(self, job: CaptionJob, followed: _Followed) -> None:
         with files.locked(job.path / "apply.lock"):
@@ -219,7 +230,8 @@ class Captioning:
         wanted = Path(os.path.realpath(request.folder))
         for job in jobs(self.runs):
             other = Path(os.path.realpath(job.request.folder))
-            if (wanted.is_relative_to(other) or other.is_relative_to(wanted)) and process.alive(job.run):
+            is_near = wanted.is_relative_to(other) or other.is_relative_to(wanted)
+            if is_near and process.status(job.run) in STARTED:
                 raise InputError(f"{request.folder}: is being captioned already, by {job.path.name}; stop that first")
 
     def _continues(self, job: CaptionJob, request: CaptionRequest) -> bool:
@@ -241,22 +253,6 @@ class Captioning:
                 if not applied.kept:
                     found[Path(os.path.realpath(folder / applied.name)).with_suffix(".txt")] = applied.caption
         return found
-
-
-def check_model(path: str) -> None:
-    """Raise InputError for what cannot be a model, before a process is started for it."""
-    try:
-        folder = find_folder("--model", path)
-    except InputError as error:
-        raise InputError(
-            f"--model {path}: neither a folder nor in the local Hugging Face cache; download it with "
-            f"`hf download {path}`, or name a folder of transformers"
-        ) from error
-    if not (folder / "config.json").is_file():
-        raise InputError(
-            f"--model {path}: no config.json; name a folder of transformers with a model that describes images, or a "
-            "hub id that is downloaded, for example Qwen/Qwen2.5-VL-3B-Instruct"
-        )
 
 
 def choose(request: CaptionRequest, earlier: Mapping[Path, str]) -> list[Asked]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -35,8 +34,6 @@ def main() -> int:
 def _work(job: CaptionJob, meeting: Rendezvous) -> None:
     try:
         with connect(job.request.config().parallel, meeting) as world:
-            # The launcher gives each process one thread; here the ranks of a machine share all of its cores.
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
             caption_job(job, world, job.path.parents[1] / "cache")
     except torch.OutOfMemoryError as error:
         raise out_of_memory(job, error) from error

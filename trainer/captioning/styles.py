@@ -101,7 +101,10 @@ def _opened(text: str) -> str:
 
 def _shortened(parts: Iterable[str], between: str, is_complete: bool, most_bytes: int) -> str:
     """Join parts, each once, as many as fit; the last one of an answer that was cut off only where it is the only."""
-    different = list({part.casefold(): part for part in reversed([*parts]) if part}.values())[::-1]
+    first: dict[str, str] = {}
+    for part in filter(None, parts):
+        first.setdefault(part.casefold(), part)
+    different = list(first.values())
     if not is_complete and len(different) > 1:
         different.pop()
     joined = between.join(different)
@@ -109,7 +112,8 @@ def _shortened(parts: Iterable[str], between: str, is_complete: bool, most_bytes
         different.pop()
         joined = between.join(different)
     cut = joined.encode()[:most_bytes].decode(errors="ignore")
-    return (cut if cut == joined else cut.rpartition(" ")[0] or cut).strip()
+    is_between = joined[len(cut) : len(cut) + 1] in ("", " ")
+    return (cut if is_between else cut.rpartition(" ")[0] or cut).strip()
 
 
 def _capitalized(text: str) -> str:

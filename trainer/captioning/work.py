@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from trainer.run.events import EventWriter, State, StatusEvent, WarningEvent
 
 COUNTER = "captioned images"
 """Key of the counter by which ranks with whole models take images."""
+LARGE = 10**8
+"""Parameters from which on several threads compute faster than one."""
 BLANK = Image.new("RGB", (64, 64))
 """Looked at by a rank of a sharded model that has no image of its own left."""
 
@@ -38,16 +41,16 @@ def caption_job(job: CaptionJob, world: World, cache: Path) -> None:
     prompt = source.prompt(request.style, instruction(request))
     listener = Listener(warn=log.warn)
     model = VisionLanguage.load(source, request.config(), world, cache, request.shard, listener)
+    if model.num_parameters > LARGE:
+        # The launcher gives each rank one thread. More of them help large products, and slow down small ones.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
     done = {written.name for written in job.captions().read()}
     images = [image.name for image in job.images()]
     todo = [name for name in images if name not in done]
-    world.barrier()  # nobody writes before all have read
+    world.barrier()  # a rank writes only when all have read
     log.status("sampling", len(images) - len(todo), len(images))
     worker = _Worker(job, request, model, prompt, world.rank)
-    if request.shard and world.size > 1:
-        is_stopped = _together(worker, todo, world)
-    else:
-        is_stopped = _each(worker, todo, world)
+    is_stopped = (_together if model.is_sharded else _each)(worker, todo, world)
     world.barrier()
     left = is_stopped and len({written.name for written in job.captions().read()}) < len(images)
     log.status("stopped" if left else "finished")

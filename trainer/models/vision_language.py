@@ -89,7 +89,9 @@ class VisionLanguageFolder:
 
         path = self.folder.path
         if type(self.config) not in PROCESSOR_MAPPING:
-            raise InputError(f"{path}: transformers has no processor for a {self.config.model_type}; name another model")
+            raise InputError(
+                f"{path}: transformers has no processor for a {self.config.model_type}; name another model"
+            )
         kind = _without_other_senses(PROCESSOR_MAPPING[type(self.config)])
         made = {"tokenizer": AutoTokenizer, "image_processor": _PilImageProcessor(AutoImageProcessor)}
         try:
@@ -242,7 +244,9 @@ class VisionLanguage:
         files, blocks = source.weights(model), block_names(model)
         shares = is_sharded and world.size > 1
         if shares and source.config.is_encoder_decoder:
-            raise InputError(f"--shard: a {type(model).__name__} is called in parts, which cannot be sharded; leave it out")
+            raise InputError(
+                f"--shard: a {type(model).__name__} is called in parts, which cannot be sharded; leave it out"
+            )
         dtype = COMPUTE_DTYPE[cfg.train.precision]
         model.to(dtype)
         _quantize(model, blocks, cfg)
@@ -252,8 +256,16 @@ class VisionLanguage:
         for name, value in source.computed_buffers().items():
             owner, _, buffer = name.rpartition(".")
             setattr(model.get_submodule(owner), buffer, value.to(world.device))
+        if shares:
+            # `generate` would call the eyes by themselves, outside of the root's forward, which gathers their weights.
+            model._supports_mm_encoder_outputs = lambda: False
         model.generation_config = source.generation_config() or model.generation_config
         return cls(source, model, world.device, shares)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model; bytes of a quantized layer count as such."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     @torch.no_grad()
     def answer(self, inputs: Mapping[str, Any], decoding: Decoding, name: str) -> Answer:

@@ -50,7 +50,7 @@ class CaptionRequest:
         omit: What captions do not mention, between commas.
         trigger: Whether [trigger] is put in front.
         overwrite: Which images get a caption: `missing` those without one, `model` also those whose caption a model
-            wrote and nobody changed, `all` every image.
+            wrote and that is unchanged since, `all` every image.
         precision: Type that computes.
         quantize: How the language model's layers are stored.
         device: Where it computes, as `parallel.device`.
@@ -87,7 +87,7 @@ class CaptionRequest:
         except ValidationError as error:
             raise InputError(f"captions: {files.first_problem(error)}") from error
         if request.shard and request.ranks == 1:
-            raise InputError("--shard: one rank has nobody to share a model with; set --ranks to the number of GPUs")
+            raise InputError("--shard: one rank has no other to share a model with; set --ranks to the number of GPUs")
         return request
 
     @property
