@@ -130,6 +130,19 @@ class Captioning:
             start(job)
         return job
 
+    def resume(self, job: CaptionJob) -> None:
+        """Continue a job that was stopped or has failed. Returns at once.
+
+        Raises:
+            InputError: The model is gone, a job of this folder is running, or all captions were taken back.
+        """
+        if job.is_undone:
+            raise InputError(f"{job.path.name}: its captions were taken back; start a new one")
+        check_model(job.request.model)
+        with files.locked(self.runs / FOLDER / ".lock"):
+            self._require_free(job.request)
+            start(job)
+
     def apply_earlier(self, folder: Path) -> None:
         """Write what earlier jobs of a folder wrote while no page and no command followed them."""
         real = os.path.realpath(folder)
