@@ -7,7 +7,7 @@
   const STORED = [['none', '16 bits'], ['fp8', 'fp8'], ['int8', 'int8'], ['nf4', '4 bits (nf4)']];
   const DEVICES = [['auto', 'GPU, if there is one'], ['cuda', 'GPU'], ['cpu', 'Processor']];
   const NO_WORDS = { starting: 'Starting …', loading: 'Loading the model …' };
-  let root = null, refreshCards = null, state = null, seen = '', isAsking = false, wasFilled = false, shownImage = '';
+  let root = null, refreshCards = null, state = null, seen = '', isAsking = false, isOwed = false, wasFilled = false, shownImage = '';
   const parts = {};
 
   // --- the form -----------------------------------------------------------------------------------------------------
@@ -22,7 +22,7 @@
     parts.prompt = h('textarea#caption-prompt', { rows: 3, placeholder: 'As the style says' });
     parts.ranks = h('input#caption-ranks', { type: 'number', min: 1, max: 64, value: 1 });
     parts.start = h('button.btn.main#caption-start', { type: 'submit' }, 'Start');
-    return (parts.form = h('form', { onsubmit: event => { event.preventDefault(); start(); } },
+    return (parts.form = h('form', { oninput: () => { wasFilled = true; }, onsubmit: event => { event.preventDefault(); start(); } },
       row('Model', text('model', 'Qwen/Qwen2.5-VL-3B-Instruct'), 'A folder, or a downloaded Hugging Face id, of a vision-language model'),
       row('Style', choice('style', STYLES)), row('Do not mention', text('omit', 'watermark, the name of the person')), row('Which images', choice('overwrite', WHICH)),
       h('label.field#caption-folder-row', { hidden: true }, h('span', {}, 'Folder'), (parts.folder = h('select#caption-folder', { onchange: () => look() }))),
@@ -35,7 +35,7 @@
   const values = () => ({ model: parts.model.value.trim(), style: parts.style.value, omit: parts.omit.value.trim(), overwrite: parts.overwrite.value, trigger: parts.trigger.checked, prompt: parts.prompt.value.trim(),
     quantize: parts.quantize.value, device: parts.device.value, ranks: Number(parts.ranks.value) || 1, shard: parts.shard.checked });
 
-  /** Show what was asked the last time, once. */
+  /** Show what was asked the last time, once, and never over what was typed. */
   function fillForm(request) {
     if (wasFilled || !request) return;
     wasFilled = true;
@@ -99,9 +99,15 @@
 
   // --- asking -------------------------------------------------------------------------------------------------------
 
+  /** Ask for the newest job. A question while another is on its way is asked after it: the answer on its way is of before. */
   async function look() {
-    if (!root || isAsking) return;
+    if (!root) return;
+    if (isAsking) { isOwed = true; return; }
     isAsking = true;
+    try { do { isOwed = false; await ask(); } while (isOwed); } finally { isAsking = false; }
+  }
+
+  async function ask() {
     try {
       state = await call('captioning_state', { folder: parts.folder.value });
       fill(parts.message, '', () => []);
@@ -109,7 +115,7 @@
       if (!(error instanceof studio.Refused)) throw error;
       if (!error.lost) fill(parts.message, error.message, () => studio.alert(error.message));
       return;
-    } finally { isAsking = false; }
+    }
     draw();
     const now = JSON.stringify([state.job?.name, state.job?.written, state.job?.is_running, state.job?.is_undone]), isFirst = seen === '';
     if (now === seen) return;
@@ -149,7 +155,7 @@
       refreshCards = refresh;
       parts.message = h('div');
       parts.said = h('div#caption-said', { 'aria-live': 'polite' });
-      parts.end = h('div.end#caption-end');
+      parts.end = h('div#caption-end');
       parts.bar = h('div.bar', { role: 'progressbar', 'aria-label': 'Images captioned', 'aria-valuemin': '0' }, h('i'));
       parts.stop = h('button.btn.s#caption-stop', { type: 'button', onclick: event => act(event.currentTarget, 'captioning_stop') }, 'Stop');
       parts.last = h('figure', { hidden: true }, (parts.picture = h('img', { alt: '' })), h('figcaption', {}, (parts.name = h('b.sm')), (parts.text = h('p'))));
