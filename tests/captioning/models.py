@@ -32,6 +32,7 @@ SCALE = 4.0
 
 
 def write_qwen2_5_vl(folder: Path) -> Path:
+    """Its head is its embedding, as in the published model of 3B."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     text = _text() | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
@@ -39,7 +40,7 @@ def write_qwen2_5_vl(folder: Path) -> Path:
         **{"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": WIDTH},
         **{"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
     }
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_ids())
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_ids(True))
     return _write(folder, Qwen2_5_VLForConditionalGeneration(config), 14)
 
 
@@ -52,7 +53,7 @@ def write_qwen3_vl(folder: Path) -> Path:
         **{"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": WIDTH},
         **{"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
     }
-    config = Qwen3VLConfig(text_config=text, vision_config=vision, **_ids())
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, **_ids(False))
     return _write(folder, Qwen3VLForConditionalGeneration(config), 16)
 
 
@@ -89,10 +90,10 @@ def _text() -> dict[str, Any]:
     }
 
 
-def _ids() -> dict[str, Any]:
+def _ids(is_tied: bool) -> dict[str, Any]:
     return {
         **{"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 3, "vision_end_token_id": 4},
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": is_tied,
     }
 
 

@@ -273,6 +273,7 @@ def test_a_job_that_is_killed_and_continued_writes_the_captions_of_an_undisturbe
     assert texts(folder) == texts(whole) and len(texts(whole)) == 6
 
 
+@pytest.mark.slow
 def test_a_job_is_stopped_refuses_a_second_one_and_is_continued_by_the_same_request(tmp_path, model):
     folder = uncaptioned(tmp_path / "pictures", 6)
     captioning = Captioning(tmp_path / "runs")
@@ -295,6 +296,7 @@ def test_a_job_is_stopped_refuses_a_second_one_and_is_continued_by_the_same_requ
     assert {line.rank for line in job.captions().read()} <= {0, 1}
 
 
+@pytest.mark.slow
 def test_a_model_without_weights_is_the_users_mistake(tmp_path, model):
     uncaptioned(tmp_path / "pictures", 1)
     broken = tmp_path / "broken"

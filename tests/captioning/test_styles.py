@@ -30,6 +30,7 @@ def clean(answer: str, is_complete: bool = True, most_bytes: int = 1000, **chang
         ("A fox.\n\nIt sleeps.\r\n", "A fox. It sleeps."),
         ("A fox. It sleeps. A FOX. It sleeps.", "A fox. It sleeps."),
         ("<think>Is it a fox?</think>\nA fox.", "A fox."),
+        ("Is it a fox?\n</think>\n\nA fox.", "A fox."),
         ("<think>Is it a fox", ""),
         ("A\u202e fox\x00 \ufffd.", "A fox ."),
         ("The images of the artist hang on a wall.", "The images of the artist hang on a wall."),

@@ -112,6 +112,17 @@ def test_a_quantized_model_computes_with_the_decoded_weights_of_its_language_mod
     assert (logits(ours.model, inputs) - logits(theirs, inputs)).abs().max() <= MOST_DIFFERENCE
 
 
+def test_a_model_that_can_think_aloud_is_asked_not_to(folders, tmp_path, caplog):
+    folder = change(folders["qwen3_vl"], tmp_path / "thinking")
+    file = folder / "chat_template.jinja"
+    thinks = "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
+    file.write_text(file.read_text(encoding="utf-8").removesuffix("{% endif %}") + thinks + "{% endif %}", "utf-8")
+    plain = VisionLanguageFolder(str(folders["qwen3_vl"])).inputs(images()[0], "Describe it.")
+    quiet = VisionLanguageFolder(str(folder)).inputs(images()[0], "Describe it.")
+    assert torch.equal(quiet["input_ids"], plain["input_ids"])
+    assert "not a valid argument" not in caplog.text
+
+
 def test_words_drawn_at_a_temperature_depend_on_seed_and_name_alone(folders):
     model = load(folders["qwen2_5_vl"], alone())
     inputs, warm = inputs_of(model, images()[0]), replace(DECODING, temperature=1.0)

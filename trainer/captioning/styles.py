@@ -37,7 +37,8 @@ _OPENINGS = tuple(
     )
 )
 """How answers begin that say nothing of the image."""
-_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_THINKING = re.compile(r"\A.*</think>|<think>.*\Z", re.DOTALL)
+"""What a model thinks aloud; the mark before it may be in the chat template."""
 _QUOTES = {'"': '"', "'": "'", "\u201c": "\u201d", "\u2018": "\u2019", "\u00ab": "\u00bb", "`": "`"}
 _SENTENCE_END = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])[\"'\u201d\u2019)]?\s+")
 _BULLET = re.compile(r"^\s*(?:[-*\u2022]|\d{1,3}[.)])\s+", re.MULTILINE)

@@ -124,13 +124,14 @@ class VisionLanguageFolder:
 
     @property
     def _template(self) -> str | None:
-        template: str | None = self.processor.chat_template or self.processor.tokenizer.chat_template
-        return template
+        template: str = self.processor.chat_template or self.processor.tokenizer.chat_template or ""
+        return template or None
 
     def inputs(self, image: Image.Image, prompt: str) -> dict[str, Any]:
         """Return the model's inputs for one image (RGB), on the CPU."""
-        if not self._template:
+        if self._template is None:
             return dict(self.processor(images=image, text=prompt, return_tensors="pt"))
+        quiet = {"enable_thinking": False} if "enable_thinking" in self._template else {}
         content = [{"type": "image", "image": image}, {"type": "text", "text": prompt}]
         encoded = self.processor.apply_chat_template(
             [{"role": "user", "content": content}],
@@ -139,6 +140,7 @@ class VisionLanguageFolder:
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
+            **quiet,
         )
         return dict(encoded)
 
