@@ -112,7 +112,9 @@ class Captioning:
                 running.
         """
         check_model(request.model)
-        request = replace(request, folder=os.path.abspath(Path(request.folder).expanduser()))
+        folder = os.path.abspath(Path(request.folder).expanduser())
+        model = os.path.abspath(request.model) if os.path.exists(request.model) else request.model
+        request = replace(request, folder=folder, model=model)
         root = self.runs / FOLDER
         files.make_private_if_new(self.runs)
         files.make_private(root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from app.captions import Captions
 from tests.captioning.models import write_qwen2_5_vl
 from tests.commands import LAUNCH, launch_py
 from tests.runs import make_pictures
+from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.run import process
 from trainer.run.captioning import Applied, Asked, CaptionJob, CaptionRequest, Written, jobs
@@ -188,13 +190,24 @@ def test_a_jobs_folder_is_private_and_no_run(tmp_path):
     assert [*jobs(tmp_path / "runs")] == []
 
 
+@pytest.mark.parametrize("name", ["../other/00.png", "/etc/00.png", "a/../../00.png", "a\0.png"])
+def test_a_job_of_a_stranger_writes_nothing_outside_of_the_folder_of_images(name, tmp_path):
+    folder = uncaptioned(tmp_path / "pictures", 1)
+    job = made(tmp_path, folder)
+    files.replace(job.path / "images.json", json.dumps([{"name": name, "before": None}]))
+    job.add(Written(name, "words"))
+    with pytest.raises(InputError, match="is outside of the folder; remove the job"):
+        Captioning(tmp_path / "runs").follow(job)
+    assert [file.name for file in tmp_path.rglob("*.txt")] == []
+
+
 def test_a_caption_file_that_is_a_folder_is_named_and_the_others_are_written(tmp_path):
     folder = uncaptioned(tmp_path / "pictures", 2)
     job, captioning = made(tmp_path, folder), Captioning(tmp_path / "runs")
     (folder / "00.txt").mkdir()
     progress = captioning.follow(job)
     assert progress.written == 1 and len(progress.kept) == 1
-    assert progress.kept[0].startswith(f"{folder / '00.txt'}: cannot be read")
+    assert progress.kept[0].startswith(f"{folder / '00.txt'}: not a regular file")
     assert (folder / "01.txt").read_text(encoding="utf-8") == "words about 01.png\n"
 
 

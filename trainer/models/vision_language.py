@@ -101,6 +101,11 @@ class VisionLanguageFolder:
         except InputError:
             raise
         except (OSError, *BUILD_ERRORS) as error:
+            if "torchvision" in str(error).lower():
+                raise InputError(
+                    f"{path}: transformers prepares images for a {self.config.model_type} with torchvision alone, which "
+                    "this program does not use; name another model"
+                ) from error
             raise InputError(
                 f"{path}: its processor or tokenizer cannot be read ({first_line(error)}); download the folder again"
             ) from error

@@ -230,8 +230,17 @@ class CaptionJob:
         self._write_request(replace(self._stored, request=request))
 
     def images(self) -> tuple[Asked, ...]:
-        """Read what is to be captioned, in the order of the names."""
-        return _read(self._images_file, _IMAGES)
+        """Read what is to be captioned, in the order of the names.
+
+        Raises:
+            InputError: The file is damaged, or names something outside of the folder of images.
+        """
+        images = _read(self._images_file, _IMAGES)
+        for image in images:
+            parts = Path(image.name).parts
+            if ".." in parts or image.name.startswith("/") or "\0" in image.name:
+                raise InputError(f"{self._images_file}: {image.name[:200]!r} is outside of the folder; remove the job")
+        return images
 
     def captions(self) -> LineFollower[Written]:
         """Return a reader of what the ranks wrote."""
