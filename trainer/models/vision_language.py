@@ -103,7 +103,7 @@ class VisionLanguageFolder:
         except (OSError, *BUILD_ERRORS) as error:
             if "torchvision" in str(error).lower():
                 raise InputError(
-                    f"{path}: transformers prepares images for a {self.config.model_type} with torchvision alone, which "
+                    f"{path}: images for a {self.config.model_type} are prepared by torchvision alone, which "
                     "this program does not use; name another model"
                 ) from error
             raise InputError(
