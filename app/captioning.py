@@ -17,6 +17,7 @@ from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig, half_character
 from trainer.data.image_files import Watcher, scan
+from trainer.data.image_members import is_member
 from trainer.launcher.captioning import check_model, start
 from trainer.run import process
 from trainer.run.captioning import FOLDER, Applied, Asked, CaptionJob, CaptionRequest, Written, jobs
@@ -274,16 +275,20 @@ def choose(request: CaptionRequest, earlier: Mapping[Path, str]) -> list[Asked]:
     """Return the images of a folder that get a caption, by name.
 
     An image that shares its caption's file with one before it is left out, and so is one whose caption file cannot be
-    read.
+    read, whose caption stands in a table, or that is inside a table or an archive.
 
     Args:
         request: Its folder, and what is overwritten.
         earlier: {caption file: text that a model wrote}.
 
     Raises:
-        InputError: The folder holds no images.
+        InputError: It is not a folder, or it holds no images.
     """
-    found, folder = _find(request.folder), Path(request.folder)
+    folder = Path(request.folder)
+    if not folder.is_dir():
+        kind = "not a folder" if folder.exists() else "no such folder"
+        raise InputError(f"--caption {folder}: {kind}; name a folder of images, next to which captions are written")
+    found = _find(request.folder)
     chosen: dict[Path, Asked] = {}
     for image in found.images:
         file, name = image.with_suffix(".txt"), str(image.relative_to(folder))
@@ -301,17 +306,20 @@ def choose(request: CaptionRequest, earlier: Mapping[Path, str]) -> list[Asked]:
 
 
 class _Found(Watcher):
-    """The images of a folder, and the captions of its metadata.jsonl."""
+    """The images of a folder, and the captions of its metadata.jsonl and tables."""
 
     def __init__(self) -> None:
         self.images: list[Path] = []
         self.listed_captions: dict[Path, str] = {}
+        self.fixed: set[Path] = set()
 
     def reading(self, image: Path) -> None:
         self.images.append(image)
 
-    def listed(self, captions: Mapping[Path, str]) -> None:
+    def listed(self, captions: Mapping[Path, str], is_fixed: bool = False) -> None:
         self.listed_captions |= captions
+        if is_fixed:
+            self.fixed |= captions.keys()
 
 
 @dataclass(frozen=True)
@@ -328,7 +336,8 @@ def _find(folder: str) -> _Images:
     except InputError:
         if not found.images:  # bad captions and rows are for the scan of a run to name
             raise
-    return _Images(tuple(found.images), found.listed_captions)
+    images = (image for image in found.images if not is_member(image) and image not in found.fixed)
+    return _Images(tuple(images), found.listed_captions)
 
 
 def _is_ready(event: AnyEvent) -> bool:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -162,6 +163,20 @@ def test_only_images_without_a_caption_are_chosen_unless_more_is_asked_for(tmp_p
     everything = choose(request(folder, overwrite="all"), {})
     assert [asked.name for asked in everything] == ["00.png", "01.png", "02.png", "04.png", "05.png"]
     assert everything[0].before == "a person's"
+
+
+def test_images_of_archives_and_those_with_a_caption_in_a_table_are_left_out_and_only_a_folder_is_taken(tmp_path):
+    folder = uncaptioned(tmp_path / "pictures", 2)
+    archives = tmp_path / "archives"
+    archives.mkdir()
+    with tarfile.open(archives / "a.tar", "w") as archive:
+        archive.add(folder / "00.png", "inside.png")
+    assert choose(request(archives, overwrite="all"), {}) == []
+    for path, why in ((archives / "a.tar", "not a folder"), (tmp_path / "none", "no such folder")):
+        with pytest.raises(InputError, match=f"--caption {path}: {why}; name a folder of images"):
+            choose(request(path), {})
+    (folder / "metadata.csv").write_text("file_name,text\n00.png,a caption of a table\n", encoding="utf-8")
+    assert choose(request(folder), {}) == [Asked("01.png")]
 
 
 def test_a_persons_caption_that_is_overwritten_on_request_comes_back(tmp_path):
