@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from trainer.run.events import AnyEvent, ErrorEvent, EventReader, LineFollower, 
 
 RECENT = 20
 """Answers whose times give the rate."""
+ATTENDED_EVERY_S = 1.0
 STARTED = frozenset({"starting", "loading", "sampling"})
 LOG = Path("drafts", "captions.jsonl")
 """The caption editor's log of changes, in the folder of runs."""
@@ -197,6 +199,16 @@ class Captioning:
             errors[-1].exit_code if errors else 1,
         )
 
+    def attend(self, job: CaptionJob) -> None:
+        """Follow a job to its end on a thread of its own, so that captions are written while no window shows it."""
+        threading.Thread(target=self._attend, args=(job,), name=f"captions of {job.path.name}", daemon=True).start()
+
+    def attend_running(self) -> None:
+        """Do the same for all jobs that are running, as those of a page before its restart."""
+        for job in jobs(self.runs):
+            if process.status(job.run) in STARTED:
+                self.attend(job)
+
     def new_answers(self, job: CaptionJob, seen: int) -> list[Written]:
         """Return the answers after the first `seen` ones that `follow` has read."""
         with self._lock:
@@ -222,6 +234,13 @@ class Captioning:
         with self._lock:  # also what is not applied yet: it is not to be applied later
             job.mark_undone()
             return self._captions.undo_batch(job.batch)
+
+    def _attend(self, job: CaptionJob) -> None:
+        try:
+            while self.follow(job).is_running:
+                time.sleep(ATTENDED_EVERY_S)
+        except (InputError, OSError):  # said to whoever looks at the job
+            return
 
     def _read(self, job: CaptionJob) -> _Followed:
         if job.path not in self._followed:

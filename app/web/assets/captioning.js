@@ -160,7 +160,7 @@
       parts.stop = h('button.btn.s#caption-stop', { type: 'button', onclick: event => act(event.currentTarget, 'captioning_stop') }, 'Stop');
       parts.last = h('figure', { hidden: true }, (parts.picture = h('img', { alt: '' })), h('figcaption', {}, (parts.name = h('b.sm')), (parts.text = h('p'))));
       parts.now = h('div.now#caption-now', { hidden: true }, h('div.row', {}, (parts.count = h('b.num', { role: 'status' })), h('span.grow'), parts.stop), parts.bar, (parts.rate = h('p.dim.sm')), parts.last,
-        h('p.dim.sm', {}, 'It goes on when this page is closed; captions are written when a page is open again.'));
+        h('p.dim.sm', {}, 'It goes on when this page is closed.'));
       root = h('section.card#card-captioning', { 'aria-labelledby': 'h-captioning', hidden: true }, h('div.ttl', {}, h('h2#h-captioning', {}, 'Caption with a model')), parts.message, parts.now, parts.end, parts.said, form());
       return root;
     },

@@ -22,6 +22,7 @@ MOST_SENTENCES = 20
 def calls(studio: Studio) -> Calls:
     """Return the functions of the panel's script."""
     captioning = Captioning(studio.runs)
+    captioning.attend_running()
     functions: list[Callable[..., Any]] = [state, start, resume, stop, undo]
     return {f"captioning_{function.__name__}": partial(function, studio, captioning) for function in functions}
 
@@ -50,12 +51,17 @@ def start(studio: Studio, captioning: Captioning, folder: str, values: dict[str,
     if folder not in _folders(studio):
         raise InputError("New run has another folder meanwhile, which is shown now; nothing was started")
     job = captioning.start(CaptionRequest.checked({**values, "folder": folder}))
-    return job.path.name if job else ""
+    if job is None:
+        return ""
+    captioning.attend(job)
+    return job.path.name
 
 
 def resume(studio: Studio, captioning: Captioning, job: str) -> None:
     """Continue a job that was stopped or has failed."""
-    captioning.resume(captioning.job(job))
+    found = captioning.job(job)
+    captioning.resume(found)
+    captioning.attend(found)
 
 
 def stop(studio: Studio, captioning: Captioning, job: str) -> None:
