@@ -345,7 +345,7 @@
     $('card-texts').hidden = !data.is_complete || !data.num_texts;
     $('data-empty').hidden = !data.is_complete || hasImages || !!data.num_texts;
     $('data-reading').hidden = data.is_complete;
-    for (const id of ['card-shapes', 'card-words', 'card-held']) $(id).hidden = !hasImages;
+    for (const id of ['card-shapes', 'card-words', 'card-held', 'card-captioning']) $(id).hidden = !hasImages;
     $('card-issues').hidden = !data.is_complete;
     drawUnsaved();
     if (!data.is_complete) return;
@@ -464,7 +464,7 @@
         h('p.notice#data-reading', { hidden: true, role: 'status' }, 'The files are being read. You can go on elsewhere meanwhile.'),
         h('section.card.empty#data-empty', { hidden: true }, h('h2', {}, 'No images here.'), h('p', {}, 'Choose a folder of images in New run; each may have a caption in a text file of its name.'), h('a.btn.main', { href: link('new') }, 'New run')),
         h('div.two', {}, h('div', {}, side('texts', 'Text files', '', h('div#texts')), editor()),
-          h('div.col', {}, h('section.card#card-issues', { 'aria-labelledby': 'h-issues', hidden: true }, h('div.ttl', {}, h('h2#h-issues', {}, 'To look at'), h('span#num-issues')), h('div#data-problems'), h('div#data-cut')),
+          h('div.col', {}, studio.captioning.panel(() => look(false, true)), h('section.card#card-issues', { 'aria-labelledby': 'h-issues', hidden: true }, h('div.ttl', {}, h('h2#h-issues', {}, 'To look at'), h('span#num-issues')), h('div#data-problems'), h('div#data-cut')),
             side('shapes', 'Shapes', 'what images are cropped to', h('div#shapes'), h('p.dim.sm#trained'), h('button.btn.s#compute-timesteps', { type: 'button', onclick: event => showTimesteps(event.currentTarget) }, 'Show timesteps per bucket'), h('div#timesteps', { 'aria-live': 'polite' })),
             side('held', 'Held out', 'not trained on, to measure progress', h('div.held#held'), h('p.dim.sm#held-more')),
             side('words', 'Words', 'most frequent; click to search', h('div.chips#words')))));
@@ -476,7 +476,8 @@
       addresses.clear();
       tell(null);
       await look(true, true);
+      await studio.captioning.look();
     },
-    async tick() { if (!data || !data.is_complete || data.lengths?.is_waiting || isOwed) await look(); },
+    async tick() { await studio.captioning.tick(); if (!data || !data.is_complete || data.lengths?.is_waiting || isOwed) await look(); },
   };
 }
