@@ -6,7 +6,7 @@ import gc
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -102,11 +102,11 @@ class _DataEncoder:
         dataset = scans.scan(lambda: self._known)
         memory = EncodedMemory(self.cache, scans.digest, self._way)
         encoded = memory.recalled(dataset)
-        if not all(self.context.world.gather(encoded is not None)):
+        are_known = all(self.context.world.gather(encoded is not None))
+        if encoded is not None and are_known:
+            self._warn(encoded.warnings)
+        else:
             encoded = self._encode_dataset(dataset, memory)
-        assert encoded is not None
-        for warning in encoded.warnings:
-            self.context.emit(WarningEvent(message=warning))
         texts = self._encode_texts(["", self.context.cfg.sample.negative, *self._prompts])
         samples = [self._known.header(Path(file)) for file in self.context.cfg.sample.references]
         alone = {image.path: self._picture(image, self._largest) for image in (*samples, *others)}
@@ -124,6 +124,10 @@ class _DataEncoder:
             {image.path: key for image in others if (key := latents.get(alone[image.path]))},
         )
 
+    def _warn(self, warnings: Iterable[str]) -> None:
+        for warning in warnings:
+            self.context.emit(WarningEvent(message=warning))
+
     @property
     def _way(self) -> tuple[object, ...]:
         """What decides, in addition to the scan, which examples there are, under which keys, and what is said."""
@@ -140,6 +144,7 @@ class _DataEncoder:
         # Every rank has all captions. The cache does not hold their lengths, but tokenizing again is cheap.
         measured = measure(self.family, self.context.cfg, images).warnings if self.context.world.rank == 0 else ()
         warnings = (*self._warnings(dataset, wanted), *measured)
+        self._warn(warnings)
         texts = self._encode_texts([*self._prompts, *(caption for image in images for caption in image.captions)])
         latents = self._encode_images([picture for one in wanted for picture in one.pictures])
         masks = self._encode_masks(wanted, latents)
@@ -287,7 +292,9 @@ class _DataEncoder:
         invisible = sorted({file for part in self.context.world.gather(files) for file in part})
         if invisible:
             count = image_warnings.counted(len(invisible), "image is", "images are")
-            message = f"{count} fully transparent and trained as white: first {invisible[0]}; remove it"
+            colour = self.context.cfg.data.background
+            seen = "white" if colour == WHOLE.background else colour
+            message = f"{count} fully transparent and trained as {seen}: first {invisible[0]}; remove it"
             self.context.emit(WarningEvent(message=message))
 
     def _encode_masks(self, wanted: Sequence[_Wanted], latents: Mapping[_Picture, str]) -> dict[_Mask, str]:
