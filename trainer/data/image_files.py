@@ -305,7 +305,7 @@ class _Scanner:
                     if len(self.findings.problems) - before >= MOST_WRONG_ROWS:
                         raise InputError(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
                     with self._collecting(file, offset, f"{file}:{number}: "):
-                        image, caption = _metadata_row(line.decode().removeprefix("\ufeff"), file.parent, images)
+                        image, caption = metadata_row(line.decode().removeprefix("\ufeff"), file.parent, images)
                         captions[image] = caption
         return captions
 
@@ -364,7 +364,7 @@ class _Scanner:
             )
 
 
-def _metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path, str]:
+def metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path, str]:
     """The image of a row and its caption. Raises InputError with the reason and the remedy, without file and line."""
     try:
         row = json.loads(line)
