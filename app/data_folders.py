@@ -18,7 +18,7 @@ from app.folders import Picker, typed_folder
 from trainer.config import files, installation
 from trainer.config.errors import InputError
 
-PROGRAM = tuple(Path(installation.__file__).parents[2] / name for name in ("app", "trainer"))
+PROGRAM = (*(Path(installation.__file__).parents[2] / name for name in ("app", "trainer")), installation.PRESETS)
 """Folders of the program's own files, such as the images of the quickstart."""
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 

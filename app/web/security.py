@@ -310,7 +310,7 @@ class Guard:
         length = request.headers.get("content-length", "")
         if not length.isdigit():  # chunked
             return PlainTextResponse("Content-Length is required", 411)
-        is_chunk = request.method == "PUT" and CHUNK.fullmatch(request.url.path) is not None
+        is_chunk = request.method == "PUT" and CHUNK.fullmatch(request.scope["path"]) is not None  # decoded
         if is_chunk and self._uploads_closed:
             return PlainTextResponse(self._uploads_closed, 403)
         if int(length) > (MOST_CHUNK if is_chunk else MAX_BODY_BYTES):

@@ -188,13 +188,12 @@
 
   async function cancel() {
     if (!batch) return;
-    const now = batch;
+    const now = batch, begun = now.items.filter(item => item.state === 'sending' && item.id).map(item => item.id);
     now.isCancelled = true;
     waiting.length = 0;
     now.abort.abort();
-    for (const item of now.items) {
-      if (item.state !== 'sending' || !item.id) continue;
-      try { await call('upload_cancel', { id: item.id }); } catch (error) { if (!(error instanceof studio.Refused)) throw error; } // removed after a week else
+    for (const id of begun) {
+      try { await call('upload_cancel', { id }); } catch (error) { if (!(error instanceof studio.Refused)) throw error; } // removed after a week else
     }
   }
 

@@ -116,6 +116,7 @@ def restore(studio: Studio, key: str, folder: str, name: str) -> int:
 def empty(studio: Studio, key: str) -> int:
     """Remove what was deleted in the folders that the window shows for good. Returns the number of deletions."""
     config = form.check(studio.draft()).config
+    require_shown(config, key)
     roots = [root for root in dataset.folders(config.data) if trash.deletions(root)]
     return sum(trash.empty(_shown_folder(studio, key, str(root))) for root in roots)
 
