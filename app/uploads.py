@@ -161,6 +161,8 @@ class Uploads:
         about = [str(real), name, size, identity, image]
         id = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
         with self._locked(), self.folders.opened(real) as descriptor:
+            if not os.access(".", os.W_OK | os.X_OK, dir_fd=descriptor):
+                raise InputError(f"{real}: cannot be written; change its permissions, or choose another folder")
             self._sweep()
             if kept := self._finished.find(id, descriptor):
                 return Begun(id, size, Placed(kept.name, is_new=False))
@@ -285,7 +287,7 @@ class Uploads:
                 f"{upload.name}: unfinished uploads would take {(waiting + upload.size) / 2**30:.1f} GiB, the limit is "
                 f"{MOST_WAITING / 2**30:g}; finish or cancel some first"
             )
-        there = sum(part.stat().st_size for part in self._state.glob("*.part"))
+        there = sum(size for size, _ in map(_size_and_time, self._state.glob("*.part")))
         needed = max(waiting - there, 0) + upload.size + LEAST_FREE
         free = min(shutil.disk_usage(self._state).free, _free(folder))
         if free < needed:
@@ -301,7 +303,7 @@ class Uploads:
             return
         self._swept_at = now
         for part in self._state.glob("*.part"):
-            if now - part.stat().st_mtime > ABANDONED_S:
+            if now - _size_and_time(part)[1] > ABANDONED_S:
                 part.unlink(missing_ok=True)
                 part.with_suffix(".json").unlink(missing_ok=True)
 
@@ -313,7 +315,7 @@ class Uploads:
             status = os.fstat(folder)
             if (status.st_dev, status.st_ino) != (upload.device, upload.inode):
                 raise InputError(f"{real}: was replaced by another folder meanwhile; choose the files again")
-            os.fchmod(part, 0o664 & status.st_mode)  # for those who may read the folder
+            _share(part, status)
             try:
                 if upload.name == METADATA:
                     placed = _place_metadata(folder, file)
@@ -389,6 +391,23 @@ def _place_once(folder: int, file: Path, name: str, refusal: str) -> Placed:
     except FileExistsError as error:
         raise InputError(refusal) from error
     return Placed(name, is_new=True)
+
+
+def _size_and_time(part: Path) -> tuple[int, float]:
+    """Bytes of a part and when they were written last; nothing for one that was finished just now."""
+    try:
+        status = part.stat()
+    except FileNotFoundError:
+        return 0, 0.0
+    return status.st_size, status.st_mtime
+
+
+def _share(part: int, folder: os.stat_result) -> None:
+    """Let those who may read the folder read the file; in a folder that gives its group away, that group."""
+    if folder.st_mode & stat.S_ISGID:
+        with suppress(PermissionError):  # a group that this user is not in
+            os.fchown(part, -1, folder.st_gid)
+    os.fchmod(part, 0o664 & folder.st_mode)
 
 
 def _free(folder: int) -> int:

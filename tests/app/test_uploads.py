@@ -6,10 +6,12 @@ import io
 import json
 import os
 import struct
+import sys
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -70,6 +72,27 @@ class Store:
 
     def names(self) -> list[str]:
         return sorted(os.listdir(self.data))
+
+
+_asked: list[str] = []
+_listening = threading.Event()
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if _listening.is_set() and event in ("open", "os.listdir", "os.scandir", "os.link", "os.rename", "os.mkdir"):
+        _asked.extend(os.fsdecode(argument) for argument in arguments[:2] if isinstance(argument, str | bytes | Path))
+
+
+sys.addaudithook(_hook)
+
+
+@pytest.fixture
+def asked() -> Iterator[list[str]]:
+    """The paths that this process opens, lists, links or makes meanwhile."""
+    _asked.clear()
+    _listening.set()
+    yield _asked
+    _listening.clear()
 
 
 @pytest.fixture
@@ -444,6 +467,26 @@ def test_another_folder_in_the_folders_place_gets_nothing(store: Store):
     with pytest.raises(InputError, match="was replaced by another folder meanwhile; choose the files again"):
         store.uploads.finish(id)
     assert store.names() == []
+
+
+def test_no_file_beyond_the_roots_is_opened_for_any_of_this(store: Store, asked: list[str]):
+    (store.outside / "a.png").write_bytes(encoded())
+    (store.data / "out").symlink_to(store.outside)
+    (store.data / "a.png").symlink_to(store.outside / "a.png")
+    content, id = encoded(), store.begin("b.png", 10)
+    asked.clear()
+    assert store.send("a.png", content) == "+a (2).png"
+    for folder in (store.outside, store.data / "out", store.data / "out" / "..", "/etc"):
+        with pytest.raises(InputError):
+            store.uploads.begin(str(folder), "a.png", 100)
+    store.uploads.append(id, 0, bytes(10))
+    with pytest.raises(InputError):
+        store.uploads.finish(id)
+    allowed = (str(store.root), sys.prefix, sys.base_prefix, str(Path(upload_kinds.__file__).parents[1]))
+    found = [path for path in asked if path.startswith("/")]
+    assert any(path.startswith(str(store.state)) for path in found)
+    assert [path for path in found if not path.startswith(allowed)] == []
+    assert [path for path in asked if "outside" in path or path in ("out", "..")] == []
 
 
 def test_a_link_in_the_place_of_a_part_is_not_written_through(store: Store):

@@ -3,10 +3,10 @@
 'use strict';
 {
   const { h, fill, say, call, counted } = studio;
-  const AT_ONCE = 3, TRIED_AGAIN_MS = 1500, LONGEST_PAUSE_MS = 15000, UNDO_SHOWN_MS = 12000, MOST_LISTED = 500;
+  const AT_ONCE = 3, TRIED_AGAIN_MS = 1500, LONGEST_PAUSE_MS = 15000, UNDO_SHOWN_MS = 12000, MOST_LISTED = 500, DRAWN_EVERY_MS = 100;
   const SYSTEM_FILES = /^(\..*|thumbs\.db|desktop\.ini)$/i;
   const NEW = 'new:'; // before the path of a folder that a new one is made in
-  let hooks = null, state = null, root = null, batch = null, asked = 0;
+  let hooks = null, state = null, root = null, batch = null, asked = 0, drawn = 0;
   const waiting = [], results = [];
   const $ = id => root.querySelector(`#${id}`);
 
@@ -114,7 +114,7 @@
       if (batch.isCancelled) return;
       try {
         item.state = 'sending';
-        draw();
+        drawSoon();
         await send(batch, item);
         batch.trouble = '';
         break;
@@ -123,14 +123,13 @@
         if (!(error instanceof studio.Refused)) throw error;
         if (!error.lost) { item.state = 'refused'; item.why = error.message; break; }
         batch.trouble = 'The server does not answer. Trying again …';
-        draw();
+        drawSoon();
         await new Promise(resolve => setTimeout(resolve, pause));
         pause = Math.min(2 * pause, LONGEST_PAUSE_MS);
       }
     }
     item.file = null; // what is done needs no memory
-    remember();
-    draw();
+    drawSoon();
   }
 
   async function send(batch, item) {
@@ -139,7 +138,7 @@
     const renamed = item.phase === 2 && batch.items.find(other => other.phase === 0 && other.name && other.name !== other.given);
     if (renamed) throw new studio.Refused(`not sent, because ${renamed.path} is called ${renamed.name} now; correct its row and choose this file again`);
     const head = item.phase ? '' : hex(await bytes(file.slice(0, studio.facts.upload.head)));
-    const begun = await call('upload_begin', { folder: batch.folder, name: file.name, size: file.size, identity: `${item.path} ${file.lastModified}`, image: image?.name || '', head });
+    const begun = await call('upload_begin', { folder: batch.folder, name: file.name, size: file.size, identity: `${item.path.slice(-1000)} ${file.lastModified}`, image: image?.name || '', head });
     item.id = begun.id;
     if (!begun.placed) {
       let at = begun.received;
@@ -148,7 +147,7 @@
         await gate(batch);
         if (batch.isCancelled) return;
         item.sent = at = await sendChunk(batch, item, at);
-        draw();
+        drawSoon();
       }
     }
     if (batch.isCancelled) return;
@@ -201,8 +200,12 @@
 
   // --- what is shown of it ------------------------------------------------------------------------------------------
 
+  /** Show the progress a few times a second: a selection may have ten thousand files. */
+  function drawSoon() {
+    drawn ||= setTimeout(() => { drawn = 0; remember(); draw(); }, DRAWN_EVERY_MS);
+  }
+
   function draw(sentence = '', done = null) {
-    if (!root) return;
     const items = (batch || done)?.items || [], over = items.filter(isOver).length, isBusy = !!batch;
     $('upload-going').hidden = !isBusy;
     if (batch) {
@@ -234,10 +237,12 @@
   function drawResults() {
     const bad = results.filter(item => item.state === 'refused'), renamed = results.filter(item => item.state !== 'refused');
     fill($('upload-results'), [bad.length, renamed.length], () => !results.length ? [] : h('div.notice', { role: 'group', 'aria-label': 'What to know of the upload' },
-      bad.length ? [h('b', {}, `${counted(bad.length, 'file was', 'files were')} not taken`), h('ul', {}, bad.slice(0, MOST_LISTED).map(item => h('li', {}, h('b', {}, item.path), ': ', without(item))))] : null,
-      renamed.length ? [h('b', {}, `${counted(renamed.length, 'file has', 'files have')} another name`), h('ul', {}, renamed.slice(0, MOST_LISTED).map(item => h('li', {}, h('b', {}, item.path), ' ', item.note)))] : null,
+      bad.length ? [h('b', {}, `${counted(bad.length, 'file was', 'files were')} not taken`), h('ul', {}, bad.slice(0, MOST_LISTED).map(item => h('li', {}, h('b', {}, item.path), ': ', without(item))), more(bad.length))] : null,
+      renamed.length ? [h('b', {}, `${counted(renamed.length, 'file has', 'files have')} another name`), h('ul', {}, renamed.slice(0, MOST_LISTED).map(item => h('li', {}, h('b', {}, item.path), ' ', item.note)), more(renamed.length))] : null,
       h('button.btn.s', { type: 'button', onclick: () => { results.length = 0; drawResults(); studio.refocus($('upload-files')); } }, 'Dismiss')));
   }
+
+  const more = number => (number > MOST_LISTED ? h('li', {}, `and ${studio.count(number - MOST_LISTED)} more`) : null);
 
   /** A refusal without the file's name, which stands before it. */
   const without = ({ path, why }) => { const name = `${path.split('/').at(-1).normalize()}: `; return why.startsWith(name) ? why.slice(name.length) : why; };

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from app.uploads import MOST_CHUNK
 from app.web.security import UPLOADS_CLOSED
 from tests.app.browser import Server, opened, serving, show, until_so, visit
 from tests.app.web.test_probes import ask
-from tests.runs import make_pictures
+from tests.runs import make_pictures, write_preset
 
 CHUNKS = "**/uploads/*"
 MOVIE = b"\0\0\0\x14ftypqt  " + bytes(100)
@@ -177,6 +178,65 @@ def test_without_a_connection_it_waits_and_a_pause_and_an_end_are_obeyed(own_dat
         done(data, "3 files added, 7 not sent.")
     until_so(data, lambda: set(state.iterdir()) == before)
     assert len(list(own_data.glob("1*.png"))) == 3
+
+
+def drop_from_disk(page: Page, *paths: Path) -> None:
+    """Drop files and folders of the disk, as the browser itself does when a hand lets them go."""
+    box = page.locator("#upload-drop").bounding_box()
+    assert box is not None
+    devtools = page.context.new_cdp_session(page)
+    content = {"items": [], "files": [str(path) for path in paths], "dragOperationsMask": 1}
+    for kind in ("dragEnter", "dragOver", "drop"):
+        event = {"type": kind, "x": box["x"] + 20, "y": box["y"] + 20, "data": content}
+        devtools.send("Input.dispatchDragEvent", event)
+    devtools.detach()
+
+
+@pytest.mark.parametrize("way", ["drop", "choose"])
+def test_of_a_folder_everything_in_it_enters_the_folder(own_data: Path, data: Page, tmp_path: Path, way: str):
+    """More files than a browser lists at once, one in a folder below, and what systems leave in folders."""
+    trip = tmp_path / "trip"
+    (trip / "day 2").mkdir(parents=True)
+    for number in range(110):
+        Image.new("RGB", (32, 32), (number, 2, 3)).save(trip / f"t{number}.png")
+    Image.new("RGB", (32, 32), "gold").save(trip / "day 2" / "t0.png")
+    for name, text in {"t0.txt": "the first", "day 2/t0.txt": "the second", ".DS_Store": "", "Thumbs.db": ""}.items():
+        (trip / name).write_text(text)
+    if way == "drop":
+        drop_from_disk(data, trip)
+    else:
+        data.locator("#upload-input-folder").set_input_files(trip)
+    done(data, "113 files added.")
+    found = {image.stem: image.with_suffix(".txt") for image in own_data.glob("t*.png")}
+    assert len(found) == 111 and sorted(file.name for file in own_data.glob("t*.txt")) == ["t0 (2).txt", "t0.txt"]
+    for stem in ("t0", "t0 (2)"):
+        with Image.open(own_data / f"{stem}.png", formats=("PNG",)) as image:
+            said = found[stem].read_text()
+            assert said == ("the first" if image.getpixel((0, 0)) == (0, 2, 3) else "the second")
+
+
+@pytest.mark.slow  # a server of its own, which is killed and started again
+def test_a_server_that_is_killed_in_the_middle_gets_the_rest_when_it_is_back(
+    tmp_path: Path, browser: Browser, photos: Path
+):
+    own = make_pictures(tmp_path / "own", 1)
+    runs = tmp_path / "runs"
+    preset = write_preset(runs / "presets" / "own.yaml", own)
+    (runs / "drafts").mkdir()
+    (runs / "drafts" / "draft.json").write_text(json.dumps({"preset": preset.stem, "values": {}}))
+    with serving(runs) as server, opened(browser, server.url) as page:
+        show(page, "Data")
+        expect(page.locator("#upload-to option").first).to_have_text(str(own))
+        with only_first(page, 3) as held:
+            choose(page, *photos.glob("*.png"))
+            until_so(page, lambda: len(held) == 3)
+            server.kill()
+            for route in held:
+                route.continue_()
+        expect(page.locator("#upload-current")).to_have_text("The server does not answer. Trying again …")
+        server.start()
+        done(page, "14 files added.")
+    assert all((own / file.name).read_bytes() == file.read_bytes() for file in photos.glob("*.png"))
 
 
 def test_an_image_is_deleted_by_the_keyboard_undone_restored_and_removed_for_good(own_data: Path, data: Page):
