@@ -248,11 +248,18 @@ class Uploads:
             fcntl.flock(part, fcntl.LOCK_EX)
             if not stat.S_ISREG(os.fstat(part).st_mode):
                 raise InputError(f"{self._part_file(id)}: {files.NOT_REGULAR}")
-            if not os.fstat(part).st_nlink:  # finished by another window while this one waited
-                raise Unknown("this upload is finished already; choose the file again")
+            if not self._is_current(id, part):  # finished or cancelled by another window while this one waited
+                raise Unknown("this upload is finished or cancelled already; choose the file again")
             yield part
         finally:
             os.close(part)
+
+    def _is_current(self, id: str, part: int) -> bool:
+        try:
+            status = os.stat(self._part_file(id), follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(status, os.fstat(part))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -302,10 +309,11 @@ class Uploads:
         if 0 <= now - self._swept_at < SWEPT_EVERY_S:
             return
         self._swept_at = now
-        for part in self._state.glob("*.part"):
-            if now - _size_and_time(part)[1] > ABANDONED_S:
+        for file in (*self._state.glob("*.part"), *self._state.glob("*.json")):
+            part, about = file.with_suffix(".part"), file.with_suffix(".json")
+            if now - max(_size_and_time(part)[1], _size_and_time(about)[1]) > ABANDONED_S:
                 part.unlink(missing_ok=True)
-                part.with_suffix(".json").unlink(missing_ok=True)
+                about.unlink(missing_ok=True)
 
     def _place(self, id: str, upload: _Upload, part: int) -> Placed:
         """Put a complete file into its folder, under a name that nothing there has."""
@@ -332,7 +340,7 @@ class Uploads:
 
 
 def _place_image(folder: int, file: Path, upload: _Upload, suffix: str) -> Placed:
-    stem = os.path.splitext(upload.name)[0] if "." in upload.name else upload.name
+    stem = os.path.splitext(upload.name)[0]
     for number, candidate in enumerate(upload_names.numbered(stem)):
         name = f"{candidate}{suffix}"
         taken = upload_names.in_the_way(os.listdir(folder), candidate, number == 0)
@@ -393,10 +401,10 @@ def _place_once(folder: int, file: Path, name: str, refusal: str) -> Placed:
     return Placed(name, is_new=True)
 
 
-def _size_and_time(part: Path) -> tuple[int, float]:
-    """Bytes of a part and when they were written last; nothing for one that was finished just now."""
+def _size_and_time(file: Path) -> tuple[int, float]:
+    """Bytes of a file of the store and when they were written last; nothing for one that is gone meanwhile."""
     try:
-        status = part.stat()
+        status = file.stat()
     except FileNotFoundError:
         return 0, 0.0
     return status.st_size, status.st_mtime

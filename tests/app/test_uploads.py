@@ -107,6 +107,12 @@ def encoded(kind: str = "PNG", size: tuple[int, int] = (64, 48), mode: str = "RG
     return buffer.getvalue()
 
 
+def noise(kind: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.effect_noise((200, 150), 60).convert("RGB").save(buffer, kind)
+    return buffer.getvalue()
+
+
 def animated(kind: str) -> bytes:
     frames = [Image.new("RGB", (32, 32), colour) for colour in ("red", "blue")]
     buffer = io.BytesIO()
@@ -172,6 +178,9 @@ KINDS: list[tuple[str, Callable[[], bytes], str]] = [
     ("a.png", lambda: b"", "a.png: empty"),
     ("cut.png", lambda: encoded(size=(400, 400), mode="L", colour=1)[:-40], "cut.png: cannot be read"),
     ("cut.jpg", lambda: encoded("JPEG", (800, 600))[:-300], "cut.jpg: cannot be read"),
+    ("cut.webp", lambda: noise("WEBP")[:-300], "cut.webp: cannot be read"),
+    ("cut.bmp", lambda: noise("BMP")[:-300], "cut.bmp: cannot be read"),
+    ("cut.tif", lambda: noise("TIFF")[:-9000], "cut.tif: cannot be read"),
     ("bomb.png", lambda: huge_png(40_000, 40_000), "bomb.png: cannot be read (1600.0 megapixels are more than 268.4"),
     ("float.tif", lambda: encoded("TIFF", mode="F"), "float.tif: cannot be read (its pixels have 32 bits"),
     ("long.txt", lambda: b"a" * (MAX_CAPTION + 1), f"long.txt: {MAX_CAPTION + 1} bytes are too many for a caption"),
@@ -400,6 +409,30 @@ def test_two_windows_that_send_one_file_write_each_byte_once(store: Store):
     assert (store.data / "a.bmp").read_bytes() == content
 
 
+def test_two_windows_that_finish_one_file_put_it_there_once(store: Store):
+    content = encoded("BMP", (500, 500))
+    for number in range(8):
+        id = store.begin(f"{number}.bmp", len(content))
+        store.uploads.append(id, 0, content[: len(content) // 2])
+        store.uploads.append(id, len(content) // 2, content[len(content) // 2 :])
+        seen: list[str] = []
+
+        def finish(id: str = id, seen: list[str] = seen) -> None:
+            try:
+                seen.append(store.uploads.finish(id).name)
+            except Unknown:
+                seen.append("finished already")
+
+        windows = [threading.Thread(target=finish) for _ in range(4)]
+        for one in windows:
+            one.start()
+        for one in windows:
+            one.join()
+        assert sorted(seen) == [f"{number}.bmp", *["finished already"] * 3]
+    assert store.names() == [f"{number}.bmp" for number in range(8)]
+    assert all((store.data / name).read_bytes() == content for name in store.names())
+
+
 @pytest.mark.parametrize("id", ["", "..", "../../../etc/passwd", "a" * 31, "A" * 32, "g" * 32, "0" * 32, "\0" * 32])
 def test_an_id_that_was_not_given_leads_to_no_file(store: Store, id: str):
     for ask in (lambda: store.uploads.append(id, 0, b"x"), lambda: store.uploads.finish(id)):
@@ -534,6 +567,10 @@ def test_what_was_abandoned_is_removed_after_a_week(store: Store):
     store.now += 2 * 3600
     store.begin("c.png")
     assert [file.stem for file in store.state.glob("*.part")] == [store.begin("c.png")]
+    (store.state / f"{'0' * 32}.json").write_text("{}")  # whose bytes are gone
+    store.now += uploads.ABANDONED_S + 3600
+    store.begin("d.png")
+    assert len(list(store.state.glob("*.json"))) == 1
 
 
 def test_a_new_folder_is_made_below_a_root_only(store: Store):

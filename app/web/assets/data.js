@@ -341,7 +341,7 @@
 
   function draw(isChosen) {
     drawFigures();
-    studio.upload.isWanted(!data.is_text);
+    studio.upload.shown(data);
     const hasImages = data.is_complete && data.num_images > 0;
     $('editor').hidden = !hasImages;
     $('card-texts').hidden = !data.is_complete || !data.num_texts;

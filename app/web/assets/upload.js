@@ -171,7 +171,7 @@
     try { found = JSON.parse(found); } catch { /* a sentence of the guard */ }
     if (Number.isInteger(found.received)) return found.received;
     if ([401, 404, 502, 503, 504].includes(answer.status)) { studio.reached(answer.status === 404, answer.status === 401 ? found : ''); throw new studio.Refused('again', true); }
-    throw new studio.Refused(found.error || found);
+    throw new studio.Refused(found.error || (typeof found === 'string' && found.length < 300 ? found : `refused with status ${answer.status}`));
   }
 
   async function bytes(blob) {
@@ -352,7 +352,7 @@
       h('div.to', {}, h('label', { htmlFor: 'upload-to' }, 'Into'), h('select#upload-to', { onchange: drawPlace }),
         h('label#upload-new', { hidden: true }, 'called ', h('input#upload-name', { type: 'text', value: 'images', maxLength: 120 })))),
       h('div#upload-going', { hidden: true, role: 'group', 'aria-label': 'Upload' }, bar, h('div.line', {}, h('b#upload-count'), h('span.dim#upload-size'), h('span.grow'),
-        h('button.btn.s#upload-pause', { type: 'button', onclick: () => { batch.isPaused = !batch.isPaused; draw(); } }, 'Pause'), h('button.btn.s#upload-cancel', { type: 'button', onclick: cancel }, 'Cancel')),
+        h('span.both', {}, h('button.btn.s#upload-pause', { type: 'button', onclick: () => { batch.isPaused = !batch.isPaused; draw(); } }, 'Pause'), h('button.btn.s#upload-cancel', { type: 'button', onclick: cancel }, 'Cancel'))),
       h('p.dim.sm#upload-current')),
       h('p.sr#upload-spoken', { 'aria-live': 'polite' }), h('div#upload-message'), h('div#upload-left'), h('div#upload-results'), h('details#trash', { hidden: true }));
   }
@@ -378,6 +378,7 @@
     /** A button that deletes the image of a card of the screen. */
     deleteButton: card => h('button.del', { type: 'button', title: 'Delete', onclick: () => remove(card) }, '✕'),
     look,
-    isWanted(is) { root.hidden = !is; },
+    /** The screen shows this answer: text takes no images, and another folder has other deleted ones. */
+    shown(data) { root.hidden = data.is_text; if (state && state.key !== data.key) look(); },
   };
 }
