@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from app import upload_kinds, upload_names, uploads
+from app import data_folders, upload_kinds, upload_names, uploads
 from app.data_folders import DataFolders
 from app.folders import Picker
 from app.uploads import MOST_CHUNK, Unknown, Uploads, WrongOffset
@@ -468,6 +468,13 @@ def test_folders_outside_the_roots_hidden_ones_and_those_of_runs_get_nothing(sto
         with pytest.raises(InputError, match=said):
             store.uploads.begin(str(folder), "a.png", 100)
     assert store.listed() == before
+
+
+@pytest.mark.parametrize("part", ["", ".", "..", "a/b", "a\0", "out", "none"])
+def test_a_folder_is_opened_by_names_only(store: Store, part: str):
+    (store.data / "out").symlink_to(store.outside)
+    with pytest.raises(InputError), data_folders.opened(store.data, (part,)):
+        raise AssertionError("it was opened")
 
 
 def test_the_programs_own_images_get_no_others():
