@@ -12,11 +12,12 @@ from typing import Literal
 
 from app import captions
 from app.captions import Card
-from app.scans import ScanResult
+from app.scans import Framed, ScanResult
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
-from trainer.data.buckets import choose_bucket, kept_part
-from trainer.data.image_io import IMAGE_SUFFIXES, read_header
+from trainer.data.buckets import kept_part
+from trainer.data.image_io import IMAGE_SUFFIXES, WHOLE, crop_start, inner_size, read_header
+from trainer.data.image_members import file_of, is_member
 
 PER_PAGE = 12
 MOST_COUNTED = 5000
@@ -42,12 +43,14 @@ class Item:
         saved: The text of its caption file; None where there is none, or it cannot be read.
         caption: That, else the caption of a metadata.jsonl, else "".
         problem: Why the caption cannot be read.
+        is_fixed: Whether the caption stands in a table, in which it is edited.
     """
 
     image: Path
     saved: str | None
     caption: str
     problem: str = ""
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,12 +99,23 @@ class View:
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of an image, its bucket, and the shares of width and height that the crop to the bucket keeps."""
+    """The size of an image, and what is trained of it.
+
+    Attributes:
+        width: Pixels of the upright image.
+        height: Pixels of the upright image.
+        sizes: (width, height) that it is trained at, one for each resolution; none where it is left out.
+        start: Where the crop begins, as shares of width and height.
+        kept: The shares of width and height that the crop keeps; above 1 for the side with borders.
+        focus: The point (x, y) around which it is cropped, as shares of width and height.
+    """
 
     width: int
     height: int
-    bucket: tuple[int, int]
+    sizes: tuple[tuple[int, int], ...]
+    start: tuple[float, float]
     kept: tuple[float, float]
+    focus: tuple[float, float]
 
 
 def view(data: DataConfig, found: ScanResult, truncated: Collection[str], chosen: Filter, page: int) -> View:
@@ -127,7 +141,7 @@ def view(data: DataConfig, found: ScanResult, truncated: Collection[str], chosen
         tuple(shown[first : first + PER_PAGE]),
         first,
         len(shown),
-        sum(chosen.search in item.caption for item in everything) if chosen.search else 0,
+        sum(chosen.search in item.caption and not item.is_fixed for item in everything) if chosen.search else 0,
         _counts(everything, len(flawed)) if is_counted else None,
     )
 
@@ -135,6 +149,9 @@ def view(data: DataConfig, found: ScanResult, truncated: Collection[str], chosen
 def items(images: Iterable[Path], found: ScanResult) -> Iterator[Item]:
     """Yield images with their captions as they are on the disk now."""
     for image in images:
+        if is_member(image) or image in found.fixed:
+            yield Item(image, None, found.listed.get(image, ""), is_fixed=True)
+            continue
         try:
             saved = captions.saved(image)
         except InputError as error:
@@ -145,14 +162,29 @@ def items(images: Iterable[Path], found: ScanResult) -> Iterator[Item]:
 
 def replaceable(found: ScanResult) -> list[Card]:
     """Return all captions that can be read, for `Captions.replace`."""
-    return [Card(item.image, item.caption) for item in items(found.images, found) if not item.problem]
+    return [
+        Card(item.image, item.caption) for item in items(found.images, found) if not item.problem and not item.is_fixed
+    ]
 
 
-def shape(image: Path, sizes: Sequence[tuple[int, int]]) -> Shape:
-    """Return how an image is cropped to one of the buckets. Raises InputError when it cannot be read."""
+def shape(image: Path, framed: Framed | None, is_padded: bool = False) -> Shape:
+    """Return what is trained of an image, at its largest size. Raises InputError when it cannot be read.
+
+    Args:
+        image: The image.
+        framed: Its sizes and its focus; None where they are not known, or it is trained in its own size.
+        is_padded: Whether it is whole, with borders.
+    """
     file = read_header(image)
-    bucket = choose_bucket(file.width, file.height, sizes) if sizes else (file.width, file.height)
-    return Shape(file.width, file.height, bucket, kept_part(file.width, file.height, bucket))
+    sizes, focus = (framed.sizes, framed.focus) if framed else (((file.width, file.height),), WHOLE.focus)
+    size = sizes[-1] if sizes else (file.width, file.height)
+    if is_padded:
+        inner = inner_size(file.width, file.height, size)
+        kept = size[0] / inner[0], size[1] / inner[1]
+        return Shape(file.width, file.height, sizes, ((1 - kept[0]) / 2, (1 - kept[1]) / 2), kept, focus)
+    kept = kept_part(file.width, file.height, size)
+    start = crop_start(focus[0], kept[0]), crop_start(focus[1], kept[1])
+    return Shape(file.width, file.height, sizes, start, kept, focus)
 
 
 def image_at(path: str) -> Path:
@@ -160,7 +192,8 @@ def image_at(path: str) -> Path:
     file = Path(path)
     if "\ufffd" in path:  # as `answers` writes what is not UTF-8
         raise InputError(f"{path[:500]!r}: its name is not UTF-8; rename the file")
-    if file.suffix.lower() not in IMAGE_SUFFIXES or not file.is_absolute() or not file.is_file():
+    is_image = is_member(file) or file.suffix.lower() in IMAGE_SUFFIXES
+    if not is_image or not file.is_absolute() or not file_of(file).is_file():
         raise InputError(f"{path[:500]!r}: no such image; it may have been moved or deleted")
     return file
 

@@ -166,7 +166,8 @@ def kind_of(cfg: RunConfig) -> str:
     The number of steps, samples and passes of a step may differ, since times are proportional to them.
     """
     model = cfg.model.model_dump(mode="json")
-    size = cfg.data.length if families.trains_on(cfg) == "text" else cfg.data.resolution
+    sides = cfg.data.resolution if cfg.data.has_one_resolution else cfg.data.all_sides
+    size = cfg.data.length if families.trains_on(cfg) == "text" else sides
     train = cfg.train.model_dump(mode="json", include={"micro_batch", "precision", "checkpointing", "compile"})
     parallel = cfg.parallel.model_dump(mode="json", exclude={"rendezvous", "max_restarts", "timeout"})
     quantize = cfg.quantize.model_dump(mode="json", exclude={"cache"})

@@ -175,7 +175,7 @@ def _made_data(cfg: RunConfig, folder: Path) -> Sequence[str]:
 def _make_images(cfg: RunConfig, folder: Path) -> None:
     from PIL import Image
 
-    side = cfg.data.resolution
+    side = cfg.data.all_sides[-1]
     for number in range(MADE_IMAGES):
         colour = (16 * number % 256, 255 - 16 * number % 256, 128)
         Image.new("RGB", (side, side), colour).save(folder / f"{number}.png")

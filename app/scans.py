@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,8 +17,8 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.terminal import shortened
 from trainer.data import image_warnings, question_files, text_files
-from trainer.data.buckets import bucket_sizes, choose_bucket
-from trainer.data.image_files import Watcher, scan
+from trainer.data.buckets import Buckets
+from trainer.data.image_files import CaptionedImage, Dataset, Watcher, scan
 from trainer.data.image_io import ImageFile
 
 PATIENCE_S = 0.5
@@ -47,6 +47,19 @@ class Flaw:
 
 
 @dataclass(frozen=True)
+class Framed:
+    """What an image is trained at.
+
+    Attributes:
+        sizes: (width, height) of its buckets, one for each resolution; none where it is left out.
+        focus: The point (x, y) around which it is cropped, as in `Framing`.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    focus: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class ScanResult:
     """The data of a config, as far as it was scanned.
 
@@ -57,14 +70,15 @@ class ScanResult:
         num_documents: Documents in them; None if they were not counted.
         conversation: (role, content) of the first conversation in them.
         problems: Errors that prevent a run, a sentence per file.
-        buckets: {(width, height): number of training images}.
+        buckets: {(width, height): number of training images, once for each resolution they are trained at}.
         num_questions: Training questions about images.
         epoch_images: Images of one pass over the data, each as often as its weight; 0 where they are not known.
-        sizes: (width, height) of all buckets; empty where `data.resolution` is wrong.
+        framed: The images whose header was read, with what they are trained at; empty where `data.resolution` is wrong.
         cropped: {bucket: mean share of the pixels that the crop to it removes}.
         held_out: Images that are not trained on. As long as there are problems: those that will be held out.
         flaws: Images that cannot be used, are enlarged much, or lose much to the crop.
-        listed: {image: caption} of every metadata.jsonl.
+        listed: {image: caption} of every metadata.jsonl and table.
+        fixed: The images whose captions stand in a table.
     """
 
     num_files: int
@@ -78,11 +92,12 @@ class ScanResult:
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)
     num_questions: int = 0
     epoch_images: float = 0.0
-    sizes: tuple[tuple[int, int], ...] = ()
+    framed: Mapping[Path, Framed] = field(default_factory=dict)
     cropped: Mapping[tuple[int, int], float] = field(default_factory=dict)
     held_out: frozenset[Path] = frozenset()
     flaws: Mapping[Path, Flaw] = field(default_factory=dict)
     listed: Mapping[Path, str] = field(default_factory=dict)
+    fixed: frozenset[Path] = frozenset()
 
 
 class Scans:
@@ -137,9 +152,10 @@ class _Scan(Watcher):
         self._config = config
         self._num_files = 0
         self._images: list[Path] = []
-        self._files: list[ImageFile] = []
+        self._files: list[CaptionedImage] = []
         self._bad: list[Path] = []
         self._listed: dict[Path, str] = {}
+        self._fixed: set[Path] = set()
         self._asked_at = time.monotonic()
         self._is_dropped = False
         self._result: Future[ScanResult] = Future()
@@ -168,14 +184,15 @@ class _Scan(Watcher):
         self._images.append(image)
         self._require_needed()
 
-    def read(self, file: ImageFile) -> None:
-        self._files.append(file)
+    def read(self, image: CaptionedImage) -> None:
+        self._files.append(image)
 
     def bad(self, image: Path) -> None:
         self._bad.append(image)
 
-    def listed(self, captions: Mapping[Path, str]) -> None:
+    def listed(self, captions: Mapping[Path, str], is_fixed: bool = False) -> None:
         self._listed |= captions
+        self._fixed |= captions.keys() if is_fixed else set()
 
     def _require_needed(self) -> None:
         if self._is_dropped or time.monotonic() - self._asked_at > FORGOTTEN_S:
@@ -191,48 +208,64 @@ class _Scan(Watcher):
     def _read(self) -> ScanResult:
         if families.trains_on(self._config) == "text":
             return self._read_text()
-        sizes: tuple[tuple[int, int], ...] = ()
         try:
             dataset, questions = scan(self._config.data, self), question_files.of_config(self._config.data)
-            sizes = _sizes(self._config)
+            buckets = _buckets(self._config)
         except InputError as error:
             problems = tuple(str(error).split("\n"))
+            buckets = None
             with suppress(InputError):  # a wrong resolution, which is named when the images are in order
-                sizes = _sizes(self._config)
-            return replace(self._measured(sizes, self._to_hold_out()), problems=problems)
-        found = self._measured(sizes, frozenset(image.path for image in dataset.validation))
+                buckets = _buckets(self._config)
+            return replace(self._measured(buckets, self._to_hold_out()), problems=problems)
+        found = self._measured(buckets, frozenset(image.path for image in dataset.validation))
         return replace(
             found,
-            warnings=(
-                *dataset.warnings,
-                *(image_warnings.of_buckets(dataset.images, sizes) if sizes else ()),
-                *questions.warnings,
-            ),
+            warnings=(*dataset.warnings, *self._warnings(dataset, buckets), *questions.warnings),
             num_questions=len(questions.train),
-            epoch_images=math.fsum(image.weight for image in dataset.train),
+            epoch_images=math.fsum(
+                image.weight * len(found.framed[image.path].sizes if image.path in found.framed else (1,))
+                for image in dataset.train
+            ),
         )
 
-    def _measured(self, sizes: tuple[tuple[int, int], ...], held_out: frozenset[Path]) -> ScanResult:
+    def _warnings(self, dataset: Dataset, buckets: Buckets | None) -> Iterator[str]:
+        """What is enlarged, cropped much or left out, as a run says it."""
+        if buckets is None:
+            return
+        data, images = self._config.data, (*dataset.train, *dataset.validation)
+        sized = [(image, buckets.of_image(image, image.sides)) for image in images]
+        yield from image_warnings.of_buckets(_each_size(sized, buckets), data.fit == "pad")
+        left_out = [image.path for image, sizes in sized if not sizes]
+        yield from image_warnings.of_left_out(left_out, data.most_cropped)
+
+    def _measured(self, buckets: Buckets | None, held_out: frozenset[Path]) -> ScanResult:
         """The images that were read, with their buckets and what is wrong with them."""
         flaws = {image: Flaw("cannot be used", is_error=True) for image in self._bad}
         kept: dict[tuple[int, int], list[float]] = {}
-        for file in self._files if sizes else ():
-            size = choose_bucket(file.width, file.height, sizes)
-            scale, share = image_warnings.fit(file, size)
-            if flaw := _flaw(scale, share):
-                flaws[file.path] = flaw
-            if file.path not in held_out:
-                kept.setdefault(size, []).append(share)
-        counted = [size for size in sizes if size in kept]
+        framed: dict[Path, Framed] = {}
+        is_padded = self._config.data.fit == "pad"
+        for image in self._files if buckets else ():
+            assert buckets is not None
+            sizes = tuple(size for _, size in buckets.of_image(image, image.sides))
+            framed[image.path] = Framed(sizes, image.focus)
+            fits = [image_warnings.fit(image, size, is_padded) for size in sizes]
+            flaw = Flaw("left out: crop too large") if not fits else _flaw(fits[-1][0], fits[-1][1])
+            if flaw:
+                flaws[image.path] = flaw
+            if image.path not in held_out:
+                for size, (_, share) in zip(sizes, fits, strict=True):
+                    kept.setdefault(size, []).append(share)
+        counted = [size for size in (buckets.sizes if buckets else ()) if size in kept]
         return ScanResult(
             self._num_files,
             images=tuple(self._images),
             buckets={size: len(kept[size]) for size in counted},
-            sizes=sizes,
+            framed=framed,
             cropped={size: 1 - sum(kept[size]) / len(kept[size]) for size in counted},
             held_out=held_out,
             flaws=flaws,
             listed=self._listed,
+            fixed=frozenset(self._fixed),
         )
 
     def _to_hold_out(self) -> frozenset[Path]:
@@ -279,14 +312,25 @@ def _said(message: Mapping[str, object]) -> str:
     return str(content) if content else f"calls {calls}" if calls else ""
 
 
-def _sizes(config: RunConfig) -> tuple[tuple[int, int], ...]:
-    """The (width, height) of all buckets; none for a model without. Raises InputError for a resolution below the
-    model's."""
-    data, known = config.data, families.of(config.model.family)
+def _buckets(config: RunConfig) -> Buckets | None:
+    """The buckets; None for a model without. Raises InputError for a resolution below the model's."""
+    known = families.of(config.model.family)
     if known and not known.in_buckets:
-        return ()
+        return None
     multiple = known.size_multiple if known else DEFAULT_MULTIPLE
-    return bucket_sizes(data.resolution, multiple, data.max_aspect, known.longest_side if known else None)
+    return Buckets.of(config.data, multiple, known.longest_side if known else None)
+
+
+def _each_size(
+    sized: Iterable[tuple[CaptionedImage, tuple[tuple[int, tuple[int, int]], ...]]], buckets: Buckets
+) -> Iterator[tuple[ImageFile, tuple[int, int]]]:
+    """Images with each of their sizes, and then their references with theirs."""
+    references: list[tuple[ImageFile, tuple[int, int]]] = []
+    for image, sizes in sized:
+        for side, size in sizes:
+            yield image, size
+            references += [(one, buckets.nearest(one, side)) for one in image.references]
+    yield from references
 
 
 def _flaw(scale: float, kept: float) -> Flaw | None:

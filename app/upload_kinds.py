@@ -37,10 +37,12 @@ _HEIC = "a HEIC photo, which is not read here; export it as JPEG (iPhone: Settin
 _MOVIE = f"a movie; {_STILL}"
 _RAW = f"a raw photo, which is not read here; {_AS_JPEG}"
 _ARCHIVE = "an archive; unpack it and choose the images"
+_TABLE = "a table, which is not taken here; copy it to this machine and name it in data.path"
 _DOCUMENT = f"a document, not an image; {_AS_JPEG}"
 _MARKUP = f"HTML, SVG or other markup, not an image; {_AS_JPEG}"
 _OTHERS = (
     (b"GIF8", f"a GIF, which is not read here; {_STILL}"),
+    (b"PAR1", _TABLE),
     (b"%PDF", _DOCUMENT),
     (b"\xd0\xcf\x11\xe0", _DOCUMENT),
     *((magic, _ARCHIVE) for magic in (b"PK\3\4", b"PK\5\6", b"\x1f\x8b", b"7z\xbc\xaf", b"Rar!", b"BZh", b"\xfd7zXZ")),

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from trainer.config.errors import InputError
 from trainer.data.image_files import OTHER_IMAGE_SUFFIXES
 from trainer.data.image_io import IMAGE_SUFFIXES
+from trainer.data.image_tables import CSV, TABLES
 
 MOST_STEM = 180
 """Bytes of a name without its suffix: with ` (99999)` and a suffix it stays below 200."""
@@ -80,6 +81,11 @@ def parts(name: str) -> tuple[str, str]:
 def is_image(name: str) -> bool:
     """Whether a run reads a file of this name as an image."""
     return parts(name)[1] in IMAGE_SUFFIXES
+
+
+def is_table(name: str) -> bool:
+    """Whether a run reads a file of this name as several images, where its folder has none of its own."""
+    return parts(name)[1] in TABLES and parts(name)[1] != CSV
 
 
 def numbered(stem: str) -> Iterator[str]:

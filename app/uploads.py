@@ -31,6 +31,7 @@ from app.data_folders import DataFolders, is_same
 from app.upload_names import CAPTION, METADATA
 from trainer.config import files
 from trainer.config.errors import InputError
+from trainer.data import image_files
 
 MOST_CHUNK = 2 * files.MIB
 """Bytes of one chunk."""
@@ -161,8 +162,7 @@ class Uploads:
         about = [str(real), name, size, identity, image]
         id = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
         with self._locked(), self.folders.opened(real) as descriptor:
-            if not os.access(".", os.W_OK | os.X_OK, dir_fd=descriptor):
-                raise InputError(f"{real}: cannot be written; change its permissions, or choose another folder")
+            require_usable(descriptor, real)
             self._sweep()
             if kept := self._finished.find(id, descriptor):
                 return Begun(id, size, Placed(kept.name, is_new=False))
@@ -339,6 +339,22 @@ class Uploads:
         return placed
 
 
+def require_usable(folder: int, real: Path) -> None:
+    """Raise InputError for an open folder that cannot be written, or whose images are in tables.
+
+    A run does not read tables next to images.
+    """
+    if not os.access(".", os.W_OK | os.X_OK, dir_fd=folder):
+        raise InputError(f"{real}: cannot be written; change its permissions, or choose another folder")
+    names = os.listdir(folder)
+    tables = sorted(name for name in names if upload_names.is_table(name))
+    if tables and not any(map(upload_names.is_image, names)):
+        raise InputError(
+            f"{real}: its images are in {tables[0]}, which is not read once the folder has images of its own; choose a "
+            "new folder"
+        )
+
+
 def _place_image(folder: int, file: Path, upload: _Upload, suffix: str) -> Placed:
     stem = os.path.splitext(upload.name)[0]
     for number, candidate in enumerate(upload_names.numbered(stem)):
@@ -380,11 +396,12 @@ def _place_caption(folder: int, file: Path, upload: _Upload) -> Placed:
 
 
 def _place_metadata(folder: int, file: Path) -> Placed:
-    images = frozenset(name for name in os.listdir(folder) if upload_names.is_image(name))
-    upload_kinds.check_metadata(file, images)
-    return _place_once(
-        folder, file, METADATA, f"{METADATA}: the folder has another one, which stays; add your rows to it there"
-    )
+    present = os.listdir(folder)
+    upload_kinds.check_metadata(file, frozenset(name for name in present if upload_names.is_image(name)))
+    refusal = f"{METADATA}: the folder has another one, which stays; add your rows to it there"
+    if any(name.lower() in image_files.METADATA and name.lower() != METADATA for name in present):
+        raise InputError(refusal)
+    return _place_once(folder, file, METADATA, refusal)
 
 
 def _place_once(folder: int, file: Path, name: str, refusal: str) -> Placed:

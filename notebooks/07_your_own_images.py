@@ -117,7 +117,7 @@ from trainer.data.buckets import bucket_sizes, choose_bucket, images_per_bucket
 data = config.config.data
 multiple = families.of(config.config.model.family).size_multiple
 sizes = bucket_sizes(data.resolution, multiple, data.max_aspect)
-filled = images_per_bucket(dataset.train, sizes)
+filled = images_per_bucket((choose_bucket(image.width, image.height, sizes) for image in dataset.train), sizes)
 print("all buckets:", ", ".join(f"{width} x {height}" for width, height in sizes))
 notebook.Table(
     ["bucket", "pixels", "images"],

@@ -351,6 +351,7 @@ WITHOUT_UNIT = [
     "adapter.conv_rank",
     "adapter.factor",
     "adapter.num_stages",
+    "data.most_cropped",
     "data.max_aspect",
     "data.repeats",
     "data.caption_dropout",

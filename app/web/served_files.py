@@ -10,6 +10,7 @@ from pathlib import Path
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.data.image_io import load_preview, read_header
+from trainer.data.image_members import file_of
 
 FULL = 2048
 SMALL = 256
@@ -28,7 +29,7 @@ class Thumbnails:
     def of(self, image: Path, side: int = SMALL) -> Path:
         """Return a copy whose longer side is at most `side` pixels. Raises InputError for other files than images."""
         try:
-            stat = image.stat()
+            stat = file_of(image).stat()
             identity = f"{_VERSION} {image.resolve()} {stat.st_mtime_ns} {stat.st_size}"
             key = hashlib.sha256(identity.encode()).hexdigest()[:24]
             copy = self.folder / f"{key}-{side}.webp"

@@ -136,12 +136,13 @@ def test_of_very_many_images_only_the_captions_of_the_page_are_read(folder: Path
 
 
 def test_the_part_that_a_bucket_keeps_is_known(folder: Path):
-    sizes = scanned(config_of(folder)).sizes
-    wide = dataset.shape(folder / "04.png", sizes)
-    assert (wide.width, wide.height, wide.bucket) == (320, 32, (80, 48))
+    framed = scanned(config_of(folder)).framed
+    wide = dataset.shape(folder / "04.png", framed[folder / "04.png"])
+    assert (wide.width, wide.height, wide.sizes) == (320, 32, ((80, 48),))
     assert wide.kept == (pytest.approx(32 * 80 / 48 / 320), 1.0)
+    assert wide.start == (pytest.approx((1 - wide.kept[0]) / 2), 0.0)
     with pytest.raises(InputError, match=r"03\.png: cannot be read"):
-        dataset.shape(folder / "03.png", sizes)
+        dataset.shape(folder / "03.png", framed.get(folder / "03.png"))
 
 
 @pytest.mark.parametrize("path", ["00.txt", "none.png", "../images", "00.png\0"])

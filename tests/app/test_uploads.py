@@ -167,6 +167,7 @@ KINDS: list[tuple[str, Callable[[], bytes], str]] = [
     ("a.dng", lambda: encoded("TIFF"), f"a.dng: a raw photo, {NOT_READ}"),
     ("a.pdf", lambda: b"%PDF-1.7" + bytes(99), "a.pdf: a document, not an image"),
     ("a.zip", lambda: b"PK\3\4" + bytes(99), "a.zip: an archive; unpack it"),
+    ("a.parquet", lambda: b"PAR1" + bytes(99), "a.parquet: a table, which is not taken here"),
     ("a.svg", lambda: b"<?xml version='1.0'?><svg onload='x()'/>", "a.svg: HTML, SVG or other markup"),
     ("html.png", lambda: b" \n<!doctype html><script>x()</script>", "html.png: HTML, SVG or other markup"),
     (
@@ -321,6 +322,17 @@ def test_metadata_is_taken_once_and_only_with_rows_that_a_run_reads(store: Store
         store.send("metadata.jsonl", json.dumps(row | {"text": "a cat"}).encode())
     [image] = image_files.scan(DataConfig(path=str(store.data))).train
     assert image.caption == "a fox"
+    (store.data / "metadata.jsonl").rename(store.data / "metadata.csv")
+    with pytest.raises(InputError, match=r"^metadata.jsonl: the folder has another one, which stays"):
+        store.send("metadata.jsonl", json.dumps(row).encode(), identity="2")
+
+
+def test_a_folder_of_tables_gets_no_images_because_its_tables_would_not_be_read(store: Store):
+    (store.data / "train.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InputError, match=r"its images are in train.parquet, which is not read once the folder has"):
+        store.send("a.png", encoded())
+    (store.data / "b.png").write_bytes(encoded(colour=1))
+    assert store.send("a.png", encoded()) == "+a.png"
 
 
 def test_an_upload_goes_on_after_a_restart_and_a_finished_one_is_not_sent_again(store: Store):

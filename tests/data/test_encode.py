@@ -47,7 +47,7 @@ def test_captions_are_encoded_anew_in_another_precision_and_photos_are_not(pictu
     half, _ = encoded(run_config(pictures, train__precision="bf16"))
     assert single.cache.read(single.empty)["prompt_embeds"].dtype == torch.float32
     assert half.cache.read(half.empty)["prompt_embeds"].dtype == torch.bfloat16
-    assert [photo.latents for photo in half.train] == [photo.latents for photo in single.train]
+    assert [photo.pixels.latents for photo in half.train] == [photo.pixels.latents for photo in single.train]
 
 
 def test_a_second_run_loads_no_encoder(pictures: Path) -> None:
@@ -60,7 +60,7 @@ def test_another_way_of_encoding_uses_nothing_of_the_old(pictures: Path, monkeyp
     before, _ = encoded(run_config(pictures))
     monkeypatch.setattr(prompts, "CACHE_VERSION", prompts.CACHE_VERSION + 1)
     after, _ = encoded(run_config(pictures))
-    assert {photo.latents for photo in after.train}.isdisjoint(photo.latents for photo in before.train)
+    assert {photo.pixels.latents for photo in after.train}.isdisjoint(photo.pixels.latents for photo in before.train)
     assert after.empty != before.empty
 
 
@@ -109,7 +109,7 @@ def test_only_images_whose_colours_a_profile_changes_are_encoded_anew(pictures: 
             strict=True,
         )
     ]
-    assert [photo.latents == key for photo, key in zip(found.train, kept, strict=True)] == [True, True, False]
+    assert [photo.pixels.latents == key for photo, key in zip(found.train, kept, strict=True)] == [True, True, False]
 
 
 def test_only_a_tiff_on_its_side_is_encoded_anew_of_those_with_an_orientation(tmp_path: Path) -> None:
@@ -170,8 +170,8 @@ def test_another_mask_background_makes_new_masks_and_encodes_no_photo(pictures: 
     dark, said = encoded(run_config(pictures, data__masks=str(beside)))
     grey, _ = encoded(run_config(pictures, data__masks=str(beside), data__mask_background=0.2))
     assert {event.message for event in said if isinstance(event, StatusEvent)} == {"masks"}
-    assert [photo.latents for photo in grey.train] == [photo.latents for photo in dark.train]
-    assert {photo.mask for photo in grey.train}.isdisjoint(photo.mask for photo in dark.train)
+    assert [photo.pixels.latents for photo in grey.train] == [photo.pixels.latents for photo in dark.train]
+    assert {photo.pixels.mask for photo in grey.train}.isdisjoint(photo.pixels.mask for photo in dark.train)
     assert [data.example(ImageItem(0, False))["mask"].tolist() for data in (dark, grey)] == [
         [[0, 0, 1, 1]] * 4,
         [[pytest.approx(0.2), pytest.approx(0.2), 1, 1]] * 4,
@@ -186,12 +186,9 @@ def test_masks_and_references_are_found_again_by_content(pictures: Path, beside:
     (beside / "00.png").write_bytes((beside / "00.png").read_bytes() + b"more")
     changed, _ = encoded(cfg)
     assert again.train == first.train
-    assert [a.mask == b.mask for a, b in zip(first.train, changed.train, strict=True)] == [False, True, True]
-    assert [a.references == b.references for a, b in zip(first.train, changed.train, strict=True)] == [
-        False,
-        True,
-        True,
-    ]
+    pairs = [(a.pixels, b.pixels) for a, b in zip(first.train, changed.train, strict=True)]
+    assert [a.mask == b.mask for a, b in pairs] == [False, True, True]
+    assert [a.references == b.references for a, b in pairs] == [False, True, True]
 
 
 @pytest.mark.parametrize("field", ["data__masks", "data__references"])

@@ -205,7 +205,7 @@ def test_bad_rows_of_metadata_are_named_with_their_line(tmp_path: Path) -> None:
         f"{file}:1: not a JSON object (Expecting ',' delimiter: line 1 column 22 (char 21)); "
         "each line is one, with file_name and text",
         f'{file}:2: no "file_name"; each line is a JSON object with file_name and text',
-        f'{file}:3: no "text" or "caption" for a.png; add the caption as a string',
+        f'{file}:3: no "text" or "caption" for a.png; add the caption as a string, or several as a list',
         f"{file}:4: no such image: z.png; correct file_name or remove the line",
         f"{file}:6: a.png: 65538 bytes are too many for a caption, the limit is 65536; shorten or remove it",
         f"{file}:7: not a JSON object (maximum recursion depth exceeded while decoding a JSON array from a unicode "

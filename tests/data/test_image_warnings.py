@@ -10,7 +10,7 @@ from PIL import Image
 from tests.data.profiles import DISPLAY_P3, rgb_profile, srgb_curve
 from tests.data.test_image_files import add_image, data
 from trainer.data import image_warnings
-from trainer.data.buckets import bucket_sizes
+from trainer.data.buckets import bucket_sizes, choose_bucket
 from trainer.data.image_files import scan
 from trainer.data.image_io import ImageFile
 
@@ -20,7 +20,8 @@ SIZES = bucket_sizes(1024, 16, 2.0)
 def sizes_said(*sizes: tuple[int, int]) -> list[str]:
     """What is said of images of these sizes at 1024 pixels, named by their place."""
     pictures = [ImageFile(Path(f"{number}.png"), *size) for number, size in enumerate(sizes)]
-    return list(image_warnings.of_buckets(pictures, SIZES))
+    sized = [(picture, choose_bucket(picture.width, picture.height, SIZES)) for picture in pictures]
+    return list(image_warnings.of_buckets(sized))
 
 
 def test_images_enlarged_more_than_one_and_a_half_times_are_counted_with_the_first_and_its_factor() -> None:
@@ -35,7 +36,7 @@ def test_images_cropped_by_more_than_a_third_are_counted_with_the_first_and_the_
     assert sizes_said((2800, 1000), (1000, 2800)) == []
     assert sizes_said((4000, 2000), (10000, 2000), (1000, 20000)) == [
         "2 images lose more than a third to the crop to a bucket: first 1.png of which 38% is kept; "
-        "crop by hand, or raise data.max_aspect"
+        "crop by hand, raise data.max_aspect, or set data.fit: pad"
     ]
 
 
@@ -44,7 +45,7 @@ def test_a_strip_of_pixels_is_named_for_both() -> None:
         "1 image is enlarged more than 1.5 times to fill a bucket, and learned blurred: first 0.png 18.4 times; "
         "use larger files, or lower data.resolution",
         "1 image loses more than a third to the crop to a bucket: first 0.png of which 2% is kept; "
-        "crop by hand, or raise data.max_aspect",
+        "crop by hand, raise data.max_aspect, or set data.fit: pad",
     ]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainer.config.errors import InputError
-from trainer.data.loader import BatchSizes, ImageBatchSampler, ImageItem, Loader, MicroBatch
+from trainer.data.loader import BatchSizes, Choices, ImageBatchSampler, ImageItem, Loader, MicroBatch
 from trainer.models.objectives import Example
 from trainer.run.manifest import Progress
 
@@ -23,7 +23,8 @@ def sampler_of(
     buckets: list[int], batch_size: int, weights: list[float] | None = None, dropout: float = 0.0
 ) -> ImageBatchSampler:
     sizes = BatchSizes(batch_size)
-    return ImageBatchSampler(lambda item: buckets[item.index], weights or [1.0] * len(buckets), sizes, 3, dropout)
+    choices = [Choices(dropout)] * len(buckets)
+    return ImageBatchSampler(lambda item: buckets[item.index], weights or [1.0] * len(buckets), sizes, 3, choices)
 
 
 def photos_of(sampler: ImageBatchSampler, num_steps: int) -> list[int]:
@@ -112,7 +113,7 @@ def test_the_order_of_a_seed_is_this_one() -> None:
 )
 def test_the_items_of_200_steps_are_those_of_every_version_so_far(batch_size: int, digest: str) -> None:
     sampler = ImageBatchSampler(
-        lambda item: (BUCKETS[item.index], item.dropped), WEIGHTS, BatchSizes(batch_size), 3, 0.3
+        lambda item: (BUCKETS[item.index], item.dropped), WEIGHTS, BatchSizes(batch_size), 3, [Choices(0.3)] * 12
     )
     items = [(item.index, item.dropped) for step in range(200) for item in sampler.batch(step)]
     assert hashlib.sha256(repr(items).encode()).hexdigest()[:16] == digest
@@ -125,7 +126,7 @@ PARTS = ((4, 10), (8, 7), (2, 9), (5, 3))
 def continued(*parts: tuple[int, int]) -> ImageBatchSampler:
     """The sampler of the last part of a run with buckets, weights and dropped captions."""
     sizes = BatchSizes(parts[-1][0], parts[:-1])
-    return ImageBatchSampler(lambda item: BUCKETS[item.index], WEIGHTS, sizes, 3, 0.3)
+    return ImageBatchSampler(lambda item: BUCKETS[item.index], WEIGHTS, sizes, 3, [Choices(0.3)] * 12)
 
 
 def by_hand(items: Iterable[ImageItem], sizes: Iterable[int]) -> Iterator[tuple[ImageItem, ...]]:
@@ -182,7 +183,8 @@ def test_a_checkpoint_says_which_batch_sizes_there_were_and_an_older_one_has_tha
 
 def test_captions_of_photos_that_keep_them_are_not_dropped_and_the_others_as_without_them() -> None:
     plain, keeping = (
-        ImageBatchSampler(lambda item: None, [1.0] * 12, BatchSizes(4), 3, 0.5, keeps) for keeps in ((), range(8, 12))
+        ImageBatchSampler(lambda item: None, [1.0] * 12, BatchSizes(4), 3, [Choices(0.5)] * 8 + [Choices(others)] * 4)
+        for others in (0.5, 0.0)
     )
     found, expected = ([item for step in range(60) for item in sampler.batch(step)] for sampler in (keeping, plain))
     assert found == [ImageItem(item.index, item.dropped and item.index < 8) for item in expected]
@@ -190,7 +192,9 @@ def test_captions_of_photos_that_keep_them_are_not_dropped_and_the_others_as_wit
 
 
 def test_another_seed_gives_another_order() -> None:
-    samplers = [ImageBatchSampler(lambda item: 0, [1.0] * 20, BatchSizes(20), seed, 0.5) for seed in (0, 1)]
+    samplers = [
+        ImageBatchSampler(lambda item: 0, [1.0] * 20, BatchSizes(20), seed, [Choices(0.5)] * 20) for seed in (0, 1)
+    ]
     assert samplers[0].batch(0) != samplers[1].batch(0)
 
 
@@ -210,7 +214,7 @@ def test_copies_of_a_photo_within_an_epoch_are_dropped_independently() -> None:
 
 
 def test_a_dropped_caption_may_belong_to_another_batch_key() -> None:
-    sampler = ImageBatchSampler(lambda item: item.dropped, [1.0] * 10, BatchSizes(4), 0, 0.3)
+    sampler = ImageBatchSampler(lambda item: item.dropped, [1.0] * 10, BatchSizes(4), 0, [Choices(0.3)] * 10)
     assert all(len({item.dropped for item in sampler.batch(step)}) == 1 for step in range(50))
 
 

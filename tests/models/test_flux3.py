@@ -36,7 +36,7 @@ from tests.runs import alone, run_config
 from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.data.encode import encode_data
 from trainer.data.image_source import batch_keys
-from trainer.data.loader import BatchSizes, ImageBatchSampler
+from trainer.data.loader import BatchSizes, Choices, ImageBatchSampler
 from trainer.distributed.context import RankContext
 from trainer.models import families
 from trainer.models.build import encoder_loader
@@ -331,7 +331,7 @@ def test_dropped_captions_are_mixed_with_long_ones_and_fill_no_batch(tmp_path):
     flux3, world = families.make(cfg, tmp_path), alone()
     data = encode_data(flux3, encoder_loader(cfg, world), RankContext(cfg, world, tmp_path, lambda event: None))
     sampler = ImageBatchSampler(
-        batch_keys(flux3, data), [1.0] * 20, BatchSizes(8), cfg.train.seed, cfg.data.caption_dropout
+        batch_keys(flux3, data), [1.0] * 20, BatchSizes(8), cfg.train.seed, [Choices(cfg.data.caption_dropout)] * 20
     )
     dropped = [sum(item.dropped for item in sampler.batch(step)) for step in range(400)]
     assert {len(data.example(item)["prompt_embeds"]) for item in sampler.batch(399)} == {160}

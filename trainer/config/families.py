@@ -21,6 +21,9 @@ from trainer.config.sections import FORMER_DEFAULTS, Section
 FACTS = Path(__file__).with_suffix(".json")
 
 
+REFERENCES = ("data.references", "data.reference_columns", "sample.references")
+
+
 @dataclass(frozen=True)
 class Distilled:
     """A published model that was distilled to generate in few steps without guidance.
@@ -75,7 +78,7 @@ class FamilyFacts:
             and name not in {"data": self.data_fields, "sample": self.sample_fields}[section]
         ):
             return False
-        return self.reads_references or field not in ("data.references", "sample.references")
+        return self.reads_references or field not in REFERENCES
 
 
 def trains_on(cfg: RunConfig) -> Literal["images", "text"]:
@@ -103,6 +106,7 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "train.neftune_alpha", f"has no effect for {cfg.model.family}, which is not trained on text; set 0"
         )
+    yield from _unread_of_folders(cfg, known)
     sections: tuple[tuple[str, Section, tuple[str, ...]], ...] = (
         ("data", cfg.data, known.data_fields),
         ("sample", cfg.sample, known.sample_fields),
@@ -118,8 +122,23 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
                 )
 
 
+READ_WITH = {"micro_batch": "resolutions", "caption_prefix": "caption_lines"}
+"""{field of a folder: the field of `data` that is read by the same families}, where they differ in name."""
+
+
+def _unread_of_folders(cfg: RunConfig, known: FamilyFacts) -> Iterator[Problem]:
+    for number, folder in enumerate(cfg.data.folders):
+        for name in folder.settings:
+            if READ_WITH.get(name, name) not in known.data_fields:
+                yield Problem(f"data.folders.{number}.{name}", f"has no effect for {cfg.model.family}; leave it out")
+
+
 def _too_large(cfg: RunConfig, longest: int | None) -> Iterator[Problem]:
-    for field, side in (("data.resolution", cfg.data.resolution), ("sample.size", max(cfg.sample.size))):
+    several = [("data.resolutions", side) for side in cfg.data.resolutions]
+    for number, folder in enumerate(cfg.data.folders):
+        several += [(f"data.folders.{number}.resolutions", side) for side in folder.resolutions]
+    own = [] if cfg.data.resolutions else [("data.resolution", cfg.data.resolution)]
+    for field, side in (*own, *several, ("sample.size", max(cfg.sample.size))):
         if longest is not None and side > longest:
             yield Problem(field, f"{side} is more than the {longest} pixels that {cfg.model.family} supports; lower it")
 

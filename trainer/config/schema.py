@@ -361,13 +361,19 @@ def _preference_rules(cfg: RunConfig) -> Iterator[Problem]:
                 f"{cut} cannot be combined with objective.dpo_beta, which compares whole answers; use {kept}",
                 depends_on=("objective.dpo_beta",),
             )
-    for name, folder in (("masks", cfg.data.masks), ("regularization", cfg.data.regularization)):
-        if folder:
+    for name, folder in cfg.data.companions.items():
+        if folder and name not in ("references", "rejected"):
             yield Problem(
                 f"data.{name}",
                 "cannot be combined with objective.dpo_beta, which compares whole images of pairs; leave it out",
                 depends_on=("objective.dpo_beta",),
             )
+    if cfg.data.fit == "pad":
+        yield Problem(
+            "data.fit",
+            "pad cannot be combined with objective.dpo_beta, which compares whole images of pairs; use crop or drop",
+            depends_on=("objective.dpo_beta",),
+        )
 
 
 def _reference_rules(cfg: RunConfig) -> Iterator[Problem]:
@@ -528,6 +534,21 @@ def _data_rules(cfg: RunConfig) -> Iterator[Problem]:
     if isinstance(data.validation, int) and data.validation < 0:
         yield Problem("data.validation", f"{data.validation} is not a folder or a number of images >= 0")
     yield from _companion_rules(data)
+    yield from _framing_rules(data)
+
+
+def _framing_rules(data: DataConfig) -> Iterator[Problem]:
+    """Check that what is set of several resolutions, crops and borders has an effect."""
+    if data.at_resolutions != "each" and not any(len(sides) > 1 for sides in data.sides_of_folders):
+        yield Problem(
+            "data.at_resolutions",
+            f"{data.at_resolutions} has no effect without several data.resolutions; name them, or leave it out",
+            depends_on=("data.resolutions", "data.folders"),
+        )
+    if data.most_cropped != type(data).model_fields["most_cropped"].default and data.fit != "drop":
+        yield Problem(
+            "data.most_cropped", f"has no effect with data.fit: {data.fit}; set drop", depends_on=("data.fit",)
+        )
 
 
 def _companion_rules(data: DataConfig) -> Iterator[Problem]:
@@ -535,7 +556,7 @@ def _companion_rules(data: DataConfig) -> Iterator[Problem]:
     for name, folder in data.companions.items():
         if folder and folder in (data.path, *(one.path for one in data.folders)):
             yield Problem(f"data.{name}", f"{folder} is the folder of the training data itself; name another")
-    if data.mask_background and not data.masks:
+    if data.mask_background and not any(name.endswith("masks") and folder for name, folder in data.companions.items()):
         yield Problem("data.mask_background", "has no effect without data.masks; name the folder of masks")
     if data.regularization_weight != 1 and not data.regularization:
         yield Problem(

@@ -40,6 +40,8 @@ Number = Annotated[float, BeforeValidator(_refuse_bool)]
 Rank = Annotated[Whole, Field(ge=1, le=1024)]
 Pixels = Annotated[Whole, Field(ge=16, le=8192)]
 Layer = Annotated[Whole, Field(ge=0)]
+Side = Annotated[Whole, Field(ge=16, le=4096)]
+COLOUR = r"^#[0-9a-fA-F]{6}$"
 ExportFormat = Literal["auto", "diffusers", "comfyui", "kohya", "lycoris", "peft", "single_file"]
 BaseFormat = Literal["none", "nf4", "int8", "fp8"]
 SINGLE_FILES = ("comfyui", "single_file")
@@ -305,18 +307,58 @@ class DataFolder(Section):
     """Folder of images with captions; for a language model, a folder or file of text."""
     weight: Number = option(1.0, gt=0, le=1000)
     """How often each of its images or documents occurs per epoch. 1.5 = every one once, and every second one twice."""
+    resolutions: tuple[Side, ...] = option((), title="Resolutions", unit="pixels")
+    """`data.resolutions` for its images. Empty: as `data` has them."""
+    micro_batch: Whole | None = option(None, title="Images per GPU at once", ge=1, le=4096, unit="samples")
+    """`train.micro_batch` for batches with its images, for example fewer of larger ones. Empty: `train.micro_batch`."""
+    caption_prefix: str = option("", title="Text before its captions")
+    """Put in front of each of its captions, with a space between them. It may hold [trigger]."""
+    caption_dropout: Number | None = option(None, title="Captions left out", ge=0, le=1)
+    """`data.caption_dropout` for its images. Empty: as `data` has it."""
+    masks: str | None = option(None, title="Folder of masks", path="folder")
+    """`data.masks` for its images. Empty: `data.masks`."""
+    flip: bool | None = option(None, title="Mirrored images")
+    """`data.flip` for its images. Empty: as `data` has it."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """{field: value} of those that only images have, where they are set."""
+        names = set(type(self).model_fields) - {"path", "weight"}
+        return {name: value for name, value in self if name in names and value not in ((), None, "")}
 
 
 class DataConfig(Section):
     path: str | None = option(None, title="Folder", path="folder", keywords="dataset images pictures")
     """Folder of training images with their captions: a .txt file of the same name next to each image, or one
-    metadata.jsonl. For a language model: a folder or file of text, with one document per .txt file, one per line of a
-    .jsonl or .parquet file (text, prompt and completion, or messages), or token ids in a .npy file."""
+    metadata.jsonl. Or a .parquet, .csv or .tar file (webdataset) of images with captions, or a folder of such files,
+    which are read without being unpacked. For a language model: a folder or file of text, with one document per .txt
+    file, one per line of a .jsonl or .parquet file (text, prompt and completion, or messages), or token ids in a .npy
+    file."""
     folders: tuple[DataFolder, ...] = option((), title="More folders", keywords="dataset concepts mixture")
     """More folders of training data, each with a weight."""
     resolution: Whole = option(1024, ge=16, le=4096, unit="pixels", keywords="image size bucket width height")
     """Images are scaled to about this value squared in pixels, and keep their aspect ratio. A model that
     draws and answers draws images whose longest side is at most this, and whose shortest is at least half of it."""
+    resolutions: tuple[Side, ...] = option(
+        (), title="Several resolutions", unit="pixels", keywords="multi resolution bucket sizes scales"
+    )
+    """Sizes in place of `data.resolution`, for example [512, 768, 1024], for a model that draws at each of them.
+    `data.at_resolutions` says which image is trained at which. Empty: `data.resolution` alone."""
+    at_resolutions: Literal["each", "largest"] = option("each", title="Image at resolutions")
+    """With several resolutions: train every image at each of them, or only at the largest that it fills without being
+    enlarged; an image that fills none is trained at the smallest."""
+    fit: Literal["crop", "pad", "drop"] = option(
+        "crop", title="Image of another shape", keywords="crop pad letterbox border bucket aspect"
+    )
+    """How an image is brought to the shape of its bucket. crop: what stands over is cut off around the image's focus
+    point, its center if it has none. pad: the image is whole, with borders of `data.background` that are not learned.
+    drop: as crop, but images that lose more than `data.most_cropped` are left out."""
+    most_cropped: Number = option(1 / 3, title="Largest crop", ge=0, lt=1)
+    """With `data.fit: drop`, the largest share of an image that may be cut off."""
+    background: str = option("#ffffff", title="Background", pattern=COLOUR, keywords="transparency alpha border colour")
+    """Colour behind transparent images and of borders, as #rrggbb."""
+    flip: bool = option(False, title="Mirrored images", keywords="flip augmentation horizontal mirror")
+    """Mirror half of the samples, left to right. Not for text, faces or anything with a left and a right side."""
     seen_resolution: Whole = option(980, title="Size of seen images", ge=14, le=4096, unit="pixels")
     """For a model that answers questions about images: longest side of an image that it looks at. Small images are
     enlarged until their shortest side is 27/70 of it, which are 378 of 980 pixels."""
@@ -326,6 +368,14 @@ class DataConfig(Section):
     trigger: str = option("", title="Trigger word", keywords="token keyword instance prompt")
     """Trigger word for the learned subject or style. It replaces [trigger] in captions, or is prepended to captions
     without it."""
+    image_column: str = option("", title="Column of images", keywords="parquet csv webdataset hub datasets")
+    """In a .parquet or .csv file, the column of the images (their bytes, or paths relative to the file); in a .tar
+    file, their suffix. Empty: image, jpg, png, file_name or another usual name."""
+    caption_column: str = option("", title="Column of captions", keywords="parquet csv webdataset hub datasets text")
+    """The same of the captions: a text, or a list of which each sample takes one. Empty: text, caption, prompt or
+    another usual name; in a .tar file also the `caption` of a .json."""
+    reference_columns: tuple[str, ...] = option((), title="Columns of images before the edit", keywords="control edit")
+    """The same of reference images for edit training, one or several."""
     repeats: Whole = option(1, ge=1, le=10000, keywords="epochs")
     """How often each image occurs per epoch."""
     caption_dropout: Number = option(0.0, title="Captions left out", ge=0, le=1)
@@ -338,6 +388,9 @@ class DataConfig(Section):
     vision_dropout: Number = option(0.3, title="Views of sources left out", ge=0, le=1)
     """For a model that draws and answers: share of the source images whose visual features are left out of an edit, or
     of a sequence with drawn images."""
+    caption_lines: bool = option(False, title="A caption per line", keywords="several captions variants wildcard")
+    """Each line of a caption's .txt file is a caption by itself, of which each sample takes one. A list of texts in a
+    metadata.jsonl always is."""
     missing_caption: Literal["stop", "empty"] = option("stop", title="Image without caption")
     """When an image has no caption: stop and name the image, or train it with an empty caption."""
     bad_image: Literal["stop", "warn"] = option("stop", title="Broken image")
@@ -416,12 +469,45 @@ class DataConfig(Section):
     @property
     def companions(self) -> dict[str, str | None]:
         """{field: folder} of the images that accompany those of the data."""
+        of_folders = {f"folders.{number}.masks": folder.masks for number, folder in enumerate(self.folders)}
         return {
             "masks": self.masks,
             "regularization": self.regularization,
             "references": self.references,
             "rejected": self.rejected,
+            **{field: folder for field, folder in of_folders.items() if folder},
         }
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """The resolutions of images whose folder has none of its own, from small to large, in pixels."""
+        return tuple(sorted(set(self.resolutions))) or (self.resolution,)
+
+    @property
+    def sides_of_folders(self) -> tuple[tuple[int, ...], ...]:
+        """The resolutions of `data.path` and of each of `data.folders`."""
+        own = (self.sides,) if self.path or not self.folders else ()
+        return (*own, *(tuple(sorted(set(folder.resolutions))) or self.sides for folder in self.folders))
+
+    @property
+    def all_sides(self) -> tuple[int, ...]:
+        """All resolutions of the run, from small to large, in pixels."""
+        return tuple(sorted({side for sides in self.sides_of_folders for side in sides}))
+
+    @property
+    def has_one_resolution(self) -> bool:
+        """Whether `resolution` is the resolution of all images."""
+        return not self.resolutions and not any(folder.resolutions for folder in self.folders)
+
+    @property
+    def has_references(self) -> bool:
+        """Whether images are made from others, as in edit training."""
+        return bool(self.references or self.reference_columns)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether the loss of some part of an image counts less: by a mask, or as a border."""
+        return self.fit == "pad" or any(field.endswith("masks") and folder for field, folder in self.companions.items())
 
 
 class ObjectiveConfig(Section):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, NoAdapter, RankAdapter
@@ -34,3 +36,9 @@ def method_title(cfg: RunConfig, is_sized: bool = False) -> str:
     if isinstance(cfg.adapter, NoAdapter) or cfg.quantize.format == "none":
         return method
     return f"{method}, {cfg.quantize.format} base"
+
+
+def size_title(sides: Sequence[int]) -> str:
+    """Return the resolutions of a run's images in words: "1024 px", or "512, 768 and 1024 px"."""
+    *some, last = map(str, sides)
+    return f"{', '.join(some)} and {last} px" if some else f"{last} px"

@@ -4,10 +4,60 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from trainer.config.errors import InputError
+from trainer.config.sections import DataConfig
 from trainer.data.image_io import ImageFile
+
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The sizes that the images of a run are trained at.
+
+    Attributes:
+        by_side: {resolution: (width, height) of its buckets}, from small to large resolutions.
+        at: `data.at_resolutions`.
+        least_kept: The least share of an image that a crop must keep, else the image is left out.
+    """
+
+    by_side: Mapping[int, tuple[Size, ...]]
+    at: Literal["each", "largest"] = "each"
+    least_kept: float = 0.0
+
+    @classmethod
+    def of(cls, data: DataConfig, multiple: int, longest: int | None) -> Buckets:
+        """Choose the buckets of a config. multiple, longest: as `bucket_sizes`, which may raise InputError."""
+        by_side = {side: bucket_sizes(side, multiple, data.max_aspect, longest) for side in data.all_sides}
+        return cls(by_side, data.at_resolutions, 1 - data.most_cropped if data.fit == "drop" else 0.0)
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """All sizes, those of small resolutions first."""
+        return tuple(dict.fromkeys(size for sizes in self.by_side.values() for size in sizes))
+
+    def nearest(self, image: ImageFile, side: int) -> Size:
+        """The size in which an image is trained at a resolution."""
+        return choose_bucket(image.width, image.height, self.by_side[side])
+
+    def of_image(self, image: ImageFile, sides: Sequence[int]) -> tuple[tuple[int, Size], ...]:
+        """(resolution, size) of each time that an image occurs; none where it would lose too much.
+
+        Args:
+            image: The image.
+            sides: The resolutions of its folder, from small to large.
+        """
+        nearest = {side: self.nearest(image, side) for side in sides or tuple(self.by_side)[:1]}
+        chosen = chosen_sides(image, nearest) if self.at == "largest" else tuple(nearest)
+        kept = {nearest[side]: side for side in reversed(chosen) if self._keeps_enough(image, nearest[side])}
+        return tuple((side, size) for size, side in reversed(kept.items()))
+
+    def _keeps_enough(self, image: ImageFile, size: Size) -> bool:
+        return math.prod(kept_part(image.width, image.height, size)) >= self.least_kept
 
 
 def bucket_sizes(
@@ -58,6 +108,17 @@ def choose_bucket(width: int, height: int, sizes: Iterable[tuple[int, int]]) -> 
     return min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - aspect), size))
 
 
+def chosen_sides(image: ImageFile, nearest: Mapping[int, Size]) -> tuple[int, ...]:
+    """The largest resolution whose size an image fills without being enlarged, else the smallest one.
+
+    Args:
+        image: The image.
+        nearest: {resolution: its size there}, from small to large.
+    """
+    filled = [side for side, size in nearest.items() if size[0] <= image.width and size[1] <= image.height]
+    return (filled[-1] if filled else next(iter(nearest)),)
+
+
 def kept_part(width: int, height: int, size: tuple[int, int]) -> tuple[float, float]:
     """The shares of an image's width and height that the crop to a bucket keeps, around its center; one of them is 1.
 
@@ -71,7 +132,7 @@ def kept_part(width: int, height: int, size: tuple[int, int]) -> tuple[float, fl
     return scale_x / scale, scale_y / scale
 
 
-def images_per_bucket(images: Iterable[ImageFile], sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Count the images per bucket: {size: images} in the order of `sizes`, without empty buckets."""
-    counts = Counter(choose_bucket(image.width, image.height, sizes) for image in images)
+def images_per_bucket(chosen: Iterable[Size], sizes: Sequence[Size]) -> dict[Size, int]:
+    """Count images by their sizes: {size: images} in the order of `sizes`, without empty buckets."""
+    counts = Counter(chosen)
     return {size: counts[size] for size in sizes if counts[size]}

@@ -31,18 +31,19 @@ SHOWN_BEFORE = 60
 def measure(family: ImageFamily, cfg: RunConfig, images: Sequence[CaptionedImage]) -> Measured:
     """Compare the captions and prompts of a run with the lengths its model reads. Loads the family's tokenizers."""
     prompts = _sample_texts(cfg)
-    distinct = list(dict.fromkeys([*(image.caption for image in images), *prompts.values()]))
+    own = [(image, caption) for image in images for caption in image.captions]
+    distinct = list(dict.fromkeys([*(caption for _, caption in own), *prompts.values()]))
     lengths = dict(zip(distinct, family.text_lengths(distinct), strict=True))
-    captions = [(image, lengths[image.caption]) for image in images]
+    captions = [(image, caption, lengths[caption]) for image, caption in own]
     sentences = []
-    if cut := [(image, texts) for image, texts in captions if _is_cut(texts)]:
-        count = f"1 of {len(images)} captions is" if len(cut) == 1 else f"{len(cut)} of {len(images)} captions are"
-        first, texts = cut[0]
+    if cut := [one for one in captions if _is_cut(one[2])]:
+        count = f"1 of {len(captions)} captions is" if len(cut) == 1 else f"{len(cut)} of {len(captions)} captions are"
+        first, _, texts = cut[0]
         sentences.append(
             f"{count} longer than the model reads, and the end is not learned: first {first.path} "
-            f"{_figures(texts)}; {_remedy(family, [texts for _, texts in cut])}"
+            f"{_figures(texts)}; {_remedy(family, [texts for *_, texts in cut])}"
         )
-    if partly := [texts for _, texts in captions if not _is_cut(texts) and any(text.is_cut for text in texts)]:
+    if partly := [texts for *_, texts in captions if not _is_cut(texts) and any(text.is_cut for text in texts)]:
         sentences.append(_partly_read(partly))
     if fields := {field: lengths[text] for field, text in prompts.items() if _is_cut(lengths[text])}:
         field, texts = next(iter(fields.items()))
@@ -50,7 +51,8 @@ def measure(family: ImageFamily, cfg: RunConfig, images: Sequence[CaptionedImage
             f"{', '.join(fields)}: longer than the model reads, and the end is not drawn: {field} {_figures(texts)}; "
             f"{_remedy(family, fields.values())}"
         )
-    return Measured(tuple(_cut_caption(image, _furthest(texts)) for image, texts in cut), tuple(sentences))
+    found = tuple(_cut_caption(image, caption, _furthest(texts)) for image, caption, texts in cut)
+    return Measured(found, tuple(sentences))
 
 
 def _is_cut(lengths: Sequence[TextLength]) -> bool:
@@ -63,8 +65,8 @@ def _furthest(lengths: Sequence[TextLength]) -> TextLength:
     return max(lengths, key=lambda length: length.read / length.needed)
 
 
-def _cut_caption(image: CaptionedImage, length: TextLength) -> CutCaption:
-    before = image.caption.strip().removesuffix(length.rest)[-SHOWN_BEFORE:]
+def _cut_caption(image: CaptionedImage, caption: str, length: TextLength) -> CutCaption:
+    before = caption.strip().removesuffix(length.rest)[-SHOWN_BEFORE:]
     return CutCaption(str(image.path), length.encoder, length.needed, length.read, before, length.rest)
 
 

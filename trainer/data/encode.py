@@ -6,25 +6,36 @@ import gc
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from PIL import Image
 
 from trainer.config.errors import InputError
 from trainer.config.files import make_private_if_new
 from trainer.config.schema import RunConfig
 from trainer.data import image_warnings
-from trainer.data.buckets import bucket_sizes, choose_bucket
+from trainer.data.buckets import Buckets, kept_part
 from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, key_of, missing
 from trainer.data.captions import measure
-from trainer.data.image_files import CaptionedImage, scan
-from trainer.data.image_io import ImageFile, is_invisible, load_mask, load_resized, load_rgb
-from trainer.data.image_source import EncodedData, EncodedImage, EncodedPrompt, with_trigger
+from trainer.data.image_files import CaptionedImage, Dataset, scan
+from trainer.data.image_io import (
+    WHOLE,
+    Framing,
+    ImageFile,
+    inner_size,
+    is_invisible,
+    load_bordered_mask,
+    load_mask,
+    load_resized,
+    load_rgb,
+)
+from trainer.data.image_source import EncodedData, EncodedImage, EncodedPrompt, Pixels, with_trigger
 from trainer.data.known_files import KnownFiles
 from trainer.data.prompts import CACHE_VERSION, origin_of, text_keys
 from trainer.distributed.context import RankContext
@@ -62,7 +73,8 @@ def encode_data(
             family reads none.
     """
     cfg = context.cfg
-    for field, given in (("data.references", cfg.data.references), ("sample.references", cfg.sample.references)):
+    of_data = {"data.references": cfg.data.references, "data.reference_columns": cfg.data.reference_columns}
+    for field, given in (*of_data.items(), ("sample.references", cfg.sample.references)):
         if given and not family.reads_references:
             raise InputError(f"{field}: models of family {cfg.model.family} read no reference images; remove the field")
     return _DataEncoder(family, load, context, ExampleCache(context.cache / "examples")).encode(others)
@@ -85,30 +97,70 @@ class _DataEncoder:
 
     def encode(self, others: Sequence[ImageFile]) -> EncodedData:
         dataset = scan(self.context.cfg.data, known=self._known)
-        in_buckets = [image for image in dataset.images if self._own_size(image) is None]
-        for warning in (*dataset.warnings, *image_warnings.of_buckets(in_buckets, self._sizes)):
-            self.context.emit(WarningEvent(message=warning))
-        images = (*dataset.train, *dataset.validation)
+        train, validation = (self._wanted(images) for images in (dataset.train, dataset.validation))
+        self._warn(dataset, (*train, *validation))
         samples = [self._known.header(Path(file)) for file in self.context.cfg.sample.references]
-        texts = self._encode_texts(images)
-        alike = [*images, *(r for image in images for r in image.references), *samples, *others]
-        pairs = [(image.rejected, self._size(image)) for image in images if image.rejected]
-        keys = self._encode_images([*((image, self._size(image)) for image in alike), *pairs])
-        latents = _usable(alike, keys[: len(alike)])
-        rejected = _usable([image for image, _ in pairs], keys[len(alike) :])
-        masks = self._encode_masks([image for image in images if image.path in latents], latents)
+        texts = self._encode_texts((*dataset.train, *dataset.validation))
+        pictures = [picture for wanted in (*train, *validation) for picture in wanted.pictures]
+        alone = {image.path: self._picture(image, self._largest) for image in (*samples, *others)}
+        latents = self._encode_images([*pictures, *alone.values()])
+        masks = self._encode_masks((*train, *validation), latents)
         return EncodedData(
             self.cache,
-            _encoded_images(dataset.train, latents, texts, masks, rejected),
-            _encoded_images(dataset.validation, latents, texts, masks, rejected),
-            self._encoded_prompts(texts, samples, latents),
+            tuple(filter(None, (wanted.encoded(latents, masks, texts) for wanted in train))),
+            tuple(filter(None, (wanted.encoded(latents, masks, texts) for wanted in validation))),
+            self._encoded_prompts(texts, samples, {file: latents.get(picture) for file, picture in alone.items()}),
             texts[self.context.cfg.sample.negative],
             texts[""],
             self.family.dropped_text,
             self._origin,
             self.family.reads_original_size,
-            {image.path: latents[image.path] for image in others if image.path in latents},
+            {image.path: key for image in others if (key := latents.get(alone[image.path]))},
         )
+
+    def _wanted(self, images: Sequence[CaptionedImage]) -> list[_Wanted]:
+        """The images in each of their sizes, without those that would lose too much."""
+        return [
+            _Wanted(image, size, self._framed(image, size), tuple(self._picture(one, side) for one in image.references))
+            for image in images
+            for side, size in self._sized(image)
+        ]
+
+    def _sized(self, image: CaptionedImage) -> tuple[tuple[int, tuple[int, int]], ...]:
+        """(resolution, size) of each time that an image is trained."""
+        if own := self._own_size(image, self._largest):
+            return ((self._largest, own),)
+        return self._buckets.of_image(image, image.sides)
+
+    def _framed(self, image: CaptionedImage, size: tuple[int, int]) -> Framing:
+        """How an image is brought to a size; the focus is that of a crop which has a choice."""
+        data, framing = self.context.cfg.data, WHOLE
+        if self._own_size(image, self._largest) is None:
+            kept = kept_part(image.width, image.height, size)
+            focus = tuple(0.5 if whole >= 1 else point for point, whole in zip(image.focus, kept, strict=True))
+            is_padded = data.fit == "pad" and inner_size(image.width, image.height, size) != size
+            framing = Framing(WHOLE.focus if is_padded else (focus[0], focus[1]), is_padded)
+        return replace(framing, background=data.background)
+
+    def _picture(self, image: ImageFile, side: int) -> _Picture:
+        """An image without a caption in its size at a resolution, cropped around its middle."""
+        size = self._own_size(image, side) or self._buckets.nearest(image, side)
+        return _Picture.of(image, size, replace(WHOLE, background=self.context.cfg.data.background))
+
+    def _warn(self, dataset: Dataset, wanted: Sequence[_Wanted]) -> None:
+        """Warn of what was found in the files, and of images that are enlarged, cropped much or left out."""
+        sized: list[tuple[ImageFile, tuple[int, int]]] = [(one.image, one.size) for one in wanted]
+        sized += [(picture.file, picture.size) for one in wanted for picture in one.references]
+        in_buckets = [(image, size) for image, size in sized if self._own_size(image, self._largest) is None]
+        data = self.context.cfg.data
+        used = {one.image.path for one in wanted}
+        left_out = [image.path for image in (*dataset.train, *dataset.validation) if image.path not in used]
+        for warning in (
+            *dataset.warnings,
+            *image_warnings.of_buckets(in_buckets, data.fit == "pad"),
+            *image_warnings.of_left_out(left_out, data.most_cropped),
+        ):
+            self.context.emit(WarningEvent(message=warning))
 
     @cached_property
     def _origin(self) -> str:
@@ -119,9 +171,9 @@ class _DataEncoder:
         return with_trigger(self.context.cfg.sample.prompts, self.context.cfg.data)
 
     def _encoded_prompts(
-        self, texts: Mapping[str, str], samples: Sequence[ImageFile], latents: Mapping[Path, str]
+        self, texts: Mapping[str, str], samples: Sequence[ImageFile], latents: Mapping[Path, str | None]
     ) -> tuple[EncodedPrompt, ...]:
-        lost = [sample.path for sample in samples if sample.path not in latents]
+        lost = [sample.path for sample in samples if latents[sample.path] is None]
         if lost:
             raise InputError(f"sample.references: {lost[0]} cannot be read; replace it")
         if not samples:
@@ -137,7 +189,8 @@ class _DataEncoder:
         if self.context.world.rank == 0:
             for warning in measure(self.family, self.context.cfg, images).warnings:
                 self.context.emit(WarningEvent(message=warning))
-        captions = ["", self.context.cfg.sample.negative, *self._prompts, *(image.caption for image in images)]
+        own = [caption for image in images for caption in image.captions]
+        captions = ["", self.context.cfg.sample.negative, *self._prompts, *own]
         keys = text_keys(self.context.cfg, self._origin, captions)
         captions_by_key = {key: caption for caption, key in keys.items()}
         work = {key: captions_by_key[key] for key in missing(captions_by_key, self.cache, self._crew)}
@@ -148,30 +201,40 @@ class _DataEncoder:
         return keys
 
     @cached_property
-    def _sizes(self) -> tuple[tuple[int, int], ...]:
-        """(width, height) of all buckets."""
-        data, family = self.context.cfg.data, self.family
-        return bucket_sizes(data.resolution, family.size_multiple, data.max_aspect, family.longest_side)
+    def _buckets(self) -> Buckets:
+        return Buckets.of(self.context.cfg.data, self.family.size_multiple, self.family.longest_side)
 
-    def _own_size(self, image: ImageFile) -> tuple[int, int] | None:
-        return self.family.drawn_size(image.width, image.height, self.context.cfg.data.resolution)
+    @property
+    def _largest(self) -> int:
+        """The largest resolution, at which images are encoded that belong to none of the data."""
+        return self.context.cfg.data.all_sides[-1]
 
-    def _size(self, image: ImageFile) -> tuple[int, int]:
-        return self._own_size(image) or choose_bucket(image.width, image.height, self._sizes)
+    def _own_size(self, image: ImageFile, side: int) -> tuple[int, int] | None:
+        return self.family.drawn_size(image.width, image.height, side)
 
-    def _scaling(self, image: ImageFile) -> tuple[str, ...]:
-        """The part of a key for images in their own sizes, which are not cropped."""
-        return () if self._own_size(image) is None else ("whole",)
+    def _scaling(self, picture: _Picture) -> tuple[object, ...]:
+        """The part of a key for images that are not cropped around their middle, on white; for images in their own
+        sizes, which are not cropped, "whole"."""
+        own = self._own_size(picture.file, self._largest) is not None
+        return (*["whole"] * own, *picture.framing.content)
 
-    def _encode_images(self, sized: Sequence[tuple[ImageFile, tuple[int, int]]]) -> list[str | None]:
-        """Encode images in (width, height). Returns the key of each, None where it cannot be used."""
-        digests = content_keys([image.path for image, _ in sized], self._crew, self._known)
-        keys = [
-            key_of(self._origin, "image", digest, size, *_conversion(image), *self._scaling(image))
-            for digest, (image, size) in zip(digests, sized, strict=True)
-        ]
-        sized_by_key = dict(zip(keys, sized, strict=True))
-        work = {key: sized_by_key[key] for key in missing(keys, self.cache, self._crew)}
+    def _encode_images(self, pictures: Sequence[_Picture]) -> dict[_Picture, str]:
+        """Encode images. Returns {image: key} of those that can be used."""
+        distinct = list(dict.fromkeys(pictures))
+        digests = content_keys([picture.file.path for picture in distinct], self._crew, self._known)
+        keys = {
+            picture: key_of(
+                self._origin,
+                "image",
+                digest,
+                picture.size,
+                *_conversion(picture.file),
+                *self._scaling(picture),
+            )
+            for digest, picture in zip(digests, distinct, strict=True)
+        }
+        by_key = {key: picture for picture, key in keys.items()}
+        work = {key: by_key[key] for key in missing(keys.values(), self.cache, self._crew)}
         failures: dict[str, str] = {}
         if work:
             self._announce("images")
@@ -182,12 +245,13 @@ class _DataEncoder:
             self._release()
             _report_failures(failures, self.context.cfg, self.context.emit)
             self._warn_of_invisible(invisible)
-        return [None if key in failures else key for key in keys]
+        return {picture: key for picture, key in keys.items() if key not in failures}
 
-    def _load_and_encode(self, encoder: Any, invisible: list[Path], item: tuple[ImageFile, tuple[int, int]]) -> Example:
-        """Encode an image of (image file, bucket size). Images without a visible pixel are added to `invisible`."""
-        image, size = item
-        pixels = load_rgb(image, size) if self._own_size(image) is None else load_resized(image, size)
+    def _load_and_encode(self, encoder: Any, invisible: list[Path], picture: _Picture) -> Example:
+        """Encode an image. Images without a visible pixel are added to `invisible`."""
+        image, size, framing = picture.file, picture.size, picture.framing
+        is_framed = self._own_size(image, self._largest) is None
+        pixels = load_rgb(image, size, framing) if is_framed else load_resized(image, size, framing.background)
         if is_invisible(image, pixels):
             invisible.append(image.path)
         return self.family.encode_image(encoder, pixels)
@@ -200,24 +264,30 @@ class _DataEncoder:
             message = f"{count} fully transparent and trained as white: first {invisible[0]}; remove it"
             self.context.emit(WarningEvent(message=message))
 
-    def _encode_masks(self, images: Sequence[CaptionedImage], latents: Mapping[Path, str]) -> dict[CaptionedImage, str]:
-        """Encode masks where the data have them; an image without a mask is learned whole.
+    def _encode_masks(self, wanted: Sequence[_Wanted], latents: Mapping[_Picture, str]) -> dict[_Mask, str]:
+        """Encode masks where any of the data have them; an image without a mask is learned whole.
 
-        Returns {image: key} of the usable ones.
+        Returns {mask: key} of the usable ones.
         """
-        if self.context.cfg.data.masks is None:
+        data = self.context.cfg.data
+        if not data.has_masks:
             return {}
-        files = [image.mask.path for image in images if image.mask]
+        masks: dict[_Mask, tuple[int, int]] = {}
+        for one in wanted:
+            for picture, mask in zip(one.own, one.masks, strict=True):
+                if picture in latents:
+                    height, width = self.cache.shapes(latents[picture])["latents"].shape[-2:]
+                    masks[mask] = (width, height)
+        files = list(dict.fromkeys(mask.file.path for mask in masks if mask.file))
         digests = dict(zip(files, content_keys(files, self._crew, self._known), strict=True))
         keys, work = {}, {}
-        for image in images:
-            height, width = self.cache.shapes(latents[image.path])["latents"].shape[-2:]
-            content = (digests[image.mask.path], self.context.cfg.data.mask_background) if image.mask else ("whole",)
-            keys[image] = key_of(CACHE_VERSION, "mask", width, height, *content)
-            work[keys[image]] = (image.mask, (width, height))
-        failures = self._encode_with(partial(_encode_mask, self.context.cfg.data.mask_background), "masks", work)
+        for mask, (width, height) in masks.items():
+            content = (digests[mask.file.path], data.mask_background) if mask.file else ("whole",)
+            keys[mask] = key_of(CACHE_VERSION, "mask", width, height, *content, *mask.content)
+            work[keys[mask]] = (mask, (width, height))
+        failures = self._encode_with(partial(_encode_mask, data.mask_background), "masks", work)
         _report_failures(failures, self.context.cfg, self.context.emit)
-        return {image: key for image, key in keys.items() if key not in failures}
+        return {mask: key for mask, key in keys.items() if key not in failures}
 
     def _announce(self, what: str) -> None:
         self.context.emit(StatusEvent(state="encoding", message=f"loading the encoder of {what}"))
@@ -248,41 +318,114 @@ class _DataEncoder:
             torch.cuda.empty_cache()
 
 
-def _usable(images: Sequence[ImageFile], keys: Sequence[str | None]) -> dict[Path, str]:
-    return {image.path: key for image, key in zip(images, keys, strict=True) if key is not None}
+@dataclass(frozen=True)
+class _Picture:
+    """An image file in the form that it is encoded in."""
+
+    file: ImageFile
+    size: tuple[int, int]
+    framing: Framing
+
+    @classmethod
+    def of(cls, image: ImageFile, size: tuple[int, int], framing: Framing) -> _Picture:
+        """Without what a captioned image has in addition to its file, so that equal pictures are equal."""
+        own = {field.name: getattr(image, field.name) for field in fields(ImageFile)}
+        return cls(ImageFile(**own), size, framing)
+
+    @property
+    def mirrored(self) -> _Picture:
+        return replace(self, framing=replace(self.framing, is_mirrored=True))
 
 
-def _encoded_images(
-    images: Iterable[CaptionedImage],
-    latents: Mapping[Path, str],
-    texts: Mapping[str, str],
-    masks: Mapping[CaptionedImage, str],
-    rejected: Mapping[Path, str],
-) -> tuple[EncodedImage, ...]:
-    """The images of which file, mask, references and rejected image can all be used."""
-    return tuple(
-        EncodedImage(
-            image,
-            latents[image.path],
-            texts[image.caption],
-            masks.get(image),
-            tuple(latents[reference.path] for reference in image.references),
-            rejected[image.rejected.path] if image.rejected else None,
+@dataclass(frozen=True)
+class _Mask:
+    """The weights of the loss for an image in one of its forms. file: None where the whole image is learned."""
+
+    file: ImageFile | None
+    image: _Picture
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """The part of a key that says how it is framed; empty for what covers the image, or has no direction."""
+        framing, image = self.image.framing, self.image
+        if framing.is_padded:
+            return (*framing.content, image.size, image.file.width, image.file.height)
+        return framing.content if self.file else ()
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A captioned image in one of its sizes, with its references."""
+
+    image: CaptionedImage
+    size: tuple[int, int]
+    framing: Framing
+    references: tuple[_Picture, ...]
+
+    @property
+    def own(self) -> tuple[_Picture, ...]:
+        """The image as it is, and mirrored where it may be flipped."""
+        picture = _Picture.of(self.image, self.size, self.framing)
+        return (picture, picture.mirrored) if self.image.may_flip else (picture,)
+
+    @property
+    def masks(self) -> tuple[_Mask, ...]:
+        """The mask of each of `own`."""
+        return tuple(_Mask(self.image.mask, picture) for picture in self.own)
+
+    def _rejected(self, framing: Framing) -> _Picture | None:
+        return _Picture.of(self.image.rejected, self.size, framing) if self.image.rejected else None
+
+    @property
+    def pictures(self) -> Iterator[_Picture]:
+        """All that is encoded for it."""
+        for picture in self.own:
+            yield picture
+            yield from self._references(picture)
+            if rejected := self._rejected(picture.framing):
+                yield rejected
+
+    def _references(self, picture: _Picture) -> tuple[_Picture, ...]:
+        return tuple(one.mirrored for one in self.references) if picture.framing.is_mirrored else self.references
+
+    def encoded(
+        self, latents: Mapping[_Picture, str], masks: Mapping[_Mask, str], texts: Mapping[str, str]
+    ) -> EncodedImage | None:
+        """With its cache keys; None if its file, mask, a reference or its rejected image cannot be used."""
+        if not all(picture in latents for picture in self.pictures):
+            return None
+        if masks and not all(mask in masks for mask in self.masks):
+            return None
+        found = [
+            Pixels(
+                latents[picture],
+                masks.get(mask),
+                tuple(latents[one] for one in self._references(picture)),
+                latents[rejected] if (rejected := self._rejected(picture.framing)) else None,
+            )
+            for picture, mask in zip(self.own, self.masks, strict=True)
+        ]
+        return EncodedImage(
+            self.image,
+            self.size,
+            found[0],
+            tuple(texts[caption] for caption in self.image.captions),
+            found[1] if self.image.may_flip else None,
+            tuple(one.size for one in self.references),
         )
-        for image in images
-        if all(file.path in latents for file in (image, *image.references))
-        if image.rejected is None or image.rejected.path in rejected
-        if image.mask is None or image in masks
-    )
 
 
-def _encode_mask(background: float, item: tuple[ImageFile | None, tuple[int, int]]) -> Example:
-    """Weights of the loss per latent pixel, from a mask and (width, height). background: weight where it is black."""
+def _encode_mask(outside: float, item: tuple[_Mask, tuple[int, int]]) -> Example:
+    """Weights of the loss per latent pixel, from a mask and (width, height). outside: weight where it is black."""
     mask, (width, height) = item
-    if mask is None:
+    image = mask.image
+    if image.framing.is_padded:
+        weights = load_bordered_mask(image.file, mask.file, image.size, outside, image.framing)
+        return {"mask": torch.from_numpy(np.array(weights.resize((width, height), Image.Resampling.BOX)))}
+    if mask.file is None:
         return {"mask": torch.ones(height, width)}
-    levels = torch.from_numpy(np.array(load_mask(mask, (width, height)))) / 255
-    return {"mask": levels + (1 - levels) * background}
+    levels = torch.from_numpy(np.array(load_mask(mask.file, (width, height), image.framing))) / 255
+    return {"mask": levels + (1 - levels) * outside}
 
 
 def _conversion(image: ImageFile) -> tuple[str, ...]:

@@ -8,25 +8,29 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trainer.config.errors import InputError
 from trainer.config.files import opened
-from trainer.config.sections import TRIGGER_PLACE, DataConfig, half_character
+from trainer.config.sections import TRIGGER_PLACE, DataConfig, DataFolder, half_character
 from trainer.config.terminal import shortened
 from trainer.data import image_warnings
-from trainer.data.image_io import IMAGE_SUFFIXES, ImageFile, files_below
+from trainer.data.image_io import IMAGE_SUFFIXES, WHOLE, ImageFile, files_below
+from trainer.data.image_tables import COMPRESSED, CSV, TABLES, Columns, TableRow, csv_rows, read_table
 from trainer.data.known_files import KnownFiles
 from trainer.data.masks_references import Findings, Masks, References, Rejected
 from trainer.data.text_files import rows
 
 OTHER_IMAGE_SUFFIXES = frozenset({".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".psd", ".exr", ".dng"})
+METADATA = ("metadata.jsonl", "metadata.csv")
+"""Files that list the captions of the images next to and below them."""
 MAX_SHOWN_PROBLEMS = 20
 MOST_WRONG_ROWS = 1000
 """Wrong rows after which the rest of a .jsonl is not read."""
 MAX_CAPTION = 64 * 2**10
 """Limit for a caption, bytes: some 16,000 tokens, more than any encoder reads."""
 
+_FOLDERS = "data.folders."
 C = TypeVar("C", Masks, References, Rejected)
 
 
@@ -42,6 +46,12 @@ class CaptionedImage(ImageFile):
         references: The reference images of edit training.
         rejected: In preference training the image that this one is preferred to.
         is_own: Whether it shows the subject that is learned; False for a regularization image.
+        more_captions: Further captions; each sample takes one of all.
+        sides: The resolutions that it is trained at, from small to large.
+        focus: The point (x, y) around which it is cropped, as in `Framing`.
+        may_flip: Whether half of its samples are mirrored.
+        caption_dropout: Share of its samples that are trained with the empty caption.
+        micro_batch: Most samples of a pass with this image; None for `train.micro_batch`.
     """
 
     caption: str
@@ -51,6 +61,16 @@ class CaptionedImage(ImageFile):
     references: tuple[ImageFile, ...] = ()
     rejected: ImageFile | None = None
     is_own: bool = True
+    more_captions: tuple[str, ...] = ()
+    sides: tuple[int, ...] = ()
+    focus: tuple[float, float] = WHOLE.focus
+    may_flip: bool = False
+    caption_dropout: float = 0.0
+    micro_batch: int | None = None
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        return (self.caption, *self.more_captions)
 
 
 @dataclass(frozen=True)
@@ -68,6 +88,19 @@ class Dataset:
         return (*images, *(reference for image in images for reference in image.references))
 
 
+@dataclass(frozen=True)
+class Row:
+    """A row of a metadata.jsonl.
+
+    Attributes:
+        captions: The image's captions; none where the row only has a focus point.
+        focus: The point (x, y) around which it is cropped, as in `Framing`.
+    """
+
+    captions: tuple[str, ...]
+    focus: tuple[float, float] = WHOLE.focus
+
+
 class Watcher:
     """Follows a scan that may take long. An exception from one of its methods ends the scan."""
 
@@ -77,14 +110,19 @@ class Watcher:
     def reading(self, image: Path) -> None:
         """Called before the header and the caption of an image are read."""
 
-    def read(self, file: ImageFile) -> None:
+    def read(self, image: CaptionedImage) -> None:
         """Called for an image whose header was read, also where its caption is missing or cannot be read."""
 
     def bad(self, image: Path) -> None:
         """Called for an image that cannot be used: itself, its mask or a reference cannot be read or does not fit."""
 
-    def listed(self, captions: Mapping[Path, str]) -> None:
-        """Called with {image: caption} of a folder's metadata.jsonl; a .txt next to the image is used instead."""
+    def listed(self, captions: Mapping[Path, str], is_fixed: bool = False) -> None:
+        """Called with {image: caption} of a folder's metadata.jsonl, or of a table, the first one of several.
+
+        Args:
+            captions: The captions.
+            is_fixed: Whether they are used in any case; else a .txt next to the image is used instead.
+        """
 
 
 def scan(cfg: DataConfig, watcher: Watcher | None = None, known: KnownFiles | None = None) -> Dataset:
@@ -92,7 +130,8 @@ def scan(cfg: DataConfig, watcher: Watcher | None = None, known: KnownFiles | No
 
     Folders are searched recursively. Hidden ones, `cache`, `*_cache` and `data.cache` are skipped, and a folder that
     the config lists separately counts only there. A caption is the .txt next to the image, else a row of a
-    metadata.jsonl whose `file_name` leads to the image. `data.validation: n` sets aside the last n images of the order.
+    metadata.jsonl whose `file_name` leads to the image, and which may have several captions and a focus point.
+    `data.validation: n` sets aside the last n images of the order.
     Regularization images are the last of `train`, without masks and references. The result is empty where only
     questions are trained.
 
@@ -133,6 +172,7 @@ class _Source:
         is_own: Whether the images show the subject that is learned; only then is the trigger filled into their
             captions, and are masks and references read for them.
         holds: The expected content, for messages.
+        folder: The folder's own settings.
     """
 
     field: str
@@ -140,13 +180,29 @@ class _Source:
     weight: float = 1.0
     is_own: bool = True
     holds: str = "images with captions"
+    folder: DataFolder | None = None
 
 
 def _training_sources(cfg: DataConfig) -> Iterator[_Source]:
     if cfg.path is not None:
         yield _Source("data.path", _absolute(cfg.path), float(cfg.repeats))
     for index, folder in enumerate(cfg.folders):
-        yield _Source(f"data.folders.{index}.path", _absolute(folder.path), cfg.repeats * folder.weight)
+        weight = cfg.repeats * folder.weight
+        yield _Source(f"{_FOLDERS}{index}.path", _absolute(folder.path), weight, folder=folder)
+
+
+def _settings(cfg: DataConfig, source: _Source) -> dict[str, Any]:
+    """The fields of `CaptionedImage` that are the same for all images of a folder."""
+    own = source.folder
+    sides = tuple(sorted(set(own.resolutions))) if own else ()
+    dropout = own.caption_dropout if own and own.caption_dropout is not None else cfg.caption_dropout
+    return {
+        "weight": source.weight,
+        "sides": sides or cfg.sides,
+        "may_flip": own.flip if own and own.flip is not None else cfg.flip,
+        "caption_dropout": dropout,
+        "micro_batch": own.micro_batch if own else None,
+    }
 
 
 def _separate_folders(cfg: DataConfig) -> frozenset[Path]:
@@ -175,7 +231,7 @@ def _as_frequent(
 ) -> list[CaptionedImage]:
     """Regularization images that together occur as often as `images`, whether there are fewer or more of them."""
     weights = sum(image.weight for image in images)
-    return [replace(other, weight=weights / len(others), loss_weight=loss_weight, is_own=False) for other in others]
+    return [replace(other, weight=weights / len(others), loss_weight=loss_weight) for other in others]
 
 
 class _Scanner:
@@ -188,24 +244,81 @@ class _Scanner:
         self._separate_folders = _separate_folders(cfg)
         self._captioned: dict[Path, list[Path]] = {}
         self._masks = self._companions(Masks, "data.masks", cfg.masks)
+        self._own_masks: dict[str, Masks | None] = {
+            f"{_FOLDERS}{number}.path": self._companions(Masks, f"{_FOLDERS}{number}.masks", folder.masks)
+            for number, folder in enumerate(cfg.folders)
+            if folder.masks
+        }
         self._references = self._companions(References, "data.references", cfg.references)
         self._rejected = self._companions(Rejected, "data.rejected", cfg.rejected)
 
     def images(self, source: _Source) -> list[CaptionedImage]:
         """The usable images of one folder, by relative path."""
         files = self._files(source)
+        tables = self._tables(source, files)
+        if tables:
+            return self._of_tables(source, tables)
         paths = self._paths(source, files)
-        captions = self._metadata([file for file in files if file.name == "metadata.jsonl"], frozenset(paths))
-        self._watcher.listed(captions)
-        images = [image for path in paths if (image := self._image(path, captions, source)) is not None]
-        if paths and not images and not self.findings.problems:
-            self.findings.problems.append(f"{source.field}: {source.root}: none of its {len(paths)} images can be read")
-        self._warn_of_open_trigger(source, images)
+        listed = self._metadata([file for file in files if file.name in METADATA], frozenset(paths))
+        self._watcher.listed({image: row.captions[0] for image, row in listed.items() if row.captions})
+        images = [image for path in paths if (image := self._of_file(path, listed.get(path), source)) is not None]
+        self._check(source, len(paths), images)
         return images
+
+    def _check(self, source: _Source, count: int, images: list[CaptionedImage]) -> None:
+        """Collect what concerns all of a folder's images. count: those that were found."""
+        if count and not images and not self.findings.problems:
+            self.findings.problems.append(f"{source.field}: {source.root}: none of its {count} images can be read")
+        self._warn_of_open_trigger(source, images)
+
+    def _tables(self, source: _Source, files: Sequence[Path]) -> list[Path]:
+        """The files of several images each that are read: that which the config names, or those of a folder that has
+        no images of its own."""
+        for file in files:
+            if file.name.lower().endswith(COMPRESSED):
+                problem = "is compressed, and images are read from their place in it; unpack it to a .tar"
+                self.findings.problems.append(f"{source.field}: {file}: {problem}")
+        tables = [file for file in files if file.suffix.lower() in TABLES and file.name not in METADATA]
+        others = [file for file in tables if file.suffix.lower() != CSV]
+        if not others and tables and source.root not in tables:
+            tables = []  # a .csv next to images is read where it is named, or called metadata.csv
+        has_images = any(file.suffix.lower() in IMAGE_SUFFIXES for file in files)
+        if has_images and others:
+            count = image_warnings.counted(len(others), "file is", "files are")
+            self.findings.warnings.append(
+                f"{source.field}: {count} not read, since the folder has images of its own: first {others[0]}; name "
+                "it in data.folders"
+            )
+        return [] if has_images else tables
+
+    def _of_tables(self, source: _Source, tables: Sequence[Path]) -> list[CaptionedImage]:
+        """The usable images of tables, in their order."""
+        images: list[CaptionedImage] = []
+        count, columns = 0, Columns.of(self.cfg)
+        for table in tables:
+            prefix = table.relative_to(source.root).with_suffix("").as_posix() + "/" if len(tables) > 1 else ""
+            before, captions = len(self.findings.problems), dict[Path, str]()
+            with self._collecting(table):
+                for row in read_table(table, columns):
+                    count += 1
+                    if isinstance(row, InputError):
+                        self.findings.problems.append(str(row))
+                    else:
+                        captions |= {row.image: row.captions[0]} if row.captions else {}
+                        images += filter(None, [self._of_row(source, row, prefix)])
+                    if len(self.findings.problems) - before >= MOST_WRONG_ROWS:
+                        raise InputError(f"{table}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
+            self._watcher.listed(captions, is_fixed=True)
+        self._check(source, count, images)
+        return images
+
+    def _of_row(self, source: _Source, row: TableRow, prefix: str) -> CaptionedImage | None:
+        captions = self._complete(row.captions, f"{row.place}: no caption; write it into the row")
+        return self._image(row.image, f"{prefix}{row.name}", captions, WHOLE.focus, source, row.references)
 
     def finish(self) -> None:
         """To be called after the last folder. Raises InputError if any problem stops the run."""
-        for companions in (self._masks, self._references, self._rejected):
+        for companions in (self._masks, *self._own_masks.values(), self._references, self._rejected):
             if companions:
                 companions.finish()
         self._warn_of_shared_captions()
@@ -226,6 +339,8 @@ class _Scanner:
         """The files of a folder by relative path. Problems with the folder are collected."""
         root = source.root
         try:
+            if root.is_file() and root.name.lower().endswith((*TABLES, *COMPRESSED)):
+                return [root]
             if not root.is_dir():
                 kind = "not a folder" if root.exists() else "no such folder"
                 self.findings.problems.append(f"{source.field}: {root}: {kind}; give a folder of {source.holds}")
@@ -257,57 +372,98 @@ class _Scanner:
             )
         return paths
 
-    def _image(self, path: Path, captions: Mapping[Path, str], source: _Source) -> CaptionedImage | None:
-        """The image; None if it, its caption, mask or a reference has a problem, which is collected."""
-        self._watcher.reading(path)
-        caption = self._caption(path, captions)
+    def _of_file(self, path: Path, row: Row | None, source: _Source) -> CaptionedImage | None:
         name = path.relative_to(source.root).with_suffix("").as_posix()
+        return self._image(path, name, self._captions(path, row), row.focus if row else WHOLE.focus, source)
+
+    def _image(
+        self,
+        path: Path,
+        name: str,
+        captions: tuple[str, ...] | None,
+        focus: tuple[float, float],
+        source: _Source,
+        own_references: Sequence[Path] = (),
+    ) -> CaptionedImage | None:
+        """The image; None if it, its captions, mask or a reference has a problem, which is collected.
+
+        Args:
+            path: The image.
+            name: The name by which its mask and references are found.
+            captions: Its captions; None if they have a problem, which was collected.
+            focus: Its focus point.
+            source: Its folder.
+            own_references: References that its row names.
+        """
+        self._watcher.reading(path)
+        masks = self._own_masks.get(source.field, self._masks)
         try:
             file = self._known.header(path)
-            mask = self._masks.of(name, file) if self._masks and source.is_own else None
+            mask = masks.of(name, file) if masks and source.is_own else None
             references = self._references.of(name, file) if self._references and source.is_own else ()
+            references += tuple(map(self._known.header, own_references))
             rejected = self._rejected.of(name, file) if self._rejected else None
         except InputError as error:
             self._watcher.bad(path)
             self._bad_image(str(error))
             return None
-        self._watcher.read(file)
-        if caption is None:
-            return None
-        return CaptionedImage(
+        image = CaptionedImage(
             **vars(file),
-            caption=_with_trigger(caption, self.cfg.trigger) if source.is_own else caption,
-            weight=source.weight,
+            caption="",
+            **_settings(self.cfg, source),
             mask=mask,
             references=references,
             rejected=rejected,
+            is_own=source.is_own,
+            focus=focus,
         )
-
-    def _caption(self, path: Path, captions: Mapping[Path, str]) -> str | None:
-        file = path.with_suffix(".txt")
-        if has_file := file.exists():
-            self._captioned.setdefault(file, []).append(path)
-        caption = self._text(file) if has_file else captions.get(path, "")
-        if caption == "" and self.cfg.missing_caption == "stop":
-            self.findings.problems.append(
-                f"{path}: no caption; write it into {file.name}, or set data.missing_caption: empty"
-            )
+        self._watcher.read(image)
+        if captions is None:
             return None
-        return caption
+        prefix = source.folder.caption_prefix if source.folder else ""
+        first, *more = (self._completed(caption, prefix, source.is_own) for caption in captions)
+        return replace(image, caption=first, more_captions=tuple(more))
 
-    def _metadata(self, files: Iterable[Path], images: frozenset[Path]) -> dict[Path, str]:
-        """{image: caption} of all rows of all metadata files."""
-        captions: dict[Path, str] = {}
+    def _completed(self, caption: str, prefix: str, is_own: bool) -> str:
+        """A caption with the folder's prefix, and with the trigger filled in."""
+        caption = " ".join(filter(None, (prefix.strip(), caption)))
+        return _with_trigger(caption, self.cfg.trigger) if is_own else caption
+
+    def _captions(self, path: Path, row: Row | None) -> tuple[str, ...] | None:
+        """All captions of an image, at least one; None where they have a problem, which is collected."""
+        file = path.with_suffix(".txt")
+        if file.exists():
+            self._captioned.setdefault(file, []).append(path)
+            text = self._text(file)
+            if text is None:
+                return None
+            lines = text.splitlines() if self.cfg.caption_lines else [text]
+            captions = tuple(line.strip() for line in lines if line.strip())
+        else:
+            captions = row.captions if row else ()
+        return self._complete(captions, f"{path}: no caption; write it into {file.name}")
+
+    def _complete(self, captions: Sequence[str], missing: str) -> tuple[str, ...] | None:
+        """Captions that are not empty, or a single empty one, if that may be; else None, and `missing` is collected."""
+        captions = tuple(caption for caption in captions if caption) or ("",)
+        if captions == ("",) and self.cfg.missing_caption == "stop":
+            self.findings.problems.append(f"{missing}, or set data.missing_caption: empty")
+            return None
+        return captions
+
+    def _metadata(self, files: Iterable[Path], images: frozenset[Path]) -> dict[Path, Row]:
+        """{image: its row} of all metadata files."""
+        listed: dict[Path, Row] = {}
         for file in files:
             before = len(self.findings.problems)
             with self._collecting(file):
-                for number, offset, line in rows(file):
+                for number, offset, line in metadata_lines(file):
                     if len(self.findings.problems) - before >= MOST_WRONG_ROWS:
                         raise InputError(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
                     with self._collecting(file, offset, f"{file}:{number}: "):
-                        image, caption = metadata_row(line.decode().removeprefix("\ufeff"), file.parent, images)
-                        captions[image] = caption
-        return captions
+                        image, row = metadata_row(line.decode().removeprefix("\ufeff"), file.parent, images)
+                        listed[image] = row
+        return listed
 
     def _text(self, path: Path) -> str | None:
         """The stripped text of a caption's file; None if it has too many bytes, cannot be read or is not UTF-8, which
@@ -364,8 +520,28 @@ class _Scanner:
             )
 
 
-def metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path, str]:
-    """The image of a row and its caption. Raises InputError with the reason and the remedy, without file and line."""
+def metadata_lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
+    """(number from 1, offset in bytes, JSON) of every row of a metadata.jsonl or metadata.csv."""
+    if file.suffix == CSV:
+        return ((number, 0, json.dumps(row).encode()) for number, row in csv_rows(file))
+    return rows(file)
+
+
+def named_images(file: Path) -> frozenset[Path]:
+    """Return the paths that the rows of a metadata.jsonl or metadata.csv lead to; rows that are wrong lead nowhere."""
+    named: set[Path] = set()
+    for _, _, line in metadata_lines(file):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("file_name"), str):
+            named.add(Path(os.path.normpath(file.parent / row["file_name"])))
+    return frozenset(named)
+
+
+def metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path, Row]:
+    """The image of a row and the row. Raises InputError with the reason and the remedy, without file and line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -373,17 +549,34 @@ def metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path
     if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
         raise InputError('no "file_name"; each line is a JSON object with file_name and text')
     name = shortened(row["file_name"])
-    caption = row.get("text", row.get("caption"))
-    if not isinstance(caption, str):
-        raise InputError(f'no "text" or "caption" for {name}; add the caption as a string')
-    if half := half_character(row["file_name"] + caption):
+    focus = _focus(row["focus"], name) if "focus" in row else WHOLE.focus
+    text = row.get("text", row.get("caption"))
+    captions = [caption for caption in (text if isinstance(text, list) else [text]) if isinstance(caption, str)]
+    is_point = text is None and "focus" in row
+    if len(captions) != (len(text) if isinstance(text, list) else not is_point) or text == []:
+        raise InputError(f'no "text" or "caption" for {name}; add the caption as a string, or several as a list')
+    if half := half_character("".join((row["file_name"], *captions))):
         raise InputError(f"a text {half}")
-    if (size := len(caption.encode())) > MAX_CAPTION:
+    if (size := max((len(caption.encode()) for caption in captions), default=0)) > MAX_CAPTION:
         raise InputError(f"{name}: {too_long(size)}")
     image = Path(os.path.normpath(folder / row["file_name"]))
     if image not in images:
         raise InputError(f"no such image: {name}; correct file_name or remove the line")
-    return image, caption.strip()
+    return image, Row(tuple(caption.strip() for caption in captions), focus)
+
+
+def _focus(value: Any, name: str) -> tuple[float, float]:
+    """The focus point of a row, (x, y). Raises InputError for what is none."""
+    if not (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(part, int | float) and not isinstance(part, bool) and 0 <= part <= 1 for part in value)
+    ):
+        raise InputError(
+            f"focus of {name}: {shortened(str(value))} is not a point; give [x, y], shares from 0 to 1 of its width "
+            "from the left and of its height from the top"
+        )
+    return float(value[0]), float(value[1])
 
 
 def too_long(size: int) -> str:

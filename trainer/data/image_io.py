@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.ImageFile import ImageFile as PillowImageFile
@@ -21,7 +21,7 @@ from trainer.config.errors import InputError
 from trainer.config.terminal import shortened
 from trainer.data import colour, png_chunks
 from trainer.data.colour import Profile
-from trainer.data.parquet_images import opened_image
+from trainer.data.image_members import opened_image
 from trainer.data.text_files import MOST_DEEP, too_deep
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
@@ -61,6 +61,49 @@ class ImageFile:
     is_turned: bool = field(default=False, kw_only=True)
 
 
+@dataclass(frozen=True)
+class Framing:
+    """How an image is brought to another aspect ratio, and on what.
+
+    Attributes:
+        focus: The point (x, y) that a crop keeps in its middle, as far as there is image around it: shares of the
+            width from the left and of the height from the top, of the upright image.
+        is_padded: Whether the whole image is kept, with borders, rather than cropped.
+        is_mirrored: Whether left and right are exchanged, as the last step.
+        background: Colour behind transparent pixels and of borders, as #rrggbb.
+    """
+
+    focus: tuple[float, float] = (0.5, 0.5)
+    is_padded: bool = False
+    is_mirrored: bool = False
+    background: str = "#ffffff"
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What tells it from WHOLE, for keys of a cache: nothing for WHOLE itself."""
+        return tuple((name, value) for name, value in vars(self).items() if value != getattr(WHOLE, name))
+
+
+WHOLE = Framing()
+"""Cropped around its middle, on white."""
+
+
+def inner_size(width: int, height: int, size: tuple[int, int]) -> tuple[int, int]:
+    """Return the (width, height) of a whole image inside borders: the largest inside `size` of its aspect ratio."""
+    scale = min(size[0] / width, size[1] / height)
+    return max(1, round(width * scale)), max(1, round(height * scale))
+
+
+def crop_start(focus: float, kept: float) -> float:
+    """Return where a crop begins along one side of an image, as a share of that side.
+
+    Args:
+        focus: What shall be in its middle, a share of the side.
+        kept: The share of the side that it keeps.
+    """
+    return min(max(focus - kept / 2, 0.0), 1.0 - kept)
+
+
 def files_below(folder: Path, skipped: frozenset[Path]) -> Iterator[Path]:
     """The files below a folder. Links to folders are followed, but no folder is entered twice.
 
@@ -86,20 +129,27 @@ def read_header(path: Path) -> ImageFile:
     return ImageFile(path, width, height, profile=profile, has_frames=has_frames, is_turned=is_turned)
 
 
-def load_rgb(file: ImageFile, size: tuple[int, int]) -> Image.Image:
-    """Load as sRGB of exactly `size` (width, height): oriented, transparency on white, scaled to cover, cropped.
+def load_rgb(file: ImageFile, size: tuple[int, int], framing: Framing = WHOLE) -> Image.Image:
+    """Load as sRGB of exactly `size` (width, height): oriented, on the background, scaled, cropped or with borders.
 
     Raises:
         InputError: The pixels cannot be decoded, or their size is not that of `file`; the message names the file.
     """
     with _naming_file(file.path):
-        return _in_srgb(_upright(file), file, _covering(size))
+        scale = _covering(size, framing.focus)
+        if framing.is_padded:
+            scale = _resizing(inner_size(file.width, file.height, size), Image.Resampling.LANCZOS)
+        image = _in_srgb(_upright(file), file, scale, framing.background)
+        if framing.is_padded:
+            image = _bordered(image, Image.new("RGB", size, framing.background))
+        return ImageOps.mirror(image) if framing.is_mirrored else image
 
 
-def load_resized(file: ImageFile, size: tuple[int, int]) -> Image.Image:
+def load_resized(file: ImageFile, size: tuple[int, int], background: str = WHOLE.background) -> Image.Image:
     """Load as `load_rgb`, but whole: each side is scaled by itself. For sizes that nearly keep the aspect ratio."""
     with _naming_file(file.path):
-        return _in_srgb(_upright(file), file, lambda image: image.resize(size, Image.Resampling.BICUBIC))
+        scale = _resizing(size, Image.Resampling.BICUBIC)
+        return _in_srgb(_upright(file), file, scale, background)
 
 
 def load_preview(file: ImageFile, side: int) -> Image.Image:
@@ -120,30 +170,55 @@ def load_preview(file: ImageFile, side: int) -> Image.Image:
 
 
 def is_invisible(file: ImageFile, loaded: Image.Image) -> bool:
-    """Whether every pixel of the file is transparent. loaded: the result of `load_rgb`."""
-    if loaded.getextrema() != ((255, 255),) * 3:
+    """Whether every pixel of the file is transparent. loaded: the result of `load_rgb`, with any framing."""
+    if any(low != high for low, high in cast("tuple[tuple[int, int], ...]", loaded.getextrema())):
         return False
     with _naming_file(file.path):
         alpha = _opacity(_upright(file))
     return alpha is not None and alpha.getextrema() == (0, 0)
 
 
-def load_mask(file: ImageFile, size: tuple[int, int]) -> Image.Image:
-    """Load as levels from 0 (black) to 255, mode F: averages over the areas of `load_rgb`'s image.
+def load_mask(file: ImageFile, size: tuple[int, int], framing: Framing = WHOLE) -> Image.Image:
+    """Load as levels from 0 (black) to 255, mode F: averages over the areas of `load_rgb`'s image, if it is cropped.
 
     The levels are the opacity of an image with transparent parts, else its brightness; ICC profiles are ignored.
 
     Args:
         file: The mask.
         size: (width, height) with the aspect ratio of `load_rgb`'s image.
+        framing: That of the image, without borders.
 
     Raises:
         InputError: As `load_rgb`.
     """
     with _naming_file(file.path):
-        image = _upright(file)
-        levels = _opacity(image) or _as_rgb(image).convert("L")
-        return ImageOps.fit(levels.convert("F"), size, Image.Resampling.BOX)
+        levels = _covering(size, framing.focus, Image.Resampling.BOX)(_levels(file))
+        return ImageOps.mirror(levels) if framing.is_mirrored else levels
+
+
+def load_bordered_mask(
+    image: ImageFile, mask: ImageFile | None, size: tuple[int, int], outside: float, framing: Framing
+) -> Image.Image:
+    """Load the weights of an image with borders from 0 to 1, mode F, in the size of `load_rgb`'s image.
+
+    Args:
+        image: The image.
+        mask: Its mask, white where the weight is 1; None where all of the image has it. Borders have 0.
+        size: (width, height) of `load_rgb`'s image.
+        outside: The weight where the mask is black.
+        framing: That of the image.
+
+    Raises:
+        InputError: As `load_rgb`.
+    """
+    inner = inner_size(image.width, image.height, size)
+    weights = Image.new("F", inner, 1.0)
+    if mask is not None:
+        with _naming_file(mask.path):
+            levels = _levels(mask).resize(inner, Image.Resampling.BOX)
+            weights = levels.point(lambda level: level * ((1 - outside) / 255) + outside)
+    whole = _bordered(weights, Image.new("F", size, 0.0))
+    return ImageOps.mirror(whole) if framing.is_mirrored else whole
 
 
 def _walk(root: Path, folder: Path, real: Path, seen: set[Path]) -> Iterator[Path]:
@@ -226,19 +301,64 @@ def _identified(file: IO[bytes]) -> PillowImageFile:
     raise UnidentifiedImageError
 
 
-def _in_srgb(image: Image.Image, file: ImageFile, scale: Callable[[Image.Image], Image.Image]) -> Image.Image:
+def _in_srgb(
+    image: Image.Image,
+    file: ImageFile,
+    scale: Callable[[Image.Image], Image.Image],
+    background: str = WHOLE.background,
+) -> Image.Image:
     """Scale an upright image and convert it to sRGB."""
     profile = image.info.get("icc_profile")
     if file.profile != "used" or profile is None:
-        return scale(_as_rgb(image))
+        return scale(_as_rgb(image, background))
+    if image.has_transparency_data and background != WHOLE.background:
+        # The background is a colour of sRGB: the image is converted before it is put on it.
+        opaque = colour.to_srgb(image.convert("RGB"), profile)
+        opaque.putalpha(image.convert("RGBA").getchannel("A"))
+        return scale(_as_rgb(opaque, background))
     pixels = image if image.mode == "CMYK" else _as_rgb(image)
     # Convert after scaling: a megapixel instead of up to MAX_PIXELS.
     return colour.to_srgb(scale(pixels), profile)
 
 
-def _covering(size: tuple[int, int]) -> Callable[[Image.Image], Image.Image]:
-    """Scale to cover `size`, and crop."""
-    return lambda image: ImageOps.fit(image, size, Image.Resampling.LANCZOS)
+def _resizing(size: tuple[int, int], resampling: Image.Resampling) -> Callable[[Image.Image], Image.Image]:
+    """Scale each side by itself."""
+    return lambda image: image.resize(size, resampling)
+
+
+def _covering(
+    size: tuple[int, int],
+    focus: tuple[float, float] = WHOLE.focus,
+    resampling: Image.Resampling = Image.Resampling.LANCZOS,
+) -> Callable[[Image.Image], Image.Image]:
+    """Scale to cover `size`, and crop around the focus."""
+
+    def scaled(image: Image.Image) -> Image.Image:
+        covered = max(size[0] / image.width, size[1] / image.height)
+        kept = size[0] / image.width / covered, size[1] / image.height / covered
+        centering = _centering(focus[0], kept[0]), _centering(focus[1], kept[1])
+        return ImageOps.fit(image, size, resampling, centering=centering)
+
+    return scaled
+
+
+def _centering(focus: float, kept: float) -> float:
+    """Return the share of what is cut off along a side that is cut off before the crop."""
+    if focus == 0.5 or kept >= 1:
+        return 0.5
+    return crop_start(focus, kept) / (1 - kept)
+
+
+def _bordered(image: Image.Image, canvas: Image.Image) -> Image.Image:
+    """Put an image into the middle of a larger one."""
+    canvas.paste(image, ((canvas.width - image.width) // 2, (canvas.height - image.height) // 2))
+    return canvas
+
+
+def _levels(mask: ImageFile) -> Image.Image:
+    """The upright mask as levels from 0 to 255, mode F."""
+    image = _upright(mask)
+    return (_opacity(image) or _as_rgb(image).convert("L")).convert("F")
 
 
 def _require_shown(path: Path, image: PillowImageFile) -> None:
@@ -266,14 +386,14 @@ def _reduced(image: Image.Image, factor: int, keeps_cmyk: bool) -> Image.Image:
     return small
 
 
-def _as_rgb(image: Image.Image) -> Image.Image:
+def _as_rgb(image: Image.Image, background: str = WHOLE.background) -> Image.Image:
     if image.mode.startswith("I;16"):
         # convert() would clip: everything above 255 of 65535 would become white.
         return image.convert("I").point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
     if not image.has_transparency_data:
         return image if image.mode == "RGB" else image.convert("RGB")
     layer = image if image.mode == "RGBA" else image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+    return Image.alpha_composite(Image.new("RGBA", layer.size, background), layer).convert("RGB")
 
 
 def _opacity(image: Image.Image) -> Image.Image | None:

@@ -16,7 +16,7 @@ from trainer.data.cache import ExampleCache, key_of
 from trainer.data.epochs import num_images
 from trainer.data.image_files import CaptionedImage
 from trainer.data.image_io import ImageFile, png
-from trainer.data.loader import BatchSizes, ImageBatchSampler, ImageItem
+from trainer.data.loader import BatchSizes, Choices, ImageBatchSampler, ImageItem
 from trainer.data.prompts import PromptEncoder
 from trainer.data.source import DataSource, Draw, SampleDrawer
 from trainer.distributed.context import RankContext
@@ -27,13 +27,11 @@ from trainer.run.manifest import RECIPE, Progress
 
 
 @dataclass(frozen=True)
-class EncodedImage:
-    """An image and the cache keys of its latents, its caption's embeddings, its mask, and the latents of its references
+class Pixels:
+    """The cache keys of all that is made of pixels: the latents of an image, its mask, the latents of its references
     and of its rejected image."""
 
-    image: CaptionedImage
     latents: str
-    text: str
     mask: str | None
     references: tuple[str, ...]
     rejected: str | None = None
@@ -41,8 +39,35 @@ class EncodedImage:
     @property
     def content(self) -> tuple[object, ...]:
         """Its part of `EncodedData.digest`, which only pairs have more of since there are pairs."""
-        pair = () if self.rejected is None else (self.rejected,)
-        return (self.latents, self.text, self.mask, self.references, self.image.weight, *pair)
+        return (self.mask, self.references, *([] if self.rejected is None else [self.rejected]))
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """An image in one of its sizes.
+
+    Attributes:
+        image: The image.
+        size: (width, height) in pixels.
+        pixels: What is made of it as it is.
+        texts: Cache keys of its captions' embeddings.
+        mirrored: What is made of it with left and right exchanged; None where it never is.
+        reference_sizes: (width, height) of each reference, in pixels.
+    """
+
+    image: CaptionedImage
+    size: tuple[int, int]
+    pixels: Pixels
+    texts: tuple[str, ...]
+    mirrored: Pixels | None = None
+    reference_sizes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """Its part of `EncodedData.digest`, which is that of former versions for an image with one caption."""
+        mask, references, *pair = self.pixels.content
+        more = (*self.texts[1:], *((self.mirrored.latents, *self.mirrored.content) if self.mirrored else ()))
+        return (self.pixels.latents, self.texts[0], mask, references, self.image.weight, *pair, *more)
 
 
 @dataclass(frozen=True)
@@ -86,15 +111,15 @@ class EncodedData:
 
     def example(self, item: ImageItem) -> Example:
         """One training example: latents with the embeddings of the caption, or of the empty one if it is dropped."""
-        return self._joined(self.train[item.index], item.dropped, self.cache.read)
+        return self._joined(self.train[item.index], item, self.cache.read)
 
     def shapes(self, item: ImageItem) -> Example:
         """The example on the meta device: only its shapes, read from the headers of the files."""
-        return self._joined(self.train[item.index], item.dropped, self.cache.shapes)
+        return self._joined(self.train[item.index], item, self.cache.shapes)
 
     def held_out(self, index: int) -> Example:
         """One validation example."""
-        return self._joined(self.validation[index], False, self.cache.read)
+        return self._joined(self.validation[index], ImageItem(index, dropped=False), self.cache.read)
 
     def prompt(self, index: int) -> Example:
         """The inputs of a sample: the embeddings of its prompt, and the latents of its reference."""
@@ -111,16 +136,19 @@ class EncodedData:
         """The weight of an item's loss."""
         return self.train[item.index].image.loss_weight
 
-    def _joined(self, encoded: EncodedImage, dropped: bool, read: Callable[[str], Example]) -> Example:
-        text = self.dropped_text(read(self.empty), self.cache.shapes(encoded.text)) if dropped else read(encoded.text)
-        example = read(encoded.latents) | text
-        if encoded.mask is not None:
-            example |= read(encoded.mask)
-        if encoded.rejected is not None:
-            example["rejected"] = read(encoded.rejected)["latents"]
+    def _joined(self, encoded: EncodedImage, item: ImageItem, read: Callable[[str], Example]) -> Example:
+        caption = encoded.texts[item.caption]
+        text = self.dropped_text(read(self.empty), self.cache.shapes(caption)) if item.dropped else read(caption)
+        pixels = encoded.mirrored if item.is_mirrored else encoded.pixels
+        assert pixels is not None, "only images that may be flipped are drawn mirrored"
+        example = read(pixels.latents) | text
+        if pixels.mask is not None:
+            example |= read(pixels.mask)
+        if pixels.rejected is not None:
+            example["rejected"] = read(pixels.rejected)["latents"]
         if self.with_size:
             example["original_size"] = torch.tensor([encoded.image.height, encoded.image.width])
-        return example | _reference_latents(encoded.references, read)
+        return example | _reference_latents(pixels.references, read)
 
 
 def _reference_latents(keys: Sequence[str], read: Callable[[str], Example]) -> Example:
@@ -150,18 +178,16 @@ class ImageSource(DataSource):
         self._keeps_regularization_captions = recipe >= 2
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> ImageBatchSampler:
-        cfg, images = self._cfg, [encoded.image for encoded in self.data.train]
+        choices = [self._choices(encoded.image) for encoded in self.data.train]
+        return ImageBatchSampler(
+            batch_keys(self._family, self.data), self._weights, sizes, self._cfg.train.seed, choices
+        )
+
+    def _choices(self, image: CaptionedImage) -> Choices:
         # Guidance pushes samples away from what a dropped caption gives, which therefore must be the subject that is
         # learned, not a regularization image.
-        regularizing = [number for number, image in enumerate(images) if not image.is_own]
-        return ImageBatchSampler(
-            batch_keys(self._family, self.data),
-            self._weights,
-            sizes,
-            cfg.train.seed,
-            cfg.data.caption_dropout,
-            regularizing if self._keeps_regularization_captions else (),
-        )
+        keeps_caption = not image.is_own and self._keeps_regularization_captions
+        return Choices(0.0 if keeps_caption else image.caption_dropout, len(image.captions), image.may_flip)
 
     def num_samples(self, epochs: float, context: RankContext) -> int:
         return num_images(self._weights, epochs)
@@ -179,6 +205,9 @@ class ImageSource(DataSource):
 
     def loss_weight(self, item: ImageItem) -> float:
         return self.data.loss_weight(item)
+
+    def micro_batch(self, item: ImageItem) -> int | None:
+        return self.data.train[item.index].image.micro_batch
 
     def held_out(self, index: int) -> Example:
         return self.data.held_out(index)

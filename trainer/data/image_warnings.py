@@ -9,8 +9,9 @@ from pathlib import Path
 
 from trainer.config.errors import InputError
 from trainer.config.files import opened
-from trainer.data.buckets import choose_bucket, kept_part
+from trainer.data.buckets import kept_part
 from trainer.data.image_io import ImageFile
+from trainer.data.image_members import is_member
 
 MOST_ENLARGED = 1.5
 """Enlargement above which an image is blurred at the size it is trained at."""
@@ -31,12 +32,13 @@ def of_files(images: Sequence[ImageFile]) -> Iterator[str]:
 
 def of_copies(files: Iterable[Path], digest: Callable[[Path], str | None] = lambda file: None) -> Iterator[str]:
     """Warn of files with the same bytes. Only files of equal length are read, and fully only those with equal ends.
+    Images inside other files are not compared.
 
     Args:
         digest: The digest of a file's bytes where it is known, None elsewhere. Files that are all known are not read.
     """
     groups: list[list[Path]] = []
-    for alike in _parted(files, _length):
+    for alike in _parted((file for file in files if not is_member(file)), _length):
         digests = {file: digest(file) for file in alike}
         if None not in digests.values():
             groups += _parted(alike, digests.__getitem__)
@@ -51,31 +53,51 @@ def of_copies(files: Iterable[Path], digest: Callable[[Path], str | None] = lamb
         )
 
 
-def of_buckets(images: Sequence[ImageFile], sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """Warn of images that are enlarged or cropped much. sizes: (width, height) of all buckets."""
-    enlarged, cropped = [], []
-    for image in images:
-        scale, kept = fit(image, choose_bucket(image.width, image.height, sizes))
+def of_buckets(images: Iterable[tuple[ImageFile, tuple[int, int]]], is_padded: bool = False) -> Iterator[str]:
+    """Warn of images that are enlarged or cropped much.
+
+    Args:
+        images: (image, (width, height) that it is trained at).
+        is_padded: Whether images are whole, with borders.
+    """
+    enlarged: dict[Path, float] = {}
+    cropped: dict[Path, float] = {}
+    for image, size in images:
+        scale, kept = fit(image, size, is_padded)
         if scale > MOST_ENLARGED:
-            enlarged.append(f"{image.path} {scale:.1f} times")
+            enlarged[image.path] = max(scale, enlarged.get(image.path, 0))
         if kept < LEAST_KEPT:
-            cropped.append(f"{image.path} of which {kept:.0%} is kept")
+            cropped[image.path] = min(kept, cropped.get(image.path, 1))
     if enlarged:
+        first, scale = next(iter(enlarged.items()))
         count = counted(len(enlarged), "image is", "images are")
         yield (
             f"{count} enlarged more than {MOST_ENLARGED} times to fill a bucket, and learned blurred: "
-            f"first {enlarged[0]}; use larger files, or lower data.resolution"
+            f"first {first} {scale:.1f} times; use larger files, or lower data.resolution"
         )
     if cropped:
+        first, kept = next(iter(cropped.items()))
         count = counted(len(cropped), "image loses", "images lose")
         yield (
-            f"{count} more than a third to the crop to a bucket: first {cropped[0]}; "
-            "crop by hand, or raise data.max_aspect"
+            f"{count} more than a third to the crop to a bucket: first {first} of which {kept:.0%} is kept; "
+            "crop by hand, raise data.max_aspect, or set data.fit: pad"
         )
 
 
-def fit(image: ImageFile, size: tuple[int, int]) -> tuple[float, float]:
-    """Return (scale, share of its pixels that is kept) of an image that fills a bucket of this (width, height)."""
+def of_left_out(files: Sequence[Path], most_cropped: float) -> Iterator[str]:
+    """Warn of images that `data.fit: drop` leaves out. most_cropped: `data.most_cropped`."""
+    if files:
+        count = counted(len(files), "image", "images")
+        yield (
+            f"data.fit: drop leaves out {count} of which the crop to a bucket would cut off more than "
+            f"{most_cropped:.0%}: first {files[0]}; crop by hand, raise data.most_cropped, or set data.fit: pad"
+        )
+
+
+def fit(image: ImageFile, size: tuple[int, int], is_padded: bool = False) -> tuple[float, float]:
+    """Return (scale, share of its pixels that is kept) of an image in a bucket of this (width, height)."""
+    if is_padded:
+        return min(size[0] / image.width, size[1] / image.height), 1.0
     kept_x, kept_y = kept_part(image.width, image.height, size)
     return max(size[0] / image.width, size[1] / image.height), kept_x * kept_y
 

@@ -20,7 +20,7 @@ from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
 from trainer.data.colour import Profile
 from trainer.data.image_io import ImageFile, read_header
-from trainer.data.parquet_images import file_of, opened_image
+from trainer.data.image_members import file_of, opened_image
 
 VERSION = 1
 """Of what is remembered: raise it when `read_header` finds something else in the same file."""

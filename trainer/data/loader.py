@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count, islice
@@ -36,10 +36,29 @@ class ImageItem:
     Attributes:
         index: Index of the image in the dataset.
         dropped: Whether it is trained with the empty caption.
+        caption: Number of the caption that it is trained with, of those that the image has.
+        is_mirrored: Whether left and right are exchanged.
     """
 
     index: int
     dropped: bool
+    caption: int = 0
+    is_mirrored: bool = False
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is drawn anew for each occurrence of an image.
+
+    Attributes:
+        caption_dropout: Share of the occurrences that are trained with the empty caption.
+        num_captions: Number of captions, of which one is drawn.
+        may_flip: Whether half of the occurrences are mirrored.
+    """
+
+    caption_dropout: float = 0.0
+    num_captions: int = 1
+    may_flip: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,8 +130,7 @@ class ImageBatchSampler:
             alternating with other images.
         sizes: The batch sizes.
         seed: Seed of order and dropout.
-        caption_dropout: Share of the items that are trained with the empty caption.
-        keeps_caption: Indices of the images that always keep their caption.
+        choices: What is drawn for the occurrences of each image; None for nothing.
 
     Raises:
         InputError: There are no images.
@@ -124,8 +142,7 @@ class ImageBatchSampler:
         weights: Sequence[float],
         sizes: BatchSizes,
         seed: int,
-        caption_dropout: float = 0.0,
-        keeps_caption: Collection[int] = (),
+        choices: Sequence[Choices] | None = None,
     ) -> None:
         if not weights:
             raise InputError("data.path: no image is left to train on; see the warnings above")
@@ -133,8 +150,7 @@ class ImageBatchSampler:
         self._batch_key = batch_key
         self._weights = weights
         self._seed = seed
-        self._dropout_limit = int(caption_dropout * 2**63)
-        self._keeps_caption = frozenset(keeps_caption)
+        self._choices = choices or [Choices()] * len(weights)
         self._batches = self._all_batches()
         self._batch: tuple[ImageItem, ...] = ()
         self._step = -1
@@ -181,18 +197,21 @@ class ImageBatchSampler:
             order = torch.randperm(len(occurrences), generator=generator(self._seed, "order", epoch))
             for position in order.tolist():
                 index, copy = occurrences[position]
-                yield ImageItem(index, self._is_dropped(epoch, index, copy))
+                yield self._drawn(self._choices[index], index, epoch, copy)
 
     def _num_copies(self, index: int, epoch: int) -> int:
         """Occurrences in this epoch. Over the epochs they add up to epochs x weight, rounded up or down."""
         until, before = (epochs.occurrences(self._weights[index], index, number) for number in (epoch + 1, epoch))
         return until - before
 
-    def _is_dropped(self, epoch: int, index: int, copy: int) -> bool:
-        if index in self._keeps_caption:
-            return False
-        # The seed is itself uniform over 63 bits; seeding a generator with it to draw one number takes 4x as long.
-        return derived_seed(self._seed, "caption_dropout", epoch, index, copy) < self._dropout_limit
+    def _drawn(self, choices: Choices, index: int, epoch: int, copy: int) -> ImageItem:
+        def draw(what: str) -> int:
+            # The seed is itself uniform over 63 bits; seeding a generator with it to draw one number takes 4x as long.
+            return derived_seed(self._seed, what, epoch, index, copy)
+
+        is_dropped = choices.caption_dropout > 0 and draw("caption_dropout") < int(choices.caption_dropout * 2**63)
+        caption = draw("caption") % choices.num_captions if choices.num_captions > 1 else 0
+        return ImageItem(index, is_dropped, caption, choices.may_flip and draw("flip") < 2**62)
 
 
 @dataclass(frozen=True)
@@ -233,8 +252,8 @@ class Loader(Generic[ItemT]):
     """The examples of each step for one rank. A thread reads the next step while the current one is trained.
 
     The batch is split contiguously over the ranks, and each part into equal passes, as few as `micro_batch` allows.
-    Number and size of the passes are the same on every rank; the last positions repeat the last item with weight 0
-    where the batch size does not divide. Use as a context manager, or call `close`.
+    Number and size of the passes are the same on every rank, since all know the whole batch; the last positions repeat
+    the last item with weight 0 where the batch size does not divide. Use as a context manager, or call `close`.
 
     Args:
         batch_sampler: The items of each step.
@@ -242,6 +261,8 @@ class Loader(Generic[ItemT]):
         rank: This rank.
         world_size: Number of ranks.
         micro_batch: Most examples per pass.
+        own_micro_batch: own_micro_batch(item) returns the most examples of a pass with this item; None for
+            `micro_batch`.
         loss_weight: loss_weight(item) returns the weight of the item's loss, > 0.
         device: Of this rank.
         prepare: Called on the thread.
@@ -257,15 +278,15 @@ class Loader(Generic[ItemT]):
         loss_weight: Callable[[ItemT], float] = lambda item: 1.0,
         device: torch.device = CPU,
         prepare: Prepare | None = None,
+        own_micro_batch: Callable[[ItemT], int | None] = lambda item: None,
     ) -> None:
         self._batch_sampler = batch_sampler
         self._fetch = fetch
         self._loss_weight = loss_weight
         self._prepare = prepare
         self._rank = rank
-        per_rank = math.ceil(batch_sampler.sizes.now / world_size)
-        self._num_passes = math.ceil(per_rank / micro_batch)
-        self._pass_size = math.ceil(per_rank / self._num_passes)
+        self._per_rank = math.ceil(batch_sampler.sizes.now / world_size)
+        self._micro_batch, self._own_micro_batch = micro_batch, own_micro_batch
         self._thread = worker_threads(1, "loader", device)
         self._ahead: dict[int, Future[list[MicroBatch]]] = {}
 
@@ -289,9 +310,11 @@ class Loader(Generic[ItemT]):
 
     def _load(self, step: int) -> list[MicroBatch]:
         batch = self._batch_sampler.batch(step)
-        first_pass = self._rank * self._num_passes
-        starts = [(first_pass + number) * self._pass_size for number in range(self._num_passes)]
-        return [self._load_pass(step, batch, range(start, start + self._pass_size)) for start in starts]
+        most = min(self._own_micro_batch(item) or self._micro_batch for item in batch)
+        num_passes = math.ceil(self._per_rank / most)
+        size = math.ceil(self._per_rank / num_passes)
+        starts = [(self._rank * num_passes + number) * size for number in range(num_passes)]
+        return [self._load_pass(step, batch, range(start, start + size)) for start in starts]
 
     def _load_pass(self, step: int, batch: tuple[ItemT, ...], positions: range) -> MicroBatch:
         last, first_index = len(batch) - 1, self._batch_sampler.sizes.before(step)

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import nn
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.epochs import num_images, num_mixed
-from trainer.data.image_io import ImageFile, load_resized, load_rgb, read_header
+from trainer.data.image_io import WHOLE, ImageFile, load_resized, load_rgb, read_header
 from trainer.data.image_source import EncodedData, EncodedImage, EncodedPrompt, ImageDrawer, ImageSource
 from trainer.data.loader import BatchSampler, BatchSizes, ImageBatchSampler
 from trainer.data.mixed_batches import DrawnItem, MixedBatchSampler, MixedItem, Pack, PackedBatchSampler, QuestionItem
@@ -109,6 +110,9 @@ class MixedSource(DataSource):
     def loss_weight(self, item: MixedItem | Pack) -> float:
         return self._images.loss_weight(item.image) if isinstance(item, DrawnItem) else 1.0
 
+    def micro_batch(self, item: MixedItem | Pack) -> int | None:
+        return self._images.micro_batch(item.image) if isinstance(item, DrawnItem) else None
+
     def held_out(self, index: int) -> Example:
         if index < self._images.num_held_out:
             example = self._images.held_out(index)
@@ -124,11 +128,13 @@ class MixedSource(DataSource):
             return self._family.count_tokens([self._measured(*part) for part in row_parts])
         encoded, dropped = self._images.data.train[item.image.index], self._dropped(item)
         image = encoded.image
-        parts = [SequencePart("drawn", self._drawn_size(image))]
-        if image.caption and not item.image.dropped:
-            parts.append(SequencePart("text", image.caption))
+        parts = [SequencePart("drawn", encoded.size)]
+        caption = image.captions[item.image.caption]
+        if caption and not item.image.dropped:
+            parts.append(SequencePart("text", caption))
         for number, reference in enumerate(image.references):
-            parts += [] if dropped("latents", number) else [SequencePart("clean", self._drawn_size(reference))]
+            size = encoded.reference_sizes[number]
+            parts += [] if dropped("latents", number) else [SequencePart("clean", size)]
             parts += [] if dropped("vision", number) else [SequencePart("seen", self._seen_size(reference))]
         return self._family.count_tokens(parts)
 
@@ -302,7 +308,9 @@ def load_seen(image: ImageFile, family: MultimodalFamily, cfg: RunConfig, looked
     """Load an image in the size that the model sees it in. looked_at: as `MultimodalFamily.seen_size`."""
     size = family.seen_size(image.width, image.height, cfg.data, looked_at)
     in_buckets = family.drawn_size(image.width, image.height, cfg.data.resolution) is None
-    return load_rgb(image, size) if in_buckets else load_resized(image, size)
+    if in_buckets:
+        return load_rgb(image, size, replace(WHOLE, background=cfg.data.background))
+    return load_resized(image, size, cfg.data.background)
 
 
 def _digest(images: str, rows: Sequence[AnyRow], cfg: RunConfig) -> str:

@@ -13,7 +13,7 @@ from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
 from trainer.data.image_files import MAX_SHOWN_PROBLEMS, MOST_WRONG_ROWS
 from trainer.data.image_io import ImageFile, read_header
-from trainer.data.parquet_images import SUFFIX, member
+from trainer.data.image_members import SUFFIX, member
 from trainer.data.sequence_rows import AnyRow, ImageProblem, parquet_row, parsed
 from trainer.data.text_files import open_parquet, rows
 

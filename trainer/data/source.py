@@ -62,6 +62,10 @@ class DataSource(ABC):
         """The weight of an item's loss, > 0."""
         return 1.0
 
+    def micro_batch(self, item: Any) -> int | None:
+        """Most examples of a pass with this item; None for `train.micro_batch`."""
+        return None
+
     def position(self, step: int) -> Mapping[str, int]:
         """Where the data continue after `step` steps, for `Progress.place`; empty where the step count determines it.
 

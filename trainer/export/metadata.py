@@ -21,7 +21,7 @@ def model_metadata(cfg: RunConfig, family: ModelFamily) -> dict[str, str]:
         "modelspec.architecture": family.model_spec,
         "modelspec.title": cfg.name,
         "modelspec.implementation": "diffusers",
-        "modelspec.resolution": f"{cfg.data.resolution}x{cfg.data.resolution}",
+        "modelspec.resolution": "{0}x{0}".format(cfg.data.all_sides[-1]),
         "modelspec.date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "modelspec.trigger_phrase": cfg.data.trigger,
         **family.file_metadata,

@@ -20,7 +20,7 @@ from trainer.config.families import FamilyFacts, of, trains_on
 from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
 from trainer.config.sections import HUB_ID, MODEL_WORDS, LoraAdapter, LowRankAdapter, NoAdapter, RankAdapter
-from trainer.config.titles import METHODS
+from trainer.config.titles import METHODS, size_title
 from trainer.data import image_files, text_files
 from trainer.run import stages
 from trainer.run.events import EventReader, ExportEvent, SampleEvent, latest_steps
@@ -300,7 +300,9 @@ class _Card:
             "Base stored as": cfg.train.precision if cfg.quantize.format == "none" else cfg.quantize.format,
             "Seed": cfg.train.seed,
         }
-        rows |= {"Length": f"{cfg.data.length} tokens"} if self.is_text else {"Resolution": f"{cfg.data.resolution} px"}
+        rows |= (
+            {"Length": f"{cfg.data.length} tokens"} if self.is_text else {"Resolution": size_title(cfg.data.all_sides)}
+        )
         rows |= dataset_size(cfg)
         rows["Versions"] = ", ".join(f"{name} {version}" for name, version in versions().items())
         return {name: str(value) for name, value in rows.items()}

@@ -14,6 +14,7 @@ from trainer.config.load import ConfigFile, load_config, similar_name, stage_con
 from trainer.config.schema import RunConfig, start_rules
 from trainer.config.sections import HUB_ID, MODEL_WORDS, ModelConfig, NoAdapter
 from trainer.data import image_files, question_files, text_files
+from trainer.data.image_tables import TABLES
 from trainer.data.known_files import KnownFiles
 from trainer.launcher import capacity, network
 from trainer.metrics import trackers
@@ -214,7 +215,8 @@ def _missing_folders(cfg: RunConfig) -> Iterator[Problem]:
     folders = {"data.path": data.path}
     folders |= {f"data.folders[{index}].path": folder.path for index, folder in enumerate(data.folders)}
     folders["data.validation"] = None if isinstance(data.validation, int) else data.validation
-    folders |= {f"data.{name}": folder for name, folder in data.companions.items()}
+    companions = {f"data.{name}": folder for name, folder in data.companions.items() if name != "regularization"}
+    folders |= companions | {"data.regularization": data.regularization}
     for field, folder in folders.items():
         if not folder:
             continue
@@ -224,7 +226,9 @@ def _missing_folders(cfg: RunConfig) -> Iterator[Problem]:
                     field, f"no file or folder '{folder}'{similar_name(Path(folder)) or '; name one with text files'}"
                 )
         elif os.path.isfile(folder):
-            yield Problem(field, f"'{folder}' is a file; name the folder with the images")
+            if field in companions or not folder.lower().endswith(TABLES):
+                tables = "" if field in companions else f", or a {' or '.join(TABLES)} file of them"
+                yield Problem(field, f"'{folder}' is a file; name the folder with the images{tables}")
         elif not os.path.isdir(folder):
             hint = similar_name(Path(folder)) or "; name the folder with the images"
             yield Problem(field, f"no folder '{folder}'{hint}")

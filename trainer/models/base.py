@@ -62,6 +62,8 @@ REJECTED_DATA = frozenset({"rejected"})
 """Fields of `data` that only models which are trained on preferences between images read."""
 Weigh = Callable[[Tensor], Tensor]
 """(losses of tokens (n,), fp32, without gradient) -> the weight of each, (n,)."""
+FRAMED_DATA = frozenset({"resolutions", "at_resolutions", "fit", "most_cropped", "flip"})
+"""Fields of `data` that only models read which draw in buckets."""
 QUESTION_DATA = frozenset(
     {"questions", "question_share", "seen_resolution", "latents_dropout", "vision_dropout", "pack_tokens"}
 )
@@ -547,7 +549,7 @@ class MultimodalFamily(ImageFamily):
     before the edit, "reference_0" and so on, its latents, and "seen_0" and so on, the result of `encode_seen`.
     """
 
-    data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA - REJECTED_DATA
+    data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA - REJECTED_DATA - FRAMED_DATA
     sample_fields = frozenset(SampleConfig.model_fields) - DIFFUSION_SAMPLE - CHAT_SAMPLE
     losses = ("images", "text")
     diffusers_adapters = frozenset()

@@ -227,6 +227,8 @@ def reductions(cfg: RunConfig) -> Iterator[tuple[Choice, ...]]:
         yield tuple({"sample.size": (side, side)} for side in SIDES if side**2 < math.prod(cfg.sample.size))
     if isinstance(cfg.adapter, RankAdapter):
         yield tuple(_ranks(cfg.adapter))
+    if trains_on(cfg) == "images" and not cfg.data.has_one_resolution:
+        return  # how several shall become smaller is the user's to say
     sizes, now = (SIDES, cfg.data.resolution) if trains_on(cfg) == "images" else (LENGTHS, cfg.data.length)
     yield tuple({size_field(cfg): size} for size in sizes if size < now)
 

@@ -87,7 +87,7 @@ def fixes(cfg: RunConfig, card: Card, cache: Path, now: MemoryPlan | None = None
 
 def largest(cfg: RunConfig, card: Card, cache: Path) -> dict[str, int]:
     """Return {field: largest value with which the run fits, other fields unchanged}, without fields that have none."""
-    fields = [size_field(cfg), "train.micro_batch"]
+    fields = [*_size_field(cfg), "train.micro_batch"]
     fields += ["adapter.rank"] if isinstance(cfg.adapter, RankAdapter) else []
     card, reserve = _calibrated(cache, card)
 
@@ -167,7 +167,12 @@ def _is_too_much(plan: MemoryPlan, name: str) -> bool:
 def _other_result(cfg: RunConfig) -> dict[str, tuple[Any, ...]]:
     sizes, now = (SIDES, cfg.data.resolution) if trains_on(cfg) == "images" else (LENGTHS, cfg.data.length)
     smaller = tuple(size for size in sizes if size < now)
-    return {size_field(cfg): smaller} if smaller else {}
+    return {field: smaller for field in _size_field(cfg) if smaller}
+
+
+def _size_field(cfg: RunConfig) -> list[str]:
+    """The field with the size of an example, if it alone decides."""
+    return [size_field(cfg)] if trains_on(cfg) == "text" or cfg.data.has_one_resolution else []
 
 
 def _combinations(

@@ -9,6 +9,7 @@ from trainer.config.amounts import GIB
 from trainer.config.families import trains_on
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter, RankAdapter
+from trainer.config.titles import size_title
 from trainer.parallel.strategy import Strategy, ring_share
 from trainer.plan.decide import TIGHT, decide, decided, is_open
 from trainer.plan.hardware import CARDS, NETWORK, Card, Source
@@ -271,7 +272,7 @@ def describe(cfg: RunConfig) -> str:
     rank = f" rank {cfg.adapter.rank}" if isinstance(cfg.adapter, RankAdapter) else ""
     base = "bf16" if cfg.quantize.format == "none" else cfg.quantize.format
     ranks = cfg.parallel.world_size
-    example = f"{cfg.data.resolution} px" if trains_on(cfg) == "images" else f"{cfg.data.length} tokens"
+    example = size_title(cfg.data.all_sides) if trains_on(cfg) == "images" else f"{cfg.data.length} tokens"
     size = f"{example}, {cfg.train.micro_batch} per rank and pass"
     return f"{what}{rank}, base in {base}, {size}, {ranks} rank{'s' if ranks > 1 else ''}"
 

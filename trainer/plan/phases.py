@@ -147,7 +147,7 @@ def _memories(
         sharded = over_all(cfg)
         yield CAPTIONS, captions(encoders, sharded), sharded.ranks if encoders.text.units else 1
     if encoders.image:
-        yield IMAGES, _images(encoders, cfg.data.resolution**2), 1
+        yield IMAGES, _images(encoders, cfg.data.all_sides[-1] ** 2), 1
     yield TRAINING, training, shards
     if drawing := sampling(cfg, model, model_pass, sharding):
         yield SAMPLING, drawing, shards

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from trainer.config.amounts import GIB
 from trainer.config.families import of as families_of
 from trainer.config.families import trains_on
@@ -28,9 +30,21 @@ def size_of(cfg: RunConfig) -> Size:
     if cfg.data.pack_tokens is not None:
         known = families_of(cfg.model.family)
         return Size(cfg.data.pack_tokens * (known.size_multiple if known else 1) ** 2, cfg.train.micro_batch)
-    references = _images_per_reference(cfg) if cfg.data.references else 0
+    count = max(1, len(cfg.data.reference_columns)) if cfg.data.has_references else 0
+    references = count * _images_per_reference(cfg)
     pair = 1 if cfg.objective.dpo_beta is None else 2
-    return Size((1 + references) * cfg.data.resolution**2, pair * cfg.train.micro_batch)
+    side, images = max(_passes(cfg), key=lambda one: (one[1] * one[0] ** 2, one))
+    return Size((1 + references) * side**2, pair * images)
+
+
+def _passes(cfg: RunConfig) -> Iterator[tuple[int, int]]:
+    """(resolution, images) of the passes of each folder: images of `data.path` may be as large as any."""
+    for folder in cfg.data.folders:
+        for side in folder.resolutions or cfg.data.sides:
+            yield side, folder.micro_batch or cfg.train.micro_batch
+    if cfg.data.path or cfg.data.questions or not cfg.data.folders:
+        for side in cfg.data.sides:
+            yield side, cfg.train.micro_batch
 
 
 def sample_size_of(cfg: RunConfig) -> Size:

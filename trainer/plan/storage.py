@@ -39,7 +39,7 @@ def _offloaded(cfg: RunConfig) -> str:
 
 def disk_of(cfg: RunConfig, model: Model, model_pass: ModelPass) -> tuple[Item, ...]:
     """Return the files that a run writes. model_pass: a training pass."""
-    encoders, pixels = model.encoders, cfg.data.resolution**2
+    encoders, pixels = model.encoders, cfg.data.all_sides[-1] ** 2
     example = encoders.of_image(encoders.latents, pixels) + encoders.caption
     kept = f"the last {cfg.checkpoint.keep} are kept" if cfg.checkpoint.keep > 1 else "the last one is kept"
     items = [

@@ -18,7 +18,7 @@ from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.config.terminal import complain
-from trainer.data.buckets import bucket_sizes, images_per_bucket
+from trainer.data.buckets import Buckets, images_per_bucket
 from trainer.data.image_files import scan
 from trainer.models import families
 from trainer.models.base import FLOW_FIELDS, ImageFamily
@@ -58,8 +58,9 @@ def bucket_timesteps(cfg: RunConfig) -> list[BucketTimesteps]:
     family = families.get(cfg.model.family)
     if not issubclass(family, ImageFamily):
         return []
-    sizes = bucket_sizes(cfg.data.resolution, family.size_multiple, cfg.data.max_aspect, family.longest_side)
-    counts = images_per_bucket(scan(cfg.data).train, sizes)
+    buckets = Buckets.of(cfg.data, family.size_multiple, family.longest_side)
+    chosen = (size for image in scan(cfg.data).train for _, size in buckets.of_image(image, image.sides))
+    counts = images_per_bucket(chosen, buckets.sizes)
     is_flow = family.objective_fields >= FLOW_FIELDS
     even = (torch.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
     rows = []

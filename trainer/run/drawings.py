@@ -189,7 +189,7 @@ def check_request(run: RunDir, request: DrawingRequest) -> RunConfig:
         InputError: Nothing was trained yet, or the request cannot be drawn.
     """
     cfg = stages.current(run, run.config()).config
-    if cfg.data.references:
+    if cfg.data.has_references:
         raise InputError(
             f"{run.path.name}: was trained to change reference images, which drawings do not have; "
             "request samples of the run instead"

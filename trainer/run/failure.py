@@ -260,4 +260,6 @@ def _retry(message: str, cfg: RunConfig) -> tuple[str, ...]:
         return (less,)
     if trains_on(cfg) == "text":
         return (f"data.length={cfg.data.length // 2}",) if cfg.data.length > 256 else ()
+    if not cfg.data.has_one_resolution:
+        return (f"data.resolutions=[{','.join(map(str, cfg.data.sides[:-1]))}]",) if len(cfg.data.sides) > 1 else ()
     return (f"data.resolution={cfg.data.resolution * 3 // 4 // 64 * 64}",) if cfg.data.resolution > 256 else ()

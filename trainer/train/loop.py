@@ -736,11 +736,17 @@ class Trainer:
 
     def _make_loader(self, saved: Progress | None) -> Loader[Any]:
         """The loader of this rank, which begins at the position that was resumed."""
-        world, data, micro_batch = self.world, self.data, self.cfg.train.micro_batch
-        batches = data.batch_sampler(self._batch_sizes, saved)
-        prepare = partial(self._prepare, self.cfg.train.seed)
+        world, data = self.world, self.data
         return Loader(
-            batches, data.example, world.rank, world.size, micro_batch, data.loss_weight, world.device, prepare
+            data.batch_sampler(self._batch_sizes, saved),
+            data.example,
+            world.rank,
+            world.size,
+            self.cfg.train.micro_batch,
+            data.loss_weight,
+            world.device,
+            partial(self._prepare, self.cfg.train.seed),
+            data.micro_batch,
         )
 
     def _find_length(self, context: RankContext) -> int:

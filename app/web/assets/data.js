@@ -176,17 +176,19 @@
     card.element.dataset.name = name;
     card.box.setAttribute('aria-label', `Caption of ${name}`);
     card.remove.setAttribute('aria-label', `Delete ${name}`);
-    card.box.disabled = !!fresh.problem && fresh.saved === null && !!shape;
+    card.remove.hidden = fresh.is_fixed;
+    card.box.disabled = fresh.is_fixed || (!!fresh.problem && fresh.saved === null && !!shape);
+    card.box.title = fresh.is_fixed ? 'Captions of a table are edited in its file.' : '';
     if (isTyping) { if (card.box !== document.activeElement) card.box.value = pending.get(image).text; }
     else if (!before || card.box !== document.activeElement || card.box.value.trim() === before.caption) { if (card.box.value.trim() !== fresh.caption) card.box.value = fresh.caption; }
     say(card.name, name);
     card.name.title = image;
     fill(card.frame, [shape, name, flaw, fresh.problem], () => {
       if (!shape) return [h('span.missing', {}, 'cannot be shown')];
-      const picture = h('img', { alt: '' }), [x, y] = shape.kept.map(kept => `${50 * (1 - kept)}%`);
+      const picture = h('img', { alt: '' }), [x, y] = shape.kept.map((kept, side) => [shape.start[side], 1 - shape.start[side] - kept].map(share => `${100 * share}%`));
       load(image, picture);
       return [h('button.fr', { type: 'button', 'aria-label': `Enlarge ${name}`, style: { 'aspect-ratio': `${shape.width} / ${shape.height}`, '--aspect': shape.width / shape.height }, onclick: () => enlarge(image, onPage()) }, picture,
-        h('span.cr', { style: { inset: `${y} ${x}` } })), h('span.tags')];
+        h('span.cr', { style: { inset: `${y[0]} ${x[1]} ${y[1]} ${x[0]}` } })), h('span.tags')];
     });
     drawTags(card);
     fill(card.end, [fresh.cut, fresh.problem], () => [
@@ -211,7 +213,7 @@
     if (!card) return;
     const { shape } = card.data;
     const size = shape ? `${shape.width}×${shape.height}` : '';
-    card.state.title = shape ? `trained at ${shape.bucket[0]} × ${shape.bucket[1]} pixels` : '';
+    card.state.title = !shape ? '' : shape.sizes.length ? `trained at ${shape.sizes.map(([width, height]) => `${width} × ${height}`).join(', ')} pixels` : 'left out: the crop would be larger than data.most_cropped allows';
     fill(card.conflict, kept?.changed === undefined ? 0 : [kept.changed], () => kept?.changed === undefined ? [] : conflict(image));
     fill(card.state, [kept?.problem, !!kept, saving.has(image), card.isSaved, size], () => {
       if (kept?.problem) return retry(image);
@@ -274,7 +276,7 @@
     fill($('figures'), key, () => !data.is_complete ? [] : data.is_text
       ? [figure('text files', studio.count(data.num_texts)), data.num_documents === null ? null : figure('documents', studio.count(data.num_documents)), figure('size', studio.size(data.text_bytes))]
       : [figure('images', studio.count(data.num_images)), captions === null ? null : figure('captions', studio.count(captions)), figure('shapes', studio.count(data.shapes.length)), figure('held out', studio.count(data.num_held_out)),
-        data.num_questions ? figure('questions to train on', studio.count(data.num_questions)) : null, data.trigger ? figure('[trigger] becomes', data.trigger) : null, figure('scaled to about', `${studio.count(data.resolution)} px`)]);
+        data.num_questions ? figure('questions to train on', studio.count(data.num_questions)) : null, data.trigger ? figure('[trigger] becomes', data.trigger) : null, figure('scaled to about', data.resolution)]);
     const words = data.is_text ? counted(data.num_texts, 'text file') : [counted(data.num_images, 'image'), captions === null ? null : counted(captions, 'caption'), counted(data.shapes.length, 'shape'), `${data.num_held_out} held out`].filter(Boolean).join(', ');
     say($('counted'), data.is_complete ? words : `${counted(data.num_files, 'file')} so far; reading the images …`);
   }

@@ -18,7 +18,7 @@ from app.scans import ScanResult
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import FULL, address
-from trainer.config import families
+from trainer.config import families, titles
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.measured import CutCaption
@@ -144,7 +144,7 @@ def _summary(config: RunConfig, found: ScanResult) -> dict[str, Any]:
         "folders": [str(folder) for folder in roots],
         "key": folders_key(config),
         "trigger": config.data.trigger,
-        "resolution": config.data.resolution,
+        "resolution": titles.size_title(config.data.all_sides),
         "needs_captions": config.data.missing_caption == "stop",
         "is_text": families.trains_on(config) == "text",
         "is_complete": found.is_complete,
@@ -184,13 +184,14 @@ def _card(item: Item, config: RunConfig, found: ScanResult, cut: CutCaption | No
         "saved": item.saved,
         "caption": item.caption,
         "problem": item.problem,
+        "is_fixed": item.is_fixed,
         "flaw": asdict(flaw) if flaw else None,
         "is_held_out": item.image in found.held_out,
         "cut": _cut(cut) if cut else None,
         "shape": None,
     }
     try:
-        card["shape"] = asdict(dataset.shape(item.image, found.sizes))
+        card["shape"] = asdict(dataset.shape(item.image, found.framed.get(item.image), config.data.fit == "pad"))
     except InputError as error:
         card["problem"] = item.problem or str(error)
     card["problem"] = _shortened(card["problem"], dataset.folders(config.data))

@@ -11,11 +11,14 @@ from typing import Any
 
 from app import dataset, form, trash, upload_kinds, upload_names
 from app.studio import Studio
-from app.uploads import MOST_CHUNK
+from app.uploads import MOST_CHUNK, require_usable
 from app.web.answers import Calls
 from app.web.pages.data import folders_key, require_shown
 from trainer.config.errors import InputError
+from trainer.data import image_files
+from trainer.data.image_files import METADATA
 from trainer.data.image_io import IMAGE_SUFFIXES
+from trainer.data.image_members import is_member
 
 MOST_NAMED = 3
 """Images of a deletion that are named."""
@@ -90,16 +93,14 @@ def delete(studio: Studio, key: str, images: list[str]) -> dict[str, Any]:
     for image in map(dataset.image_at, images):
         if image not in found.images:
             raise InputError(f"{image}: not one of the images that are shown; read them again")
-        if image in found.listed:
-            raise InputError(
-                f"{image}: a row of metadata.jsonl leads to it, and no run starts while its image is missing; remove "
-                "the row first"
-            )
+        if image in found.fixed or is_member(image):
+            raise InputError(f"{image}: stands in a table; remove it there")
         by_root[next(root for root in roots if image.is_relative_to(root))].append(image)
     if len(by_root) != 1:
         raise InputError("images of one folder can be deleted at once; delete those of each folder by themselves")
     [(root, chosen)] = by_root.items()
     studio.uploads.folders.require_changeable(root.resolve())
+    _require_no_rows(root, chosen)
     deletion = _deletion(root, trash.delete(root, chosen))
     studio.scans.of(config, is_fresh=True)
     return deletion
@@ -121,6 +122,19 @@ def empty(studio: Studio, key: str) -> int:
     return sum(trash.empty(_shown_folder(studio, key, str(root))) for root in roots)
 
 
+def _require_no_rows(root: Path, images: list[Path]) -> None:
+    """Raise InputError for an image that a row of a metadata.jsonl or .csv leads to."""
+    folders = {folder for image in images for folder in image.parents if folder.is_relative_to(root)}
+    for file in (folder / name for folder in sorted(folders) for name in METADATA):
+        if file.is_file():
+            named = image_files.named_images(file)
+            if image := next((image for image in images if image in named), None):
+                raise InputError(
+                    f"{image}: a row of {file} leads to it, and no run starts while its image is missing; remove the "
+                    "row first"
+                )
+
+
 def _shown_folder(studio: Studio, key: str, folder: str) -> Path:
     """The folder of the draft with this path. Raises InputError for another one."""
     config = form.check(studio.draft()).config
@@ -137,8 +151,10 @@ def _problem(studio: Studio, folder: str) -> str:
     if not folder:
         return "No folder is chosen."
     try:
-        studio.uploads.folders.checked(folder)
-    except InputError as error:
+        real = studio.uploads.folders.checked(folder)
+        with studio.uploads.folders.opened(real) as descriptor:
+            require_usable(descriptor, real)
+    except (InputError, OSError) as error:
         return str(error)
     return ""
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -433,13 +434,39 @@ def until_scanned(client: httpx.Client) -> None:
         pass
 
 
-def test_an_image_that_metadata_names_is_not_deleted(client: httpx.Client, own_data: Path):
-    (own_data / "metadata.jsonl").write_text('{"file_name": "00.png", "text": "a fox"}\n')
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("metadata.jsonl", '{"file_name": "00.png", "text": "a fox"}\n'),
+        ("metadata.jsonl", '{"file_name": "./00.png", "focus": [0.5, 0.5]}\n'),
+        ("metadata.csv", "file_name,text\n00.png,a fox\n"),
+    ],
+)
+def test_an_image_that_metadata_names_is_not_deleted(client: httpx.Client, own_data: Path, name: str, rows: str):
+    (own_data / name).write_text(rows)
     ask(client, name="data_view", data={"is_fresh": True})
     until_scanned(client)
     key = call(client, "state")["value"]["key"]
     refusal = call(client, "delete", key=key, images=[str(own_data / "00.png")])["error"]
-    assert "a row of metadata.jsonl leads to it" in refusal and (own_data / "00.png").exists()
+    assert f"a row of {own_data / name} leads to it" in refusal and (own_data / "00.png").exists()
+    assert "value" in call(client, "delete", key=key, images=[str(own_data / "01.png")])
+
+
+def test_images_of_a_table_are_neither_deleted_nor_pushed_aside_by_new_ones(client: httpx.Client, own_data: Path):
+    files = sorted(own_data.iterdir())
+    with tarfile.open(own_data / "all.tar", "w") as table:
+        for file in files:
+            table.add(file, file.name)
+            file.unlink()
+    ask(client, name="data_view", data={"is_fresh": True})
+    until_scanned(client)
+    shown = ask(client, name="data_view").json()["value"]["cards"]
+    found = call(client, "state")["value"]
+    assert (len(shown), "its images are in all.tar" in found["problem"]) == (8, True)
+    refusal = call(client, "delete", key=found["key"], images=[shown[0]["image"]])["error"]
+    assert refusal.endswith(": stands in a table; remove it there")
+    refusal = call(client, "begin", folder=str(own_data), name="a.png", size=100)["error"]
+    assert "its images are in all.tar, which is not read once the folder has images of its own" in refusal
 
 
 @pytest.mark.slow  # a server of its own; test_security.py asks the guard

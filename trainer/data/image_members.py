@@ -1,6 +1,7 @@
-"""Images inside parquet files: a path of such an image is `shard.parquet/ROW/COLUMN/NUMBER`, both counted from 0.
+"""Images inside parquet and tar files, which are read from their place in the file. Imports no torch.
 
-Imports no torch.
+A path of such an image has three parts behind the file: `shard.parquet/ROW/COLUMN/NUMBER`, both counted from 0, and
+`shard.tar/OFFSET/SIZE/NAME`, both in bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from trainer.config.files import opened
 from trainer.data.text_files import open_parquet
 
 SUFFIX = ".parquet"
+TAR = ".tar"
 GROUPS_KEPT = 4
 """Row groups of one column that stay in memory."""
 
@@ -25,28 +27,47 @@ def member(file: Path, row: int, column: str, number: int = 0) -> Path:
     return file / str(row) / column / str(number)
 
 
+def tar_member(file: Path, offset: int, size: int, name: str) -> Path:
+    """The path of an image in a tar file: its first byte, its number of bytes, and the last part of its name."""
+    return file / str(offset) / str(size) / name.rpartition("/")[2]
+
+
 def file_of(path: Path) -> Path:
-    """The file on disk that an image is: its own, or the parquet file that it is in."""
-    return path.parents[2] if _is_member(path) else path
+    """The file on disk that an image is: its own, or the one that it is in."""
+    return path.parents[2] if is_member(path) else path
 
 
-def _is_member(path: Path) -> bool:
+def is_member(path: Path) -> bool:
+    """Whether this is the path of an image inside another file."""
     parts = path.parts[-4:]
-    return len(parts) == 4 and parts[0].lower().endswith(SUFFIX)
+    return len(parts) == 4 and parts[0].lower().endswith((SUFFIX, TAR)) and parts[1].isdigit()
 
 
 def opened_image(path: Path) -> io.BufferedReader | io.BytesIO:
-    """Open a file, or an image inside a parquet file.
+    """Open a file, or an image inside another file.
 
     Raises:
         OSError: It does not exist or cannot be opened.
-        InputError: It is not a regular file, or the parquet file cannot be read.
+        InputError: It is not a regular file, or the file around it cannot be read.
     """
-    if not _is_member(path):
+    if not is_member(path):
         return opened(path)
-    file = file_of(path)
+    return (_in_tar if file_of(path).suffix.lower() == TAR else _in_parquet)(path)
+
+
+def _in_tar(path: Path) -> io.BytesIO:
+    offset, size = map(int, path.parts[-3:-1])
+    with opened(file_of(path)) as stream:
+        stream.seek(offset)
+        content = stream.read(size)
+    if len(content) < size:
+        raise InputError(f"{path}: the file ends before it; copy it again")
+    return io.BytesIO(content)
+
+
+def _in_parquet(path: Path) -> io.BytesIO:
     row, column, number = path.parts[-3:]
-    value = _value(file, int(row), column)
+    value = _value(file_of(path), int(row), column)
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         value = value[int(number)]
     # The datasets of the hub hold {bytes, path}.

@@ -1,0 +1,318 @@
+"""Images with captions in parquet, csv and tar files, a row or sample each. Imports neither torch nor numpy.
+
+Nothing is unpacked: an image is read from its place in the file when it is needed.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import InputError
+from trainer.config.files import opened
+from trainer.config.sections import DataConfig, half_character
+from trainer.config.terminal import shortened
+from trainer.data.image_members import SUFFIX, TAR, member, tar_member
+from trainer.data.text_files import open_parquet
+
+CSV = ".csv"
+TABLES = (SUFFIX, CSV, TAR)
+"""Suffixes of files that hold several images, or name them."""
+COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "file_name", "image_path", "path", "file", "img")
+CAPTION_COLUMNS = ("text", "caption", "captions", "prompt", "txt", "description")
+ROWS_AT_ONCE = 1024
+MOST_TEXT = 2**20
+"""Bytes of a text in a tar file that are read."""
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """An image of a table.
+
+    Attributes:
+        place: File and row, for messages.
+        image: Its file, or its path inside the table.
+        name: Its name, by which masks and references in folders are found: the file's or the sample's without suffix,
+            and in a parquet file the number of its row from 0.
+        captions: Its captions.
+        references: Its reference images, as `image`.
+    """
+
+    place: str
+    image: Path
+    name: str
+    captions: tuple[str, ...]
+    references: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns, or in a tar file the suffixes, that are read. An empty name stands for the usual ones."""
+
+    image: str = ""
+    caption: str = ""
+    references: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, data: DataConfig) -> Columns:
+        return cls(data.image_column, data.caption_column, data.reference_columns)
+
+
+def read_table(file: Path, columns: Columns) -> Iterator[TableRow | InputError]:
+    """Yield the rows of a table; for a wrong one, what is wrong with it.
+
+    Raises:
+        OSError: The file cannot be read.
+        InputError: The whole file is wrong: damaged, cut off, or without a column.
+    """
+    read = {SUFFIX: _parquet_rows, CSV: _csv_rows, TAR: _tar_rows}[file.suffix.lower()]
+    return read(file, columns)
+
+
+def csv_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield (line from 1, {column: value}) of every row of a csv file with a header.
+
+    Raises:
+        OSError: The file cannot be read.
+        InputError: It is not a csv file in UTF-8.
+    """
+    with opened(file) as stream:
+        reader = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), strict=True)
+        try:
+            for row in reader:
+                if None in row:
+                    raise InputError(f"{file}:{reader.line_num}: has more fields than the header; put texts in quotes")
+                yield reader.line_num, {name: value or "" for name, value in row.items()}
+        except csv.Error as error:
+            raise InputError(f"{file}:{reader.line_num}: not a row of a csv file ({error}); write it again") from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"{file}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
+
+
+def _chosen(file: Path, known: Sequence[str], columns: Columns) -> Columns:
+    """The columns of a file that are read. Raises InputError for one that is missing."""
+    given = (
+        ("data.image_column", columns.image),
+        ("data.caption_column", columns.caption),
+        *(("data.reference_columns", name) for name in columns.references),
+    )
+    for field, name in given:
+        if name and name not in known:
+            raise InputError(f"{field}: {file} has no column '{name}'; it has {', '.join(known) or 'none'}")
+    image = columns.image or next((name for name in IMAGE_COLUMNS if name in known), "")
+    if not image:
+        raise InputError(
+            f"{file}: none of its columns {', '.join(known)} is called {', '.join(IMAGE_COLUMNS[:4])} or "
+            f"{IMAGE_COLUMNS[5]}; name the one with the images in data.image_column"
+        )
+    caption = columns.caption or next((name for name in CAPTION_COLUMNS if name in known), "")
+    return Columns(image, caption, columns.references)
+
+
+def _captions(value: Any) -> tuple[str, ...]:
+    """The captions of a cell: a text, or a list of them. Raises InputError for something else."""
+    texts = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError(f"its caption {shortened(str(value))} is not a text or a list of texts; correct it")
+    if half := half_character("".join(texts)):
+        raise InputError(f"its caption {half}")
+    return tuple(text.strip() for text in texts)
+
+
+def _named(folder: Path, path: Any) -> Path:
+    """The file that a cell names, relative to the table's folder. Raises InputError for what names none."""
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise InputError("names no image file; correct or remove the row")
+    if "://" in path:
+        raise InputError(f"{shortened(path)} is an address; download the image and name its file")
+    return Path(os.path.normpath(folder / path))
+
+
+def _row(place: str, image: Path, name: str, caption: Any, references: tuple[Path, ...]) -> TableRow | InputError:
+    try:
+        return TableRow(place, image, name, _captions(caption), references)
+    except InputError as error:
+        return InputError(f"{place}: {error}")
+
+
+# --- csv --------------------------------------------------------------------------------------------------------------
+
+
+def _csv_rows(file: Path, columns: Columns) -> Iterator[TableRow | InputError]:
+    chosen = None
+    for line, row in csv_rows(file):
+        chosen = chosen or _chosen(file, list(row), columns)
+        place = f"{file}:{line}"
+        try:
+            image = _named(file.parent, row[chosen.image])
+            references = tuple(_named(file.parent, row[name]) for name in chosen.references if row[name])
+        except InputError as error:
+            yield InputError(f"{place}: {error}")
+            continue
+        name = Path(row[chosen.image]).with_suffix("").as_posix()
+        yield _row(place, image, name, row[chosen.caption] if chosen.caption else None, references)
+
+
+# --- parquet ----------------------------------------------------------------------------------------------------------
+
+
+def _parquet_rows(file: Path, columns: Columns) -> Iterator[TableRow | InputError]:
+    with open_parquet(file) as table:
+        schema = table.schema_arrow
+        chosen = _chosen(file, schema.names, columns)
+        # Encoded images stay where they are: only texts, names of files and lists, for their lengths, are read here.
+        read = {name for name in (chosen.image, *chosen.references) if _is_read(schema.field(name).type)}
+        names = sorted(read | ({chosen.caption} - {""}))
+        number = 0
+        for count, values in _batches(table, names):
+            for place in range(count):
+                row = {name: cells[place] for name, cells in values.items()}
+                yield _parquet_row(file, number, row, chosen)
+                number += 1
+
+
+def _batches(table: Any, names: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield (number of rows, {column: its cells}) of a table, some rows at a time."""
+    if not names:
+        yield table.metadata.num_rows, {}
+        return
+    for batch in table.iter_batches(ROWS_AT_ONCE, columns=names):
+        yield batch.num_rows, {name: batch.column(name) for name in batch.schema.names}
+
+
+def _is_read(kind: Any) -> bool:
+    """Whether a column must be read to find its images: names of files, and lists."""
+    from pyarrow import types
+
+    tests = (types.is_string, types.is_large_string, types.is_list, types.is_large_list)
+    return any(test(kind) for test in tests)
+
+
+def _parquet_row(file: Path, number: int, row: Mapping[str, Any], columns: Columns) -> TableRow | InputError:
+    place = f"{file}: row {number + 1}"
+    try:
+        images = _images(file, number, columns.image, row)
+        if len(images) != 1:
+            raise InputError(f"its column {columns.image} holds {len(images) or 'no'} images; give one")
+        references = [one for name in columns.references for one in _images(file, number, name, row)]
+        caption = row[columns.caption].as_py() if columns.caption else None
+    except InputError as error:
+        return InputError(f"{place}: {error}")
+    except UnicodeDecodeError as error:
+        return InputError(f"{place}: a text cannot be read ({error}); correct it")
+    return _row(place, images[0], str(number), caption, tuple(references))
+
+
+def _images(file: Path, number: int, column: str, row: Mapping[str, Any]) -> list[Path]:
+    """The images of a cell: files that it names, or places in the parquet file."""
+    if column not in row:
+        return [member(file, number, column)]
+    cell = row[column]
+    if not cell.is_valid:
+        return []
+    if not hasattr(cell, "values"):
+        return [_named(file.parent, cell.as_py())]
+    return [
+        _named(file.parent, one.as_py()) if isinstance(one.as_py(), str) else member(file, number, column, place)
+        for place, one in enumerate(cell.values)
+    ]
+
+
+# --- tar --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A file in a tar file. sample: its name up to the first dot of its last part.  suffix: what follows, in lower
+    case."""
+
+    sample: str
+    suffix: str
+    path: Path
+    offset: int
+    size: int
+
+
+def _tar_rows(file: Path, columns: Columns) -> Iterator[TableRow | InputError]:
+    with opened(file) as stream:
+        members = list(_tar_members(file, stream))
+        known = list(dict.fromkeys(one.suffix for one in members))
+        _require_images(file, known, columns)
+        for sample, group in groupby(members, lambda one: one.sample):
+            yield _sample(file, stream, sample, {one.suffix: one for one in group}, columns)
+
+
+def _require_images(file: Path, known: Sequence[str], columns: Columns) -> None:
+    """Raise InputError where no sample of a tar file can have an image."""
+    if columns.image:
+        _chosen(file, known, columns)
+    elif not any(suffix in IMAGE_COLUMNS for suffix in known):
+        raise InputError(
+            f"{file}: holds no images; a sample is an image and a text of one name, as in 000.jpg and 000.txt"
+        )
+
+
+def _tar_members(file: Path, stream: io.BufferedReader) -> Iterator[_Member]:
+    """Yield the regular files of a tar file. Only their headers are read."""
+    try:
+        with tarfile.open(fileobj=stream, mode="r:") as tar:
+            for one in tar:
+                folder, _, base = one.name.rpartition("/")
+                stem, _, suffix = base.partition(".")
+                if one.isreg() and not one.issparse() and stem:
+                    path = tar_member(file, one.offset_data, one.size, one.name)
+                    yield _Member(f"{folder}/{stem}".lstrip("/"), suffix.lower(), path, one.offset_data, one.size)
+            stream.seek(tar.offset)
+            is_whole = len(stream.read(tarfile.BLOCKSIZE)) == tarfile.BLOCKSIZE
+    except tarfile.TarError as error:
+        raise InputError(f"{file}: not a tar file, or cut off ({error}); copy it again") from error
+    if not is_whole:
+        raise InputError(f"{file}: cut off: it has no end mark; copy it again")
+
+
+def _sample(
+    file: Path, stream: io.BufferedReader, name: str, members: Mapping[str, _Member], columns: Columns
+) -> TableRow | InputError:
+    place = f"{file}: {name}"
+    suffixes = (columns.image,) if columns.image else IMAGE_COLUMNS
+    image = next((members[suffix] for suffix in suffixes if suffix in members), None)
+    if image is None:
+        return InputError(f"{place}: has no image, only {', '.join(members)}; add it or remove the sample")
+    absent = [suffix for suffix in columns.references if suffix not in members]
+    if absent:
+        return InputError(f"{place}: has no {absent[0]}, which data.reference_columns names; add it")
+    try:
+        caption = _tar_caption(stream, members, columns.caption)
+    except InputError as error:
+        return InputError(f"{place}: {error}")
+    return _row(place, image.path, name, caption, tuple(members[suffix].path for suffix in columns.references))
+
+
+def _tar_caption(stream: io.BufferedReader, members: Mapping[str, _Member], suffix: str) -> Any:
+    """The caption of a sample: the text of its .txt, else the value of its .json. Raises InputError."""
+    usual = ("txt", *CAPTION_COLUMNS, "json")
+    found = next((members[one] for one in ((suffix,) if suffix else usual) if one in members), None)
+    if found is None:
+        return None
+    if found.size > MOST_TEXT:
+        raise InputError(f"its .{found.suffix} has {found.size} bytes, the limit is {MOST_TEXT}; shorten it")
+    stream.seek(found.offset)
+    try:
+        text = stream.read(found.size).decode("utf-8-sig")
+        if not found.suffix.endswith("json"):
+            return text
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"its .{found.suffix} cannot be read ({error}); correct it") from error
+    if isinstance(value, dict):
+        return next((value[column] for column in CAPTION_COLUMNS if column in value), None)
+    return value
