@@ -64,7 +64,7 @@ class WrongOffset(InputError):
 
 
 class Unknown(InputError):
-    """There is no unfinished upload of an id."""
+    """No unfinished upload has this id."""
 
 
 @dataclass(frozen=True)

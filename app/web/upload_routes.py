@@ -30,7 +30,7 @@ def add(app: FastAPI, studio: Studio) -> None:
             body = await _body(request)
             received = await run_in_threadpool(studio.uploads.append, id, int(offset), body)
         except ClientDisconnect:
-            return Response(status_code=400)  # nobody reads it
+            return Response(status_code=400)  # the browser is gone
         except WrongOffset as error:
             return JSONResponse({"received": error.received}, 409)
         except Unknown as error:

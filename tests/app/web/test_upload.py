@@ -295,7 +295,7 @@ def test_the_quickstarts_images_stay_and_a_new_folder_becomes_the_forms(page: Pa
     shutil.rmtree(made)
 
 
-@pytest.mark.slow  # the pictures were looked at by a person; this holds the edges and the contrast
+@pytest.mark.slow  # edges and contrast of every screen are held by test_browser_looks.py
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_by_day_and_night(own_data: Path, browser: Browser, server: Server, photos: Path, scheme: Any):
     (photos / f"{'long name ' * 12}.mov").write_bytes(MOVIE)
