@@ -6,7 +6,7 @@
   const AT_ONCE = 3, TRIED_AGAIN_MS = 1500, LONGEST_PAUSE_MS = 5000, UNDO_SHOWN_MS = 12000, MOST_LISTED = 500, DRAWN_EVERY_MS = 100;
   const SYSTEM_FILES = /^(\..*|thumbs\.db|desktop\.ini)$/i;
   const NEW = 'new:'; // before the path of a folder that a new one is made in
-  let hooks = null, state = null, root = null, batch = null, asked = 0, drawn = 0;
+  let hooks = null, state = null, root = null, batch = null, isRunning = false, asked = 0, drawn = 0;
   const waiting = [], results = [];
   const $ = id => root.querySelector(`#${id}`);
 
@@ -55,7 +55,7 @@
     const folder = await destination();
     if (!folder) return;
     waiting.push({ folder, items, isPaused: false, isCancelled: false, trouble: '', abort: new AbortController(), bytes: items.reduce((sum, item) => sum + item.size, 0) });
-    if (!batch) run();
+    if (!isRunning) run(); else drawSoon();
   }
 
   /** The folder that the files go to; a new one is made, and becomes that of the form. */
@@ -83,27 +83,38 @@
 
   // --- sending ------------------------------------------------------------------------------------------------------
 
+  /** Send what waits, one selection after the other. */
   async function run() {
-    while ((batch = waiting.shift())) {
-      const now = batch;
-      $('upload-message').replaceChildren();
-      remember();
-      draw();
-      for (const phase of [0, 1, 2]) { // images first: their captions follow the names that they get
-        const items = now.items.filter(item => item.phase === phase);
-        await Promise.all(Array.from({ length: AT_ONCE }, async () => { while (items.length && !now.isCancelled) await sendOne(now, items.shift()); }));
+    isRunning = true;
+    try {
+      while ((batch = waiting.shift())) {
+        const now = batch;
+        $('upload-message').replaceChildren();
+        remember();
+        draw();
+        for (const phase of [0, 1, 2]) { // images first: their captions follow the names that they get
+          const items = now.items.filter(item => item.phase === phase);
+          await Promise.all(Array.from({ length: AT_ONCE }, async () => { while (items.length && !now.isCancelled) await sendOne(now, items.shift()); }));
+        }
+        batch = null;
+        conclude(now);
+        await hooks.refresh();
       }
-      const numOf = kind => now.items.filter(item => item.state === kind).length, numLeft = now.items.filter(item => !isOver(item)).length;
-      const sentence = [`${counted(numOf('added'), 'file')} added`, numOf('there') && `${studio.count(numOf('there'))} there already`, numOf('refused') && `${studio.count(numOf('refused'))} not taken`,
-        numLeft && `${studio.count(numLeft)} not sent`].filter(Boolean).join(', ') + '.';
-      results.push(...now.items.filter(item => item.state === 'refused' || item.note));
+    } finally {
+      isRunning = false; // a fault of the script must not keep the next selection from being sent
       batch = null;
-      remember();
-      draw(sentence, now);
-      if (studio.shown !== 'data') studio.toast(`Upload: ${sentence}`);
-      await hooks.refresh();
     }
-    batch = null;
+  }
+
+  /** Say what became of a selection. */
+  function conclude({ items }) {
+    const numOf = kind => items.filter(item => item.state === kind).length, numLeft = items.filter(item => !isOver(item)).length;
+    const sentence = [`${counted(numOf('added'), 'file')} added`, numOf('there') && `${studio.count(numOf('there'))} there already`, numOf('refused') && `${studio.count(numOf('refused'))} not taken`,
+      numLeft && `${studio.count(numLeft)} not sent`].filter(Boolean).join(', ') + '.';
+    results.push(...items.filter(item => item.state === 'refused' || item.note));
+    remember();
+    draw(sentence);
+    if (studio.shown !== 'data') studio.toast(`Upload: ${sentence}`);
   }
 
   /** Send one file. It waits while the server does not answer, and goes on where it stopped. */
@@ -202,11 +213,11 @@
 
   /** Show the progress a few times a second: a selection may have ten thousand files. */
   function drawSoon() {
-    drawn ||= setTimeout(() => { drawn = 0; remember(); draw(); }, DRAWN_EVERY_MS);
+    drawn ||= setTimeout(() => { drawn = 0; if (batch) { remember(); draw(); } }, DRAWN_EVERY_MS);
   }
 
-  function draw(sentence = '', done = null) {
-    const items = (batch || done)?.items || [], over = items.filter(isOver).length, isBusy = !!batch;
+  function draw(sentence = '') {
+    const items = batch?.items || [], over = items.filter(isOver).length, isBusy = !!batch;
     $('upload-going').hidden = !isBusy;
     if (batch) {
       const sent = items.reduce((sum, item) => sum + (isOver(item) ? item.size : item.sent), 0), current = items.filter(item => item.state === 'sending').at(0);

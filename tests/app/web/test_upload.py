@@ -117,6 +117,23 @@ def test_photos_are_dropped_and_wrong_names_become_right(own_data: Path, data: P
     expect(data.locator(".pc[data-name='photo.png'] textarea")).to_have_value("a photo")
 
 
+def test_a_selection_that_is_made_during_an_upload_follows_it(own_data: Path, data: Page, photos: Path):
+    with only_first(data, 0) as held:
+        choose(data, *photos.glob("1*.png"))
+        until_so(data, lambda: len(held) == 3)
+        choose(data, *photos.glob("2*.png"))
+        choose(data, photos / "09.png")
+        expect(data.locator("#upload-size")).to_contain_text(", 2 selections after it")
+        while len(list(own_data.glob("1*.png"))) < 10:
+            for route in held:
+                route.continue_()
+            held.clear()
+            data.wait_for_timeout(50)
+    done(data, "1 file added.")
+    expect(data.locator("#upload-going")).to_be_hidden()
+    assert len(list(own_data.glob("*.png"))) == 8 + 13
+
+
 @contextmanager
 def only_first(page: Page, number: int) -> Iterator[list[Route]]:
     """Let the first chunks through; the others wait meanwhile, as in a slow network."""
