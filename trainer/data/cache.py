@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -195,7 +196,7 @@ def encode_missing(
     rounds = max(crew.gather(math.ceil(len(keys) / crew.size)))
     for number in range(rounds):
         start = (number * crew.size + crew.index) % len(keys)
-        turn = keys[start:] + keys[:start]
+        turn = chain(islice(keys, start, None), islice(keys, start))
         _on_all(crew, partial(_encode_first_usable, turn, work, cache, encode, problems))
         on_progress(min((number + 1) * crew.size, len(keys)), len(keys))
     messages = {key: message for part in crew.gather(problems) for key, message in part.items()}
@@ -226,7 +227,7 @@ def content_keys(files: Sequence[Path], crew: Crew, known: KnownFiles | None = N
 
 
 def _encode_first_usable(
-    keys: Sequence[str],
+    keys: Iterable[str],
     work: Mapping[str, T],
     cache: ExampleCache,
     encode: Callable[[T], Example],

@@ -23,7 +23,7 @@ from trainer.data import image_warnings
 from trainer.data.buckets import Buckets, kept_part
 from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, key_of, missing
 from trainer.data.captions import measure
-from trainer.data.image_files import CaptionedImage, Dataset, scan
+from trainer.data.image_files import CaptionedImage, Dataset
 from trainer.data.image_io import (
     WHOLE,
     Framing,
@@ -38,6 +38,7 @@ from trainer.data.image_io import (
 from trainer.data.image_source import EncodedData, EncodedImage, EncodedPrompt, Pixels, with_trigger
 from trainer.data.known_files import KnownFiles
 from trainer.data.prompts import CACHE_VERSION, origin_of, text_keys
+from trainer.data.scan_memory import remembered_scan
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import ImageFamily, LoadModule
@@ -96,7 +97,7 @@ class _DataEncoder:
         return KnownFiles.of(self.context.cfg.data, self.context.cache)
 
     def encode(self, others: Sequence[ImageFile]) -> EncodedData:
-        dataset = scan(self.context.cfg.data, known=self._known)
+        dataset = remembered_scan(self.context.cfg.data, self.context.cache, self._known)
         train, validation = (self._wanted(images) for images in (dataset.train, dataset.validation))
         self._warn(dataset, (*train, *validation))
         samples = [self._known.header(Path(file)) for file in self.context.cfg.sample.references]

@@ -205,12 +205,18 @@ def _settings(cfg: DataConfig, source: _Source) -> dict[str, Any]:
     }
 
 
-def _separate_folders(cfg: DataConfig) -> frozenset[Path]:
-    """Folders whose content does not belong to the folder that contains them."""
-    paths = [cfg.path, cfg.cache, *(folder.path for folder in cfg.folders), *cfg.companions.values()]
+def read_folders(cfg: DataConfig) -> list[Path]:
+    """All folders and files in which images are looked for, with their masks, references and so on."""
+    paths = [cfg.path, *(folder.path for folder in cfg.folders), *cfg.companions.values()]
     if isinstance(cfg.validation, str):
         paths.append(cfg.validation)
-    return frozenset(Path(os.path.realpath(path)) for path in paths if path is not None)
+    return [_absolute(path) for path in paths if path is not None]
+
+
+def separate_folders(cfg: DataConfig) -> frozenset[Path]:
+    """Folders whose content does not belong to the folder that contains them."""
+    own = [] if cfg.cache is None else [_absolute(cfg.cache)]
+    return frozenset(Path(os.path.realpath(path)) for path in (*read_folders(cfg), *own))
 
 
 def _absolute(path: str) -> Path:
@@ -241,8 +247,9 @@ class _Scanner:
         self.cfg = cfg
         self.findings = Findings()
         self._watcher, self._known = watcher, known
-        self._separate_folders = _separate_folders(cfg)
-        self._captioned: dict[Path, list[Path]] = {}
+        self._separate_folders = separate_folders(cfg)
+        self._captioned: dict[str, list[Path]] = {}
+        self._texts: set[str] = set()
         self._masks = self._companions(Masks, "data.masks", cfg.masks)
         self._own_masks: dict[str, Masks | None] = {
             f"{_FOLDERS}{number}.path": self._companions(Masks, f"{_FOLDERS}{number}.masks", folder.masks)
@@ -259,6 +266,7 @@ class _Scanner:
         if tables:
             return self._of_tables(source, tables)
         paths = self._paths(source, files)
+        self._texts.update(str(file) for file in files if file.suffix == ".txt")
         listed = self._metadata([file for file in files if file.name in METADATA], frozenset(paths))
         self._watcher.listed({image: row.captions[0] for image, row in listed.items() if row.captions})
         images = [image for path in paths if (image := self._of_file(path, listed.get(path), source)) is not None]
@@ -358,7 +366,7 @@ class _Scanner:
             return []
         if not files:
             self.findings.problems.append(f"{source.field}: {root}: the folder is empty; put {source.holds} into it")
-        return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+        return sorted(files, key=str)
 
     def _paths(self, source: _Source, files: Sequence[Path]) -> list[Path]:
         paths = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
@@ -373,7 +381,7 @@ class _Scanner:
         return paths
 
     def _of_file(self, path: Path, row: Row | None, source: _Source) -> CaptionedImage | None:
-        name = path.relative_to(source.root).with_suffix("").as_posix()
+        name = _stem(path)[len(str(source.root)) :].lstrip("/")
         return self._image(path, name, self._captions(path, row), row.focus if row else WHOLE.focus, source)
 
     def _image(
@@ -431,17 +439,17 @@ class _Scanner:
 
     def _captions(self, path: Path, row: Row | None) -> tuple[str, ...] | None:
         """All captions of an image, at least one; None where they have a problem, which is collected."""
-        file = path.with_suffix(".txt")
-        if file.exists():
+        file = f"{_stem(path)}.txt"
+        if file in self._texts:
             self._captioned.setdefault(file, []).append(path)
-            text = self._text(file)
+            text = self._text(Path(file))
             if text is None:
                 return None
             lines = text.splitlines() if self.cfg.caption_lines else [text]
             captions = tuple(line.strip() for line in lines if line.strip())
         else:
             captions = row.captions if row else ()
-        return self._complete(captions, f"{path}: no caption; write it into {file.name}")
+        return self._complete(captions, f"{path}: no caption; write it into {os.path.basename(file)}")
 
     def _complete(self, captions: Sequence[str], missing: str) -> tuple[str, ...] | None:
         """Captions that are not empty, or a single empty one, if that may be; else None, and `missing` is collected."""
@@ -577,6 +585,11 @@ def _focus(value: Any, name: str) -> tuple[float, float]:
             "from the left and of its height from the top"
         )
     return float(value[0]), float(value[1])
+
+
+def _stem(path: Path) -> str:
+    """A file's path without its suffix."""
+    return os.path.splitext(path)[0]
 
 
 def too_long(size: int) -> str:

@@ -113,7 +113,12 @@ def files_below(folder: Path, skipped: frozenset[Path]) -> Iterator[Path]:
         OSError: A folder cannot be read.
         InputError: Folders are nested without an end.
     """
-    yield from _walk(folder, folder, Path(os.path.realpath(folder)), set(skipped))
+    return (Path(entry.path) for entry in entries_below(folder, skipped))
+
+
+def entries_below(folder: Path, skipped: frozenset[Path]) -> Iterator[os.DirEntry[str]]:
+    """The same as `files_below`, as `os.scandir` has them."""
+    yield from _walk(folder, str(folder), 0, os.path.realpath(folder), set(map(str, skipped)))
 
 
 def read_header(path: Path) -> ImageFile:
@@ -221,20 +226,29 @@ def load_bordered_mask(
     return ImageOps.mirror(whole) if framing.is_mirrored else whole
 
 
-def _walk(root: Path, folder: Path, real: Path, seen: set[Path]) -> Iterator[Path]:
+def _walk(root: Path, folder: str, depth: int, real: str, seen: set[str]) -> Iterator[os.DirEntry[str]]:
     """The files below a folder that was reached from `root`. real: the folder's path without links."""
-    if len(folder.parts) - len(root.parts) > MOST_DEEP:
+    if depth > MOST_DEEP:
         raise too_deep(root)
-    for entry in sorted(folder.iterdir()):
+    with os.scandir(folder) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
         if entry.name.startswith("."):
             continue
-        if not entry.is_dir():
+        if not _is_folder(entry):
             yield entry
             continue
-        real_entry = Path(os.path.realpath(entry)) if entry.is_symlink() else real / entry.name
+        real_entry = os.path.realpath(entry.path) if entry.is_symlink() else os.path.join(real, entry.name)
         if not (entry.name == "cache" or entry.name.endswith("_cache")) and real_entry not in seen:
             seen.add(real_entry)
-            yield from _walk(root, entry, real_entry, seen)
+            yield from _walk(root, entry.path, depth + 1, real_entry, seen)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, which is named when it is read as a file
+        return False
 
 
 def _stored_size(image: Image.Image) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from trainer.config.schema import RunConfig, start_rules
 from trainer.config.sections import HUB_ID, MODEL_WORDS, ModelConfig, NoAdapter
 from trainer.data import image_files, question_files, text_files
 from trainer.data.image_tables import TABLES
-from trainer.data.known_files import KnownFiles
+from trainer.data.scan_memory import Keep, checked
 from trainer.launcher import capacity, network
 from trainer.metrics import trackers
 from trainer.models import distilled, recognition
@@ -24,6 +24,9 @@ from trainer.run import manifest, process, stages
 from trainer.run.folder import RunDir, shared_cache
 from trainer.run.manifest import Progress
 from trainer.weights.hub import find_folder
+
+BY_NAME = (".masks", ".references", ".rejected")
+"""Ends of the fields of folders whose images are found by their names."""
 
 
 def new_run(
@@ -42,12 +45,14 @@ def new_run(
         InputError: The config, its files or its images are wrong. Nothing was written.
     """
     folder = at.absolute().parent if at else runs
-    check(loaded, cache=shared_cache(loaded.config, folder))
+    scans = check(loaded, cache=shared_cache(loaded.config, folder))
     if is_here:
         loaded.refuse(list(capacity.problems(loaded.config, folder, chosen=gpus)))
     _prepare_cache(loaded, folder)
     run = RunDir.create(runs, loaded.config, at)
     files.make_private_if_new(shared_cache(loaded.config, run.path.parent))  # it holds encoded images and captions
+    for keep in scans:
+        keep()
     return run
 
 
@@ -62,9 +67,11 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     saved = manifest.complete(run.checkpoints)
     if saved:
         _check_changes(loaded, stages.current(run, loaded.config).config, manifest.progress_of(saved[-1]))
-    check(loaded, is_new=not saved, cache=shared_cache(loaded.config, run.path.parent))
+    scans = check(loaded, is_new=not saved, cache=shared_cache(loaded.config, run.path.parent))
     loaded.refuse(list(capacity.gpu_problems(loaded.config)))
     _prepare_cache(loaded, run.path.parent)
+    for keep in scans:
+        keep()
     if overrides:
         run.replace_config(loaded.config)
     return loaded
@@ -94,7 +101,7 @@ def _check_changes(loaded: ConfigFile, config: RunConfig, saved: Progress) -> No
     loaded.refuse(list(config_changes.refused(changed, saved.step)))
 
 
-def check(loaded: ConfigFile, is_new: bool = True, cache: Path | None = None) -> None:
+def check(loaded: ConfigFile, is_new: bool = True, cache: Path | None = None) -> list[Keep]:
     """Check that a run of this config can start on this machine: its fields, files, images, model, trackers and port.
 
     Args:
@@ -103,14 +110,17 @@ def check(loaded: ConfigFile, is_new: bool = True, cache: Path | None = None) ->
             and may combine fields that a new run may not.
         cache: The folder that runs share, which knows images that earlier runs read.
 
+    Returns:
+        Functions that keep in `cache` what was read of the images, for the ranks and later runs. Nothing was written.
+
     Raises:
         InputError: The run cannot start.
     """
     check_named(loaded, is_new)
-    for index in range(len(loaded.config.stages)):
-        _check_stage(loaded, index, is_new, cache)
-    _check_data(loaded.config, cache)
+    scans = [_check_stage(loaded, index, is_new, cache) for index in range(len(loaded.config.stages))]
+    scans.append(_check_data(loaded.config, cache))
     check_machine(loaded)
+    return scans
 
 
 def check_named(loaded: ConfigFile, is_new: bool = True) -> None:
@@ -156,28 +166,38 @@ def _new_run_rules(cfg: RunConfig) -> list[Problem]:
     return list(dict.fromkeys(problem for part in (cfg, *stage_configs(cfg)) for problem in start_rules(part)))
 
 
-def _check_stage(loaded: ConfigFile, index: int, is_new: bool, cache: Path | None) -> None:
+def _check_stage(loaded: ConfigFile, index: int, is_new: bool, cache: Path | None) -> Keep:
     """Raise InputError if files or data of a stage are wrong. is_new: as for `check`."""
     name = loaded.config.stages[index].name
     try:
         stage = replace(loaded, config=stage_config(loaded.config, index), source=Path(f"stage {name}"), origins={})
         stage.refuse(_missing_paths(stage.config, is_new))
-        _check_data(stage.config, cache)
+        scan = _check_data(stage.config, cache)
         _check_model(stage)
     except InputError as error:
         raise InputError(f"{loaded.source}: {error}") from error
+    return scan
 
 
-def _check_data(cfg: RunConfig, cache: Path | None) -> None:
-    """Raise InputError for images or text that cannot be trained on."""
+def _check_data(cfg: RunConfig, cache: Path | None) -> Keep:
+    """Raise InputError for images or text that cannot be trained on. Returns a function that keeps what was read."""
+    keep: Keep = _nothing
     if families.trains_on(cfg) == "images":
-        image_files.scan(cfg.data, known=KnownFiles.of(cfg.data, cache) if cache else None)
+        if cache:
+            keep = checked(cfg.data, cache)
+        else:
+            image_files.scan(cfg.data)
         question_files.of_config(cfg.data)
     else:
         files, held_out = text_files.of_config(cfg.data)
         text_files.check_preferences((*files, *held_out), cfg.objective.dpo_beta is not None)
         if cfg.data.chat_template:
             chat.check_template(cfg.data.chat_template)
+    return keep
+
+
+def _nothing() -> None:
+    """Keep nothing."""
 
 
 def _check_model(loaded: ConfigFile) -> None:
@@ -215,8 +235,7 @@ def _missing_folders(cfg: RunConfig) -> Iterator[Problem]:
     folders = {"data.path": data.path}
     folders |= {f"data.folders[{index}].path": folder.path for index, folder in enumerate(data.folders)}
     folders["data.validation"] = None if isinstance(data.validation, int) else data.validation
-    companions = {f"data.{name}": folder for name, folder in data.companions.items() if name != "regularization"}
-    folders |= companions | {"data.regularization": data.regularization}
+    folders |= {f"data.{name}": folder for name, folder in data.companions.items()}
     for field, folder in folders.items():
         if not folder:
             continue
@@ -226,9 +245,9 @@ def _missing_folders(cfg: RunConfig) -> Iterator[Problem]:
                     field, f"no file or folder '{folder}'{similar_name(Path(folder)) or '; name one with text files'}"
                 )
         elif os.path.isfile(folder):
-            if field in companions or not folder.lower().endswith(TABLES):
-                tables = "" if field in companions else f", or a {' or '.join(TABLES)} file of them"
-                yield Problem(field, f"'{folder}' is a file; name the folder with the images{tables}")
+            has_rows = folder.lower().endswith(TABLES) and not field.endswith(BY_NAME)
+            if not has_rows:
+                yield Problem(field, f"'{folder}' is a file; name the folder with the images")
         elif not os.path.isdir(folder):
             hint = similar_name(Path(folder)) or "; name the folder with the images"
             yield Problem(field, f"no folder '{folder}'{hint}")

@@ -1,0 +1,158 @@
+"""A whole scan is remembered for as long as no file and no setting has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.data.test_image_files import data
+from trainer.config.errors import InputError
+from trainer.config.sections import DataConfig
+from trainer.data import scan_memory
+from trainer.data.image_files import Dataset, scan
+from trainer.data.scan_memory import checked, remembered_scan
+
+
+@pytest.fixture
+def everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
+    """Images with masks, references, several captions, a focus, regularization and validation images."""
+    monkeypatch.setattr(scan_memory, "COARSEST_NS", -(10**12))  # files of this moment are trusted
+    for folder in ("images", "masks", "before", "others", "held", "more"):
+        (tmp_path / folder).mkdir()
+    for folder, names in (("images", "abc"), ("others", "de"), ("held", "fg"), ("more", "h")):
+        for name in names:
+            Image.new("RGB", (32, 48), f"#{ord(name):02x}8040").save(tmp_path / folder / f"{name}.png")
+            (tmp_path / folder / f"{name}.txt").write_text(f"one of {name}\nan\u00f6ther [trigger]", encoding="utf-8")
+    for name in "abcfgh":
+        Image.new("RGB", (32, 48)).save(tmp_path / "before" / f"{name}.png")
+    Image.new("L", (32, 48)).save(tmp_path / "masks" / "a.png")
+    row = {"file_name": "b.png", "focus": [0.1, 0.7]}
+    (tmp_path / "images" / "metadata.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    folders = {"masks": "masks", "references": "before", "regularization": "others", "validation": "held"}
+    return data(
+        tmp_path / "images",
+        trigger="ohwx",
+        caption_lines=True,
+        folders=[{"path": str(tmp_path / "more"), "weight": 1.5, "resolutions": [256, 64], "micro_batch": 3}],
+        **{name: str(tmp_path / folder) for name, folder in folders.items()},
+    )
+
+
+def scanned(monkeypatch: pytest.MonkeyPatch) -> list[DataConfig]:
+    """The configs that are really scanned from now on."""
+    done: list[DataConfig] = []
+
+    def watched(cfg: DataConfig, **others: Any) -> Dataset:
+        done.append(cfg)
+        return scan(cfg, **others)
+
+    monkeypatch.setattr(scan_memory, "scan", watched)
+    return done
+
+
+def test_a_scan_is_recalled_whole(everything: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, expected = scanned(monkeypatch), scan(everything)
+    found = [remembered_scan(everything, tmp_path / "cache") for _ in range(3)]
+    assert found == [expected] * 3 and len(done) == 1
+    assert found[2].train[0].mask is not None and found[2].warnings
+
+
+def test_ranks_find_what_the_launcher_scanned(
+    everything: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = scanned(monkeypatch)
+    keep = checked(everything, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    keep()
+    checked(everything, tmp_path / "cache")()
+    assert remembered_scan(everything, tmp_path / "cache") == scan(everything)
+    assert len(done) == 1
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "a caption": lambda root: (root / "images" / "a.txt").write_text("another", encoding="utf-8"),
+    "a new image": lambda root: Image.new("RGB", (32, 48)).save(root / "more" / "a.png"),
+    "an image": lambda root: Image.new("RGB", (48, 32)).save(root / "held" / "f.png"),
+    "a mask": lambda root: Image.new("L", (64, 96)).save(root / "masks" / "a.png"),
+    "a removed caption": lambda root: (root / "images" / "c.txt").unlink(),
+    "a name": lambda root: (root / "before" / "f.png").rename(root / "before" / "f_0.png"),
+    "a row": lambda root: (root / "images" / "metadata.jsonl").unlink(),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_whatever_changes_is_seen(everything: DataConfig, tmp_path: Path, what: str) -> None:
+    cfg = everything.model_copy(update={"missing_caption": "empty"})
+    before = remembered_scan(cfg, tmp_path / "cache")
+    CHANGES[what](tmp_path)
+    try:
+        expected = scan(cfg)
+    except InputError as error:
+        with pytest.raises(InputError) as caught:
+            remembered_scan(cfg, tmp_path / "cache")
+        assert str(caught.value) == str(error)
+    else:
+        found = remembered_scan(cfg, tmp_path / "cache")
+        assert found == expected
+        assert found != before or what in ("a mask", "a removed caption")
+
+
+def test_another_setting_is_scanned_anew_and_both_are_kept(
+    everything: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = everything.model_copy(update={"trigger": "another"})
+    done = scanned(monkeypatch)
+    for _ in range(2):
+        for cfg in (everything, other):
+            assert remembered_scan(cfg, tmp_path / "cache") == scan(cfg)
+    assert done == [everything, other]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"files": [], "train": [[0]], "validation": [], "warnings": []}'])
+def test_a_damaged_memory_is_replaced(everything: DataConfig, tmp_path: Path, content: str) -> None:
+    expected = remembered_scan(everything, tmp_path / "cache")
+    (kept,) = (tmp_path / "cache").rglob("*.scan")
+    kept.write_text(content, encoding="utf-8")
+    assert remembered_scan(everything, tmp_path / "cache") == expected
+    assert kept.read_text(encoding="utf-8") != content
+
+
+def test_a_file_that_was_changed_just_now_is_not_trusted(tmp_path: Path) -> None:
+    Image.new("RGB", (32, 48)).save(tmp_path / "a.png")
+    remembered_scan(data(tmp_path, missing_caption="empty"), tmp_path / "cache")
+    assert list((tmp_path / "cache").rglob("*.scan")) == []
+
+
+def test_images_that_a_table_names_elsewhere_are_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan_memory, "COARSEST_NS", -(10**12))
+    for folder in ("images", "lists"):
+        (tmp_path / folder).mkdir()
+    Image.new("RGB", (32, 48)).save(tmp_path / "images" / "a.png")
+    (tmp_path / "lists" / "a.csv").write_text("file_name,text\n../images/a.png,a\n", encoding="utf-8")
+    cfg = data(tmp_path / "lists" / "a.csv")
+    assert len(remembered_scan(cfg, tmp_path / "cache").train) == 1
+    Image.new("RGB", (48, 48)).save(tmp_path / "images" / "a.png")
+    assert remembered_scan(cfg, tmp_path / "cache").train[0].width == 48
+
+
+def test_the_scans_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan_memory, "COARSEST_NS", -(10**12))
+    Image.new("RGB", (32, 48)).save(tmp_path / "a.png")
+    configs = [data(tmp_path, missing_caption="empty", trigger=f"t{number}") for number in range(12)]
+    for number, cfg in enumerate(configs):
+        remembered_scan(cfg, tmp_path / "cache")
+        for place, kept in enumerate(sorted((tmp_path / "cache").rglob("*.scan"), key=lambda one: one.stat().st_mtime)):
+            os.utime(kept, (number + place / 100, number + place / 100))
+    done = scanned(monkeypatch)
+    remembered_scan(configs[-1], tmp_path / "cache")
+    remembered_scan(configs[0], tmp_path / "cache")
+    assert done == [configs[0]]
+    assert len(list((tmp_path / "cache").rglob("*.scan"))) == scan_memory.MOST_KEPT

@@ -1,0 +1,205 @@
+"""Remembers a whole scan, so that a later start with the same files and settings reads none of them.
+
+The launcher scans before it starts the ranks, and they find what it kept. Imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import PIL
+
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.sections import DataConfig
+from trainer.data.image_files import CaptionedImage, Dataset, read_folders, scan, separate_folders
+from trainer.data.image_io import ImageFile, entries_below
+from trainer.data.image_members import file_of
+from trainer.data.known_files import COARSEST_NS, FOLDER, MOST_BYTES, KnownFiles
+
+VERSION = 1
+"""Of what is remembered: raise it when a scan of the same files finds something else."""
+Keep = Callable[[], None]
+SUFFIX = ".scan"
+MOST_KEPT = 8
+"""Scans that are kept, the ones that were used last."""
+_FILE = ("width", "height", "profile", "has_frames", "is_turned")
+"""Fields of `ImageFile` in addition to its path."""
+_OWN = tuple(field.name for field in fields(CaptionedImage) if field.name not in ("path", *_FILE))
+_LINKED = ("mask", "references", "rejected")
+"""Fields that hold other images."""
+
+
+def remembered_scan(cfg: DataConfig, cache: Path, known: KnownFiles | None = None) -> Dataset:
+    """Scan as `image_files.scan`, unless nothing has changed since an earlier scan with the same settings.
+
+    Args:
+        cfg: The section `data`.
+        cache: The folder that runs share.
+        known: What was read of single files.
+
+    Raises:
+        InputError: As `image_files.scan`.
+    """
+    memory = _Memory(cfg, cache / FOLDER)
+    found = memory.recalled()
+    if found is None:
+        found = scan(cfg, known=known or KnownFiles.of(cfg, cache))
+        memory.keep(found)
+    return found
+
+
+def checked(cfg: DataConfig, cache: Path) -> Keep:
+    """Scan, unless nothing has changed since an earlier scan.
+
+    Returns:
+        A function that keeps the scan, for the ranks that start next. Until then nothing is written.
+
+    Raises:
+        InputError: As `image_files.scan`.
+    """
+    memory = _Memory(cfg, cache / FOLDER)
+    if memory.has_scan:
+        return lambda: None
+    known = KnownFiles.of(cfg, cache)
+    found = scan(cfg, known=known)
+
+    def keep() -> None:
+        known.save()
+        memory.keep(found)
+
+    return keep
+
+
+class _Memory:
+    """The scan of a config's files as they are now.
+
+    Args:
+        cfg: The section `data`.
+        folder: Where scans are kept.
+    """
+
+    def __init__(self, cfg: DataConfig, folder: Path) -> None:
+        self._folder, self._file = folder, None
+        self._walked: set[str] = set()
+        began = time.time_ns()
+        newest, content = 0, hashlib.sha256(f"{VERSION} {PIL.__version__} {cfg.model_dump_json()}".encode())
+        try:
+            for path, status in _stamps(cfg):
+                self._walked.add(path)
+                newest = max(newest, status.st_mtime_ns, status.st_ctime_ns)
+                stamp = f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ctime_ns}\0{status.st_ino}\n"
+                content.update(stamp.encode("utf-8", "surrogateescape"))
+        except (OSError, InputError):  # the scan names what is wrong
+            return
+        # A file that was read sooner after its last change may change once more without another time stamp.
+        if newest + COARSEST_NS < began:
+            self._file = folder / f"{content.hexdigest()[:32]}{SUFFIX}"
+
+    @property
+    def has_scan(self) -> bool:
+        return self._file is not None and self._file.exists()
+
+    def recalled(self) -> Dataset | None:
+        """The scan; None if it is not known."""
+        if self._file is None:
+            return None
+        try:
+            with _without_collection():
+                found = _dataset(json.loads(files.read(self._file, at_most=MOST_BYTES)))
+            os.utime(self._file)
+        except (OSError, InputError, ValueError, TypeError, KeyError, IndexError):  # none, or damaged: scanned again
+            return None
+        return found
+
+    def keep(self, dataset: Dataset) -> None:
+        """Keep a scan that has just been made, if all that it read was looked at."""
+        content = _content(dataset)
+        if self._file is None or any(str(file_of(Path(path))) not in self._walked for path, *_ in content["files"]):
+            return  # a row of a table may name an image anywhere
+        with contextlib.suppress(OSError):  # a full or read-only disk: the next start scans again
+            files.make_private_if_new(self._folder)
+            files.replace(self._file, json.dumps(content))
+            kept = sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda file: file.stat().st_mtime_ns)
+            for old in kept[:-MOST_KEPT]:
+                old.unlink(missing_ok=True)
+
+
+def _stamps(cfg: DataConfig) -> Iterator[tuple[str, os.stat_result]]:
+    """(path, state) of every file that a scan reads, or that says what it reads."""
+    skipped = separate_folders(cfg)
+    for folder in read_folders(cfg):
+        if not folder.is_dir():
+            yield str(folder), folder.stat()
+            continue
+        for entry in entries_below(folder, skipped):
+            yield entry.path, entry.stat()
+
+
+def _content(dataset: Dataset) -> dict[str, Any]:
+    """A dataset as JSON can hold it. Each file stands once, with its number."""
+    numbers: dict[ImageFile, int] = {}
+    listed: list[list[Any]] = []
+
+    def number_of(image: ImageFile) -> int:
+        file = ImageFile(image.path, **{name: getattr(image, name) for name in _FILE})
+        if file not in numbers:
+            numbers[file] = len(numbers)
+            listed.append([str(file.path), *(getattr(file, name) for name in _FILE)])
+        return numbers[file]
+
+    def row_of(image: CaptionedImage) -> list[Any]:
+        return [number_of(image), *(_linked(name, getattr(image, name), number_of) for name in _OWN)]
+
+    rows = {name: [row_of(image) for image in getattr(dataset, name)] for name in ("train", "validation")}
+    return {"files": listed, **rows, "warnings": dataset.warnings}
+
+
+def _linked(name: str, value: Any, number_of: Any) -> Any:
+    if name not in _LINKED or value is None:
+        return value
+    return [number_of(one) for one in value] if isinstance(value, tuple) else number_of(value)
+
+
+def _dataset(content: Mapping[str, Any]) -> Dataset:
+    listed = content["files"]
+
+    def file_of(number: int) -> ImageFile:
+        path, width, height, profile, has_frames, is_turned = listed[number]
+        return ImageFile(Path(path), width, height, profile=profile, has_frames=has_frames, is_turned=is_turned)
+
+    def image_of(row: Sequence[Any]) -> CaptionedImage:
+        path, width, height, profile, has_frames, is_turned = listed[row[0]]
+        own = dict(zip(_OWN, row[1:], strict=True))
+        for name in ("more_captions", "sides", "focus"):
+            own[name] = tuple(own[name])
+        own["references"] = tuple(map(file_of, own["references"]))
+        for name in ("mask", "rejected"):
+            if own[name] is not None:
+                own[name] = file_of(own[name])
+        own |= {"profile": profile, "has_frames": has_frames, "is_turned": is_turned}
+        return CaptionedImage(Path(path), width, height, **own)
+
+    train, validation = (tuple(map(image_of, content[name])) for name in ("train", "validation"))
+    return Dataset(train, validation, tuple(content["warnings"]))
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Make many objects that all stay: looking for garbage among them again and again takes as long as they do."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
