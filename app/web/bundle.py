@@ -18,6 +18,7 @@ SCREENS: tuple[str, ...] = (
     "runs",
     "queue",
     "captioning",
+    "upload",
     "data",
     "machine",
 )
