@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -127,6 +128,43 @@ class Captions:
         self._apply(found)
         return len(found)
 
+    def fill(self, captions: Sequence[tuple[Card, str | None, str]], batch: int) -> list[str]:
+        """Write captions that a program made, each only where its file is what the program knew it to be.
+
+        Args:
+            captions: (image, text of its file when the program began, None where there was none; the new caption).
+            batch: Number of the changes in the log; calls with the same number are undone together by `undo_batch`.
+
+        Returns:
+            For each caption, why it was not written; empty where the file holds it now.
+
+        Raises:
+            InputError: A file cannot be written. Those before it are.
+        """
+        with self._opened() as log:
+            kept = [_kept(card.file, before, caption) for card, before, caption in captions]
+            new = [
+                (card, caption)
+                for (card, _, caption), why in zip(captions, kept, strict=True)
+                if not why and _read(card.file) != caption
+            ]
+            if new:
+                self._write_all(log, new, batch)
+        return kept
+
+    def undo_batch(self, batch: int) -> tuple[int, int]:
+        """Undo all changes of a batch, wherever they are in the log.
+
+        Returns:
+            The number of captions that were restored, and of those that were changed elsewhere since and are left.
+        """
+        with self._opened() as log:
+            changes = [change for change in self._all(log) if change.batch == batch]
+            restored = sum(_undone(change) for change in reversed(changes))
+            if changes:
+                self._remove(log, {change.at for change in changes})
+        return restored, len(changes) - restored
+
     def undoable(self, folders: Sequence[Path] | None = None) -> int:
         """Return the number of captions that `undo` would restore; 0 where nothing was changed."""
         if not os.path.lexists(self._log):
@@ -163,9 +201,11 @@ class Captions:
         with self._opened() as log:
             self._write_all(log, captions)
 
-    def _write_all(self, log: BinaryIO, captions: Sequence[tuple[Card, str]]) -> None:
-        latest = self._latest(log)
-        batch = latest[-1].batch + 1 if latest else 1
+    def _write_all(self, log: BinaryIO, captions: Sequence[tuple[Card, str]], batch: int | None = None) -> None:
+        if batch is None:
+            latest = self._latest(log)
+            # Larger than any other, also where a batch of `fill`, which began long ago, is the latest.
+            batch = max(latest[-1].batch + 1 if latest else 1, int(1000 * time.time()))
         new = [Change(str(card.file), _read(card.file), caption, batch) for card, caption in captions]
         end = log.seek(0, os.SEEK_END)
         is_torn = end > 0 and os.pread(log.fileno(), 1, end - 1) != b"\n"
@@ -220,6 +260,14 @@ class Captions:
             lines = "1 line is" if damaged == 1 else f"{damaged} lines are"
             self.problem = f"{self._log}: {lines} damaged and skipped; remove the file to clear the history"
         return found[::-1]
+
+    def _all(self, log: BinaryIO) -> Iterator[_Noted]:
+        """Yield all changes that can be read, the first one first."""
+        at = log.seek(0)
+        for line in log:
+            with suppress(ValidationError):
+                yield _Noted(**vars(_CHANGE.validate_json(line)), at=at)
+            at += len(line)
 
     def _remove(self, log: BinaryIO, places: Collection[int]) -> None:
         """Drop the lines that begin at these bytes of the log."""
@@ -288,6 +336,18 @@ def _undone(change: Change) -> bool:
     else:
         _write(file, change.before)
     return True
+
+
+def _kept(file: Path, before: str | None, caption: str) -> str:
+    """Return why a caption may not replace what a file holds; empty where it may."""
+    try:
+        _check(file, caption)
+        now = _read(file)
+    except InputError as error:
+        return str(error)
+    if now in (before, caption):
+        return ""
+    return f"{file}: was {'removed' if now is None else 'written'} meanwhile; left as it is"
 
 
 def _check(file: Path, caption: str) -> None:

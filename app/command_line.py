@@ -18,12 +18,30 @@ from trainer.config.load import load_config
 from trainer.config.presets import preset_file
 from trainer.config.sections import ExportConfig
 from trainer.config.terminal import complain, printable, say
+from trainer.run.captioning import CaptionRequest, Style
 
 REFUSED_PATHS = {
     **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP), "name another path"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable for you, or name another path"),
 }
 """{what the system says of a path: what to do}"""
+CAPTION_FIELDS = {
+    "model": ("PATH", "folder or downloaded hub id of a vision-language model"),
+    "style": ("STYLE", f"{', '.join(get_args(Style))}; default: {CaptionRequest.style}"),
+    "prompt": ("TEXT", "what the model is asked, instead of a style"),
+    "omit": ("WORDS", "what captions do not mention, between commas"),
+    "trigger": ("", "put [trigger] in front, which stands for data.trigger"),
+    "overwrite": ("WHICH", "model: also captions that a model wrote; all: also those of a person; default: missing"),
+    "quantize": ("FORMAT", "store the language model in int8, fp8 or nf4"),
+    "device": ("DEVICE", "auto, cuda or cpu"),
+    "ranks": ("N", "processes, one per GPU; each captions images of its own"),
+    "shard": ("", "the ranks share one copy of the model, for one that does not fit on one GPU"),
+    "temperature": ("T", "0 takes the likeliest words; default: 0"),
+    "seed": ("N", "of the random words of a temperature above 0"),
+    "tokens": ("N", f"most tokens of a caption; default: {CaptionRequest.tokens}"),
+    "pixels": ("N", f"larger images are scaled down to this many pixels; default: {CaptionRequest.pixels}"),
+}
+"""{option of --caption, a field of `CaptionRequest`: (name of its value, or "" for a switch, help)}"""
 TAKEN_BY = {
     "run_dir": ("headless",),
     "slurm": ("headless",),
@@ -31,7 +49,7 @@ TAKEN_BY = {
     "node_rank": ("resume", "join"),
     "what": ("export",),
     "format": ("export", "extract"),
-    "dtype": ("export", "extract"),
+    "dtype": ("export", "extract", "caption"),
     "base": ("extract",),
     "family": ("extract",),
     "rank": ("extract",),
@@ -44,6 +62,7 @@ TAKEN_BY = {
     "json": ("plan",),
     "exactly": ("plan",),
     "html": ("plan",),
+    **dict.fromkeys((*CAPTION_FIELDS, "undo"), ("caption",)),
     "name": (),
     "auth_file": (),
 }
@@ -57,6 +76,7 @@ MODES_WITH_VALUE = {
     "join": "RUN_DIR",
     "export": "RUN_DIR",
     "extract": "TUNED",
+    "caption": "FOLDER",
 }
 """{mode: name of its value}"""
 EPILOG = """\
@@ -69,6 +89,7 @@ examples:
   {program} --join runs/big --node-rank 1
   {program} --headless quickstart --slurm
   {program} --export runs/second --what merged
+  {program} --caption my-images --model Qwen/Qwen2.5-VL-3B-Instruct
   {program} --extract TUNED --base BASE --family FAMILY --rank 32 --to lora.safetensors
 
 exit codes: 0 done, 1 the run failed, 2 the config or the input is wrong, 130 stopped
@@ -148,6 +169,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="also write a page about the plan, with memory over a step (--plan)"
     )
+    captions = parser.add_argument_group("captions (--caption)")
+    for name, (value, text) in CAPTION_FIELDS.items():
+        if value:
+            captions.add_argument(f"--{name}", metavar=value, help=text)
+        else:
+            captions.add_argument(f"--{name}", action="store_const", const=True, help=text)
+    captions.add_argument("--undo", action="store_const", const=True, help="take back the captions of the latest job")
     return parser
 
 
@@ -180,6 +208,13 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="TUNED",
         help="extract a LoRA from the difference between a fine-tuned checkpoint and its base",
+    )
+    modes.add_argument(
+        "--caption",
+        nargs="?",
+        const="",
+        metavar="FOLDER",
+        help="let a vision-language model write the captions of a folder of images",
     )
     modes.add_argument("--queue", action="store_true", help="start the queued runs one after the other")
     modes.add_argument("--doctor", action="store_true", help="check Python, packages, GPUs, disk, memory and ports")
@@ -243,6 +278,8 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         return doctor.examine(options.runs)
     if options.extract is not None:
         return _extract(options, parser)
+    if options.caption is not None:
+        return _caption(options, parser)
     if options.plan is not None:
         from trainer.launcher import plan_command
 
@@ -302,6 +339,19 @@ def _headless(options: argparse.Namespace) -> int:
     if scheduler is not None:
         return commands.write_job(preset, options.overrides, options.runs, options.run_dir, scheduler)
     return commands.train(preset, options.overrides, options.runs, options.run_dir)
+
+
+def _caption(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from app import caption_command
+
+    if options.undo:
+        return caption_command.undo(Path(options.caption), options.runs)
+    if options.model is None:
+        parser.error("--caption needs --model PATH")
+    given = {name: getattr(options, name) for name in CAPTION_FIELDS if getattr(options, name) is not None}
+    given |= {"precision": options.dtype} if options.dtype else {}
+    request = CaptionRequest.checked({"folder": options.caption, **given})
+    return caption_command.caption(request, options.runs)
 
 
 def _fit(options: argparse.Namespace) -> int:

@@ -81,12 +81,16 @@ class Picker:
         """Return a folder's content; an empty path stands for the first root. Raises InputError outside the roots."""
         folder = typed_folder(path) if path else self.roots[0]
         real = folder.resolve()
-        root = next((root for root in self.roots if real.is_relative_to(root)), None)
+        root = self.root_of(real)
         if root is None:
             raise InputError(f"{folder}: outside {' and '.join(map(str, self.roots))}; type its path into the field")
         if not os.path.isdir(real):
             raise InputError(f"{folder}: not a folder")
         return listed(real, "" if real == root else str(real.parent))
+
+    def root_of(self, real: Path) -> Path | None:
+        """Return the root that a resolved path is below, or is itself; None where it is outside all of them."""
+        return next((root for root in self.roots if real.is_relative_to(root)), None)
 
 
 class Unsettled:

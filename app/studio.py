@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 from app import form
 from app.caption_lengths import Lengths
+from app.data_folders import DataFolders
 from app.earlier_runs import EarlierRuns
 from app.fit_preview import FitPreviews, Question
 from app.folders import Picker, Recent, Unsettled
@@ -31,6 +32,7 @@ from app.model_choices import ModelChoices
 from app.monitor import Follower, explained, find_runs
 from app.plan_preview import PlanPreview, PlanPreviews
 from app.scans import Scans
+from app.uploads import Uploads
 from app.web.served_files import Downloads, Thumbnails
 from trainer import gpus
 from trainer.config import files
@@ -100,6 +102,7 @@ class Studio:
         self.models = ModelChoices(self.runs)
         self.model_downloads = ModelDownloads(self.runs / "drafts" / "models")
         self.picker = Picker((Path.home(), Path.cwd(), self.runs.parent))
+        self.uploads = Uploads(DataFolders(self.picker, self.runs), self.runs / "drafts" / "uploads")
         self.unsettled = Unsettled()
         self.recent = Recent(self.runs / "drafts" / "folders.json")
         self._drafts = self.runs / "drafts"

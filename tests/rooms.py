@@ -31,6 +31,7 @@ ROOMS = {
     "parallel": "config distributed weights",
     "models": "adapters config distributed metrics parallel pinned rng run weights",
     "data": "config distributed models rng run weights",
+    "captioning": "config data distributed models run",
     "export": "adapters checkpoint config models rng run weights",
     "plan": "adapters config data distributed gpus models optim parallel rng run weights",
     "launcher": "checkpoint config data gpus metrics models plan run weights",

@@ -53,6 +53,11 @@ class Access:
         _require_free(host, port)
         return cls(host, port, tuple(known), bool(names), user)
 
+    @property
+    def uploads_closed(self) -> str:
+        """Why the page takes no images, "" where it does: other machines may reach it without a password."""
+        return security.UPLOADS_CLOSED if self.is_named and self.user is None else ""
+
     def addresses(self, path: str) -> Iterator[str]:
         """Yield the addresses of the page, and advice. path: path and token that open it."""
         if self.host in security.LOCAL:

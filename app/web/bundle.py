@@ -17,6 +17,8 @@ SCREENS: tuple[str, ...] = (
     "results",
     "runs",
     "queue",
+    "captioning",
+    "upload",
     "data",
     "machine",
 )

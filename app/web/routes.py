@@ -1,4 +1,4 @@
-"""Addresses that send files of a run to be kept: all samples as a zip, one sample, and the report.
+"""Addresses that send files of a run to be kept: all samples as a zip, one sample, and the report; and uploads.
 
 They are behind `security.Guard`. Nothing that they send is shown as a page with rights: samples are attachments, and
 the report is in a sandbox without scripts.
@@ -15,6 +15,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from app import samples
 from app.monitor import explained
 from app.studio import Studio
+from app.web import upload_routes
 from trainer.config.errors import InputError
 from trainer.run.folder import RunDir
 from trainer.run.report import POLICY, write_report
@@ -22,6 +23,7 @@ from trainer.run.report import POLICY, write_report
 
 def add(app: FastAPI, studio: Studio) -> None:
     """Add the addresses to the app, before gradio takes all others."""
+    upload_routes.add(app, studio)
 
     @app.get("/open")
     async def is_open() -> Response:

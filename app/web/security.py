@@ -29,6 +29,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.uploads import MOST_CHUNK
 from trainer.config import files
 from trainer.config.errors import InputError
 
@@ -36,6 +37,12 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 ALL_ADDRESSES = ("0.0.0.0", "::")
 MAX_BODY_BYTES = 4 * 2**20
 MAX_LOGIN_BYTES = 4096
+CHUNK = re.compile(r"/uploads/[0-9a-f]{32}")
+"""The address that takes a chunk of an image: see `upload_routes`."""
+UPLOADS_CLOSED = (
+    "Uploads are off: this page has a name for other machines (--name) and no password; start it with --auth-file "
+    "FILE, or without --name, or copy the images into a folder of this machine yourself."
+)
 ATTEMPTS, WITHIN_S = 5, 60.0
 MOST_CLIENTS = 1024
 """Addresses whose wrong passwords are counted, the most recent ones."""
@@ -188,10 +195,20 @@ def _neighbourhood(client: str) -> str:
 
 
 class Guard:
-    """Refuses requests without the cookie, from other sites or to unknown names, uploads, and too large bodies."""
+    """Refuses requests without the cookie, from other sites or to unknown names, and too large bodies.
+
+    Files are taken by the address `CHUNK` alone, and by gradio's own addresses never.
+    """
 
     def __init__(
-        self, app: ASGIApp, names: Iterable[Name], port: int, secret: str, token: str, login: Login | None = None
+        self,
+        app: ASGIApp,
+        names: Iterable[Name],
+        port: int,
+        secret: str,
+        token: str,
+        login: Login | None = None,
+        uploads_closed: str = "",
     ) -> None:
         """Wrap `app`.
 
@@ -201,8 +218,10 @@ class Guard:
             secret: Key of the cookie.
             token: Token in the printed address, used when `login` is None.
             login: Check of user and password.
+            uploads_closed: Why no images are taken; "" where they are.
         """
         self._app = app
+        self._uploads_closed = uploads_closed
         known = [*(Name(literal(host)) for host in LOCAL), *names]
         self._hosts = frozenset(name.host for name in known)
         self._origins = frozenset(
@@ -291,7 +310,10 @@ class Guard:
         length = request.headers.get("content-length", "")
         if not length.isdigit():  # chunked
             return PlainTextResponse("Content-Length is required", 411)
-        if int(length) > MAX_BODY_BYTES:
+        is_chunk = request.method == "PUT" and CHUNK.fullmatch(request.scope["path"]) is not None  # decoded
+        if is_chunk and self._uploads_closed:
+            return PlainTextResponse(self._uploads_closed, 403)
+        if int(length) > (MOST_CHUNK if is_chunk else MAX_BODY_BYTES):
             return PlainTextResponse("too large", 413)
         return None
 

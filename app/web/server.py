@@ -27,7 +27,20 @@ from app.studio import Studio
 from app.web import bundle, routes, security, theme
 from app.web.access import Access
 from app.web.answers import server_functions
-from app.web.pages import data, files, frame, machine, new_run, queue, results, run, runs, samples
+from app.web.pages import (
+    captioning,
+    data,
+    files,
+    frame,
+    machine,
+    new_run,
+    queue,
+    results,
+    run,
+    runs,
+    samples,
+    upload,
+)
 from trainer.config.terminal import say
 
 PAGES = (
@@ -40,6 +53,8 @@ PAGES = (
     files,
     queue,
     data,
+    captioning,
+    upload,
     machine,
 )
 """Modules with a function `calls`: what their screen's script calls."""
@@ -56,6 +71,7 @@ def build(studio: Studio) -> gr.Blocks:
         "unwritable": studio.unwritable,
         "form": new_run.facts(),
         "run": run.facts(),
+        "upload": upload.facts(),
     }
     with gr.Blocks(title="ShardStudio", analytics_enabled=False) as blocks:
         gr.HTML(
@@ -74,6 +90,7 @@ def serve(folder: Path, access: Access) -> None:
     studio = Studio(folder)
     studio.prepare()
     studio.run_queue()
+    studio.uploads.closed = access.uploads_closed
     token = secrets.token_urlsafe(32)
     blocks = build(studio)
     app = _mounted(blocks, studio)
@@ -84,6 +101,7 @@ def serve(folder: Path, access: Access) -> None:
         secret=_secret(studio),
         token=token,
         login=security.Login(*access.user) if access.user else None,
+        uploads_closed=access.uploads_closed,
     )
     for line in access.addresses("" if access.user else f"/?token={token}"):
         say(line)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -164,3 +166,62 @@ def test_a_new_file_is_made_once_also_where_there_are_no_hard_links(
     with pytest.raises(FileExistsError):
         files.create(tmp_path / "a", "second")
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a", "first")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[int]:
+    """An open folder with one file."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "a").write_bytes(b"former")
+    descriptor = os.open(tmp_path / "there", os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
+
+
+def without_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a file system without hard links answers, such as exFAT."""
+
+    def refuse(*paths: object, **where: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_is_moved_into_an_open_folder_and_overwrites_none(
+    tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    source = tmp_path / "new"
+    source.write_bytes(b"new")
+    source.chmod(0o640)
+    if not has_links:
+        without_links(monkeypatch)
+    for name in ("a", "a"):
+        with pytest.raises(FileExistsError):
+            files.place_at(source, folder, name)
+    assert source.read_bytes() == b"new" and os.listdir(folder) == ["a"]
+    files.place_at(source, folder, "b")
+    assert not source.exists() and sorted(os.listdir(folder)) == ["a", "b"]
+    there = tmp_path / "there"
+    assert ((there / "a").read_bytes(), (there / "b").read_bytes()) == (b"former", b"new")
+    assert stat.S_IMODE((there / "b").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_and_a_link_itself_move_between_open_folders_and_overwrite_none(
+    tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    (tmp_path / "there" / "link").symlink_to("/etc/passwd")
+    target = os.open(tmp_path, os.O_RDONLY)
+    if not has_links:
+        without_links(monkeypatch)
+    with pytest.raises(FileNotFoundError):
+        files.move_at(folder, "none", target, "none")
+    with pytest.raises(FileExistsError):
+        files.move_at(folder, "a", folder, "link")
+    assert os.listdir(tmp_path) == ["there"]
+    files.move_at(folder, "link", target, "link")
+    files.move_at(folder, "a", target, "b")
+    assert os.readlink(tmp_path / "link") == "/etc/passwd"
+    assert (tmp_path / "b").read_bytes() == b"former" and os.listdir(folder) == []
+    os.close(target)

@@ -16,7 +16,8 @@ from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
 from trainer.data import scan_memory
 from trainer.data.image_files import Dataset, scan
-from trainer.data.scan_memory import checked, remembered_scan
+from trainer.data.known_files import KnownFiles
+from trainer.data.scan_memory import ScanMemory, checked
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def scanned(monkeypatch: pytest.MonkeyPatch) -> list[DataConfig]:
 
 def test_a_scan_is_recalled_whole(everything: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done, expected = scanned(monkeypatch), scan(everything)
-    found = [remembered_scan(everything, tmp_path / "cache") for _ in range(3)]
+    found = [ScanMemory(everything, tmp_path / "cache").scan(KnownFiles) for _ in range(3)]
     assert found == [expected] * 3 and len(done) == 1
     assert found[2].train[0].mask is not None and found[2].warnings
 
@@ -71,7 +72,7 @@ def test_ranks_find_what_the_launcher_scanned(
     assert not (tmp_path / "cache").exists()
     keep()
     checked(everything, tmp_path / "cache")()
-    assert remembered_scan(everything, tmp_path / "cache") == scan(everything)
+    assert ScanMemory(everything, tmp_path / "cache").scan(KnownFiles) == scan(everything)
     assert len(done) == 1
 
 
@@ -89,16 +90,16 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_whatever_changes_is_seen(everything: DataConfig, tmp_path: Path, what: str) -> None:
     cfg = everything.model_copy(update={"missing_caption": "empty"})
-    before = remembered_scan(cfg, tmp_path / "cache")
+    before = ScanMemory(cfg, tmp_path / "cache").scan(KnownFiles)
     CHANGES[what](tmp_path)
     try:
         expected = scan(cfg)
     except InputError as error:
         with pytest.raises(InputError) as caught:
-            remembered_scan(cfg, tmp_path / "cache")
+            ScanMemory(cfg, tmp_path / "cache").scan(KnownFiles)
         assert str(caught.value) == str(error)
     else:
-        found = remembered_scan(cfg, tmp_path / "cache")
+        found = ScanMemory(cfg, tmp_path / "cache").scan(KnownFiles)
         assert found == expected
         assert found != before or what in ("a mask", "a removed caption")
 
@@ -110,22 +111,22 @@ def test_another_setting_is_scanned_anew_and_both_are_kept(
     done = scanned(monkeypatch)
     for _ in range(2):
         for cfg in (everything, other):
-            assert remembered_scan(cfg, tmp_path / "cache") == scan(cfg)
+            assert ScanMemory(cfg, tmp_path / "cache").scan(KnownFiles) == scan(cfg)
     assert done == [everything, other]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"files": [], "train": [[0]], "validation": [], "warnings": []}'])
 def test_a_damaged_memory_is_replaced(everything: DataConfig, tmp_path: Path, content: str) -> None:
-    expected = remembered_scan(everything, tmp_path / "cache")
+    expected = ScanMemory(everything, tmp_path / "cache").scan(KnownFiles)
     (kept,) = (tmp_path / "cache").rglob("*.scan")
     kept.write_text(content, encoding="utf-8")
-    assert remembered_scan(everything, tmp_path / "cache") == expected
+    assert ScanMemory(everything, tmp_path / "cache").scan(KnownFiles) == expected
     assert kept.read_text(encoding="utf-8") != content
 
 
 def test_a_file_that_was_changed_just_now_is_not_trusted(tmp_path: Path) -> None:
     Image.new("RGB", (32, 48)).save(tmp_path / "a.png")
-    remembered_scan(data(tmp_path, missing_caption="empty"), tmp_path / "cache")
+    ScanMemory(data(tmp_path, missing_caption="empty"), tmp_path / "cache").scan(KnownFiles)
     assert list((tmp_path / "cache").rglob("*.scan")) == []
 
 
@@ -138,9 +139,9 @@ def test_images_that_a_table_names_elsewhere_are_not_remembered(
     Image.new("RGB", (32, 48)).save(tmp_path / "images" / "a.png")
     (tmp_path / "lists" / "a.csv").write_text("file_name,text\n../images/a.png,a\n", encoding="utf-8")
     cfg = data(tmp_path / "lists" / "a.csv")
-    assert len(remembered_scan(cfg, tmp_path / "cache").train) == 1
+    assert len(ScanMemory(cfg, tmp_path / "cache").scan(KnownFiles).train) == 1
     Image.new("RGB", (48, 48)).save(tmp_path / "images" / "a.png")
-    assert remembered_scan(cfg, tmp_path / "cache").train[0].width == 48
+    assert ScanMemory(cfg, tmp_path / "cache").scan(KnownFiles).train[0].width == 48
 
 
 def test_the_scans_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,11 +149,11 @@ def test_the_scans_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: pyt
     Image.new("RGB", (32, 48)).save(tmp_path / "a.png")
     configs = [data(tmp_path, missing_caption="empty", trigger=f"t{number}") for number in range(12)]
     for number, cfg in enumerate(configs):
-        remembered_scan(cfg, tmp_path / "cache")
+        ScanMemory(cfg, tmp_path / "cache").scan(KnownFiles)
         for place, kept in enumerate(sorted((tmp_path / "cache").rglob("*.scan"), key=lambda one: one.stat().st_mtime)):
             os.utime(kept, (number + place / 100, number + place / 100))
     done = scanned(monkeypatch)
-    remembered_scan(configs[-1], tmp_path / "cache")
-    remembered_scan(configs[0], tmp_path / "cache")
+    ScanMemory(configs[-1], tmp_path / "cache").scan(KnownFiles)
+    ScanMemory(configs[0], tmp_path / "cache").scan(KnownFiles)
     assert done == [configs[0]]
     assert len(list((tmp_path / "cache").rglob("*.scan"))) == scan_memory.MOST_KEPT

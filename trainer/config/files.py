@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
+import shutil
 import stat
 import threading
 import time
@@ -75,6 +77,70 @@ def create(file: Path, content: str | bytes) -> None:
             os.replace(temporary, file)
         temporary.unlink(missing_ok=True)
         flush(file.parent)
+
+
+def place_at(source: Path, folder: int, name: str) -> None:
+    """Move a complete file into an open folder, also one of another file system. Nothing is overwritten.
+
+    Args:
+        source: The file, which nothing writes meanwhile.
+        folder: Descriptor of the folder, which no link that is put in its way can redirect.
+        name: Name of the file in the folder.
+
+    Raises:
+        FileExistsError: The name is taken.
+        OSError: It cannot be written.
+    """
+    flush(source)
+    try:
+        os.link(source, name, dst_dir_fd=folder, follow_symlinks=False)
+    except FileExistsError:
+        raise
+    except OSError:  # another file system, or one without hard links
+        _copy_at(source, folder, name)
+    os.fsync(folder)
+    source.unlink()
+
+
+def move_at(folder: int, name: str, target: int, new_name: str) -> None:
+    """Move a file, or a link itself, between open folders of one file system. Nothing is overwritten.
+
+    Raises:
+        FileExistsError: The new name is taken.
+        OSError: It cannot be moved.
+    """
+    try:
+        os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=target, follow_symlinks=False)
+    except (FileExistsError, FileNotFoundError):
+        raise
+    except OSError as error:
+        if error.errno == errno.EXDEV:
+            raise
+        # A file system without hard links, or a file of another user: the new name is empty for a moment.
+        os.close(os.open(new_name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=target))
+        try:
+            os.replace(name, new_name, src_dir_fd=folder, dst_dir_fd=target)
+        except OSError:
+            os.unlink(new_name, dir_fd=target)
+            raise
+    else:
+        os.unlink(name, dir_fd=folder)
+    os.fsync(target)
+
+
+def _copy_at(source: Path, folder: int, name: str) -> None:
+    temporary = f".{secrets.token_hex(8)}.part"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+    try:
+        with open(descriptor, "wb") as copy, opened(source) as original:
+            shutil.copyfileobj(original, copy, MIB)
+            os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(original.fileno()).st_mode))
+            copy.flush()
+            os.fsync(copy.fileno())
+        move_at(folder, temporary, folder, name)
+    except BaseException:
+        os.unlink(temporary, dir_fd=folder)
+        raise
 
 
 @contextmanager

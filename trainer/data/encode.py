@@ -6,7 +6,7 @@ import gc
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from trainer.data import image_warnings
 from trainer.data.buckets import Buckets, kept_part
 from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, key_of, missing
 from trainer.data.captions import measure
+from trainer.data.encoded_memory import Encoded, EncodedMemory
 from trainer.data.image_files import CaptionedImage, Dataset
 from trainer.data.image_io import (
     WHOLE,
@@ -38,7 +39,7 @@ from trainer.data.image_io import (
 from trainer.data.image_source import EncodedData, EncodedImage, EncodedPrompt, Pixels, with_trigger
 from trainer.data.known_files import KnownFiles
 from trainer.data.prompts import CACHE_VERSION, origin_of, text_keys
-from trainer.data.scan_memory import remembered_scan
+from trainer.data.scan_memory import ScanMemory
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import ImageFamily, LoadModule
@@ -97,19 +98,23 @@ class _DataEncoder:
         return KnownFiles.of(self.context.cfg.data, self.context.cache)
 
     def encode(self, others: Sequence[ImageFile]) -> EncodedData:
-        dataset = remembered_scan(self.context.cfg.data, self.context.cache, self._known)
-        train, validation = (self._wanted(images) for images in (dataset.train, dataset.validation))
-        self._warn(dataset, (*train, *validation))
+        scans = ScanMemory(self.context.cfg.data, self.context.cache)
+        dataset = scans.scan(lambda: self._known)
+        memory = EncodedMemory(self.cache, scans.digest, self._way)
+        encoded = memory.recalled(dataset)
+        are_known = all(self.context.world.gather(encoded is not None))
+        if encoded is not None and are_known:
+            self._warn(encoded.warnings)
+        else:
+            encoded = self._encode_dataset(dataset, memory)
+        texts = self._encode_texts(["", self.context.cfg.sample.negative, *self._prompts])
         samples = [self._known.header(Path(file)) for file in self.context.cfg.sample.references]
-        texts = self._encode_texts((*dataset.train, *dataset.validation))
-        pictures = [picture for wanted in (*train, *validation) for picture in wanted.pictures]
         alone = {image.path: self._picture(image, self._largest) for image in (*samples, *others)}
-        latents = self._encode_images([*pictures, *alone.values()])
-        masks = self._encode_masks((*train, *validation), latents)
+        latents = self._encode_images(list(alone.values()))
         return EncodedData(
             self.cache,
-            tuple(filter(None, (wanted.encoded(latents, masks, texts) for wanted in train))),
-            tuple(filter(None, (wanted.encoded(latents, masks, texts) for wanted in validation))),
+            encoded.train,
+            encoded.validation,
             self._encoded_prompts(texts, samples, {file: latents.get(picture) for file, picture in alone.items()}),
             texts[self.context.cfg.sample.negative],
             texts[""],
@@ -118,6 +123,40 @@ class _DataEncoder:
             self.family.reads_original_size,
             {image.path: key for image in others if (key := latents.get(alone[image.path]))},
         )
+
+    def _warn(self, warnings: Iterable[str]) -> None:
+        for warning in warnings:
+            self.context.emit(WarningEvent(message=warning))
+
+    @property
+    def _way(self) -> tuple[object, ...]:
+        """What decides, in addition to the scan, which examples there are, under which keys, and what is said."""
+        cfg, family = self.context.cfg, self.family
+        own_size = family.drawn_size(1000, 1000, self._largest)
+        (text_key,) = text_keys(cfg, self._origin, [""]).values()
+        return (text_key, family.size_multiple, family.longest_side, own_size, cfg.sample.prompts, cfg.sample.negative)
+
+    def _encode_dataset(self, dataset: Dataset, memory: EncodedMemory) -> Encoded:
+        """Encode what the cache lacks of the images and captions of a dataset."""
+        images = (*dataset.train, *dataset.validation)
+        train, validation = (self._wanted(images) for images in (dataset.train, dataset.validation))
+        wanted = (*train, *validation)
+        # Every rank has all captions. The cache does not hold their lengths, but tokenizing again is cheap.
+        measured = measure(self.family, self.context.cfg, images).warnings if self.context.world.rank == 0 else ()
+        warnings = (*self._warnings(dataset, wanted), *measured)
+        self._warn(warnings)
+        texts = self._encode_texts([*self._prompts, *(caption for image in images for caption in image.captions)])
+        latents = self._encode_images([picture for one in wanted for picture in one.pictures])
+        masks = self._encode_masks(wanted, latents)
+        encoded = Encoded(
+            tuple(filter(None, (one.encoded(latents, masks, texts) for one in train))),
+            tuple(filter(None, (one.encoded(latents, masks, texts) for one in validation))),
+            warnings,
+        )
+        # What could not be encoded is tried again, and named, by the next start.
+        if self._crew.index == 0 and len(encoded.train) + len(encoded.validation) == len(wanted):
+            memory.keep(dataset, encoded)
+        return encoded
 
     def _wanted(self, images: Sequence[CaptionedImage]) -> list[_Wanted]:
         """The images in each of their sizes, without those that would lose too much."""
@@ -148,20 +187,17 @@ class _DataEncoder:
         size = self._own_size(image, side) or self._buckets.nearest(image, side)
         return _Picture.of(image, size, replace(WHOLE, background=self.context.cfg.data.background))
 
-    def _warn(self, dataset: Dataset, wanted: Sequence[_Wanted]) -> None:
-        """Warn of what was found in the files, and of images that are enlarged, cropped much or left out."""
+    def _warnings(self, dataset: Dataset, wanted: Sequence[_Wanted]) -> Iterator[str]:
+        """What was found in the files, and which images are enlarged, cropped much or left out."""
         sized: list[tuple[ImageFile, tuple[int, int]]] = [(one.image, one.size) for one in wanted]
         sized += [(picture.file, picture.size) for one in wanted for picture in one.references]
         in_buckets = [(image, size) for image, size in sized if self._own_size(image, self._largest) is None]
         data = self.context.cfg.data
         used = {one.image.path for one in wanted}
         left_out = [image.path for image in (*dataset.train, *dataset.validation) if image.path not in used]
-        for warning in (
-            *dataset.warnings,
-            *image_warnings.of_buckets(in_buckets, data.fit == "pad"),
-            *image_warnings.of_left_out(left_out, data.most_cropped),
-        ):
-            self.context.emit(WarningEvent(message=warning))
+        yield from dataset.warnings
+        yield from image_warnings.of_buckets(in_buckets, data.fit == "pad")
+        yield from image_warnings.of_left_out(left_out, data.most_cropped)
 
     @cached_property
     def _origin(self) -> str:
@@ -184,15 +220,9 @@ class _DataEncoder:
             for prompt, sample in zip(self._prompts, samples, strict=True)
         )
 
-    def _encode_texts(self, images: Sequence[CaptionedImage]) -> dict[str, str]:
-        """Encode all captions, the empty caption, the prompts and the negative prompt. Returns {caption: key}."""
-        # Every rank has all captions. The cache does not hold their lengths, but tokenizing again is cheap.
-        if self.context.world.rank == 0:
-            for warning in measure(self.family, self.context.cfg, images).warnings:
-                self.context.emit(WarningEvent(message=warning))
-        own = [caption for image in images for caption in image.captions]
-        captions = ["", self.context.cfg.sample.negative, *self._prompts, *own]
-        keys = text_keys(self.context.cfg, self._origin, captions)
+    def _encode_texts(self, texts: Sequence[str]) -> dict[str, str]:
+        """Encode texts. Returns {text: key}."""
+        keys = text_keys(self.context.cfg, self._origin, texts)
         captions_by_key = {key: caption for caption, key in keys.items()}
         work = {key: captions_by_key[key] for key in missing(captions_by_key, self.cache, self._crew)}
         if work:
@@ -205,7 +235,7 @@ class _DataEncoder:
     def _buckets(self) -> Buckets:
         return Buckets.of(self.context.cfg.data, self.family.size_multiple, self.family.longest_side)
 
-    @property
+    @cached_property
     def _largest(self) -> int:
         """The largest resolution, at which images are encoded that belong to none of the data."""
         return self.context.cfg.data.all_sides[-1]
@@ -262,7 +292,9 @@ class _DataEncoder:
         invisible = sorted({file for part in self.context.world.gather(files) for file in part})
         if invisible:
             count = image_warnings.counted(len(invisible), "image is", "images are")
-            message = f"{count} fully transparent and trained as white: first {invisible[0]}; remove it"
+            colour = self.context.cfg.data.background
+            seen = "white" if colour == WHOLE.background else colour
+            message = f"{count} fully transparent and trained as {seen}: first {invisible[0]}; remove it"
             self.context.emit(WarningEvent(message=message))
 
     def _encode_masks(self, wanted: Sequence[_Wanted], latents: Mapping[_Picture, str]) -> dict[_Mask, str]:

@@ -465,11 +465,11 @@ class _Scanner:
         for file in files:
             before = len(self.findings.problems)
             with self._collecting(file):
-                for number, offset, line in _metadata_lines(file):
+                for number, offset, line in metadata_lines(file):
                     if len(self.findings.problems) - before >= MOST_WRONG_ROWS:
                         raise InputError(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
                     with self._collecting(file, offset, f"{file}:{number}: "):
-                        image, row = _metadata_row(line.decode().removeprefix("\ufeff"), file.parent, images)
+                        image, row = metadata_row(line.decode().removeprefix("\ufeff"), file.parent, images)
                         listed[image] = _joined(listed.get(image), row)
         return listed
 
@@ -528,14 +528,27 @@ class _Scanner:
             )
 
 
-def _metadata_lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
+def metadata_lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
     """(number from 1, offset in bytes, JSON) of every row of a metadata.jsonl or metadata.csv."""
     if file.suffix == CSV:
         return ((number, 0, json.dumps(row).encode()) for number, row in csv_rows(file))
     return rows(file)
 
 
-def _metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path, Row]:
+def named_images(file: Path) -> frozenset[Path]:
+    """Return the paths that the rows of a metadata.jsonl or metadata.csv lead to; rows that are wrong lead nowhere."""
+    named: set[Path] = set()
+    for _, _, line in metadata_lines(file):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("file_name"), str):
+            named.add(Path(os.path.normpath(file.parent / row["file_name"])))
+    return frozenset(named)
+
+
+def metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path, Row]:
     """The image of a row and the row. Raises InputError with the reason and the remedy, without file and line."""
     try:
         row = json.loads(line)

@@ -18,6 +18,7 @@ from trainer.data.image_files import CaptionedImage
 from trainer.data.image_io import ImageFile, png
 from trainer.data.loader import BatchSizes, Choices, ImageBatchSampler, ImageItem
 from trainer.data.prompts import PromptEncoder
+from trainer.data.scan_memory import without_collection
 from trainer.data.source import DataSource, Draw, SampleDrawer
 from trainer.distributed.context import RankContext
 from trainer.models.base import ImageFamily, LoadModule
@@ -172,7 +173,8 @@ class ImageSource(DataSource):
 
     def __init__(self, cfg: RunConfig, family: ImageFamily, data: EncodedData, recipe: int = RECIPE) -> None:
         self.data = data if recipe >= 2 else replace(data, with_size=False)
-        self.digest = data.digest
+        with without_collection():
+            self.digest = data.digest
         self.num_held_out = len(data.validation)
         self._cfg, self._family = cfg, family
         self._keeps_regularization_captions = recipe >= 2

@@ -31,31 +31,12 @@ VERSION = 1
 Keep = Callable[[], None]
 SUFFIX = ".scan"
 MOST_KEPT = 8
-"""Scans that are kept, the ones that were used last."""
+"""Files of each kind that are kept, the ones that were used last."""
 _FILE = ("width", "height", "profile", "has_frames", "is_turned")
 """Fields of `ImageFile` in addition to its path."""
 _OWN = tuple(field.name for field in fields(CaptionedImage) if field.name not in ("path", *_FILE))
 _LINKED = ("mask", "references", "rejected")
 """Fields that hold other images."""
-
-
-def remembered_scan(cfg: DataConfig, cache: Path, known: KnownFiles | None = None) -> Dataset:
-    """Scan as `image_files.scan`, unless nothing has changed since an earlier scan with the same settings.
-
-    Args:
-        cfg: The section `data`.
-        cache: The folder that runs share.
-        known: What was read of single files.
-
-    Raises:
-        InputError: As `image_files.scan`.
-    """
-    memory = _Memory(cfg, cache / FOLDER)
-    found = memory.recalled()
-    if found is None:
-        found = scan(cfg, known=known or KnownFiles.of(cfg, cache))
-        memory.keep(found)
-    return found
 
 
 def checked(cfg: DataConfig, cache: Path) -> Keep:
@@ -67,7 +48,7 @@ def checked(cfg: DataConfig, cache: Path) -> Keep:
     Raises:
         InputError: As `image_files.scan`.
     """
-    memory = _Memory(cfg, cache / FOLDER)
+    memory = ScanMemory(cfg, cache)
     if memory.has_scan:
         return lambda: None
     known = KnownFiles.of(cfg, cache)
@@ -80,16 +61,20 @@ def checked(cfg: DataConfig, cache: Path) -> Keep:
     return keep
 
 
-class _Memory:
-    """The scan of a config's files as they are now.
+class ScanMemory:
+    """The scan of a config's files as they are now: an earlier one, if nothing has changed since.
 
     Args:
         cfg: The section `data`.
-        folder: Where scans are kept.
+        cache: The folder that runs share.
+
+    Attributes:
+        digest: Of the files and settings; None where they cannot be told from others.
     """
 
-    def __init__(self, cfg: DataConfig, folder: Path) -> None:
-        self._folder, self._file = folder, None
+    def __init__(self, cfg: DataConfig, cache: Path) -> None:
+        self._cfg, self._cache = cfg, cache
+        self.digest: str | None = None
         self._walked: set[str] = set()
         began = time.time_ns()
         newest, content = 0, hashlib.sha256(f"{VERSION} {PIL.__version__} {cfg.model_dump_json()}".encode())
@@ -103,18 +88,36 @@ class _Memory:
             return
         # A file that was read sooner after its last change may change once more without another time stamp.
         if newest + COARSEST_NS < began:
-            self._file = folder / f"{content.hexdigest()[:32]}{SUFFIX}"
+            self.digest = content.hexdigest()[:32]
+
+    @property
+    def _file(self) -> Path | None:
+        return self._cache / FOLDER / f"{self.digest}{SUFFIX}" if self.digest else None
 
     @property
     def has_scan(self) -> bool:
         return self._file is not None and self._file.exists()
 
-    def recalled(self) -> Dataset | None:
-        """The scan; None if it is not known."""
+    def scan(self, known: Callable[[], KnownFiles]) -> Dataset:
+        """The scan, which is made and kept if it is not known.
+
+        Args:
+            known: Returns what was read of single files; called where the scan is not known.
+
+        Raises:
+            InputError: As `image_files.scan`.
+        """
+        found = self._recalled()
+        if found is None:
+            found = scan(self._cfg, known=known())
+            self.keep(found)
+        return found
+
+    def _recalled(self) -> Dataset | None:
         if self._file is None:
             return None
         try:
-            with _without_collection():
+            with without_collection():
                 found = _dataset(json.loads(files.read(self._file, at_most=MOST_BYTES)))
             os.utime(self._file)
         except (OSError, InputError, ValueError, TypeError, KeyError, IndexError):  # none, or damaged: scanned again
@@ -125,13 +128,10 @@ class _Memory:
         """Keep a scan that has just been made, if all that it read was looked at."""
         content = _content(dataset)
         if self._file is None or any(str(file_of(Path(path))) not in self._walked for path, *_ in content["files"]):
-            return  # a row of a table may name an image anywhere
+            self.digest = None  # a row of a table may name an image anywhere
+            return
         with contextlib.suppress(OSError):  # a full or read-only disk: the next start scans again
-            files.make_private_if_new(self._folder)
-            files.replace(self._file, json.dumps(content))
-            kept = sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda file: file.stat().st_mtime_ns)
-            for old in kept[:-MOST_KEPT]:
-                old.unlink(missing_ok=True)
+            keep_last(self._file, json.dumps(content))
 
 
 def _stamps(cfg: DataConfig) -> Iterator[tuple[str, os.stat_result]]:
@@ -193,8 +193,17 @@ def _dataset(content: Mapping[str, Any]) -> Dataset:
     return Dataset(train, validation, tuple(content["warnings"]))
 
 
+def keep_last(file: Path, content: str) -> None:
+    """Write a file, and remove all but the MOST_KEPT last used ones of its suffix. Raises OSError."""
+    files.make_private_if_new(file.parent)
+    files.replace(file, content)
+    kept = sorted(file.parent.glob(f"*{file.suffix}"), key=lambda one: one.stat().st_mtime_ns)
+    for old in kept[:-MOST_KEPT]:
+        old.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Make many objects that all stay: looking for garbage among them again and again takes as long as they do."""
     was_on = gc.isenabled()
     gc.disable()

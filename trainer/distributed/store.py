@@ -31,3 +31,7 @@ class KeyValueStore:
     def get(self, key: str) -> Any:
         """The value, or None while there is none."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which begins at 0, and return the sum. `get` does not read counters."""
+        return int(self._store.add(key, amount))

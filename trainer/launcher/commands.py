@@ -148,7 +148,7 @@ def attend(handle: RunHandle, log: Path) -> int:
         The exit code: 0 finished, 1 failed on this node, 130 stopped by a second Ctrl-C.
     """
     run = handle.run
-    with _StopRequests() as stops:
+    with StopRequests() as stops:
         while handle.process.poll() is None:
             if stops.count >= 2:
                 process.end_family(handle.process.pid)
@@ -293,13 +293,13 @@ def watch(cfg: RunConfig, run: RunDir, events: EventReader) -> int:
     """
     say(f"run folder: {run.path}")
     former = EventReader(run.events_file).read() if None in cfg.stage_steps else []
-    with _StopRequests() as stops, progress_display(RunLength.of(cfg, former)) as display:
+    with StopRequests() as stops, progress_display(RunLength.of(cfg, former)) as display:
         shown = _follow(cfg, run, events, display, stops)
     return _conclude(run, shown)
 
 
 def _follow(
-    cfg: RunConfig, run: RunDir, events: EventReader, display: ProgressDisplay, stops: _StopRequests
+    cfg: RunConfig, run: RunDir, events: EventReader, display: ProgressDisplay, stops: StopRequests
 ) -> list[MessageEvent]:
     """Show events until the run has ended. Returns all of them but the steps."""
     ranks = [RankReader(run.rank_file(rank)) for rank in range(cfg.parallel.world_size)]
@@ -372,7 +372,7 @@ def explain(error: ErrorEvent, run: RunDir) -> str:
     return "\n".join(lines)
 
 
-class _StopRequests:
+class StopRequests:
     """Counts Ctrl-C instead of raising KeyboardInterrupt at an arbitrary point.
 
     Preemption signals of schedulers and containers count once only: they are sent again shortly before SIGKILL.

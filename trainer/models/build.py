@@ -178,7 +178,7 @@ def load_model(
         ranks = {name: injected.parameters[f"{name}.{DOWN}"][0] for name in injected.layers}
         factors = start_factors(cfg, BaseWeights(family), ranks, world, initial, listener.note)
     # The cache would be of the whole base.
-    loader = _Loader(cfg, world, None if factors else cache, listener)
+    loader = Loader(cfg, world, None if factors else cache, listener)
     bytes_read = 0
     for name in model:
         stored = family.weights(name)
@@ -305,7 +305,7 @@ def encoder_loader(
     A module without block names is replicated and fp32: it is small, and bf16 in an autoencoder is visible in images.
     With `quantize.encoders` the linear layers of the blocks are stored in `quantize.format`.
     """
-    loader = _Loader(cfg, world, cache, listener or Listener())
+    loader = Loader(cfg, world, cache, listener or Listener())
 
     def load(module: nn.Module, files: WeightFiles, blocks: Sequence[str]) -> nn.Module:
         prepare_encoder(module, cfg, blocks)
@@ -325,7 +325,7 @@ def prepare_encoder(module: nn.Module, cfg: RunConfig, blocks: Sequence[str]) ->
     if blocks:
         module.to(COMPUTE_DTYPE[cfg.train.precision])
     if blocks and format:
-        quantize_layers(module, dict.fromkeys(_block_layers(module, blocks), format))
+        quantize_layers(module, dict.fromkeys(block_layers(module, blocks), format))
 
 
 def place_encoder(
@@ -434,7 +434,7 @@ def _stored_formats(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -
     saved = saved_names(model, cfg, family)
 
     def frozen(kind: Callable[[nn.Module], bool]) -> list[str]:
-        names = _block_layers(model, family.blocks, kind)
+        names = block_layers(model, family.blocks, kind)
         return [name for name in names if family.mode(cfg, name) != "full" and not is_inside(name, saved)]
 
     linear, experts = frozen(adapters.is_linear), frozen(is_quantizable) if family.stores_experts else []
@@ -453,7 +453,7 @@ def _stored_formats(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -
     return stored
 
 
-def _block_layers(
+def block_layers(
     module: nn.Module, blocks: Sequence[str], kind: Callable[[nn.Module], bool] = adapters.is_linear
 ) -> list[str]:
     """Names of the layers of a kind inside the sharded blocks, in model order."""
@@ -489,7 +489,7 @@ def _inside(names: Iterable[str], component: str) -> set[str]:
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
-class _Loader:
+class Loader:
     """Fills modules from their files, or from the cache of the quantized base, `base` in the folder shared by runs.
 
     If machines have separate folders, this cache is not used: no folder would hold all rows.

@@ -376,7 +376,7 @@ def _as_json(value: object) -> object:
 T = TypeVar("T")
 
 
-class _Follower(Generic[T]):
+class LineFollower(Generic[T]):
     """Reads each complete line of a growing file once, continuing where the last `read` ended.
 
     An incomplete last line is left for a later read. A line that is damaged or of an unknown type is skipped: one bad
@@ -429,14 +429,14 @@ _EVENT: TypeAdapter[AnyEvent] = TypeAdapter(Annotated[AnyEvent, Field(discrimina
 _RANK_LINE = TypeAdapter(RankLine)
 
 
-class EventReader(_Follower[AnyEvent]):
+class EventReader(LineFollower[AnyEvent]):
     """Follows `events.jsonl`. at_most: bytes that one `read` takes."""
 
     def __init__(self, path: Path, offset: int = 0, at_most: int = MOST_BYTES) -> None:
         super().__init__(path, _EVENT, offset, at_most)
 
 
-class RankReader(_Follower[RankLine]):
+class RankReader(LineFollower[RankLine]):
     """Follows `ranks/rank<k>.jsonl`."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:

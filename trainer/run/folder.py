@@ -25,7 +25,7 @@ Request = Literal["stop", "save", "sample"]
 """stop: stop after this step or the next, with a checkpoint.  save: save one now.  sample: write samples now."""
 
 
-NOT_RUNS = frozenset({"cache", "downloads", "drafts", "presets", "queue", "thumbnails"})
+NOT_RUNS = frozenset({"cache", "captioning", "downloads", "drafts", "presets", "queue", "thumbnails"})
 """Names of other folders next to the run folders. None of them is ever taken for a run, whatever it holds."""
 DRAFT = "draft-"
 """Start of the name of a file or folder in `export` that is not complete yet. Its final name follows."""

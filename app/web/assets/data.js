@@ -165,7 +165,8 @@
     card.conflict = h('div');
     card.name = h('b');
     card.state = h('span', { role: 'status' });
-    card.element = h('article.card.pc', { data: { image } }, card.frame, card.box, card.conflict, card.end, h('div.ft', {}, card.name, card.state));
+    card.remove = studio.upload.deleteButton(card);
+    card.element = h('article.card.pc', { data: { image } }, card.frame, card.box, card.conflict, card.end, h('div.ft', {}, card.name, card.state, card.remove));
     return card;
   }
 
@@ -174,6 +175,8 @@
     card.data = fresh;
     card.element.dataset.name = name;
     card.box.setAttribute('aria-label', `Caption of ${name}`);
+    card.remove.setAttribute('aria-label', `Delete ${name}`);
+    card.remove.hidden = fresh.is_fixed;
     card.box.disabled = fresh.is_fixed || (!!fresh.problem && fresh.saved === null && !!shape);
     card.box.title = fresh.is_fixed ? 'Captions of a table are edited in its file.' : '';
     if (isTyping) { if (card.box !== document.activeElement) card.box.value = pending.get(image).text; }
@@ -340,12 +343,13 @@
 
   function draw(isChosen) {
     drawFigures();
+    studio.upload.shown(data);
     const hasImages = data.is_complete && data.num_images > 0;
     $('editor').hidden = !hasImages;
     $('card-texts').hidden = !data.is_complete || !data.num_texts;
     $('data-empty').hidden = !data.is_complete || hasImages || !!data.num_texts;
     $('data-reading').hidden = data.is_complete;
-    for (const id of ['card-shapes', 'card-words', 'card-held']) $(id).hidden = !hasImages;
+    for (const id of ['card-shapes', 'card-words', 'card-held', 'card-captioning']) $(id).hidden = !hasImages;
     $('card-issues').hidden = !data.is_complete;
     drawUnsaved();
     if (!data.is_complete) return;
@@ -460,11 +464,12 @@
       root = section;
       root.append(h('div.head', {}, h('h1', {}, 'Data'), h('span.dim#counted', { role: 'status' }), h('span.grow'), h('button.btn#data-again', { type: 'button', onclick: () => { addresses.clear(); tell(null); look(true, true); } }, 'Read again'), h('a.btn.main', { href: link('new') }, 'To New run')),
         h('section.card', { 'aria-label': 'Folder' }, h('div.path', {}, h('b', {}, 'Folder'), h('span.folders#folder'), h('a', { href: link('new') }, 'Change it in New run')), h('div.figures#figures')),
+        studio.upload.build(section, { settle, refresh: () => look(true, true), forget: image => keep(image, null), key: () => data?.key || '' }),
         h('div#data-message'), h('div.notice.warn#data-unsaved', { hidden: true, role: 'status' }),
         h('p.notice#data-reading', { hidden: true, role: 'status' }, 'The files are being read. You can go on elsewhere meanwhile.'),
-        h('section.card.empty#data-empty', { hidden: true }, h('h2', {}, 'No images here.'), h('p', {}, 'Choose a folder of images in New run; each may have a caption in a text file of its name.'), h('a.btn.main', { href: link('new') }, 'New run')),
+        h('section.card.empty#data-empty', { hidden: true }, h('h2', {}, 'No images here.'), h('p', {}, 'Add images above, or choose a folder of images in New run; each may have a caption in a text file of its name.'), h('a.btn.main', { href: link('new') }, 'New run')),
         h('div.two', {}, h('div', {}, side('texts', 'Text files', '', h('div#texts')), editor()),
-          h('div.col', {}, h('section.card#card-issues', { 'aria-labelledby': 'h-issues', hidden: true }, h('div.ttl', {}, h('h2#h-issues', {}, 'To look at'), h('span#num-issues')), h('div#data-problems'), h('div#data-cut')),
+          h('div.col', {}, studio.captioning.panel(() => look(false, true)), h('section.card#card-issues', { 'aria-labelledby': 'h-issues', hidden: true }, h('div.ttl', {}, h('h2#h-issues', {}, 'To look at'), h('span#num-issues')), h('div#data-problems'), h('div#data-cut')),
             side('shapes', 'Shapes', 'what images are cropped to', h('div#shapes'), h('p.dim.sm#trained'), h('button.btn.s#compute-timesteps', { type: 'button', onclick: event => showTimesteps(event.currentTarget) }, 'Show timesteps per bucket'), h('div#timesteps', { 'aria-live': 'polite' })),
             side('held', 'Held out', 'not trained on, to measure progress', h('div.held#held'), h('p.dim.sm#held-more')),
             side('words', 'Words', 'most frequent; click to search', h('div.chips#words')))));
@@ -475,8 +480,9 @@
     async show() {
       addresses.clear();
       tell(null);
-      await look(true, true);
+      await Promise.all([look(true, true), studio.upload.look()]);
+      await studio.captioning.look();
     },
-    async tick() { if (!data || !data.is_complete || data.lengths?.is_waiting || isOwed) await look(); },
+    async tick() { await studio.captioning.tick(); if (!data || !data.is_complete || data.lengths?.is_waiting || isOwed) await look(); },
   };
 }

@@ -106,7 +106,7 @@ def replace(studio: Studio, captions: Captions, key: str, search: str, replaceme
         The number of captions that were changed.
     """
     config = form.check(studio.draft()).config
-    _require_shown(config, key)
+    require_shown(config, key)
     found = studio.scans.of(config)
     if not found.is_complete:
         raise InputError("The images are still being read; try again when that is done")
@@ -116,13 +116,13 @@ def replace(studio: Studio, captions: Captions, key: str, search: str, replaceme
 def undo(studio: Studio, captions: Captions, key: str) -> int:
     """Undo the latest change in the folders that the window shows. Returns the number of restored captions."""
     config = form.check(studio.draft()).config
-    _require_shown(config, key)
+    require_shown(config, key)
     return captions.undo(dataset.folders(config.data))
 
 
-def _require_shown(config: RunConfig, key: str) -> None:
+def require_shown(config: RunConfig, key: str) -> None:
     """Raise InputError where another window has chosen other folders: captions that are not seen are not changed."""
-    if key != _key(config):
+    if key != folders_key(config):
         raise InputError("New run has another folder meanwhile, which is shown now; nothing was changed")
 
 
@@ -142,7 +142,7 @@ def _summary(config: RunConfig, found: ScanResult) -> dict[str, Any]:
     return {
         "name": config.name,
         "folders": [str(folder) for folder in roots],
-        "key": _key(config),
+        "key": folders_key(config),
         "trigger": config.data.trigger,
         "resolution": titles.size_title(config.data.all_sides),
         "needs_captions": config.data.missing_caption == "stop",
@@ -164,7 +164,7 @@ def _summary(config: RunConfig, found: ScanResult) -> dict[str, Any]:
     }
 
 
-def _key(config: RunConfig) -> str:
+def folders_key(config: RunConfig) -> str:
     """Return what says which folders are shown. A path itself may hold what JSON cannot."""
     return hashlib.sha256(repr(dataset.folders(config.data)).encode()).hexdigest()[:16]
 

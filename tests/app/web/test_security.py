@@ -16,7 +16,9 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from app.uploads import MOST_CHUNK
 from app.web import security
+from app.web.access import Access
 from app.web.security import Guard, Login
 from trainer.config.errors import InputError
 
@@ -32,12 +34,15 @@ async def answer(request: Request) -> Response:
 PAGE = "<script>own()</script><script src='x.js'></script><p onclick='theirs()'>"
 
 
-def client_of(*names: str, login: Login | None = None, https: bool = False, peer: str = "127.0.0.1") -> TestClient:
-    """A browser before it has opened the page. names: as given by --name."""
+def client_of(
+    *names: str, login: Login | None = None, https: bool = False, peer: str = "127.0.0.1", closed: str = ""
+) -> TestClient:
+    """A browser before it has opened the page. names: as given by --name.  closed: why no images are taken."""
     routes = [Route("/", answer), Route("/file", answer), Route("/start", answer, methods=["POST"])]
+    routes.append(Route("/uploads/{id}", answer, methods=["PUT"]))
     app = Starlette(routes=routes)
     known = [security.parsed_name(name) for name in names]
-    guard = Guard(app, names=known, port=PORT, secret="secret", token=TOKEN, login=login)
+    guard = Guard(app, names=known, port=PORT, secret="secret", token=TOKEN, login=login, uploads_closed=closed)
     address = f"http{'s' if https else ''}://127.0.0.1:{PORT}"
     return TestClient(guard, base_url=address, client=(peer, 50000), follow_redirects=False)
 
@@ -129,6 +134,33 @@ def test_the_secret_is_the_owners_and_outlives_the_page(tmp_path: Path):
 def test_no_file_and_nothing_of_unknown_length_is_taken(client: TestClient):
     assert client.post("/gradio_api/upload", files={"files": b"x"}).status_code == 403
     assert client.post("/start", content=iter([b"x"])).status_code == 411
+
+
+def test_a_chunk_of_an_image_is_taken_at_one_address_and_no_larger_than_it_may_be(client: TestClient):
+    address = f"/uploads/{'a' * 32}"
+    assert client.put(address, content=b"x" * MOST_CHUNK).status_code == 200
+    for same in (address, f"/uploads/%61{'a' * 31}"):
+        assert client.put(same, content=b"x" * (MOST_CHUNK + 1)).status_code == 413
+    assert client.put(address, content=iter([b"x"])).status_code == 411
+    assert client.put(address, content=b"x", headers={"origin": "https://evil.example"}).status_code == 403
+    assert client_of().put(address, content=b"x").status_code == 401
+
+
+def test_without_a_password_a_page_that_has_a_name_takes_no_images():
+    client = client_of("studio.example", closed=security.UPLOADS_CLOSED)
+    assert client.get("/", params=OPENED).status_code == 303
+    for same in ("a" * 32, f"%61{'a' * 31}"):
+        answer = client.put(f"/uploads/{same}", content=b"x")
+        assert (answer.status_code, answer.text) == (403, security.UPLOADS_CLOSED)
+    assert client.post("/start").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "auth", "is_closed"),
+    [([], None, False), (["a.example"], None, True), (["a.example"], "ada:long enough", False)],
+)
+def test_a_name_needs_a_password_for_uploads(name: list[str], auth: str | None, is_closed: bool):
+    assert bool(Access.checked("127.0.0.1", 0, name, auth, None).uploads_closed) is is_closed
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:7860", "127.0.0.1.evil.example"])

@@ -61,14 +61,14 @@ def computed_buffers(config: Any, attention: str = "auto") -> dict[str, Tensor]:
         config: transformers' config.
         attention: As for `build_language_model`.
     """
-    with _parameters_on_meta():
+    with parameters_on_meta():
         model = construct(config, attention)
     kept = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Inside, modules lose their parameters' memory as they get them, and keep their buffers."""
     register = nn.Module.register_parameter
 

@@ -1,0 +1,104 @@
+"""The panel "Caption with a model" of the screen Data: captions of the draft's images by a vision-language model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from app import dataset, form
+from app.captioning import Captioning, Progress
+from app.studio import Studio
+from app.web.answers import Calls
+from trainer.config.errors import InputError
+from trainer.run.captioning import CaptionJob, CaptionRequest
+
+MOST_SENTENCES = 20
+"""Sentences about images without a caption that are sent."""
+
+
+def calls(studio: Studio) -> Calls:
+    """Return the functions of the panel's script."""
+    captioning = Captioning(studio.runs)
+    captioning.attend_running()
+    functions: list[Callable[..., Any]] = [state, start, resume, stop, undo]
+    return {f"captioning_{function.__name__}": partial(function, studio, captioning) for function in functions}
+
+
+def state(studio: Studio, captioning: Captioning, folder: str = "") -> dict[str, Any]:
+    """Return the newest job of one of the draft's folders, after its captions were written.
+
+    Args:
+        folder: The folder; its first one where the draft does not have it.
+    """
+    folders = _folders(studio)
+    if not folders:
+        return {"folders": [], "folder": "", "job": None}
+    chosen = folder if folder in folders else folders[0]
+    job = captioning.latest(Path(chosen))
+    return {
+        "folders": folders,
+        "folder": chosen,
+        "job": None if job is None else _described(captioning.follow(job)),
+        "num_gpus": len(studio.gpus()),
+    }
+
+
+def start(studio: Studio, captioning: Captioning, folder: str, values: dict[str, Any]) -> str:
+    """Start a job, or continue one that asked the same. Returns its name; "" where every image has a caption."""
+    if folder not in _folders(studio):
+        raise InputError("New run has another folder meanwhile, which is shown now; nothing was started")
+    job = captioning.start(CaptionRequest.checked({**values, "folder": folder}))
+    if job is None:
+        return ""
+    captioning.attend(job)
+    return job.path.name
+
+
+def resume(studio: Studio, captioning: Captioning, job: str) -> None:
+    """Continue a job that was stopped or has failed."""
+    found = captioning.job(job)
+    captioning.resume(found)
+    captioning.attend(found)
+
+
+def stop(studio: Studio, captioning: Captioning, job: str) -> None:
+    """End a job after the images that it looks at."""
+    captioning.stop(captioning.job(job))
+
+
+def undo(studio: Studio, captioning: Captioning, job: str) -> list[int]:
+    """Take back all captions of a job. Returns the number of restored captions, and of those that were left."""
+    return list(captioning.undo(captioning.job(job)))
+
+
+def _folders(studio: Studio) -> list[str]:
+    data = form.check(studio.draft()).config.data
+    return [str(folder) for folder in dataset.folders(data) if folder.is_dir()]
+
+
+def _described(progress: Progress) -> dict[str, Any]:
+    job: CaptionJob = progress.job
+    last, folder = progress.last, Path(job.request.folder)
+    return {
+        "name": job.path.name,
+        "request": asdict(job.request),
+        "state": progress.state,
+        "is_running": progress.is_running,
+        "is_stopping": job.run.requested("stop"),
+        "is_undone": job.is_undone,
+        "total": progress.total,
+        "answered": progress.answered,
+        "written": progress.written,
+        "kept": [sentence.replace(f"{folder}/", "") for sentence in progress.kept[:MOST_SENTENCES]],
+        "num_kept": len(progress.kept),
+        "problems": [sentence.replace(f"{folder}/", "") for sentence in progress.problems[:MOST_SENTENCES]],
+        "num_problems": len(progress.problems),
+        "rate": progress.rate,
+        "left_s": progress.left_s,
+        "last": None if last is None else {"image": str(folder / last.name), "name": last.name, "text": last.caption},
+        "warnings": list(progress.warnings),
+        "error": progress.error,
+    }

@@ -1,0 +1,171 @@
+"""Uploads into the draft's folder of images, and its deleted images; the screen Data shows them."""
+
+from __future__ import annotations
+
+import binascii
+from collections import defaultdict
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from app import dataset, form, trash, upload_kinds, upload_names
+from app.studio import Studio
+from app.uploads import MOST_CHUNK, require_usable
+from app.web.answers import Calls
+from app.web.pages.data import folders_key, require_shown
+from trainer.config.errors import InputError
+from trainer.data import image_files
+from trainer.data.image_files import METADATA
+from trainer.data.image_io import IMAGE_SUFFIXES
+from trainer.data.image_members import is_member
+
+MOST_NAMED = 3
+"""Images of a deletion that are named."""
+
+
+def facts() -> dict[str, Any]:
+    """Return what the script knows from the start."""
+    suffixes = [*sorted(IMAGE_SUFFIXES), upload_names.CAPTION, ".jsonl"]
+    return {"chunk": MOST_CHUNK, "head": upload_kinds.HEAD, "accept": ",".join(suffixes)}
+
+
+def calls(studio: Studio) -> Calls:
+    """Return the functions of the screen's script."""
+    functions = (state, begin, finish, cancel, make, delete, restore, empty)
+    return {f"upload_{function.__name__}": partial(function, studio) for function in functions}
+
+
+def state(studio: Studio) -> dict[str, Any]:
+    """Return where images go, why none are taken, and what can be restored."""
+    config = form.check(studio.draft()).config
+    roots = [] if studio.unsettled.holds(studio.draft().values) else dataset.folders(config.data)
+    folder = str(roots[0]) if roots else ""
+    return {
+        "closed": studio.uploads.closed or studio.unwritable,
+        "folder": folder,
+        "problem": _problem(studio, folder),
+        "roots": list(map(str, studio.uploads.folders.roots)),
+        "key": folders_key(config),
+        "deleted": [_deletion(root, found) for root in roots for found in trash.deletions(root)],
+    }
+
+
+def begin(
+    studio: Studio, folder: str, name: str, size: int, identity: str = "", image: str = "", head: str = ""
+) -> dict[str, Any]:
+    """Begin an upload or go on with it: see `Uploads.begin`. head: the file's first bytes in hexadecimal digits."""
+    try:
+        start = binascii.unhexlify(head)
+    except ValueError as error:
+        raise InputError(f"{name[:200]!r}: its first bytes are not hexadecimal; reload the page") from error
+    return asdict(studio.uploads.begin(folder, name, size, identity, image, start))
+
+
+def finish(studio: Studio, id: str) -> dict[str, Any]:
+    """Check a complete file and put it into its folder."""
+    return asdict(studio.uploads.finish(id))
+
+
+def cancel(studio: Studio, id: str) -> None:
+    """Forget an unfinished upload."""
+    studio.uploads.cancel(id)
+
+
+def make(studio: Studio, above: str, name: str) -> str:
+    """Make a folder, which becomes that of the draft's images. Returns its path."""
+    if studio.uploads.closed:
+        raise InputError(studio.uploads.closed)
+    made = str(studio.uploads.folders.make(above, name))
+    studio.unsettled.settle(["data.path"])
+    studio.change_draft(lambda draft: draft.typed("data.path", made))
+    return made
+
+
+def delete(studio: Studio, key: str, images: list[str]) -> dict[str, Any]:
+    """Move images that the window shows into the trash of their folder. Returns what `restore` needs."""
+    config = form.check(studio.draft()).config
+    require_shown(config, key)
+    found = studio.scans.of(config)
+    if not found.is_complete:
+        raise InputError("The images are still being read; try again when that is done")
+    roots, by_root = dataset.folders(config.data), defaultdict[Path, list[Path]](list)
+    for image in map(dataset.image_at, images):
+        if image not in found.images:
+            raise InputError(f"{image}: not one of the images that are shown; read them again")
+        if image in found.fixed or is_member(image):
+            raise InputError(f"{image}: stands in a table; remove it there")
+        by_root[next(root for root in roots if image.is_relative_to(root))].append(image)
+    if len(by_root) != 1:
+        raise InputError("images of one folder can be deleted at once; delete those of each folder by themselves")
+    [(root, chosen)] = by_root.items()
+    studio.uploads.folders.require_changeable(root.resolve())
+    _require_no_rows(root, chosen)
+    deletion = _deletion(root, trash.delete(root, chosen))
+    studio.scans.of(config, is_fresh=True)
+    return deletion
+
+
+def restore(studio: Studio, key: str, folder: str, name: str) -> int:
+    """Undo a deletion. Returns the number of files."""
+    config = form.check(studio.draft()).config
+    count = len(trash.restore(_shown_folder(studio, key, folder), name))
+    studio.scans.of(config, is_fresh=True)
+    return count
+
+
+def empty(studio: Studio, key: str) -> int:
+    """Remove what was deleted in the folders that the window shows for good. Returns the number of deletions."""
+    config = form.check(studio.draft()).config
+    require_shown(config, key)
+    roots = [root for root in dataset.folders(config.data) if trash.deletions(root)]
+    return sum(trash.empty(_shown_folder(studio, key, str(root))) for root in roots)
+
+
+def _require_no_rows(root: Path, images: list[Path]) -> None:
+    """Raise InputError for an image that a row of a metadata.jsonl or .csv leads to."""
+    folders = {folder for image in images for folder in image.parents if folder.is_relative_to(root)}
+    for file in (folder / name for folder in sorted(folders) for name in METADATA):
+        if file.is_file():
+            named = image_files.named_images(file)
+            if image := next((image for image in images if image in named), None):
+                raise InputError(
+                    f"{image}: a row of {file} leads to it, and no run starts while its image is missing; remove the "
+                    "row first"
+                )
+
+
+def _shown_folder(studio: Studio, key: str, folder: str) -> Path:
+    """The folder of the draft with this path. Raises InputError for another one."""
+    config = form.check(studio.draft()).config
+    require_shown(config, key)
+    root = next((root for root in dataset.folders(config.data) if str(root) == folder), None)
+    if root is None:
+        raise InputError(f"{folder[:200]!r}: not a folder of the images that are shown; reload the page")
+    studio.uploads.folders.require_changeable(root.resolve())
+    return root
+
+
+def _problem(studio: Studio, folder: str) -> str:
+    """Why nothing can be put into the draft's folder; "" where it can."""
+    if not folder:
+        return "No folder is chosen."
+    try:
+        real = studio.uploads.folders.checked(folder)
+        with studio.uploads.folders.opened(real) as descriptor:
+            require_usable(descriptor, real)
+    except (InputError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _deletion(root: Path, deletion: trash.Deletion) -> dict[str, Any]:
+    images = [file for file in deletion.files if upload_names.is_image(file)]
+    return {
+        "folder": str(root),
+        "name": deletion.name,
+        "at": deletion.deleted_at,
+        "images": images[:MOST_NAMED],
+        "num_images": len(images),
+        "num_files": len(deletion.files),
+    }

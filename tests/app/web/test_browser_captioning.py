@@ -1,0 +1,76 @@
+"""The panel "Caption with a model" of the screen Data in Chromium, with a tiny real model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from tests.app.browser import show, until_so
+from tests.captioning.models import write_qwen2_5_vl
+
+ENDS_WITHIN_MS = 120_000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen2_5_vl(tmp_path_factory.mktemp("models") / "vl")
+
+
+@pytest.fixture
+def panel(own_data: Path, page: Page) -> Iterator[Locator]:
+    """The panel, with eight images of which one has a caption."""
+    for number in range(1, 8):
+        (own_data / f"0{number}.txt").unlink()
+    show(page, "Data")
+    page.locator("#card-captioning").wait_for()
+    yield page.locator("#card-captioning")
+    page.evaluate("localStorage.clear()")
+
+
+def start(panel: Locator, model: Path | str) -> None:
+    panel.get_by_label("Model", exact=False).first.fill(str(model))
+    panel.locator("summary", has_text="Model and devices").click()
+    panel.locator("#caption-device").select_option("cpu")
+    panel.locator("#caption-trigger").check()
+    panel.locator("#caption-start").click()
+
+
+def test_a_model_captions_the_images_of_a_page_that_was_closed_and_all_is_undone(own_data: Path, panel: Locator, model):
+    page = panel.page
+    start(panel, model)
+    panel.locator("#caption-now").wait_for()
+    address = page.url
+    page.goto("about:blank")  # captions are written although no window shows the job
+    until_so(page, lambda: len([*own_data.glob("*.txt")]) == 8)
+    page.goto(address)  # a page that is opened again finds the job
+    panel.locator("#caption-end", has_text="7 captions written").wait_for(timeout=ENDS_WITHIN_MS)
+    written = {file.name: file.read_text(encoding="utf-8") for file in sorted(own_data.glob("*.txt"))}
+    assert written.pop("00.txt") == "picture number 0"
+    assert len(written) == 7 and all(text.startswith("[trigger], ") for text in written.values())
+    for name, text in written.items():
+        box = page.locator(f".pc[data-name='{name.replace('.txt', '.png')}']").get_by_role("textbox")
+        expect(box).to_have_value(text.strip())
+    panel.locator("#caption-undo", has_text="Undo all (7)").click()
+    panel.locator("#caption-said", has_text="7 captions taken back.").wait_for()
+    assert [file.name for file in own_data.glob("*.txt")] == ["00.txt"]
+    expect(page.locator(".pc[data-name='03.png']").get_by_role("textbox")).to_have_value("")
+    expect(panel.locator("#caption-undo")).to_have_count(0)
+
+
+@pytest.mark.slow
+def test_a_job_is_stopped_and_continued_and_what_is_refused_is_said(own_data: Path, panel: Locator, model):
+    start(panel, "/nowhere")
+    panel.get_by_role("alert").filter(has_text="--model /nowhere: no config.json").wait_for()
+    panel.locator("#caption-model").fill(str(model))
+    panel.locator("#caption-start").click()
+    panel.locator("#caption-stop").click()
+    panel.locator("#caption-end", has_text=re.compile(r"Stopped at \d of 7 images")).wait_for(timeout=ENDS_WITHIN_MS)
+    panel.locator("#caption-resume").click()
+    panel.locator("#caption-end", has_text="7 captions written").wait_for(timeout=ENDS_WITHIN_MS)
+    until_so(panel.page, lambda: len([*own_data.glob("*.txt")]) == 8)
+    panel.locator("#caption-start").click()
+    panel.locator("#caption-said", has_text="Every image has a caption.").wait_for()
