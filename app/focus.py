@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from trainer.config import files
 from trainer.config.errors import InputError
-from trainer.data.image_files import METADATA
+from trainer.data.image_files import METADATA, focus_of
 from trainer.data.image_io import WHOLE
 from trainer.data.image_members import is_member
 
@@ -87,6 +87,16 @@ class FocusPoints:
             except InputError:
                 self._save(changes)
                 raise
+
+    def of(self, image: Path, root: Path) -> Point:
+        """Return the focus point of an image, as its files have it now. Raises InputError as `set` does."""
+        _require_own(image, root)
+        rows = [
+            row for file in _metadata_files(image, root) for row in _rows_of(image, file) if _has(row.text, "focus")
+        ]
+        if not rows:
+            return WHOLE.focus
+        return focus_of(json.loads(rows[-1].text.removeprefix("\ufeff"))["focus"], image.name)
 
     def undoable(self, folders: Sequence[Path]) -> str:
         """Return the image below these folders whose focus was changed last; "" where there is none."""
