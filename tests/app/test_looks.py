@@ -102,7 +102,11 @@ def test_a_regularization_image_that_is_a_copy_is_found(scenes: Path, tmp_path: 
 
 
 def test_a_look_can_be_stopped_and_goes_on_where_it_was(tmp_path: Path):
-    config = config_of(make_pictures(tmp_path / "images", 40), data__validation=0)
+    folder = make_pictures(tmp_path / "images", 1)
+    Image.effect_noise((800, 600), 50).save(folder / "00.png")
+    for number in range(1, 60):
+        shutil.copy(folder / "00.png", folder / f"{number:02d}.png")
+    config = config_of(folder, data__validation=0)
     found, scan = Looks(tmp_path / "runs"), scanned(config)
     time.sleep(2.1)  # images that changed just now are not remembered
     found.start(config, scan)
@@ -111,9 +115,9 @@ def test_a_look_can_be_stopped_and_goes_on_where_it_was(tmp_path: Path):
     until(lambda: not result_of(found, config).is_running)
     assert not result_of(found, config).is_complete
     (memory,) = (tmp_path / "runs" / "cache" / "images").iterdir()
-    assert len(json.loads(memory.read_text())) == result_of(found, config).num_done < 40
+    assert len(json.loads(memory.read_text())) == result_of(found, config).num_done < 60
     result = looked(found, config)
-    assert result.is_complete and result.num_done == 40 and not result.failed
+    assert result.is_complete and result.num_done == 60 and not result.failed
 
 
 def test_no_images_are_refused_and_nothing_is_known_before_a_look(tmp_path: Path):

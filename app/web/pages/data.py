@@ -148,6 +148,7 @@ def _summary(config: RunConfig, found: ScanResult) -> dict[str, Any]:
         "key": folders_key(config),
         "trigger": config.data.trigger,
         "resolution": titles.size_title(config.data.all_sides),
+        "background": config.data.background,
         "needs_captions": config.data.missing_caption == "stop",
         "is_text": families.trains_on(config) == "text",
         "is_complete": found.is_complete,

@@ -141,9 +141,7 @@ def _root(image: Path, config: RunConfig) -> Path:
 def _fixed(image: Path, config: RunConfig, found: ScanResult) -> str:
     """Why the focus of an image cannot be set; "" where it can."""
     if is_member(image) or image in found.fixed:
-        return (
-            "This image is listed in a table, whose images have no focus point: they are cropped around their middle."
-        )
+        return "An image in a table has no focus point: it is cropped around its middle."
     if config.data.fit == "pad":
         return "With data.fit: pad nothing is cropped, so the focus point has no effect."
     return ""
