@@ -33,17 +33,15 @@ def captions(place: Place, report: Report) -> None:
     tiny = models.write_qwen3_vl(_fresh(place, "captions-tiny"))
     with report.measuring("a tiny model"):
         image = Image.effect_mandelbrot((96, 96), (-2, -1.5, 1, 1.5), 20).convert("RGB")
-        devices = [torch.device("cpu"), place.here]
-        here, there = (_answer(_loaded(tiny, device, "fp32"), image).text for device in devices)
-        report.add(
-            Row("captions, tiny", "as on the CPU" if here == there else "another answer", "equal", here == there)
-        )
+        here, there = (_answer(_loaded(tiny, device, "fp32"), image).text for device in ("cpu", place.device))
+        figure = "as on the CPU" if here == there else f"another answer: {there!r}, on the CPU {here!r}"
+        report.add(Row("captions, tiny", figure, "equal", here == there))
     folder = tiny if place.tiny else _write_3b(place)
     side = 96 if place.tiny else 1024
     image = Image.effect_mandelbrot((side, side), (-2, -1.5, 1, 1.5), 50).convert("RGB")
     for name, (precision, format) in CASES.items():
         with report.measuring(f"captions, {name}"):
-            report.add(_row(name, _loaded(folder, place.here, precision, format), image, place))
+            report.add(_row(name, _loaded(folder, place.device, precision, format), image, place))
 
 
 def _row(name: str, model: VisionLanguage, image: Image.Image, place: Place) -> Row:
@@ -67,9 +65,9 @@ def _answer(model: VisionLanguage, image: Image.Image) -> Any:
     return model.answer(model.source.inputs(image, "Describe it."), Decoding(TOKENS), "image")
 
 
-def _loaded(folder: Path, device: torch.device, precision: str, format: str = "none") -> VisionLanguage:
-    world = alone(device)
-    cfg = run_config(folder, train__precision=precision, quantize__format=format, parallel__device=device.type)
+def _loaded(folder: Path, device: str, precision: str, format: str = "none") -> VisionLanguage:
+    world = alone(torch.device("cuda", 0) if device == "cuda" else torch.device(device))
+    cfg = run_config(folder, train__precision=precision, quantize__format=format, parallel__device=device)
     return VisionLanguage.load(VisionLanguageFolder(str(folder)), cfg, world)
 
 
