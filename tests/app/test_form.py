@@ -299,7 +299,7 @@ def test_a_preset_that_is_wrong_itself_is_refused(tmp_path: Path):
         (0, "0"),
         (0.0, "0"),
         (1e-4, "0.0001"),
-        ([64, 128], "64 × 128"),
+        ([64, 128], "64, 128"),
         (["a", "b"], "a, b"),
         ({"transformer": "adapter", "vae": False}, "transformer: adapter, vae: no"),
         ([{"path": "a", "repeats": 2}], "path: a, repeats: 2"),
