@@ -327,7 +327,10 @@ def _row(name: str, checked: Checked, values: Mapping[str, Any]) -> Row:
     typed = checked.draft.values.get(name, value)
     known = [(word, _value(spec, word)) for word in _words(name, spec)]
     choices = tuple(word for word, meant in known if meant == value or _fits(name, meant, config))
-    is_visible = len(choices) > 1 if kind == "choice" else _fits(name, _other_value(spec, value), config)
+    other = _other_value(spec, value)
+    has_sections = isinstance(other, list) and any(isinstance(one, dict) for one in other)
+    changed = config if has_sections else _with(config, name.split("."), other)
+    is_visible = len(choices) > 1 if kind == "choice" else _accepts(name, changed)
     return Row(
         field=name,
         kind=kind,
@@ -393,8 +396,12 @@ def _fits(name: str, value: Any, config: RunConfig) -> bool:
     """Whether all rules of the config accept this value of the field together with the other fields' values."""
     if name == "adapter.type" or not _exists(name, config):
         return True
-    changed = _with(config, name.split("."), value)
-    return not any(_row_of(problem.field) == name or name.startswith(f"{problem.field}.") for problem in rules(changed))
+    return _accepts(name, _with(config, name.split("."), value))
+
+
+def _accepts(name: str, config: RunConfig) -> bool:
+    """Whether no rule of the config refuses the value of a field."""
+    return not any(_row_of(problem.field) == name or name.startswith(f"{problem.field}.") for problem in rules(config))
 
 
 def _with(section: Section, keys: Sequence[str], value: Any) -> Any:

@@ -132,19 +132,19 @@ def changes(checked: Checked) -> list[dict[str, str]]:
 
 def field_in_words(name: str, value: Any) -> str:
     """Return the value of a field as the form writes it. Where it is a number or a share, all is 1.0 and not 1."""
+    if name == "sample.size":
+        return " × ".join(map(str, value))
     spec = slot(tuple(name.split(".")))
     is_share = isinstance(value, float) and spec is not None and int in spec.options
     return str(value) if is_share else in_words(value)
 
 
 def in_words(value: Any) -> str:
-    """Return a value as the form writes it: yes, no, `64 × 64`, and `–` for empty."""
+    """Return a value as the form writes it: yes, no, `512, 768`, and `–` for empty."""
     if value is None or value in ("", [], {}):
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, list) and all(isinstance(item, int | float) for item in value):
-        return " × ".join(map(str, value))
     if isinstance(value, list):
         return ", ".join(map(in_words, value))
     if isinstance(value, dict):

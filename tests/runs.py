@@ -106,11 +106,11 @@ class Outcome:
     full_bytes: int
 
 
-def alone() -> World:
-    """The one rank of a process group of this process."""
+def alone(device: torch.device | None = None) -> World:
+    """The one rank of a process group of this process. device: the CPU, if none is given."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return joined(torch.device("cpu"), 0, 1)
+    return joined(device or torch.device("cpu"), 0, 1)
 
 
 def make_run(root: Path, cfg: RunConfig, name: str) -> RunDir:

@@ -78,6 +78,19 @@ def test_an_empty_row_shows_the_models_own_value_and_a_distilled_model_is_warned
     assert len(form.check(draft).warnings) == warnings
 
 
+def test_folders_with_settings_of_their_own_have_a_row_that_can_be_typed_again():
+    folder = "- path: more\n  masks: masks\n  resolutions:\n  - 32\n  - 64"
+    draft = typed(("data.folders", folder), ("data.resolutions", "[48, 64]"), ("data.fit", "pad"))
+    rows, config = rows_of(draft), form.check(draft).config
+    assert config.data.folders[0].resolutions == (32, 64) and config.data.resolutions == (48, 64)
+    shown = {name: rows[name].is_visible for name in ("data.folders", "data.at_resolutions", "data.mask_background")}
+    assert shown == dict.fromkeys(shown, True)
+    again = typed(*((name, rows[name].value) for name in ("data.folders", "data.resolutions", "data.fit")))
+    assert form.check(again).config == config
+    plain = rows_of(typed())
+    assert not plain["data.at_resolutions"].is_visible and not plain["data.most_cropped"].is_visible
+
+
 def test_the_rows_a_preset_gives_stand_in_front():
     rows = rows_of(Draft(QUICKSTART))
     assert rows["train.steps"].in_front
@@ -286,7 +299,7 @@ def test_a_preset_that_is_wrong_itself_is_refused(tmp_path: Path):
         (0, "0"),
         (0.0, "0"),
         (1e-4, "0.0001"),
-        ([64, 128], "64 × 128"),
+        ([64, 128], "64, 128"),
         (["a", "b"], "a, b"),
         ({"transformer": "adapter", "vae": False}, "transformer: adapter, vae: no"),
         ([{"path": "a", "repeats": 2}], "path: a, repeats: 2"),

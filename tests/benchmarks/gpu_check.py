@@ -64,6 +64,7 @@ PARTS = {
     "models": Part("gpu_models:models", 420),
     "starts": Part("gpu_steps:starts", 240),
     "blocks": Part("gpu_steps:blocks", 120),
+    "captions": Part("gpu_captions:captions", 240),
     "memory": Part("gpu_plan:memory", 300),
     "ranks": Part("gpu_ranks:ranks", 240),
     "tests": Part("gpu_check:tests", 300),

@@ -332,7 +332,7 @@
       return h('div.sh', {}, h('i', { style: { width: `${width * scale}px`, height: `${height * scale}px` } }), h('span', {}, `${studio.count(width)} × ${studio.count(height)}`, h('br'),
         h('span.dim.sm', {}, kind, cropped >= 0.005 ? `, ${Math.round(100 * cropped)} % cut off` : ', nothing cut off')), h('b', {}, studio.count(count)));
     }));
-    say($('trained'), data.shapes.length ? `${counted(data.num_trained, 'image')} to train on${data.num_held_out ? `; ${studio.count(data.num_held_out)} held out` : ''}.` : 'Shown when images can be read.');
+    say($('trained'), data.shapes.length ? `${counted(data.num_images - data.num_held_out, 'image')} to train on${data.num_trained > data.num_images - data.num_held_out ? `, ${studio.count(data.num_trained)} with each of their resolutions` : ''}${data.num_held_out ? `; ${studio.count(data.num_held_out)} held out` : ''}.` : 'Shown when images can be read.');
     $('card-held').hidden = !data.held_out.length;
     fill($('held'), data.held_out, () => data.held_out.map(({ image, name }) => {
       const picture = h('img.image', { alt: '', loading: 'lazy' });
