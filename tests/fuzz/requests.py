@@ -57,7 +57,16 @@ ARGUMENTS = st.sampled_from(
 BODIES = st.one_of(st.binary(max_size=200), JSON.map(lambda value: json.dumps(value).encode()))
 READING = (
     *("live", "new_state", "new_glance", "new_browse", "new_thumbnails", "runs_list", "runs_images", "compare_show"),
-    *("run_view", "samples_list", "samples_images", "files_list", "queue_state", "data_view", "upload_state"),
+    *(
+        "run_view",
+        "samples_list",
+        "samples_images",
+        "files_list",
+        "queue_state",
+        "data_view",
+        "upload_state",
+        "look_state",
+    ),
     "machine_gpus",
 )
 """Functions of the page's scripts that start, delete and write nothing."""
