@@ -352,6 +352,7 @@
     });
     fill($('recent'), [state.recent], () => state.recent.map(path => h('button.chip', { type: 'button', title: path, onclick: () => setPath(path) }, path.split('/').slice(-2).join('/'))));
     drawThumbnails(data);
+    studio.look.hint($('pair-hint'), [state.rows['data.path']?.value, state.rows['data.references']?.value, data?.is_complete && data.num_images], path => edited('data.references', path, 0));
   }
 
   async function drawThumbnails(data) {
@@ -748,7 +749,7 @@
         h('div.tiles#tiles'), h('div.get#model-facts'), h('div#left'), h('p.lab', {}, h('span.l', {}, 'How it is trained '), h('span.dim.sm#presets-note')), h('div.presets#presets'),
         h('details.own-model', {}, h('summary.sm', {}, 'Another model of this family, from a folder or the hub'), row('model.path'))),
       h('section.card#card-data', { 'aria-labelledby': 'data-title' }, h('div.ttl', {}, h('span.step#step-2', { 'aria-hidden': 'true' }, '2'), h('h2#data-title', {}, 'Pictures'), h('span#data-tag'), h('span.grow'), h('a.sm', { href: link('data') }, 'Open in Data')),
-        h('div.g2', {}, h('div.all', {}, row('data.path', { control: h('span.path', {}, path, h('button.btn#browse', { type: 'button', onclick: browse }, 'Browse …')), help: 'Each image with its caption in a .txt file of the same name.', textHelp: 'A folder or file: a document in each .txt file, each line of a .jsonl file, or each row of a .parquet file.' }), h('div.chips#recent', { role: 'group', 'aria-label': 'Recent folders' })),
+        h('div.g2', {}, h('div.all', {}, row('data.path', { control: h('span.path', {}, path, h('button.btn#browse', { type: 'button', onclick: browse }, 'Browse …')), help: 'Each image with its caption in a .txt file of the same name.', textHelp: 'A folder or file: a document in each .txt file, each line of a .jsonl file, or each row of a .parquet file.' }), h('div.chips#recent', { role: 'group', 'aria-label': 'Recent folders' }), h('div#pair-hint', { 'aria-live': 'polite' })),
           row('data.trigger', { help: 'A word that means nothing yet. It is put where a caption says [trigger].' }), row('data.validation', { help: 'Images that are not trained on, to measure progress: a number, or a folder.', textHelp: 'A file or folder of texts that are not trained on, to measure progress.' })),
         h('div.thumbs#thumbs'), h('div.data-facts#data-facts')),
       h('section.card#card-method', { 'aria-labelledby': 'h-method' }, h('div.ttl', {}, h('span.step#step-3', { 'aria-hidden': 'true' }, '3'), h('h2#h-method', {}, 'Method'), h('span.dim', {}, 'What matters most; everything else is under More.')),

@@ -7,7 +7,7 @@
   const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
   const LISTS = [['blurred', 'Blurred'], ['flat', 'Low contrast'], ['enlarged', 'Enlarged'], ['failed', 'Not readable']];
   const percent = share => `${100 * share}%`, rounded = share => `${Math.round(100 * share)} %`;
-  let page = null, root = null, state = null, pair = null, shownKey = '', isAsking = false;
+  let page = null, root = null, state = null, pair = null, shownKey = '', hinted = '', isAsking = false;
   const parts = {};
 
   // --- the crop of one image ----------------------------------------------------------------------------------------
@@ -215,14 +215,15 @@
 
   // --- edit pairs ---------------------------------------------------------------------------------------------------
 
+  const question = ({ name, num_matched, num_images }) => `The folder “${name}” has an image of the same name for ${studio.count(num_matched)} of ${counted(num_images, 'image')}. Are those the images before an edit?`;
+
   async function askPair() {
     try { pair = await call('look_suggestion'); } catch (error) {
       if (!(error instanceof studio.Refused)) throw error;
       pair = null;
     }
     parts.pair.hidden = !pair;
-    fill(parts.pair, pair, () => !pair ? [] : [h('p', {}, `The folder “${pair.name}” has an image of the same name for ${studio.count(pair.num_matched)} of ${counted(pair.num_images, 'image')}. Are those the images before an edit?`),
-      h('button.btn.s#use-pairs', { type: 'button', onclick: event => usePair(event.currentTarget) }, 'Train edits of them')]);
+    fill(parts.pair, pair, () => !pair ? [] : [h('p', {}, question(pair)), h('button.btn.s#use-pairs', { type: 'button', onclick: event => usePair(event.currentTarget) }, 'Train edits of them')]);
   }
 
   async function usePair(button) {
@@ -269,6 +270,14 @@
       for (const [name, value] of Object.entries({ 'aspect-ratio': String(aspect), '--aspect': aspect, background })) button.style.setProperty(name, value);
       Object.assign(picture.style, { left: percent(-start[0] / kept[0]), top: percent(-start[1] / kept[1]), width: percent(1 / kept[0]), height: percent(1 / kept[1]) });
     },
+    /** Suggest the folder before an edit in New run. key: what the answer depends on; nothing is asked while its last item is empty. */
+    async hint(place, key, use) {
+      const text = JSON.stringify(key);
+      if (hinted === text) return;
+      hinted = text;
+      const found = key.at(-1) ? await call('look_suggestion').catch(() => null) : null;
+      if (hinted === text) fill(place, found, () => found ? [h('p.notice', {}, question(found), ' ', h('button.btn.s', { type: 'button', onclick: () => use(found.folder) }, 'Train edits of them'))] : []);
+    },
     /** The screen shows this answer. */
     shown(data) {
       root.hidden = !data.is_complete || !data.num_images;
@@ -276,7 +285,7 @@
       const key = `${data.key} ${data.num_images}`;
       if (data.is_complete && key !== shownKey) { shownKey = key; ask(); askPair(); } else if (state) draw();
     },
-    async look() { if (shownKey) await Promise.all([ask(), askPair()]); },
+    async look() { hinted = ''; if (shownKey) await Promise.all([ask(), askPair()]); },
     async tick() { if (state?.is_running) await ask(); },
   };
 }

@@ -123,6 +123,8 @@ def test_images_before_an_edit_stand_in_front_of_those_after_it(photos: Path, da
     try:
         data.get_by_role("button", name="Read again").click()
         show(data, "New run")
+        hint = data.locator("#pair-hint")
+        hint.get_by_text("The folder “before” has an image of the same name for 8 of 8 images.").wait_for()
         show(data, "Data")
         notice = data.locator("#pair-notice")
         notice.get_by_text("The folder “before” has an image of the same name for 8 of 8 images.").wait_for()
@@ -138,6 +140,9 @@ def test_images_before_an_edit_stand_in_front_of_those_after_it(photos: Path, da
         sources.click()
         data.locator("#lightbox").get_by_text("01.png").wait_for()
         data.keyboard.press("Escape")
+        show(data, "New run")
+        expect(hint).to_be_empty()
+        show(data, "Data")
         (before / "07.png").unlink()
         data.get_by_role("button", name="Read again").click()
         data.locator("#data-problems").get_by_text("1 of 8 images have no reference").wait_for()
