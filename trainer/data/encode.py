@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -251,6 +251,8 @@ class _DataEncoder:
 
     def _encode_images(self, pictures: Sequence[_Picture]) -> dict[_Picture, str]:
         """Encode images. Returns {image: key} of those that can be used."""
+        if not pictures:  # what is known of all files would be read for nothing, 100 MB of 100,000
+            return {}
         distinct = list(dict.fromkeys(pictures))
         digests = content_keys([picture.file.path for picture in distinct], self._crew, self._known)
         keys = {
@@ -362,8 +364,7 @@ class _Picture:
     @classmethod
     def of(cls, image: ImageFile, size: tuple[int, int], framing: Framing) -> _Picture:
         """Without what a captioned image has in addition to its file, so that equal pictures are equal."""
-        own = {field.name: getattr(image, field.name) for field in fields(ImageFile)}
-        return cls(ImageFile(**own), size, framing)
+        return cls(ImageFile(**image.values), size, framing)
 
     @property
     def mirrored(self) -> _Picture:

@@ -34,7 +34,7 @@ _FOLDERS = "data.folders."
 C = TypeVar("C", Masks, References, Rejected)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CaptionedImage(ImageFile):
     """One image with its caption and what belongs to it.
 
@@ -416,7 +416,7 @@ class _Scanner:
             self._bad_image(str(error))
             return None
         image = CaptionedImage(
-            **vars(file),
+            **file.values,
             caption="",
             **_settings(self.cfg, source),
             mask=mask,
