@@ -6,7 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,8 +15,9 @@ from app.captions import Card
 from app.scans import Framed, ScanResult
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
+from trainer.data import image_warnings
 from trainer.data.buckets import kept_part
-from trainer.data.image_io import IMAGE_SUFFIXES, WHOLE, crop_start, inner_size, read_header
+from trainer.data.image_io import IMAGE_SUFFIXES, WHOLE, ImageFile, crop_start, inner_size, read_header
 from trainer.data.image_members import file_of, is_member
 
 PER_PAGE = 12
@@ -59,10 +60,12 @@ class Filter:
 
     Attributes:
         search: Text that the caption contains, in upper or lower case.
+        only: The images to choose from; None for all.
     """
 
     show: Show = "all"
     search: str = ""
+    only: Collection[Path] | None = None
 
     @property
     def needs_captions(self) -> bool:
@@ -118,6 +121,27 @@ class Shape:
     focus: tuple[float, float]
 
 
+@dataclass(frozen=True)
+class Frame:
+    """What is trained of an image at one size.
+
+    Attributes:
+        size: (width, height) that it is trained at.
+        start: Where the crop begins, as shares of width and height.
+        kept: The shares of width and height that it keeps; above 1 for the side with borders.
+        scale: How much the image is enlarged.
+        cut: The share of its pixels that is cut off.
+        is_left_out: Whether it is not trained at this size, since too much would be cut off.
+    """
+
+    size: tuple[int, int]
+    start: tuple[float, float]
+    kept: tuple[float, float]
+    scale: float
+    cut: float
+    is_left_out: bool = False
+
+
 def view(data: DataConfig, found: ScanResult, truncated: Collection[str], chosen: Filter, page: int) -> View:
     """Return a page of images, the first one being 0.
 
@@ -130,7 +154,11 @@ def view(data: DataConfig, found: ScanResult, truncated: Collection[str], chosen
     """
     is_counted = len(found.images) <= MOST_COUNTED
     if not is_counted and not chosen.needs_captions:
-        images = [image for image in found.images if chosen.show == "all" or image in found.held_out]
+        images = [
+            image
+            for image in found.images
+            if (chosen.show == "all" or image in found.held_out) and (chosen.only is None or image in chosen.only)
+        ]
         first = _first(len(images), page)
         return View(tuple(items(images[first : first + PER_PAGE], found)), first, len(images), 0, None)
     everything = list(items(found.images, found))
@@ -177,14 +205,27 @@ def shape(image: Path, framed: Framed | None, is_padded: bool = False) -> Shape:
     """
     file = read_header(image)
     sizes, focus = (framed.sizes, framed.focus) if framed else (((file.width, file.height),), WHOLE.focus)
-    size = sizes[-1] if sizes else (file.width, file.height)
+    frame = _frame(file, sizes[-1] if sizes else (file.width, file.height), focus, is_padded)
+    return Shape(file.width, file.height, sizes, frame.start, frame.kept, focus)
+
+
+def frames(file: ImageFile, framed: Framed, is_padded: bool = False) -> list[Frame]:
+    """Return what is trained of an image at each of its sizes, and what would be at those where it is left out."""
+    kept = [_frame(file, size, framed.focus, is_padded) for size in framed.sizes]
+    left_out = (_frame(file, size, framed.focus, is_padded) for size in framed.left_out)
+    return [*kept, *(replace(frame, is_left_out=True) for frame in left_out)]
+
+
+def _frame(file: ImageFile, size: tuple[int, int], focus: tuple[float, float], is_padded: bool) -> Frame:
+    scale, share = image_warnings.fit(file, size, is_padded)
     if is_padded:
         inner = inner_size(file.width, file.height, size)
         kept = size[0] / inner[0], size[1] / inner[1]
-        return Shape(file.width, file.height, sizes, ((1 - kept[0]) / 2, (1 - kept[1]) / 2), kept, focus)
-    kept = kept_part(file.width, file.height, size)
-    start = crop_start(focus[0], kept[0]), crop_start(focus[1], kept[1])
-    return Shape(file.width, file.height, sizes, start, kept, focus)
+        start = (1 - kept[0]) / 2, (1 - kept[1]) / 2
+    else:
+        kept = kept_part(file.width, file.height, size)
+        start = crop_start(focus[0], kept[0]), crop_start(focus[1], kept[1])
+    return Frame(size, start, kept, scale, 1 - share)
 
 
 def image_at(path: str) -> Path:
@@ -229,7 +270,7 @@ def _is_chosen(item: Item, chosen: Filter, found: ScanResult, flawed: Collection
         "held_out": item.image in found.held_out,
     }
     has_text = chosen.search.casefold() in item.caption.casefold()
-    return by_show[chosen.show] and has_text
+    return by_show[chosen.show] and has_text and (chosen.only is None or item.image in chosen.only)
 
 
 def _counts(everything: Sequence[Item], num_flawed: int) -> Counts:

@@ -53,10 +53,18 @@ class Framed:
     Attributes:
         sizes: (width, height) of its buckets, one for each resolution; none where it is left out.
         focus: The point (x, y) around which it is cropped, as in `Framing`.
+        left_out: The sizes at which its crop would be larger than `data.most_cropped` allows.
+        scale: Its enlargement at its largest size; 0 where it is left out.
+        references: The images that it is made from in edit training.
+        is_own: Whether it shows the subject that is learned; False for a regularization image.
     """
 
     sizes: tuple[tuple[int, int], ...]
     focus: tuple[float, float]
+    left_out: tuple[tuple[int, int], ...] = ()
+    scale: float = 0.0
+    references: tuple[Path, ...] = ()
+    is_own: bool = True
 
 
 @dataclass(frozen=True)
@@ -246,8 +254,8 @@ class _Scan(Watcher):
         is_padded = self._config.data.fit == "pad"
         for image in self._files if buckets else ():
             assert buckets is not None
-            sizes = tuple(size for _, size in buckets.of_image(image, image.sides))
-            framed[image.path] = Framed(sizes, image.focus)
+            framed[image.path] = _framed(image, buckets, is_padded)
+            sizes = framed[image.path].sizes
             fits = [image_warnings.fit(image, size, is_padded) for size in sizes]
             flaw = Flaw("left out: crop too large") if not fits else _flaw(fits[-1][0], fits[-1][1])
             if flaw:
@@ -331,6 +339,19 @@ def _each_size(
             yield image, size
             references += [(one, buckets.nearest(one, side)) for one in image.references]
     yield from references
+
+
+def _framed(image: CaptionedImage, buckets: Buckets, is_padded: bool) -> Framed:
+    sizes = tuple(size for _, size in buckets.of_image(image, image.sides))
+    all_sizes = (size for _, size in replace(buckets, least_kept=0.0).of_image(image, image.sides))
+    return Framed(
+        sizes,
+        image.focus,
+        left_out=tuple(size for size in all_sizes if size not in sizes),
+        scale=image_warnings.fit(image, sizes[-1], is_padded)[0] if sizes else 0.0,
+        references=tuple(reference.path for reference in image.references),
+        is_own=image.is_own,
+    )
 
 
 def _flaw(scale: float, kept: float) -> Flaw | None:

@@ -27,6 +27,7 @@ from app.fit_preview import FitPreviews, Question
 from app.folders import Picker, Recent, Unsettled
 from app.form import Checked, Draft
 from app.live import Live
+from app.looks import Looks
 from app.machine import Machine
 from app.model_choices import ModelChoices
 from app.monitor import Follower, explained, find_runs
@@ -94,6 +95,7 @@ class Studio:
         self.unwritable = ""
         self.scans = Scans()
         self.lengths = Lengths(self.runs)
+        self.looks = Looks(self.runs)
         self.earlier = EarlierRuns(self.runs)
         self.plan_previews = PlanPreviews(self.runs)
         self.fits = FitPreviews(self.runs)

@@ -19,6 +19,7 @@ SCREENS: tuple[str, ...] = (
     "queue",
     "captioning",
     "upload",
+    "look",
     "data",
     "machine",
 )

@@ -32,6 +32,7 @@ from app.web.pages import (
     data,
     files,
     frame,
+    look,
     machine,
     new_run,
     queue,
@@ -55,6 +56,7 @@ PAGES = (
     data,
     captioning,
     upload,
+    look,
     machine,
 )
 """Modules with a function `calls`: what their screen's script calls."""

@@ -101,6 +101,10 @@ class Row:
     focus: tuple[float, float] = WHOLE.focus
 
 
+class StalePoint(InputError):
+    """A row has only a focus point, and its image is gone: nothing of use is lost without it."""
+
+
 class Watcher:
     """Follows a scan that may take long. An exception from one of its methods ends the scan."""
 
@@ -469,8 +473,12 @@ class _Scanner:
                     if len(self.findings.problems) - before >= MOST_WRONG_ROWS:
                         raise InputError(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
                     with self._collecting(file, offset, f"{file}:{number}: "):
-                        image, row = metadata_row(line.decode().removeprefix("\ufeff"), file.parent, images)
-                        listed[image] = row
+                        try:
+                            image, row = metadata_row(line.decode().removeprefix("\ufeff"), file.parent, images)
+                        except StalePoint as error:
+                            self.findings.warnings.append(f"{file}:{number}: {error}")
+                        else:
+                            listed[image] = _joined(listed.get(image), row)
         return listed
 
     def _text(self, path: Path) -> str | None:
@@ -557,7 +565,7 @@ def metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path
     if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
         raise InputError('no "file_name"; each line is a JSON object with file_name and text')
     name = shortened(row["file_name"])
-    focus = _focus(row["focus"], name) if "focus" in row else WHOLE.focus
+    focus = focus_of(row["focus"], name) if "focus" in row else WHOLE.focus
     text = row.get("text", row.get("caption"))
     captions = [caption for caption in (text if isinstance(text, list) else [text]) if isinstance(caption, str)]
     is_point = text is None and "focus" in row
@@ -569,12 +577,21 @@ def metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path
         raise InputError(f"{name}: {too_long(size)}")
     image = Path(os.path.normpath(folder / row["file_name"]))
     if image not in images:
-        raise InputError(f"no such image: {name}; correct file_name or remove the line")
+        raise (StalePoint if is_point else InputError)(f"no such image: {name}; correct file_name or remove the line")
     return image, Row(tuple(caption.strip() for caption in captions), focus)
 
 
-def _focus(value: Any, name: str) -> tuple[float, float]:
-    """The focus point of a row, (x, y). Raises InputError for what is none."""
+def _joined(former: Row | None, row: Row) -> Row:
+    """The last row of an image, with the captions or the focus of a former one if one of them has nothing else."""
+    if former is not None and not row.captions:
+        return replace(former, focus=row.focus)
+    if former is not None and not former.captions and row.focus == WHOLE.focus:
+        return replace(row, focus=former.focus)
+    return row
+
+
+def focus_of(value: Any, name: str) -> tuple[float, float]:
+    """Return the focus point of a row, (x, y), for its value. Raises InputError for what is none."""
     if not (
         isinstance(value, list)
         and len(value) == 2

@@ -180,6 +180,27 @@ def load_preview(file: ImageFile, side: int) -> Image.Image:
         return _in_srgb(ImageOps.exif_transpose(small), file, _covering(size))
 
 
+def load_grey(file: ImageFile, side: int) -> Image.Image:
+    """Load the brightness of the whole upright image, mode L, scaled down so that its longer side is `side` pixels.
+
+    It is not enlarged. An ICC profile is ignored, and transparency is on white.
+
+    Raises:
+        InputError: As `load_preview`.
+    """
+    scale = min(1, side / max(file.width, file.height))
+    size = max(1, round(file.width * scale)), max(1, round(file.height * scale))
+    with _naming_file(file.path):
+        with _opened(file.path) as (image, _):
+            _require_shown(file.path, image)
+            image.draft("L", size[::-1] if file.is_turned else size)  # only the brightness of a JPEG is decoded
+            image.load()
+        small: Image.Image = image
+        if image.mode != "L":
+            small = _reduced(image, max(1, max(image.size) // (2 * side)), keeps_cmyk=False).convert("L")
+        return ImageOps.exif_transpose(small).resize(size, Image.Resampling.BICUBIC)
+
+
 def is_invisible(file: ImageFile, loaded: Image.Image) -> bool:
     """Whether every pixel of the file is transparent. loaded: the result of `load_rgb`, with any framing."""
     if any(low != high for low, high in cast("tuple[tuple[int, int], ...]", loaded.getextrema())):

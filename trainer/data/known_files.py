@@ -80,6 +80,14 @@ class Known:
         return max(self.stamp.modified, self.stamp.changed) + COARSEST_NS < self.read_at
 
 
+def memory_of(cfg: DataConfig, cache: Path) -> Path:
+    """Return the file that remembers what was read of a dataset's images. cache: the folder that runs share."""
+    folders = (cfg.path, *(folder.path for folder in cfg.folders), cfg.validation, cfg.regularization)
+    what = (VERSION, PIL.__version__, *folders, *cfg.companions.values(), cfg.questions)
+    name = hashlib.sha256("\x1f".join(map(str, what)).encode()).hexdigest()[:32]
+    return cache / FOLDER / f"{name}.json"
+
+
 _KNOWN = TypeAdapter(dict[str, tuple[Stamp, int, Header | None, str | None]])
 
 
@@ -99,10 +107,7 @@ class KnownFiles:
     @classmethod
     def of(cls, cfg: DataConfig, cache: Path) -> KnownFiles:
         """The images of a dataset. cache: the folder that runs share."""
-        folders = (cfg.path, *(folder.path for folder in cfg.folders), cfg.validation, cfg.regularization)
-        what = (VERSION, PIL.__version__, *folders, *cfg.companions.values(), cfg.questions)
-        name = hashlib.sha256("\x1f".join(map(str, what)).encode()).hexdigest()[:32]
-        return cls(cache / FOLDER / f"{name}.json")
+        return cls(memory_of(cfg, cache))
 
     def header(self, path: Path) -> ImageFile:
         """The header, read only if it is not known. Raises InputError as `read_header`."""
@@ -146,7 +151,7 @@ class KnownFiles:
         """Keep what was asked for since this object was made, if anything was read."""
         if self._memory is None or not self._is_changed:
             return
-        entries = {_key(p): (k.stamp, k.read_at, k.header, k.digest) for p, k in self._found.items() if k.is_safe}
+        entries = {key_of(p): (k.stamp, k.read_at, k.header, k.digest) for p, k in self._found.items() if k.is_safe}
         with contextlib.suppress(OSError):  # a full or read-only disk: the files are read again
             files.make_private_if_new(self._memory.parent)
             files.replace(self._memory, json.dumps(entries))
@@ -158,15 +163,15 @@ class KnownFiles:
             stamp = Stamp.of(path)
         except OSError:
             return None
-        known = self._found.get(path) or self._saved.get(_key(path))
+        known = self._found.get(path) or self._saved.get(key_of(path))
         if known is None or known.stamp != stamp:
             known = Known(stamp, time.time_ns())
         self._found[path] = known
         return known
 
 
-def _key(path: Path) -> str:
-    """A path as a name in JSON, which has no place for names that are not UTF-8."""
+def key_of(path: Path) -> str:
+    """Return a path as a name in JSON, which has no place for names that are not UTF-8."""
     return quote_from_bytes(os.fsencode(path))
 
 

@@ -4,7 +4,7 @@
   const { h, fill, say, call, link, counted } = studio;
   const SAVED_AFTER_MS = 500, SEARCHED_AFTER_MS = 250, FRESH_AFTER_MS = 400, RETRY_EVERY_S = 2, LOADS = 3;
   const SHOWS = [['all', 'All'], ['uncaptioned', 'No caption'], ['problems', 'Problems'], ['held_out', 'Held out']];
-  let root = null, data = null, asked = 0, isOther = false, isOwed = false, page = 0, filter = { show: 'all', search: '' };
+  let root = null, data = null, asked = 0, isOther = false, isOwed = false, page = 0, filter = { show: 'all', search: '', mark: '' };
   const cards = new Map(), addresses = new Map(), timers = new Map(), saving = new Map();
   const $ = id => root.querySelector(`#${id}`);
 
@@ -166,7 +166,9 @@
     card.name = h('b');
     card.state = h('span', { role: 'status' });
     card.remove = studio.upload.deleteButton(card);
-    card.element = h('article.card.pc', { data: { image } }, card.frame, card.box, card.conflict, card.end, h('div.ft', {}, card.name, card.state, card.remove));
+    card.crop = studio.look.cropButton(card);
+    card.sources = h('div.sources');
+    card.element = h('article.card.pc', { data: { image } }, h('div.both', {}, card.sources, card.frame), card.box, card.conflict, card.end, h('div.ft', {}, card.name, card.state, card.crop, card.remove));
     return card;
   }
 
@@ -177,18 +179,23 @@
     card.box.setAttribute('aria-label', `Caption of ${name}`);
     card.remove.setAttribute('aria-label', `Delete ${name}`);
     card.remove.hidden = fresh.is_fixed;
+    card.crop.setAttribute('aria-label', `Crop of ${name}`);
+    card.crop.hidden = !shape;
+    studio.look.pair(card, fresh);
     card.box.disabled = fresh.is_fixed || (!!fresh.problem && fresh.saved === null && !!shape);
     card.box.title = fresh.is_fixed ? 'Captions of a table are edited in its file.' : '';
     if (isTyping) { if (card.box !== document.activeElement) card.box.value = pending.get(image).text; }
     else if (!before || card.box !== document.activeElement || card.box.value.trim() === before.caption) { if (card.box.value.trim() !== fresh.caption) card.box.value = fresh.caption; }
     say(card.name, name);
     card.name.title = image;
-    fill(card.frame, [shape, name, flaw, fresh.problem], () => {
+    fill(card.frame, [shape, name, flaw, fresh.problem, data.background], () => {
       if (!shape) return [h('span.missing', {}, 'cannot be shown')];
       const picture = h('img', { alt: '' }), [x, y] = shape.kept.map((kept, side) => [shape.start[side], 1 - shape.start[side] - kept].map(share => `${100 * share}%`));
       load(image, picture);
-      return [h('button.fr', { type: 'button', 'aria-label': `Enlarge ${name}`, style: { 'aspect-ratio': `${shape.width} / ${shape.height}`, '--aspect': shape.width / shape.height }, onclick: () => enlarge(image, onPage()) }, picture,
-        h('span.cr', { style: { inset: `${y[0]} ${x[1]} ${y[1]} ${x[0]}` } })), h('span.tags')];
+      const frame = h('button.fr', { type: 'button', 'aria-label': `Enlarge ${name}`, style: { 'aspect-ratio': `${shape.width} / ${shape.height}`, '--aspect': shape.width / shape.height }, onclick: () => enlarge(image, onPage()) }, picture,
+        h('span.cr', { style: { inset: `${y[0]} ${x[1]} ${y[1]} ${x[0]}` } }));
+      studio.look.borders(frame, picture, shape, data.background);
+      return [frame, h('span.tags')];
     });
     drawTags(card);
     fill(card.end, [fresh.cut, fresh.problem], () => [
@@ -259,7 +266,7 @@
       updateCard(cards.get(fresh.image), fresh);
     }
     if (shown.join('\n') !== images.join('\n') || !images.length) $('grid').replaceChildren(...(images.length ? images.map(image => cards.get(image).element) : [h('p.none', {}, 'No image matches.', ' ',
-      h('button.btn.s', { type: 'button', onclick: () => { $('data-search').value = ''; choose({ show: 'all', search: '' }); } }, 'Show all'))]));
+      h('button.btn.s', { type: 'button', onclick: () => { $('data-search').value = ''; choose({ show: 'all', search: '', mark: '' }); } }, 'Show all'))]));
     for (const image of images) { // pictures of cards that were not in the document yet
       const picture = cards.get(image).frame.querySelector('img');
       if (picture && !picture.getAttribute('src')) load(image, picture);
@@ -288,6 +295,7 @@
     fill($('words'), [counts?.words, filter.search], () => counts?.words.length ? counts.words.map(([word, count]) => h('button.chip', { type: 'button', data: { word }, 'aria-pressed': String(filter.search === word),
       title: `in ${counted(count, 'caption')}`, onclick: () => searchFor(filter.search === word ? '' : word) }, word, ' ', h('span.dim', {}, studio.count(count))))
       : h('p.dim', {}, counts ? 'No captions yet.' : 'Not counted for so many images.'));
+    fill($('marked'), filter.mark, () => filter.mark ? h('button.chip', { type: 'button', 'aria-pressed': 'true', title: 'Show all images', onclick: () => choose({ mark: '' }) }, 'Only those of “Look closer” ✕') : []);
     const count = data.num_replaceable, button = $('data-replace');
     button.disabled = !filter.search || !count;
     say(button, filter.search ? `Replace in ${counted(count, 'caption')}` : 'Replace');
@@ -344,6 +352,7 @@
   function draw(isChosen) {
     drawFigures();
     studio.upload.shown(data);
+    studio.look.shown(data);
     const hasImages = data.is_complete && data.num_images > 0;
     $('editor').hidden = !hasImages;
     $('card-texts').hidden = !data.is_complete || !data.num_texts;
@@ -449,7 +458,7 @@
     return h('div#editor', { hidden: true }, h('div.bar2', {}, search, h('span.grow'),
       h('button.btn.s#data-open-replace', { type: 'button', 'aria-expanded': 'false', 'aria-controls': 'replace-row', onclick: event => { replaceRow.hidden = !replaceRow.hidden; event.currentTarget.setAttribute('aria-expanded', String(!replaceRow.hidden)); } }, 'Replace …'),
       h('button.btn.s#data-undo', { type: 'button', disabled: true, onclick: event => act(event.currentTarget, async () => `${counted(await call('data_undo', { key: data.key }), 'caption')} restored.`) }, 'Undo')), replaceRow,
-    h('div.bar2', {}, h('span.seg#shows', { role: 'group', 'aria-label': 'Filter' }), h('span.grow'), h('label.crop.sm', { title: 'Show what the crop to the bucket keeps' }, crop, 'Crop')),
+    h('div.bar2', {}, h('span.seg#shows', { role: 'group', 'aria-label': 'Filter' }), h('span#marked'), h('span.grow'), h('label.crop.sm', { title: 'Show what the crop to the bucket keeps' }, crop, 'Crop')),
     h(crop.checked ? 'div.grid#grid' : 'div.grid.no-crop#grid'), h('nav.pages#data-pages', { 'aria-label': 'Pages of images' }, h('button.btn#data-before', { type: 'button', onclick: () => turn(-1) }, 'Previous'),
       h('span.dim#data-range', { role: 'status' }),
       h('label.sm', { hidden: true }, 'Page ', h('input#data-page', { type: 'number', min: 1, onchange: event => { const to = Math.round(event.target.value) - 1; if (to >= 0) choose({}, to); } })),
@@ -465,11 +474,12 @@
       root.append(h('div.head', {}, h('h1', {}, 'Data'), h('span.dim#counted', { role: 'status' }), h('span.grow'), h('button.btn#data-again', { type: 'button', onclick: () => { addresses.clear(); tell(null); look(true, true); } }, 'Read again'), h('a.btn.main', { href: link('new') }, 'To New run')),
         h('section.card', { 'aria-label': 'Folder' }, h('div.path', {}, h('b', {}, 'Folder'), h('span.folders#folder'), h('a', { href: link('new') }, 'Change it in New run')), h('div.figures#figures')),
         studio.upload.build(section, { settle, refresh: () => look(true, true), forget: image => keep(image, null), key: () => data?.key || '' }),
+        studio.look.notice({ load, enlarge, choose: mark => choose({ mark }), mark: () => filter.mark, refresh: () => look(false, true), key: () => data?.key || '' }),
         h('div#data-message'), h('div.notice.warn#data-unsaved', { hidden: true, role: 'status' }),
         h('p.notice#data-reading', { hidden: true, role: 'status' }, 'The files are being read. You can go on elsewhere meanwhile.'),
         h('section.card.empty#data-empty', { hidden: true }, h('h2', {}, 'No images here.'), h('p', {}, 'Add images above, or choose a folder of images in New run; each may have a caption in a text file of its name.'), h('a.btn.main', { href: link('new') }, 'New run')),
         h('div.two', {}, h('div', {}, side('texts', 'Text files', '', h('div#texts')), editor()),
-          h('div.col', {}, studio.captioning.panel(() => look(false, true)), h('section.card#card-issues', { 'aria-labelledby': 'h-issues', hidden: true }, h('div.ttl', {}, h('h2#h-issues', {}, 'To look at'), h('span#num-issues')), h('div#data-problems'), h('div#data-cut')),
+          h('div.col', {}, studio.captioning.panel(() => look(false, true)), h('section.card#card-issues', { 'aria-labelledby': 'h-issues', hidden: true }, h('div.ttl', {}, h('h2#h-issues', {}, 'To look at'), h('span#num-issues')), h('div#data-problems'), h('div#data-cut')), studio.look.panel(),
             side('shapes', 'Shapes', 'what images are cropped to', h('div#shapes'), h('p.dim.sm#trained'), h('button.btn.s#compute-timesteps', { type: 'button', onclick: event => showTimesteps(event.currentTarget) }, 'Show timesteps per bucket'), h('div#timesteps', { 'aria-live': 'polite' })),
             side('held', 'Held out', 'not trained on, to measure progress', h('div.held#held'), h('p.dim.sm#held-more')),
             side('words', 'Words', 'most frequent; click to search', h('div.chips#words')))));
@@ -481,8 +491,8 @@
       addresses.clear();
       tell(null);
       await Promise.all([look(true, true), studio.upload.look()]);
-      await studio.captioning.look();
+      await Promise.all([studio.captioning.look(), studio.look.look()]);
     },
-    async tick() { await studio.captioning.tick(); if (!data || !data.is_complete || data.lengths?.is_waiting || isOwed) await look(); },
+    async tick() { await Promise.all([studio.captioning.tick(), studio.look.tick()]); if (!data || !data.is_complete || data.lengths?.is_waiting || isOwed) await look(); },
   };
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app import captions as caption_files
-from app import dataset, form
+from app import dataset, form, looks
 from app.caption_lengths import LengthsResult
 from app.captions import Captions, ChangedElsewhere
 from app.dataset import Filter, Item, Show
@@ -45,6 +45,7 @@ def view(
     search: str = "",
     page: int = 0,
     is_fresh: bool = False,
+    mark: str = "",
 ) -> dict[str, Any]:
     """Return a page of the draft's images and the figures of all of them.
 
@@ -52,6 +53,7 @@ def view(
         show: Which images, as `dataset.Filter` has it; also `search`.
         page: Its number, from 0.
         is_fresh: Read the files again, because they may have changed.
+        mark: Only images that a closer look has marked, as `looks.marked` has it; "" for all.
     """
     draft = studio.draft()
     config = form.check(draft).config
@@ -64,7 +66,8 @@ def view(
         return state
     lengths = _lengths(studio, config, found, is_fresh)
     cut = {caption.image: caption for caption in lengths.measured.cut} if lengths and lengths.measured else {}
-    seen = dataset.view(config.data, found, cut, Filter(show, search), page)
+    only = looks.marked(studio.looks.of(config), found, mark) if mark else None
+    seen = dataset.view(config.data, found, cut, Filter(show, search, only), page)
     return state | {
         "cards": [_card(item, config, found, cut.get(str(item.image))) for item in seen.items],
         "first": seen.first,
@@ -145,6 +148,7 @@ def _summary(config: RunConfig, found: ScanResult) -> dict[str, Any]:
         "key": folders_key(config),
         "trigger": config.data.trigger,
         "resolution": titles.size_title(config.data.all_sides),
+        "background": config.data.background,
         "needs_captions": config.data.missing_caption == "stop",
         "is_text": families.trains_on(config) == "text",
         "is_complete": found.is_complete,
@@ -189,6 +193,7 @@ def _card(item: Item, config: RunConfig, found: ScanResult, cut: CutCaption | No
         "is_held_out": item.image in found.held_out,
         "cut": _cut(cut) if cut else None,
         "shape": None,
+        "references": _references(item.image, config, found),
     }
     try:
         card["shape"] = asdict(dataset.shape(item.image, found.framed.get(item.image), config.data.fit == "pad"))
@@ -196,6 +201,16 @@ def _card(item: Item, config: RunConfig, found: ScanResult, cut: CutCaption | No
         card["problem"] = item.problem or str(error)
     card["problem"] = _shortened(card["problem"], dataset.folders(config.data))
     return card
+
+
+def _references(image: Path, config: RunConfig, found: ScanResult) -> list[dict[str, str]]:
+    """The images that an image is made from in edit training."""
+    framed, roots = found.framed.get(image), dataset.folders(config.data)
+    if framed is None:
+        return []
+    if config.data.references:
+        roots = [*roots, Path(config.data.references).expanduser()]
+    return [{"image": str(one), "name": _shortened(str(one), roots)} for one in framed.references]
 
 
 def _cut(caption: CutCaption) -> dict[str, Any]:
