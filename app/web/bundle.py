@@ -17,6 +17,7 @@ SCREENS: tuple[str, ...] = (
     "results",
     "runs",
     "queue",
+    "mask",
     "data",
     "machine",
 )

@@ -27,7 +27,7 @@ from app.studio import Studio
 from app.web import bundle, routes, security, theme
 from app.web.access import Access
 from app.web.answers import server_functions
-from app.web.pages import data, files, frame, machine, new_run, queue, results, run, runs, samples
+from app.web.pages import data, files, frame, machine, mask, new_run, queue, results, run, runs, samples
 from trainer.config.terminal import say
 
 PAGES = (
@@ -40,6 +40,7 @@ PAGES = (
     files,
     queue,
     data,
+    mask,
     machine,
 )
 """Modules with a function `calls`: what their screen's script calls."""

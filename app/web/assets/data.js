@@ -165,7 +165,8 @@
     card.conflict = h('div');
     card.name = h('b');
     card.state = h('span', { role: 'status' });
-    card.element = h('article.card.pc', { data: { image } }, card.frame, card.box, card.conflict, card.end, h('div.ft', {}, card.name, card.state));
+    card.mask = studio.mask.button(card);
+    card.element = h('article.card.pc', { data: { image } }, card.frame, card.box, card.conflict, card.end, h('div.ft', {}, card.name, card.state, card.mask));
     return card;
   }
 
@@ -187,6 +188,7 @@
       return [h('button.fr', { type: 'button', 'aria-label': `Enlarge ${name}`, style: { 'aspect-ratio': `${shape.width} / ${shape.height}`, '--aspect': shape.width / shape.height }, onclick: () => enlarge(image, onPage()) }, picture,
         h('span.cr', { style: { inset: `${y[0]} ${x[1]} ${y[1]} ${x[0]}` } })), h('span.tags')];
     });
+    studio.mask.update(card);
     drawTags(card);
     fill(card.end, [fresh.cut, fresh.problem], () => [
       fresh.cut ? h('p.cut', { tabIndex: 0 }, `Truncated: ${fresh.cut.encoder} reads ${fresh.cut.read} of ${fresh.cut.needed} tokens.`, h('br'), `…${fresh.cut.before}`, h('del', {}, fresh.cut.rest)) : null,
@@ -195,12 +197,12 @@
   }
 
   function drawTags(card) {
-    const isEmpty = !card.box.value.trim(), { flaw, is_held_out, problem } = card.data, place = card.frame.querySelector('.tags');
+    const isEmpty = !card.box.value.trim(), { flaw, is_held_out, problem, mask } = card.data, place = card.frame.querySelector('.tags');
     card.element.classList.toggle('bad', (isEmpty && data.needs_captions) || !!flaw?.is_error || !!card.data.problem);
-    if (place) fill(place, [isEmpty, flaw, is_held_out, problem], () => [
+    if (place) fill(place, [isEmpty, flaw, is_held_out, problem, !!mask], () => [
       isEmpty && !problem ? h(data.needs_captions ? 'span.tag.bad' : 'span.tag.warn', {}, 'no caption') : null,
       flaw ? h(flaw.is_error ? 'span.tag.bad' : 'span.tag.warn', {}, flaw.text) : null,
-      is_held_out ? h('span.tag.acc', {}, 'held out') : null]);
+      is_held_out ? h('span.tag.acc', {}, 'held out') : null, mask ? h('span.tag.acc', {}, 'mask') : null]);
   }
 
   /** Say at a card whether its caption is saved. */
@@ -445,7 +447,7 @@
     return h('div#editor', { hidden: true }, h('div.bar2', {}, search, h('span.grow'),
       h('button.btn.s#data-open-replace', { type: 'button', 'aria-expanded': 'false', 'aria-controls': 'replace-row', onclick: event => { replaceRow.hidden = !replaceRow.hidden; event.currentTarget.setAttribute('aria-expanded', String(!replaceRow.hidden)); } }, 'Replace …'),
       h('button.btn.s#data-undo', { type: 'button', disabled: true, onclick: event => act(event.currentTarget, async () => `${counted(await call('data_undo', { key: data.key }), 'caption')} restored.`) }, 'Undo')), replaceRow,
-    h('div.bar2', {}, h('span.seg#shows', { role: 'group', 'aria-label': 'Filter' }), h('span.grow'), h('label.crop.sm', { title: 'Show what the crop to the bucket keeps' }, crop, 'Crop')),
+    h('div.bar2', {}, h('span.seg#shows', { role: 'group', 'aria-label': 'Filter' }), h('span.grow'), studio.mask.toggle(), h('label.crop.sm', { title: 'Show what the crop to the bucket keeps' }, crop, 'Crop')),
     h(crop.checked ? 'div.grid#grid' : 'div.grid.no-crop#grid'), h('nav.pages#data-pages', { 'aria-label': 'Pages of images' }, h('button.btn#data-before', { type: 'button', onclick: () => turn(-1) }, 'Previous'),
       h('span.dim#data-range', { role: 'status' }),
       h('label.sm', { hidden: true }, 'Page ', h('input#data-page', { type: 'number', min: 1, onchange: event => { const to = Math.round(event.target.value) - 1; if (to >= 0) choose({}, to); } })),
@@ -458,6 +460,7 @@
     title: 'Data',
     build(section) {
       root = section;
+      studio.mask.connect(() => look());
       root.append(h('div.head', {}, h('h1', {}, 'Data'), h('span.dim#counted', { role: 'status' }), h('span.grow'), h('button.btn#data-again', { type: 'button', onclick: () => { addresses.clear(); tell(null); look(true, true); } }, 'Read again'), h('a.btn.main', { href: link('new') }, 'To New run')),
         h('section.card', { 'aria-label': 'Folder' }, h('div.path', {}, h('b', {}, 'Folder'), h('span.folders#folder'), h('a', { href: link('new') }, 'Change it in New run')), h('div.figures#figures')),
         h('div#data-message'), h('div.notice.warn#data-unsaved', { hidden: true, role: 'status' }),

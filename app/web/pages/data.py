@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app import captions as caption_files
-from app import dataset, form
+from app import dataset, form, masks
 from app.caption_lengths import LengthsResult
 from app.captions import Captions, ChangedElsewhere
 from app.dataset import Filter, Item, Show
@@ -189,6 +189,7 @@ def _card(item: Item, config: RunConfig, found: ScanResult, cut: CutCaption | No
         "is_held_out": item.image in found.held_out,
         "cut": _cut(cut) if cut else None,
         "shape": None,
+        "mask": masks.shown(config.data, found, item.image),
     }
     try:
         card["shape"] = asdict(dataset.shape(item.image, found.framed.get(item.image), config.data.fit == "pad"))
