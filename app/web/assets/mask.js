@@ -254,22 +254,29 @@
         context.globalCompositeOperation = 'destination-out';
         context.drawImage(this.painting.now.canvas, x, y, width, height, x, y, width, height);
       }
+      this.enable();
       clearTimeout(this.later);
       this.later = setTimeout(() => this.look(), LEARNED_AFTER_MS);
     }
 
-    /** Say how much is learned, and what can be done. */
+    /** Say how much is learned. */
     look() {
       const { found, painting } = this, levels = painting.levels();
       const share = levels.reduce((sum, level) => sum + level, 0) / levels.length / 255, learned = share ? Math.max(1, Math.round(100 * share)) : 0;
       const outside = `the shaded rest with ${found.background} (data.mask_background)`;
       say(this.state, !share && !found.background ? 'Nothing is painted yet: paint what is to be learned.' : `${learned} % is learned with weight 1, ${outside}.${found.is_set ? '' : ` Save makes ${found.file.replace(/\/[^/]*$/, '')} this run’s folder of masks.`}`);
       this.box.dataset.learned = share.toFixed(4);
+    }
+
+    /** Let what can be done be clicked. */
+    enable() {
+      const { found, painting } = this;
       this.undoes.disabled = !painting.past.length;
       this.redoes.disabled = !painting.future.length;
       this.formers.hidden = !this.numFormer;
       this.removes.hidden = !this.digest;
       this.saves.disabled = this.isSaving || !(this.isChanged || (this.digest && !found.is_set));
+      if (this.box.open && !document.querySelector('dialog[open]:not(#mask)')) studio.refocus(this.view); // a button that is disabled loses the focus
     }
 
     choose(tool) {
@@ -405,14 +412,14 @@
     /** Ask the server; undefined where it refused, which is said in the dialog. */
     async ask(name, values) {
       this.isSaving = true;
-      this.look();
+      this.enable();
       try { return await call(name, { image: this.image, ...values }); } catch (error) {
         if (!(error instanceof studio.Refused)) throw error;
         this.tell(error.message, true);
         return undefined;
       } finally {
         this.isSaving = false;
-        this.look();
+        this.enable();
       }
     }
 
@@ -443,7 +450,7 @@
 
     /** Another program has changed the mask since it was loaded. */
     conflict(changed) {
-      const mine = () => { this.digest = changed.digest; this.numFormer = changed.num_former; this.tell('Save replaces that mask now; it is kept as a former mask.'); this.look(); };
+      const mine = () => { this.digest = changed.digest; this.numFormer = changed.num_former; this.tell('Save replaces that mask now; it is kept as a former mask.'); this.enable(); };
       const theirs = async () => { const levels = await levelsOf(changed.mask, this.found.width, this.found.height); mine(); this.painting.apply((_, at) => levels[at]); this.tell('This is the mask of the file. Undo brings back yours.'); };
       this.message.replaceChildren(h('div.notice.warn', { role: 'alert' }, h('p', {}, changed.digest ? 'Not saved: the mask was changed meanwhile.' : 'Not saved: the mask was removed meanwhile.'),
         h('button.btn.s', { type: 'button', onclick: mine }, 'Use mine'), ' ', h('button.btn.s', { type: 'button', onclick: theirs }, 'Use the file’s')));
