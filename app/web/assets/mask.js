@@ -171,17 +171,19 @@
 
   // --- the dialog -----------------------------------------------------------------------------------------------------
 
-  const TOOLS = [['brush', 'Brush', 'b'], ['erase', 'Erase', 'e']];
+  const TOOLS = [['brush', 'Brush', 'b'], ['erase', 'Erase', 'e'], ['object', 'Object', 'o']];
+  const MODEL = 'facebook/sam2.1-hiera-tiny', FOUND = [0, 190, 255], LEAST_BOX = 6; // pixels of the window that a box is wide
 
   /** The dialog for one image. found: what the server says about it. */
   class Dialog {
     constructor(image, name, found, levels) {
-      Object.assign(this, { image, name, found, tool: 'brush', zoom: 1, pointers: new Map(), spot: null, isSaving: false });
+      Object.assign(this, { image, name, found, tool: 'brush', zoom: 1, pointers: new Map(), spot: null, isSaving: false, points: [], area: null, offered: null, asked: 0 });
       this.digest = found.digest;
       this.numFormer = found.num_former;
       this.size = Math.max(4, Math.round(Math.max(found.width, found.height) / 16));
       this.shade = canvas(found.width, found.height);
       this.context = this.shade.getContext('2d');
+      this.offer = Object.assign(canvas(found.width, found.height), { className: 'offer' });
       this.painting = new Painting(found.width, found.height, levels, part => this.draw(part));
       const kept = unsaved.get(image);
       this.build();
@@ -200,7 +202,7 @@
       const range = (name, value, low, high, change) => h('input', { type: 'range', 'aria-label': name, min: low, max: high, value, oninput: event => change(Number(event.target.value)) });
       this.tools = h('span.seg', { role: 'group', 'aria-label': 'Tool' }, TOOLS.map(([tool, word, key]) => h('button', { type: 'button', data: { tool }, title: `Key ${key}`, onclick: () => this.choose(tool) }, word)));
       this.sizes = range('Brush size', 0, 0, 100, share => this.resize(MOST_SIZE ** (share / 100)));
-      this.sized = h('span.num');
+      this.sized = h('span.sized');
       this.shading = range('Shade', 55, 0, 100, share => { this.shade.style.opacity = share / 100; });
       this.shade.style.opacity = 0.55;
       this.undoes = button('Undo', 'Ctrl Z', () => this.painting.undo());
@@ -212,15 +214,19 @@
       this.cursor = h('div.cursor', { hidden: true });
       this.state = h('span', { role: 'status' });
       this.message = h('div', { 'aria-live': 'polite' });
-      this.stage = h('div.stage', {}, h('img', { src: found.image, alt: '', draggable: false }), this.shade, this.cursor);
+      this.stage = h('div.stage', {}, h('img', { src: found.image, alt: '', draggable: false }), this.shade, this.offer, this.cursor);
       this.view = h('div.view', { tabIndex: 0, role: 'application', 'aria-label': `Mask of ${this.name}. Arrow keys move the brush, Enter paints, Shift with an arrow key paints a line.` }, this.stage);
+      this.model = h('input', { type: 'text', 'aria-label': 'Model', value: studio.kept('mask-model') || MODEL, spellcheck: false, onchange: () => studio.kept('mask-model', this.model.value) });
+      this.takes = [button('Add', 'Enter', () => this.take(true)), button('Take away', 'Delete', () => this.take(false)), button('Drop', 'Backspace', () => this.drop())];
+      this.objects = h('div.row', { hidden: true }, h('label', { title: 'A folder of transformers with a SAM 2 model, or a hub id that was downloaded' }, 'Model', this.model), this.takes,
+        h('span.dim', {}, 'Click the object, or draw a box around it; right-click or Alt-click what does not belong to it.'));
       this.listen();
       this.box = h('dialog.dialog.mask#mask', { 'aria-label': `Mask of ${this.name}`, onclose: () => this.closed(), oncancel: event => { event.preventDefault(); this.close(); }, onkeydown: event => this.key(event) },
         h('div.row', {}, h('h2', {}, `Mask of ${this.name}`), h('span.dim', {}, found.size.join(' × ')), h('span.grow'), h('button.btn', { type: 'button', onclick: () => this.close() }, 'Close'), this.saves),
         h('div.row', {}, this.tools, h('label', { title: 'Keys [ and ]' }, 'Size', this.sizes, this.sized), h('label', {}, 'Shade', this.shading),
           button('Invert', 'i', () => this.painting.apply(level => 255 - level)), button('Fill', 'f', () => this.painting.apply(() => 255)), button('Clear', 'x', () => this.painting.apply(() => 0)),
           this.undoes, this.redoes, h('span.grow'), button('−', '-', () => this.zoomBy(1 / ZOOM)), this.zoomed, button('+', '+', () => this.zoomBy(ZOOM))),
-        this.message, this.view, h('div.row.foot', {}, this.state, h('span.grow'), this.formers, this.removes));
+        this.objects, this.message, this.view, h('div.row.foot', {}, this.state, h('span.grow'), this.formers, this.removes));
       for (const one of this.box.querySelectorAll('.row .btn.s')) if (['−', '+'].includes(one.textContent)) one.setAttribute('aria-label', one.textContent === '+' ? 'Zoom in' : 'Zoom out');
     }
 
@@ -273,6 +279,7 @@
       const { found, painting } = this;
       this.undoes.disabled = !painting.past.length;
       this.redoes.disabled = !painting.future.length;
+      for (const one of this.takes) one.disabled = !this.offered;
       this.formers.hidden = !this.numFormer;
       this.removes.hidden = !this.digest;
       this.saves.disabled = this.isSaving || !(this.isChanged || (this.digest && !found.is_set));
@@ -281,6 +288,8 @@
 
     choose(tool) {
       this.tool = tool;
+      this.objects.hidden = tool !== 'object';
+      this.hover();
       for (const one of this.tools.children) one.setAttribute('aria-pressed', String(one.dataset.tool === tool));
     }
 
@@ -295,7 +304,7 @@
     hover(at = this.spot) {
       this.spot = at;
       const { width, height } = this.found;
-      this.cursor.hidden = !at;
+      this.cursor.hidden = !at || this.tool === 'object';
       if (at) Object.assign(this.cursor.style, { left: `${100 * at[0] / width}%`, top: `${100 * at[1] / height}%`, width: `${100 * this.size / width}%`, height: `${100 * this.size / height}%` });
     }
 
@@ -339,8 +348,9 @@
       this.view.focus({ preventScroll: true });
       this.view.setPointerCapture(event.pointerId);
       this.pointers.set(event.pointerId, event);
-      if (this.pointers.size > 1) { this.painting.drop(); this.stroke = null; return; } // two fingers move and zoom
+      if (this.pointers.size > 1) { this.painting.drop(); this.stroke = this.mark = null; return; } // two fingers move and zoom
       if (event.button === 1 || this.isHeld) return; // the image is dragged
+      if (this.tool === 'object') { this.mark = event; return; }
       this.stroke = { last: this.at(event), isErasing: this.tool === 'erase' || event.button === 2 };
       this.paint(this.stroke.last);
     }
@@ -352,7 +362,8 @@
       if (this.stroke) {
         const all = event.getCoalescedEvents?.() ?? [];
         for (const one of all.length ? all : [event]) this.paint(this.at(one));
-      } else if (this.pointers.size === 2) this.pinch(event, before);
+      } else if (this.mark) this.drawOffer(this.boxTo(event));
+      else if (this.pointers.size === 2) this.pinch(event, before);
       else this.pan(before, event);
       this.pointers.set(event.pointerId, event);
     }
@@ -361,6 +372,74 @@
       this.pointers.delete(event.pointerId);
       if (this.stroke) this.painting.end();
       this.stroke = null;
+      if (this.mark && event.type === 'pointerup') this.pointed(event);
+      this.mark = null;
+    }
+
+    // an object that a model finds
+
+    /** The box from where the pointer went down; null while it is too small to be meant. */
+    boxTo(event) {
+      const from = this.at(this.mark), to = this.at(event), isSmall = Math.max(Math.abs(event.clientX - this.mark.clientX), Math.abs(event.clientY - this.mark.clientY)) < LEAST_BOX;
+      return isSmall ? null : [0, 1].map(side => Math.min(from[side], to[side])).concat([0, 1].map(side => Math.max(from[side], to[side])));
+    }
+
+    /** A click was made, or a box was drawn: ask the model. */
+    pointed(event) {
+      const area = this.boxTo(event);
+      if (area) Object.assign(this, { area, points: [] });
+      else this.points.push([...this.at(this.mark), this.mark.button !== 2 && !this.mark.altKey]);
+      this.look();
+      return this.find();
+    }
+
+    async find() {
+      const number = this.asked += 1, { width, height } = this.found;
+      this.drawOffer();
+      this.tell('Looking for the object … The first time, the model is read.');
+      const answer = await this.ask('mask_find', { model: this.model.value, points: this.points, box: this.area });
+      if (number !== this.asked || !this.box.isConnected) return; // another click was made meanwhile
+      if (!answer) { this.points.pop(); this.drawOffer(); return; }
+      this.tell('');
+      this.offered = await levelsOf(answer.mask, width, height);
+      this.drawOffer();
+      this.enable();
+    }
+
+    /** Show what the model proposes, the clicks, and a box. */
+    drawOffer(area = this.area) {
+      const context = this.offer.getContext('2d'), { width, height } = this.found, dot = Math.max(2, Math.max(width, height) / 200);
+      context.clearRect(0, 0, width, height);
+      if (this.offered) {
+        const image = new ImageData(width, height);
+        this.offered.forEach((level, at) => image.data.set([...FOUND, level], 4 * at));
+        context.putImageData(image, 0, 0);
+      }
+      Object.assign(context, { lineWidth: dot / 2, strokeStyle: '#fff' });
+      if (area) context.strokeRect(area[0], area[1], area[2] - area[0], area[3] - area[1]);
+      for (const [x, y, belongs] of this.points) {
+        context.beginPath();
+        context.arc(x, y, dot, 0, 2 * Math.PI);
+        context.fillStyle = belongs ? '#0a0' : '#d00';
+        context.fill();
+        context.stroke();
+      }
+    }
+
+    /** Add what the model proposes to the mask, or take it away from it. */
+    take(isAdded) {
+      const { offered } = this;
+      if (!offered) return;
+      this.drop();
+      this.painting.apply((level, at) => isAdded ? Math.max(level, offered[at]) : Math.min(level, 255 - offered[at]));
+    }
+
+    drop() {
+      this.asked += 1;
+      Object.assign(this, { offered: null, points: [], area: null });
+      this.tell('');
+      this.drawOffer();
+      this.enable();
     }
 
     paint(to) {
@@ -380,10 +459,12 @@
     }
 
     key(event) {
+      if (event.target.type === 'text' || (event.key === 'Enter' && event.target !== this.view)) return;
       const name = `${event.ctrlKey || event.metaKey ? 'Ctrl ' : ''}${event.key.length === 1 ? event.key.toLowerCase() : event.key}`, { painting } = this;
       if (event.key === ' ' && event.target === this.view) { event.preventDefault(); this.isHeld = true; addEventListener('keyup', () => { this.isHeld = false; }, { once: true }); return; }
       const act = event.shiftKey && name === 'Ctrl z' ? () => painting.redo() : {
-        b: () => this.choose('brush'), e: () => this.choose('erase'), i: () => painting.apply(level => 255 - level), f: () => painting.apply(() => 255), x: () => painting.apply(() => 0),
+        ...(this.offered ? { Enter: () => this.take(true), Delete: () => this.take(false), Backspace: () => this.drop() } : {}),
+        b: () => this.choose('brush'), o: () => this.choose('object'), e: () => this.choose('erase'), i: () => painting.apply(level => 255 - level), f: () => painting.apply(() => 255), x: () => painting.apply(() => 0),
         '[': () => this.resize(Math.min(this.size - 1, this.size / SIZE)), ']': () => this.resize(Math.max(this.size + 1, this.size * SIZE)),
         '+': () => this.zoomBy(ZOOM), '=': () => this.zoomBy(ZOOM), '-': () => this.zoomBy(1 / ZOOM), 0: () => this.zoomTo(1),
         'Ctrl z': () => painting.undo(), 'Ctrl y': () => painting.redo(), 'Ctrl s': () => this.save(),

@@ -11,9 +11,11 @@ from typing import Annotated, Any
 
 from annotated_types import MaxLen
 from PIL import Image
+from pydantic import FiniteFloat
 
 from app import dataset, form, masks
 from app.form import Draft
+from app.mask_models import MaskModels
 from app.masks import ChangedElsewhere, Masks, Place
 from app.scans import ScanResult
 from app.studio import Studio
@@ -25,6 +27,10 @@ from trainer.data.image_io import png, read_header
 
 PATIENCE = 10
 """How often a scan that is not complete is asked for again, each time for `scans.PATIENCE_S`."""
+MOST_POINTS = 100
+_PNG = "data:image/png;base64,"
+Point = tuple[FiniteFloat, FiniteFloat, bool]
+"""x and y of a click, and whether it belongs to the object."""
 Sent = Annotated[str, MaxLen(masks.MOST_SENT * 4 // 3 + 4)]
 
 
@@ -32,7 +38,8 @@ def calls(studio: Studio) -> Calls:
     """Return the functions of the dialog's script."""
     editor = Masks(studio.runs / "drafts" / "masks")
     functions: list[Callable[..., Any]] = [load, save, former, overlay]
-    return {f"mask_{function.__name__}": partial(function, studio, editor) for function in functions}
+    calls = {f"mask_{function.__name__}": partial(function, studio, editor) for function in functions}
+    return calls | {"mask_find": partial(find, studio, MaskModels(studio.runs))}
 
 
 def load(studio: Studio, editor: Masks, image: str) -> dict[str, Any]:
@@ -94,6 +101,23 @@ def overlay(studio: Studio, editor: Masks, image: str) -> str:
     return _url(dark)
 
 
+def find(
+    studio: Studio,
+    models: MaskModels,
+    image: str,
+    model: str,
+    points: Annotated[list[Point], MaxLen(MOST_POINTS)],
+    box: tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat] | None = None,
+) -> dict[str, str]:
+    """Return what a model takes for the object at some points, or in a box, in pixels of the page's copy of an image.
+
+    Nothing is written. The model runs in a process of its own.
+    """
+    _, place = _chosen(studio, image)
+    copy = studio.thumbnails.of(place.image, FULL)
+    return {"mask": f"{_PNG}{models.find(model, {'image': str(copy), 'points': points, 'box': box})}"}
+
+
 def _chosen(studio: Studio, image: str) -> tuple[RunConfig, Place]:
     """The draft's config, and the place of an image's mask."""
     config = form.check(studio.draft()).config
@@ -136,4 +160,4 @@ def _bytes(sent: str) -> bytes:
 
 
 def _url(image: Image.Image) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png(image)).decode()}"
+    return f"{_PNG}{base64.b64encode(png(image)).decode()}"

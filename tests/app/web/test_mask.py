@@ -41,7 +41,7 @@ def brush(page: Page, size: int) -> None:
     slider = page.locator("#mask").get_by_label("Brush size")
     slider.evaluate(f"slider => {{ slider.step = 'any'; slider.value = 100 * Math.log({size}) / Math.log(800); }}")
     slider.dispatch_event("input")
-    expect(page.locator("#mask .num").first).to_have_text(f"{size} px")
+    expect(page.locator("#mask .sized").first).to_have_text(f"{size} px")
 
 
 def open_mask(page: Page, name: str = "00.png") -> Locator:
@@ -165,7 +165,7 @@ def test_a_mask_is_painted_by_keys_alone_and_zoomed(own_data: Path, data: Page):
     brush(data, 40)
     dialog.locator(".view").focus()
     data.keyboard.press("]")
-    expect(dialog.locator(".num").first).to_have_text("48 px")
+    expect(dialog.locator(".sized").first).to_have_text("48 px")
     data.keyboard.press("[")
     data.keyboard.press("Enter")
     for _ in range(4):
