@@ -32,7 +32,7 @@ class MaskModels:
         self._idle: threading.Timer | None = None
 
     def find(self, model: str, question: Mapping[str, Any]) -> str:
-        """Return an object's mask as a PNG in base64, white on black. Waits for the model, which takes seconds at first.
+        """Return an object's mask as a PNG in base64, white on black. Waits for the model, seconds at first.
 
         Args:
             model: A folder, or a hub id in the local Hugging Face cache.
@@ -42,9 +42,7 @@ class MaskModels:
             InputError: The model cannot be used; says why.
         """
         if not model.strip() or len(model) > MOST_PATH or not model.isprintable() or model.startswith("-"):
-            raise InputError(
-                f"{model[:200]!r} is not the path of a model; name a folder with a SAM 2 model, or a hub id"
-            )
+            raise InputError(f"{model[:200]!r} is not the path of a model; name a folder of SAM 2, or a hub id")
         with self._lock:
             process = self._running(model.strip())
             answer = self._ask(process, question)

@@ -1,8 +1,8 @@
 """Finds an object in an image by clicks or a box, with SAM 2 of transformers. A side process of the page runs it.
 
 `python -m trainer.models.segmentation MODEL` answers each line of standard input, a `Question` in JSON, by a line with
-`{"mask": PNG in base64}` or `{"error": sentence}`. Images are prepared with Pillow: transformers' own processor of SAM 2
-needs torchvision.
+`{"mask": PNG in base64}` or `{"error": sentence}`. Images are prepared with Pillow: transformers' own processor of
+SAM 2 needs torchvision.
 """
 
 from __future__ import annotations
@@ -80,18 +80,16 @@ class Segmenter:
         Raises:
             InputError: There is no such model, or it is damaged or of another kind.
         """
-        folder = ModelFolder(FIELD, find_folder(FIELD, path), expects=EXPECTS)
+        folder = _folder(path)
         model = _build(folder)
         own = model.state_dict()
-        files = WeightFiles.read(
-            safetensors_in(folder.path, TRANSFORMERS_STEM), lambda key: key if key in own else None
-        )
-        wrong = [name for name, value in own.items() if tuple(value.shape) != _shape(files, name)]
+        paths = safetensors_in(folder.path, TRANSFORMERS_STEM)
+        files = WeightFiles.read(paths, lambda key: key if key in own else None)
+        wrong = [name for name, value in own.items() if _shape(files, name) != tuple(value.shape)]
         if wrong:
-            found = _shape(files, wrong[0])
             raise InputError(
-                f"{folder.path}: {len(wrong)} of {len(own)} weights are missing or have another shape, first {wrong[0]}, "
-                f"{'missing' if found is None else list(found)}; download the folder again"
+                f"{folder.path}: {len(wrong)} of {len(own)} weights are missing or have another shape, first "
+                f"{wrong[0]}; download the folder again"
             )
         give_storage(model, torch.device("cpu"))
         model.load_state_dict({name: read_tensor(entry) for name, entry in files.entries.items()})
@@ -146,8 +144,21 @@ def pixels(image: Image.Image, side: int) -> Tensor:
     return torch.from_numpy(normal).permute(2, 0, 1)[None].contiguous()
 
 
+def _folder(path: str) -> ModelFolder:
+    """The folder of a model. Raises InputError, where it is not here, with how to get it."""
+    try:
+        found = find_folder(FIELD, path)
+    except InputError as error:
+        how = f"download it with `hf download {path}`, or name {EXPECTS}"
+        raise InputError(f"{path}: neither a folder nor in the local Hugging Face cache; {how}") from error
+    if not (found / "config.json").is_file():
+        raise InputError(f"{path}: no config.json; name {EXPECTS}")
+    return ModelFolder(FIELD, found, expects=EXPECTS)
+
+
 def _build(folder: ModelFolder) -> Any:
     """The model on the meta device, in eval mode."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import Sam2Config, Sam2Model
 
     stored = folder.read("config.json")
@@ -157,7 +168,7 @@ def _build(folder: ModelFolder) -> Any:
     try:
         with torch.device("meta"):
             model = Sam2Model(Sam2Config(**{part: stored.get(part) for part in PARTS}))
-    except BUILD_ERRORS as error:
+    except (StrictDataclassError, *BUILD_ERRORS) as error:
         raise InputError(
             f"{folder.path / 'config.json'}: transformers cannot build this {kind} ({first_line(error)}); "
             "download the folder again"

@@ -492,14 +492,14 @@
 
     /** Ask the server; undefined where it refused, which is said in the dialog. */
     async ask(name, values) {
-      this.isSaving = true;
+      this.isSaving ||= name === 'mask_save';
       this.enable();
       try { return await call(name, { image: this.image, ...values }); } catch (error) {
         if (!(error instanceof studio.Refused)) throw error;
         this.tell(error.message, true);
         return undefined;
       } finally {
-        this.isSaving = false;
+        if (name === 'mask_save') this.isSaving = false;
         this.enable();
       }
     }
