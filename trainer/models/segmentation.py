@@ -140,7 +140,7 @@ class Segmenter:
 def pixels(image: Image.Image, side: int) -> Tensor:
     """Return what the model sees of an image, (1, 3, side, side): each side is scaled by itself."""
     scaled = np.asarray(image.resize((side, side), Image.Resampling.BILINEAR), dtype=np.float32) / 255
-    normal = (scaled - np.float32(MEAN)) / np.float32(DEVIATION)
+    normal = (scaled - np.array(MEAN, np.float32)) / np.array(DEVIATION, np.float32)
     return torch.from_numpy(normal).permute(2, 0, 1)[None].contiguous()
 
 

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageDraw
 from playwright.sync_api import Locator, Page, expect
 
 from tests.app.browser import show, until, until_so
 from tests.data.test_encode import encoded
+from tests.models.test_segmentation import write_tiny
 from tests.runs import run_config
 from trainer.data.loader import ImageItem
+from trainer.models.segmentation import Question, Segmenter
 
 SIDE = 512
 
@@ -226,3 +229,39 @@ def test_cards_show_their_masks_and_a_removed_one_is_gone(own_data: Path, draft:
     expect(data.locator(".pc[data-name='00.png'] .tags")).not_to_contain_text("mask")
     until_so(data, lambda: json.loads(draft.read_text())["values"] == {"data.masks": None})
     assert list(own_data.with_name("own-masks").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_an_object_that_a_model_finds_is_added_and_taken_away(own_data: Path, data: Page, tmp_path: Path):
+    model = write_tiny(tmp_path / "sam2")
+    with Image.open(own_data / "00.png") as image:  # as the page shows it
+        image.convert("RGB").save(tmp_path / "shown.webp", quality=90)
+    with Image.open(tmp_path / "shown.webp") as shown:
+        found = Segmenter.load(str(model), torch.device("cpu")).find(
+            shown.convert("RGB"), Question("", ((128, 256, True), (400, 128, False)))
+        )
+    expected = np.asarray(found).astype(int)
+    dialog = open_mask(data)
+    data.keyboard.press("o")
+    dialog.get_by_label("Model").fill("nobody/nothing")
+    stroke(data, dialog, (0.5, 0.5))
+    dialog.get_by_text("hf download nobody/nothing").wait_for()
+    dialog.get_by_label("Model").fill(str(model))
+    add = dialog.get_by_role("button", name="Add")
+    assert add.is_disabled()
+    stroke(data, dialog, (128 / SIDE, 0.5))
+    expect(add).to_be_enabled()
+    stroke(data, dialog, (400 / SIDE, 0.25), button="right")
+    expect(dialog.get_by_text("Looking for the object")).to_have_count(0)
+    data.keyboard.press("Enter")
+    save(data)
+    file = own_data.with_name("own-masks") / "00.png"
+    assert (levels(file) != expected).mean() < 0.01  # clicks are at whole pixels of the window
+    dialog = open_mask(data)
+    data.keyboard.press("o")
+    assert dialog.get_by_label("Model").input_value() == str(model)
+    stroke(data, dialog, (0.1, 0.1), (0.9, 0.9))
+    expect(add).to_be_enabled()
+    dialog.get_by_role("button", name="Take away").click()
+    data.keyboard.press("Control+z")
+    until(data, f"Math.abs(document.querySelector('#mask').dataset.learned - {expected.mean() / 255}) < 0.01")
