@@ -68,6 +68,19 @@ class Framed:
 
 
 @dataclass(frozen=True)
+class Named:
+    """By what the mask of an image is found.
+
+    Attributes:
+        field: The field of the config that names the image's folder, such as `data.path`.
+        name: The image's path below the folder, without suffix; of an image in a table, what the table calls it.
+    """
+
+    field: str
+    name: str
+
+
+@dataclass(frozen=True)
 class ScanResult:
     """The data of a config, as far as it was scanned.
 
@@ -87,6 +100,7 @@ class ScanResult:
         flaws: Images that cannot be used, are enlarged much, or lose much to the crop.
         listed: {image: caption} of every metadata.jsonl and table.
         fixed: The images whose captions stand in a table.
+        named: The images that may have a mask.
     """
 
     num_files: int
@@ -106,6 +120,7 @@ class ScanResult:
     flaws: Mapping[Path, Flaw] = field(default_factory=dict)
     listed: Mapping[Path, str] = field(default_factory=dict)
     fixed: frozenset[Path] = frozenset()
+    named: Mapping[Path, Named] = field(default_factory=dict)
 
 
 class Scans:
@@ -164,6 +179,7 @@ class _Scan(Watcher):
         self._bad: list[Path] = []
         self._listed: dict[Path, str] = {}
         self._fixed: set[Path] = set()
+        self._named: dict[Path, Named] = {}
         self._asked_at = time.monotonic()
         self._is_dropped = False
         self._result: Future[ScanResult] = Future()
@@ -191,6 +207,9 @@ class _Scan(Watcher):
     def reading(self, image: Path) -> None:
         self._images.append(image)
         self._require_needed()
+
+    def named(self, image: Path, field: str, name: str) -> None:
+        self._named[image] = Named(field, name)
 
     def read(self, image: CaptionedImage) -> None:
         self._files.append(image)
@@ -274,6 +293,7 @@ class _Scan(Watcher):
             flaws=flaws,
             listed=self._listed,
             fixed=frozenset(self._fixed),
+            named=self._named,
         )
 
     def _to_hold_out(self) -> frozenset[Path]:

@@ -20,6 +20,7 @@ SCREENS: tuple[str, ...] = (
     "captioning",
     "upload",
     "look",
+    "mask",
     "data",
     "machine",
 )

@@ -34,6 +34,7 @@ from app.web.pages import (
     frame,
     look,
     machine,
+    mask,
     new_run,
     queue,
     results,
@@ -57,6 +58,7 @@ PAGES = (
     captioning,
     upload,
     look,
+    mask,
     machine,
 )
 """Modules with a function `calls`: what their screen's script calls."""

@@ -215,6 +215,19 @@ def test_borders_of_a_padded_image_have_no_weight(folder: Path) -> None:
     assert torch.equal(wide[height // 4 : -height // 4], torch.ones(height // 2, width))
 
 
+@pytest.mark.parametrize("fit", ["crop", "pad"])
+def test_a_reference_is_framed_as_its_image_so_that_an_edit_keeps_its_place(folder: Path, fit: str) -> None:
+    changes = {"data__path": str(folder / "more"), "data__references": str(folder / "more-before"), "data__fit": fit}
+    if not (folder / "more-before").exists():
+        (folder / "more-before").mkdir()
+        for file in (folder / "more").glob("*.png"):
+            shutil.copy(file, folder / "more-before")
+    source, _ = source_of(folder, f"edits-{fit}", changes | {"data__max_aspect": 1.2})
+    for number in range(4):
+        example = source.example(ImageItem(number, False))
+        assert torch.equal(example["latents"], example["reference_0"])
+
+
 def test_images_that_lose_much_are_left_out_with_a_warning(folder: Path) -> None:
     changes = {"data__fit": "drop", "data__max_aspect": 1, "data__most_cropped": 0.4}
     source, warnings = source_of(folder, "dropped", changes)

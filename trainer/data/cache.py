@@ -265,5 +265,13 @@ def _on_all(crew: Crew, attempt: Callable[[], T]) -> list[T]:
 
 def key_of(*parts: object) -> str:
     """The cache key of a result that depends on these parts and on nothing else."""
-    text = "\x1f".join(str(part) for part in parts)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return key_of_all(parts)
+
+
+def key_of_all(parts: Iterable[object]) -> str:
+    """`key_of` of as many parts as there are, which are not held in memory together."""
+    found, between = hashlib.sha256(), b""
+    for part in parts:
+        found.update(between + str(part).encode())
+        between = b"\x1f"
+    return found.hexdigest()

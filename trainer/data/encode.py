@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -161,7 +161,13 @@ class _DataEncoder:
     def _wanted(self, images: Sequence[CaptionedImage]) -> list[_Wanted]:
         """The images in each of their sizes, without those that would lose too much."""
         return [
-            _Wanted(image, size, self._framed(image, size), tuple(self._picture(one, side) for one in image.references))
+            _Wanted(
+                image,
+                size,
+                self._framed(image, size, image.focus),
+                # Cropped as the image: an edit keeps its place.
+                tuple(self._picture(one, side, image.focus) for one in image.references),
+            )
             for image in images
             for side, size in self._sized(image)
         ]
@@ -172,20 +178,20 @@ class _DataEncoder:
             return ((self._largest, own),)
         return self._buckets.of_image(image, image.sides)
 
-    def _framed(self, image: CaptionedImage, size: tuple[int, int]) -> Framing:
-        """How an image is brought to a size; the focus is that of a crop which has a choice."""
+    def _framed(self, image: ImageFile, size: tuple[int, int], focus: tuple[float, float]) -> Framing:
+        """How an image is brought to a size; its focus counts along a side that is cropped."""
         data, framing = self.context.cfg.data, WHOLE
         if self._own_size(image, self._largest) is None:
             kept = kept_part(image.width, image.height, size)
-            focus = tuple(0.5 if whole >= 1 else point for point, whole in zip(image.focus, kept, strict=True))
+            middle = tuple(0.5 if whole >= 1 else point for point, whole in zip(focus, kept, strict=True))
             is_padded = data.fit == "pad" and inner_size(image.width, image.height, size) != size
-            framing = Framing(WHOLE.focus if is_padded else (focus[0], focus[1]), is_padded)
+            framing = Framing(WHOLE.focus if is_padded else (middle[0], middle[1]), is_padded)
         return replace(framing, background=data.background)
 
-    def _picture(self, image: ImageFile, side: int) -> _Picture:
-        """An image without a caption in its size at a resolution, cropped around its middle."""
+    def _picture(self, image: ImageFile, side: int, focus: tuple[float, float] = WHOLE.focus) -> _Picture:
+        """An image without a caption in its size at a resolution."""
         size = self._own_size(image, side) or self._buckets.nearest(image, side)
-        return _Picture.of(image, size, replace(WHOLE, background=self.context.cfg.data.background))
+        return _Picture.of(image, size, self._framed(image, size, focus))
 
     def _warnings(self, dataset: Dataset, wanted: Sequence[_Wanted]) -> Iterator[str]:
         """What was found in the files, and which images are enlarged, cropped much or left out."""
@@ -251,6 +257,8 @@ class _DataEncoder:
 
     def _encode_images(self, pictures: Sequence[_Picture]) -> dict[_Picture, str]:
         """Encode images. Returns {image: key} of those that can be used."""
+        if not pictures:  # what is known of all files would be read for nothing, 100 MB of 100,000
+            return {}
         distinct = list(dict.fromkeys(pictures))
         digests = content_keys([picture.file.path for picture in distinct], self._crew, self._known)
         keys = {
@@ -362,8 +370,7 @@ class _Picture:
     @classmethod
     def of(cls, image: ImageFile, size: tuple[int, int], framing: Framing) -> _Picture:
         """Without what a captioned image has in addition to its file, so that equal pictures are equal."""
-        own = {field.name: getattr(image, field.name) for field in fields(ImageFile)}
-        return cls(ImageFile(**own), size, framing)
+        return cls(ImageFile(**image.values), size, framing)
 
     @property
     def mirrored(self) -> _Picture:

@@ -34,7 +34,7 @@ _FOLDERS = "data.folders."
 C = TypeVar("C", Masks, References, Rejected)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CaptionedImage(ImageFile):
     """One image with its caption and what belongs to it.
 
@@ -113,6 +113,15 @@ class Watcher:
 
     def reading(self, image: Path) -> None:
         """Called before the header and the caption of an image are read."""
+
+    def named(self, image: Path, field: str, name: str) -> None:
+        """Called for each image that may have a mask, before its header is read.
+
+        Args:
+            image: The image.
+            field: The field of the config that names its folder, such as `data.path`.
+            name: The name by which its mask is found: its path below the folder, without suffix.
+        """
 
     def read(self, image: CaptionedImage) -> None:
         """Called for an image whose header was read, also where its caption is missing or cannot be read."""
@@ -408,6 +417,8 @@ class _Scanner:
             own_references: References that its row names.
         """
         self._watcher.reading(path)
+        if source.is_own:
+            self._watcher.named(path, source.field, name)
         masks = self._own_masks.get(source.field, self._masks)
         try:
             file = self._known.header(path)
@@ -420,7 +431,7 @@ class _Scanner:
             self._bad_image(str(error))
             return None
         image = CaptionedImage(
-            **vars(file),
+            **file.values,
             caption="",
             **_settings(self.cfg, source),
             mask=mask,

@@ -7,9 +7,9 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.ImageFile import ImageFile as PillowImageFile
@@ -40,7 +40,7 @@ _FORMATS = ("JPEG", "PNG", "BMP", "TIFF", "WEBP", "GIF", "AVIF")
 reader of Pillow is tried, whatever a file holds: its PostScript reader runs Ghostscript."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ImageFile:
     """An image file.
 
@@ -60,8 +60,13 @@ class ImageFile:
     has_frames: bool = field(default=False, kw_only=True)
     is_turned: bool = field(default=False, kw_only=True)
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The fields above, also of an image that has more."""
+        return {one.name: getattr(self, one.name) for one in fields(ImageFile)}
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Framing:
     """How an image is brought to another aspect ratio, and on what.
 
@@ -81,7 +86,8 @@ class Framing:
     @property
     def content(self) -> tuple[object, ...]:
         """What tells it from WHOLE, for keys of a cache: nothing for WHOLE itself."""
-        return tuple((name, value) for name, value in vars(self).items() if value != getattr(WHOLE, name))
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return tuple((name, value) for name, value in values if value != getattr(WHOLE, name))
 
 
 WHOLE = Framing()

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer.config.schema import RunConfig
 from trainer.config.sections import TRIGGER_PLACE, DataConfig
-from trainer.data.cache import ExampleCache, key_of
+from trainer.data.cache import ExampleCache, key_of_all
 from trainer.data.epochs import num_images
 from trainer.data.image_files import CaptionedImage
 from trainer.data.image_io import ImageFile, png
@@ -27,7 +27,7 @@ from trainer.rng import SampleRng
 from trainer.run.manifest import RECIPE, Progress
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Pixels:
     """The cache keys of all that is made of pixels: the latents of an image, its mask, the latents of its references
     and of its rejected image."""
@@ -43,7 +43,7 @@ class Pixels:
         return (self.mask, self.references, *([] if self.rejected is None else [self.rejected]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class EncodedImage:
     """An image in one of its sizes.
 
@@ -131,7 +131,7 @@ class EncodedData:
     @property
     def digest(self) -> str:
         """Digest of the training examples and their order; it changes with the images, captions and weights."""
-        return key_of(*(one.content for one in self.train))
+        return key_of_all(one.content for one in self.train)
 
     def loss_weight(self, item: ImageItem) -> float:
         """The weight of an item's loss."""
@@ -180,7 +180,8 @@ class ImageSource(DataSource):
         self._keeps_regularization_captions = recipe >= 2
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> ImageBatchSampler:
-        choices = [self._choices(encoded.image) for encoded in self.data.train]
+        made: dict[Choices, Choices] = {}  # one for all images alike: there may be a million
+        choices = [made.setdefault(one, one) for one in (self._choices(each.image) for each in self.data.train)]
         return ImageBatchSampler(
             batch_keys(self._family, self.data), self._weights, sizes, self._cfg.train.seed, choices
         )

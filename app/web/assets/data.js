@@ -167,8 +167,9 @@
     card.state = h('span', { role: 'status' });
     card.remove = studio.upload.deleteButton(card);
     card.crop = studio.look.cropButton(card);
+    card.mask = studio.mask.button(card);
     card.sources = h('div.sources');
-    card.element = h('article.card.pc', { data: { image } }, h('div.both', {}, card.sources, card.frame), card.box, card.conflict, card.end, h('div.ft', {}, card.name, card.state, card.crop, card.remove));
+    card.element = h('article.card.pc', { data: { image } }, h('div.both', {}, card.sources, card.frame), card.box, card.conflict, card.end, h('div.ft', {}, card.name, card.state, card.crop, card.mask, card.remove));
     return card;
   }
 
@@ -197,6 +198,7 @@
       studio.look.borders(frame, picture, shape, data.background);
       return [frame, h('span.tags')];
     });
+    studio.mask.update(card);
     drawTags(card);
     fill(card.end, [fresh.cut, fresh.problem], () => [
       fresh.cut ? h('p.cut', { tabIndex: 0 }, `Truncated: ${fresh.cut.encoder} reads ${fresh.cut.read} of ${fresh.cut.needed} tokens.`, h('br'), `…${fresh.cut.before}`, h('del', {}, fresh.cut.rest)) : null,
@@ -205,12 +207,12 @@
   }
 
   function drawTags(card) {
-    const isEmpty = !card.box.value.trim(), { flaw, is_held_out, problem } = card.data, place = card.frame.querySelector('.tags');
+    const isEmpty = !card.box.value.trim(), { flaw, is_held_out, problem, mask } = card.data, place = card.frame.querySelector('.tags');
     card.element.classList.toggle('bad', (isEmpty && data.needs_captions) || !!flaw?.is_error || !!card.data.problem);
-    if (place) fill(place, [isEmpty, flaw, is_held_out, problem], () => [
+    if (place) fill(place, [isEmpty, flaw, is_held_out, problem, !!mask], () => [
       isEmpty && !problem ? h(data.needs_captions ? 'span.tag.bad' : 'span.tag.warn', {}, 'no caption') : null,
       flaw ? h(flaw.is_error ? 'span.tag.bad' : 'span.tag.warn', {}, flaw.text) : null,
-      is_held_out ? h('span.tag.acc', {}, 'held out') : null]);
+      is_held_out ? h('span.tag.acc', {}, 'held out') : null, mask ? h('span.tag.acc', {}, 'mask') : null]);
   }
 
   /** Say at a card whether its caption is saved. */
@@ -458,7 +460,7 @@
     return h('div#editor', { hidden: true }, h('div.bar2', {}, search, h('span.grow'),
       h('button.btn.s#data-open-replace', { type: 'button', 'aria-expanded': 'false', 'aria-controls': 'replace-row', onclick: event => { replaceRow.hidden = !replaceRow.hidden; event.currentTarget.setAttribute('aria-expanded', String(!replaceRow.hidden)); } }, 'Replace …'),
       h('button.btn.s#data-undo', { type: 'button', disabled: true, onclick: event => act(event.currentTarget, async () => `${counted(await call('data_undo', { key: data.key }), 'caption')} restored.`) }, 'Undo')), replaceRow,
-    h('div.bar2', {}, h('span.seg#shows', { role: 'group', 'aria-label': 'Filter' }), h('span#marked'), h('span.grow'), h('label.crop.sm', { title: 'Show what the crop to the bucket keeps' }, crop, 'Crop')),
+    h('div.bar2', {}, h('span.seg#shows', { role: 'group', 'aria-label': 'Filter' }), h('span#marked'), h('span.grow'), studio.mask.toggle(), h('label.crop.sm', { title: 'Show what the crop to the bucket keeps' }, crop, 'Crop')),
     h(crop.checked ? 'div.grid#grid' : 'div.grid.no-crop#grid'), h('nav.pages#data-pages', { 'aria-label': 'Pages of images' }, h('button.btn#data-before', { type: 'button', onclick: () => turn(-1) }, 'Previous'),
       h('span.dim#data-range', { role: 'status' }),
       h('label.sm', { hidden: true }, 'Page ', h('input#data-page', { type: 'number', min: 1, onchange: event => { const to = Math.round(event.target.value) - 1; if (to >= 0) choose({}, to); } })),
@@ -471,6 +473,7 @@
     title: 'Data',
     build(section) {
       root = section;
+      studio.mask.connect(() => look());
       root.append(h('div.head', {}, h('h1', {}, 'Data'), h('span.dim#counted', { role: 'status' }), h('span.grow'), h('button.btn#data-again', { type: 'button', onclick: () => { addresses.clear(); tell(null); look(true, true); } }, 'Read again'), h('a.btn.main', { href: link('new') }, 'To New run')),
         h('section.card', { 'aria-label': 'Folder' }, h('div.path', {}, h('b', {}, 'Folder'), h('span.folders#folder'), h('a', { href: link('new') }, 'Change it in New run')), h('div.figures#figures')),
         studio.upload.build(section, { settle, refresh: () => look(true, true), forget: image => keep(image, null), key: () => data?.key || '' }),

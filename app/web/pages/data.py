@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app import captions as caption_files
-from app import dataset, form, looks
+from app import dataset, form, looks, masks
 from app.caption_lengths import LengthsResult
 from app.captions import Captions, ChangedElsewhere
 from app.dataset import Filter, Item, Show
@@ -194,6 +194,7 @@ def _card(item: Item, config: RunConfig, found: ScanResult, cut: CutCaption | No
         "cut": _cut(cut) if cut else None,
         "shape": None,
         "references": _references(item.image, config, found),
+        "mask": masks.shown(config.data, found, item.image),
     }
     try:
         card["shape"] = asdict(dataset.shape(item.image, found.framed.get(item.image), config.data.fit == "pad"))

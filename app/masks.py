@@ -1,0 +1,351 @@
+"""Reads and writes the masks of a draft's images, as `data.masks` has them. The page paints them.
+
+A mask is edited at the size at which the page shows its image, and written at the image's own size as a grayscale PNG.
+Before a mask is replaced or removed, it is copied to a private folder, from where the page brings it back.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
+
+from app.scans import ScanResult
+from app.web.served_files import FULL
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.sections import DataConfig
+from trainer.data.image_io import IMAGE_SUFFIXES, ImageFile, files_below, load_mask, png, read_header
+
+MOST_SENT = 3 * 2**20
+"""Bytes of a painted mask on its way from the page."""
+SUFFIX = ".png"
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_SUFFIXES = (SUFFIX, *(other for other in sorted(IMAGE_SUFFIXES) if other != SUFFIX))
+_NAMES = (*_SUFFIXES, *(suffix.upper() for suffix in _SUFFIXES))
+
+
+class ChangedElsewhere(InputError):
+    """A mask is not what it was when it was loaded. It is left unchanged."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the mask of an image is, or will be.
+
+    Attributes:
+        image: The image.
+        folder: The folder of masks.
+        name: Path of the mask below the folder, without suffix.
+        field: The field of the config that names the folder.
+        is_set: Whether it does; else it has to be set when the mask is written.
+    """
+
+    image: Path
+    folder: Path
+    name: str
+    field: str
+    is_set: bool
+
+    @property
+    def file(self) -> Path:
+        """The mask as it is written here."""
+        return self.folder / f"{self.name}{SUFFIX}"
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask as it is edited.
+
+    Attributes:
+        levels: 255 where the image is learned, 0 where not; of `canvas_size`.
+        digest: SHA-256 of the file's content.
+    """
+
+    levels: Image.Image
+    digest: str
+
+
+def place_of(data: DataConfig, found: ScanResult, image: Path) -> Place:
+    """Return where the mask of an image belongs.
+
+    Args:
+        data: The config's section.
+        found: Its images, completely read.
+        image: One of them.
+
+    Raises:
+        InputError: The image is not one of them, has no mask by its kind, or shares its name with another image.
+    """
+    named = found.named.get(image)
+    if named is None:
+        folders = "data.path, data.folders or data.validation"
+        raise InputError(f"{image}: not an image that is trained with a mask; choose one of {folders}")
+    place = _place(data, image, named.field, named.name)
+    for other in (other for other, others in found.named.items() if others.name == named.name and other != image):
+        if _place(data, other, found.named[other].field, "").folder == place.folder:
+            raise InputError(f"{place.file}: would belong to both {image} and {other}; give the images different names")
+    _require_inside(place)
+    return place
+
+
+def _place(data: DataConfig, image: Path, source: str, name: str) -> Place:
+    """The mask's place for an image of the folder that the field `source` names."""
+    root, field, folder = data.path, "data.masks", data.masks
+    if source == "data.validation":
+        root = str(data.validation)
+    elif source != "data.path":
+        number = int(source.split(".")[2])
+        own = data.folders[number]
+        root = own.path
+        if own.masks or not data.masks:
+            field, folder = f"data.folders.{number}.masks", own.masks
+    if folder:
+        return Place(image, _absolute(folder), name, field, is_set=True)
+    start = _absolute(root or "")
+    start = start.with_suffix("") if start.is_file() else start
+    return Place(image, start.with_name(f"{start.name}-masks"), name, field, is_set=False)
+
+
+def _absolute(path: str) -> Path:
+    return Path(os.path.abspath(Path(path).expanduser()))
+
+
+def _require_inside(place: Place) -> None:
+    """Raise InputError for a name that a table gives and that leads out of the folder, or is skipped by a run."""
+    parts = place.name.split("/")
+    if any(part.startswith(".") or not part or "\0" in part for part in parts):
+        raise InputError(f"{place.name[:500]!r}: a mask of this name is not possible; rename the image in its table")
+
+
+def canvas_size(image: ImageFile) -> tuple[int, int]:
+    """Return the (width, height) at which an image's mask is painted: that of the page's copy of the image.
+
+    The mask of a larger image is enlarged to the image's size when it is written.
+    """
+    scale = min(1, FULL / max(image.width, image.height))
+    return max(1, round(image.width * scale)), max(1, round(image.height * scale))
+
+
+def stamp(place: Place) -> str:
+    """Return what tells a mask from a later one of its name, "" where there is none. Opens no file."""
+    for suffix in _NAMES:
+        with suppress(OSError):
+            status = os.stat(place.folder / f"{place.name}{suffix}")
+            return f"{status.st_mtime_ns}-{status.st_size}"
+    return ""
+
+
+class Masks:
+    """Writes masks and keeps the former ones. Several pages may write at once."""
+
+    def __init__(self, kept: Path) -> None:
+        """Create the editor. `kept` is the private folder of former masks."""
+        self._kept = kept
+
+    def mask_of(self, place: Place) -> Mask | None:
+        """Return the mask of an image, None where it has none.
+
+        Raises:
+            InputError: It cannot be read, or is a link.
+        """
+        with _opened(place) as folder:
+            name, content = _present(folder, place)
+        if content is None:
+            return None
+        file = read_header(place.file.with_name(name))
+        return Mask(_decoded(file, place), _digest(content))
+
+    def save(self, place: Place, sent: bytes | None, before: str) -> str:
+        """Write a painted mask, or remove the mask.
+
+        Args:
+            place: Where it belongs.
+            sent: An 8-bit grayscale PNG of `canvas_size`; None removes the mask.
+            before: Digest of the mask when it was loaded; "" where there was none.
+
+        Returns:
+            The digest of the mask now, "" where there is none.
+
+        Raises:
+            ChangedElsewhere: The mask was changed meanwhile.
+            InputError: `sent` is something else, or the mask cannot be written.
+        """
+        content = None if sent is None else png(_checked(sent, read_header(place.image)))
+        try:
+            with self._locked(), _opened(place, makes=content is not None) as folder:
+                name, former = _present(folder, place)
+                if _digest(former) != before:
+                    raise ChangedElsewhere(f"{place.folder / name}: changed elsewhere since it was loaded")
+                if former is not None and former != content:
+                    self._keep(place, name, former)
+                if former != content:
+                    _write(folder, f"{PurePosixPath(place.name).name}{SUFFIX}", content, former and name)
+        except OSError as error:
+            wrong = f"{place.file}: cannot be written ({error.strerror})"
+            raise InputError(f"{wrong}; free some space, or change the folder's owner") from error
+        return _digest(content)
+
+    def num_former(self, place: Place) -> int:
+        """Return how many former masks of an image are kept."""
+        return len(self._former(place))
+
+    def former(self, place: Place, number: int) -> Image.Image:
+        """Return a former mask in the size in which it is edited; 0 is the newest.
+
+        Raises:
+            InputError: There are fewer, or it cannot be read.
+        """
+        kept = self._former(place)
+        if not 0 <= number < len(kept):
+            raise InputError(f"{place.file}: {len(kept)} former masks are kept; choose one of them")
+        return _decoded(read_header(kept[number]), place)
+
+    def _former(self, place: Place) -> list[Path]:
+        """The kept files of a mask, newest first."""
+        folder = self._folder_of(place)
+        return sorted(folder.iterdir(), key=lambda file: file.name, reverse=True) if folder.is_dir() else []
+
+    def _folder_of(self, place: Place) -> Path:
+        return self._kept / hashlib.sha256(os.fsencode(place.file)).hexdigest()[:24]
+
+    def _keep(self, place: Place, name: str, content: bytes) -> None:
+        folder = files.make_private(self._folder_of(place))
+        files.replace(folder / f"{time.time_ns():020d}{Path(name).suffix.lower()}", content, mode=0o600)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with files.locked(files.make_private(self._kept) / "lock"):
+            yield
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether a folder holds no masks at all."""
+    if not folder.is_dir():
+        return True
+    return not any(file.suffix.lower() in IMAGE_SUFFIXES for file in files_below(folder, frozenset()))
+
+
+def _decoded(file: ImageFile, place: Place) -> Image.Image:
+    """A mask's levels in the size in which they are edited, mode L."""
+    levels = load_mask(file, canvas_size(read_header(place.image)))
+    return levels.point(lambda level: level + 0.5).convert("L")
+
+
+def _checked(sent: bytes, image: ImageFile) -> Image.Image:
+    """The levels that the page sent, in the size of the image. Raises InputError for everything else."""
+    width, height = canvas_size(image)
+    if len(sent) > MOST_SENT:
+        raise InputError(f"a mask of {len(sent)} bytes is larger than {MOST_SENT}; paint it with fewer details")
+    if sent[:8] != _SIGNATURE or sent[12:16] != b"IHDR" or len(sent) < 33:
+        raise InputError("the mask is not a PNG file; reload the page")
+    *size, depth, colour = struct.unpack(">IIBB", sent[16:26])
+    if (depth, colour) != (8, 0):
+        raise InputError(f"the mask has {depth} bits and colour type {colour}; it must be 8-bit grayscale")
+    if size != [width, height]:
+        raise InputError(
+            f"the mask is {size[0]} x {size[1]}, but {image.path} is painted at {width} x {height}; open it again"
+        )
+    try:
+        levels = Image.frombytes("L", (width, height), PngImageFile(io.BytesIO(sent)).convert("L").tobytes())
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow's for damaged files
+        raise InputError(f"the mask cannot be read ({error}); reload the page") from error
+    return levels.resize((image.width, image.height), Image.Resampling.BILINEAR)
+
+
+def _digest(content: bytes | None) -> str:
+    return "" if content is None else hashlib.sha256(content).hexdigest()
+
+
+@contextmanager
+def _opened(place: Place, makes: bool = False) -> Iterator[int | None]:
+    """Open the folder that a mask is in, following no link below the folder of masks; None where it is missing.
+
+    A folder of masks that the config names may be a link itself.
+    """
+    opened: list[int] = []
+    try:
+        with suppress(FileNotFoundError) if not makes else nullcontext():
+            _open_each(place, makes, opened)
+        yield opened[-1] if len(opened) == len(place.name.split("/")) else None
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def _open_each(place: Place, makes: bool, opened: list[int]) -> None:
+    """Open the folder of masks and the folders below it, one after the other. makes: missing ones are made."""
+    *parts, _ = place.name.split("/")
+    flags = os.O_RDONLY | os.O_DIRECTORY
+    try:
+        if makes:
+            place.folder.mkdir(exist_ok=True)
+        opened.append(os.open(place.folder, flags if place.is_set else flags | os.O_NOFOLLOW))
+        for part in parts:
+            if makes:
+                with suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=opened[-1])
+            opened.append(os.open(part, flags | os.O_NOFOLLOW, dir_fd=opened[-1]))
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EEXIST):
+            raise
+        raise InputError(f"{place.file.parent}: not a folder, or a link; remove it, or change {place.field}") from error
+
+
+def _present(folder: int | None, place: Place) -> tuple[str, bytes | None]:
+    """The (name, content) of a mask that is there. Raises InputError for what is not a plain file."""
+    stem = PurePosixPath(place.name).name
+    for suffix in _NAMES if folder is not None else ():
+        try:
+            status = os.stat(f"{stem}{suffix}", dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        file = place.file.with_name(f"{stem}{suffix}")
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError(f"{file}: a link, or {files.NOT_REGULAR}")
+        if status.st_size > files.MOST_BYTES:
+            raise InputError(f"{file}: larger than {files.MOST_BYTES // files.MIB} MiB; edit it with another program")
+        descriptor = os.open(file.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        with open(descriptor, "rb") as stream:
+            return file.name, stream.read(files.MOST_BYTES)
+    return f"{stem}{SUFFIX}", None
+
+
+def _write(folder: int | None, name: str, content: bytes | None, former: str | bytes | None) -> None:
+    """Replace or remove a file of an open folder. former: the name of the file that goes; None where there is none."""
+    assert folder is not None
+    if content is not None:
+        temporary = f".{os.getpid()}-{threading.get_ident()}.part"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666, dir_fd=folder)
+        try:
+            with open(descriptor, "wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(descriptor)
+            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            os.unlink(temporary, dir_fd=folder)
+            raise
+    if former and (content is None or former != name):
+        os.unlink(former, dir_fd=folder)
+    os.fsync(folder)
+
+
+def shown(data: DataConfig, found: ScanResult, image: Path) -> str | None:
+    """Return the stamp of an image's mask, "" where it has none, None where masks do not apply to the image."""
+    named = found.named.get(image)
+    if named is None:
+        return None
+    return stamp(_place(data, image, named.field, named.name))
