@@ -21,6 +21,7 @@ from tests.data.test_looks import scene
 from tests.runs import make_pictures
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.data import looks as measured
 from trainer.data.image_io import read_header
 
 WITHIN_S = 60
@@ -101,14 +102,14 @@ def test_a_regularization_image_that_is_a_copy_is_found(scenes: Path, tmp_path: 
     assert [scanned(config).framed[image].is_own for image in result.groups[0].images] == [True, True, False]
 
 
-def test_a_look_can_be_stopped_and_goes_on_where_it_was(tmp_path: Path):
+def test_a_look_can_be_stopped_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(measured, "COARSEST_NS", 0)  # images that changed just now are remembered
     folder = make_pictures(tmp_path / "images", 1)
     Image.effect_noise((800, 600), 50).save(folder / "00.png")
     for number in range(1, 60):
         shutil.copy(folder / "00.png", folder / f"{number:02d}.png")
     config = config_of(folder, data__validation=0)
     found, scan = Looks(tmp_path / "runs"), scanned(config)
-    time.sleep(2.1)  # images that changed just now are not remembered
     found.start(config, scan)
     until(lambda: result_of(found, config).num_done > 0)
     found.stop(config)
