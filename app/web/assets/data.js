@@ -195,7 +195,7 @@
       load(image, picture);
       const frame = h('button.fr', { type: 'button', 'aria-label': `Enlarge ${name}`, style: { 'aspect-ratio': `${shape.width} / ${shape.height}`, '--aspect': shape.width / shape.height }, onclick: () => enlarge(image, onPage()) }, picture,
         h('span.cr', { style: { inset: `${y[0]} ${x[1]} ${y[1]} ${x[0]}` } }));
-      studio.look.borders(frame, picture, shape, data.background);
+      studio.look.borders(frame, shape, data.background);
       return [frame, h('span.tags')];
     });
     studio.mask.update(card);

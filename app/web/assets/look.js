@@ -263,12 +263,12 @@
       }), h('span.arrow', { 'aria-hidden': 'true' }, '→')] : []);
     },
     /** Show the borders around the image of a card, where it is trained with some. */
-    borders(button, picture, { width, height, start, kept }, background) {
+    borders(button, { width, height, start, kept }, background) {
       if (!kept.some(share => share > 1)) return;
       const aspect = width * kept[0] / (height * kept[1]);
       button.classList.add('padded');
-      for (const [name, value] of Object.entries({ 'aspect-ratio': String(aspect), '--aspect': aspect, background })) button.style.setProperty(name, value);
-      Object.assign(picture.style, { left: percent(-start[0] / kept[0]), top: percent(-start[1] / kept[1]), width: percent(1 / kept[0]), height: percent(1 / kept[1]) });
+      const inside = { '--left': percent(-start[0] / kept[0]), '--top': percent(-start[1] / kept[1]), '--width': percent(1 / kept[0]), '--height': percent(1 / kept[1]) };
+      for (const [name, value] of Object.entries({ 'aspect-ratio': String(aspect), '--aspect': aspect, background, ...inside })) button.style.setProperty(name, value);
     },
     /** Suggest the folder before an edit in New run. key: what the answer depends on; nothing is asked while its last item is empty. */
     async hint(place, key, use) {
