@@ -162,7 +162,9 @@ def random_looks(count: int) -> list[Look]:
 def test_twenty_thousand_hashes_are_grouped_within_seconds():
     many = random_looks(20_000)
     many[11] = Look(1234567, 3, 100.0, 50.0, SAME)
-    many[19_000] = Look(1234567 ^ 0b1011_0000_0000_1111_0000_0000_0111_0000_0000_0000_0001, 4, 100.0, 50.0, SAME)
+    farthest = sum(1 << bit for bit in (0, 5, 11, 12, 18, 24, 25, 37, 38, 50, 51, 63))  # at least two in each part
+    many[19_000] = Look(1234567 ^ farthest, 4, 100.0, 50.0, SAME)
+    many[19_500] = Look(1234567 ^ farthest ^ 2, 5, 100.0, 50.0, SAME[::-1])
     began = time.monotonic()
     groups = looks.copies(many)
     assert [group.members for group in groups] == [(11, 19_000)]
