@@ -139,7 +139,7 @@ class Scans:
         Args:
             is_fresh: Scan again, because the files may have changed.
         """
-        key = config.data.model_dump_json() + config.model.family
+        key = _key(config)
         with self._lock:
             known = self._scans.pop(key, None)
             if known is None or is_fresh or known.is_forgotten:
@@ -153,6 +153,12 @@ class Scans:
                 self._scans.pop(old).forget()
         return known.result()
 
+    def refocus(self, config: RunConfig, image: Path, focus: tuple[float, float]) -> None:
+        """Change the focus point of an image in a complete scan of a config. Its files are not read again."""
+        with self._lock:
+            if known := self._scans.get(_key(config)):
+                known.refocus(image, focus)
+
     def _begin(self, config: RunConfig) -> _Scan | None:
         """Start a scan on its own thread. Returns None while MOST_AT_ONCE are running."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -162,6 +168,11 @@ class Scans:
         self._threads.append(threading.Thread(target=scan.run, name=THREADS, daemon=True))
         self._threads[-1].start()
         return scan
+
+
+def _key(config: RunConfig) -> str:
+    """What tells scans apart."""
+    return config.data.model_dump_json() + config.model.family
 
 
 class _Forgotten(Exception):
@@ -195,6 +206,16 @@ class _Scan(Watcher):
             return self._result.result(PATIENCE_S)
         except (TimeoutError, _Forgotten):
             return ScanResult(self._num_files, is_complete=False)
+
+    def refocus(self, image: Path, focus: tuple[float, float]) -> None:
+        """Change the focus point of an image in the result. Does nothing where the scan is not complete."""
+        if not self._result.done() or self._result.exception() is not None:
+            return
+        found = self._result.result()
+        if framed := found.framed.get(image):
+            changed: Future[ScanResult] = Future()
+            changed.set_result(replace(found, framed={**found.framed, image: replace(framed, focus=focus)}))
+            self._result = changed
 
     def forget(self) -> None:
         """End at the next file, because the result is not needed any more."""

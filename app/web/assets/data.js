@@ -477,7 +477,7 @@
       root.append(h('div.head', {}, h('h1', {}, 'Data'), h('span.dim#counted', { role: 'status' }), h('span.grow'), h('button.btn#data-again', { type: 'button', onclick: () => { addresses.clear(); tell(null); look(true, true); } }, 'Read again'), h('a.btn.main', { href: link('new') }, 'To New run')),
         h('section.card', { 'aria-label': 'Folder' }, h('div.path', {}, h('b', {}, 'Folder'), h('span.folders#folder'), h('a', { href: link('new') }, 'Change it in New run')), h('div.figures#figures')),
         studio.upload.build(section, { settle, refresh: () => look(true, true), forget: image => keep(image, null), key: () => data?.key || '' }),
-        studio.look.notice({ load, enlarge, choose: mark => choose({ mark }), mark: () => filter.mark, refresh: () => look(false, true), key: () => data?.key || '' }),
+        studio.look.notice({ load, enlarge, choose: mark => choose({ mark }), mark: () => filter.mark, redraw: () => look(), refresh: () => look(false, true), key: () => data?.key || '' }),
         h('div#data-message'), h('div.notice.warn#data-unsaved', { hidden: true, role: 'status' }),
         h('p.notice#data-reading', { hidden: true, role: 'status' }, 'The files are being read. You can go on elsewhere meanwhile.'),
         h('section.card.empty#data-empty', { hidden: true }, h('h2', {}, 'No images here.'), h('p', {}, 'Add images above, or choose a folder of images in New run; each may have a caption in a text file of its name.'), h('a.btn.main', { href: link('new') }, 'New run')),

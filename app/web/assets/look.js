@@ -28,7 +28,7 @@
       dialog.remove();
       before?.focus?.();
       if (timer) { clearTimeout(timer); save(point); }
-      saving.then(() => isChanged && page.refresh());
+      saving.then(() => isChanged && page.redraw());
     }
 
     function clicked(event) {

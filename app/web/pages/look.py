@@ -49,16 +49,15 @@ def crop(studio: Studio, points: FocusPoints, image: str) -> dict[str, Any]:
 
 
 def focus(studio: Studio, points: FocusPoints, image: str, point: tuple[float, float] | None) -> dict[str, Any]:
-    """Save the focus point of an image, or its middle for None. Returns how it is cropped then.
-
-    The other images are not read again: the script asks for that when it is done with this one.
-    """
+    """Save the focus point of an image, or its middle for None. Returns how it is cropped then."""
     config, found = _scanned(studio)
     path = _own(image, found)
     if problem := _fixed(path, config, found):
         raise InputError(problem)
     studio.uploads.folders.require_changeable(path.parent.resolve())
-    points.set(path, _root(path, config), point)
+    root = _root(path, config)
+    points.set(path, root, point)
+    studio.scans.refocus(config, path, points.of(path, root))
     return _cropped(points, config, found, path)
 
 
@@ -67,8 +66,10 @@ def undo(studio: Studio, points: FocusPoints, key: str) -> str:
     config = form.check(studio.draft()).config
     require_shown(config, key)
     image = points.undo(dataset.folders(config.data))
-    studio.scans.of(config, is_fresh=True)
-    return str(image or "")
+    if image is None:
+        return ""
+    studio.scans.refocus(config, image, points.of(image, _root(image, config)))
+    return str(image)
 
 
 def start(studio: Studio, key: str) -> None:

@@ -59,7 +59,10 @@ def test_a_focus_point_moves_the_frames_of_the_dialog_and_of_the_card(window: Lo
     assert after["is_set"] and after["undo"] == image and frame["size"] == former["size"]
     side = frame["kept"].index(min(frame["kept"]))
     assert frame["start"][side] == pytest.approx((0.0, 1 - frame["kept"][1])[side]) != former["start"][side]
-    card = next(card for card in window.view(is_fresh=True)["cards"] if card["image"] == image)
+    for is_fresh in (False, True):
+        cards = {card["image"]: card for card in window.view(is_fresh=is_fresh)["cards"]}
+        assert cards[image]["shape"]["focus"] == [0, 1], "known without reading the files, and read from them"
+    card = cards[image]
     assert (card["shape"]["start"], card["shape"]["focus"]) == (frame["start"], [0, 1])
     assert window.look("undo", key=window.view()["key"]) == image
     assert window.look("crop", image=image) == before
