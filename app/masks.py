@@ -12,7 +12,6 @@ import io
 import os
 import stat
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -192,7 +191,7 @@ class Masks:
                 if former is not None and former != content:
                     self._keep(place, name, former)
                 if former != content:
-                    _write(folder, f"{PurePosixPath(place.name).name}{SUFFIX}", content, former and name)
+                    _write(folder, place.file.name, content, None if former is None else name)
         except OSError as error:
             wrong = f"{place.file}: cannot be written ({error.strerror})"
             raise InputError(f"{wrong}; free some space, or change the folder's owner") from error
@@ -260,7 +259,7 @@ def _checked(sent: bytes, image: ImageFile) -> Image.Image:
         )
     try:
         levels = Image.frombytes("L", (width, height), PngImageFile(io.BytesIO(sent)).convert("L").tobytes())
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow's for damaged files
+    except Exception as error:  # for damaged files, decoders raise exceptions without a common base class
         raise InputError(f"the mask cannot be read ({error}); reload the page") from error
     return levels.resize((image.width, image.height), Image.Resampling.BILINEAR)
 
@@ -323,24 +322,21 @@ def _present(folder: int | None, place: Place) -> tuple[str, bytes | None]:
     return f"{stem}{SUFFIX}", None
 
 
-def _write(folder: int | None, name: str, content: bytes | None, former: str | bytes | None) -> None:
-    """Replace or remove a file of an open folder. former: the name of the file that goes; None where there is none."""
+def _write(folder: int | None, name: str, content: bytes | None, former: str | None) -> None:
+    """Replace or remove a file of an open folder.
+
+    Args:
+        folder: Descriptor of the folder; None where it is missing and nothing is written.
+        name: The file that is written.
+        content: Its content; None where it is removed.
+        former: Name of the file that this one takes the place of; None where there is none.
+    """
     assert folder is not None
     if content is not None:
-        temporary = f".{os.getpid()}-{threading.get_ident()}.part"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666, dir_fd=folder)
-        try:
-            with open(descriptor, "wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(descriptor)
-            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-        except BaseException:
-            os.unlink(temporary, dir_fd=folder)
-            raise
-    if former and (content is None or former != name):
+        files.replace_at(folder, name, content)
+    if former is not None and (content is None or former != name):
         os.unlink(former, dir_fd=folder)
-    os.fsync(folder)
+        os.fsync(folder)
 
 
 def shown(data: DataConfig, found: ScanResult, image: Path) -> str | None:

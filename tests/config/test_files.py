@@ -164,3 +164,22 @@ def test_a_new_file_is_made_once_also_where_there_are_no_hard_links(
     with pytest.raises(FileExistsError):
         files.create(tmp_path / "a", "second")
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a", "first")]
+
+
+def test_a_file_of_an_open_folder_is_replaced_whole_and_keeps_its_permissions(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "a").write_bytes(b"former")
+    (tmp_path / "kept" / "a").chmod(0o640)
+    folder = os.open(tmp_path / "kept", os.O_RDONLY)
+    (tmp_path / "kept").rename(tmp_path / "moved")
+    (tmp_path / "kept").symlink_to("/")
+    try:
+        files.replace_at(folder, "a", b"new")
+        (tmp_path / "moved" / "b").mkdir()
+        with pytest.raises(IsADirectoryError):
+            files.replace_at(folder, "b", b"new")
+    finally:
+        os.close(folder)
+    assert (tmp_path / "moved" / "a").read_bytes() == b"new"
+    assert (tmp_path / "moved" / "a").stat().st_mode & 0o777 == 0o640
+    assert sorted(file.name for file in (tmp_path / "moved").iterdir()) == ["a", "b"]
