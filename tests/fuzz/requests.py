@@ -58,6 +58,7 @@ BODIES = st.one_of(st.binary(max_size=200), JSON.map(lambda value: json.dumps(va
 READING = (
     *("live", "new_state", "new_glance", "new_browse", "new_thumbnails", "runs_list", "runs_images", "compare_show"),
     *("run_view", "samples_list", "samples_images", "files_list", "queue_state", "data_view", "machine_gpus"),
+    *("mask_load", "mask_former", "mask_overlay"),
 )
 """Functions of the page's scripts that start, delete and write nothing."""
 VALUES = st.one_of(

@@ -402,6 +402,12 @@
       if (!answer) { this.points.pop(); this.drawOffer(); return; }
       this.tell('');
       this.offered = await levelsOf(answer.mask, width, height);
+      this.offeredImage = new ImageData(width, height);
+      const { data } = this.offeredImage;
+      for (let at = 0; at < this.offered.length; at++) {
+        [data[4 * at], data[4 * at + 1], data[4 * at + 2]] = FOUND;
+        data[4 * at + 3] = this.offered[at];
+      }
       this.drawOffer();
       this.enable();
     }
@@ -410,11 +416,7 @@
     drawOffer(area = this.area) {
       const context = this.offer.getContext('2d'), { width, height } = this.found, dot = Math.max(2, Math.max(width, height) / 200);
       context.clearRect(0, 0, width, height);
-      if (this.offered) {
-        const image = new ImageData(width, height);
-        this.offered.forEach((level, at) => image.data.set([...FOUND, level], 4 * at));
-        context.putImageData(image, 0, 0);
-      }
+      if (this.offered) context.putImageData(this.offeredImage, 0, 0);
       Object.assign(context, { lineWidth: dot / 2, strokeStyle: '#fff' });
       if (area) context.strokeRect(area[0], area[1], area[2] - area[0], area[3] - area[1]);
       for (const [x, y, belongs] of this.points) {

@@ -201,7 +201,7 @@ def test_one_finger_paints_and_two_zoom(own_data: Path, data: Page):
     touch("touchStart", start)
     touch("touchMove", stop)
     touch("touchEnd")
-    until(data, "document.querySelector('#mask').dataset.learned > 0.2")
+    until(data, "document.querySelector('#mask').dataset.learned > 0.12")
     learned = dialog.get_attribute("data-learned")
     touch("touchStart", fingers[0])
     touch("touchStart", *fingers[:2])

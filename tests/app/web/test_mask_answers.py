@@ -114,3 +114,15 @@ def test_what_a_browser_never_sends_is_refused_with_a_sentence(window: Window, t
     assert "mask_find: points" in window.ask("mask_find", **(asked | {"points": [[1, 1, True]] * 101}))["error"]
     assert not (tmp_path / "images-masks").exists()
     assert window.values == {}
+
+
+def test_a_removed_mask_of_a_folder_that_no_run_reads_leaves_the_draft_as_it_is(window: Window, tmp_path: Path):
+    folder = tmp_path / "images-masks"
+    folder.mkdir()
+    for name in ("00.png", "01.png"):
+        Image.new("L", (64, 64) if name == "00.png" else (96, 48)).save(folder / name)
+    image = str(window.images / "00.png")
+    found = window.call("mask_load", image=image)
+    assert (found["is_set"], found["file"], bool(found["digest"])) == (False, str(folder / "00.png"), True)
+    window.call("mask_save", image=image, sent=None, before=found["digest"])
+    assert window.values == {}
