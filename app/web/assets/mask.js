@@ -248,21 +248,28 @@
 
     // drawing
 
-    /** Shade what is not learned in a part of the image. */
-    draw([x, y, width, height]) {
+    /** A part of the mask has changed: shade it anew with the next frame. */
+    draw(part) {
       if (!this.painting) return; // it is being made
-      if (width) {
-        const { context } = this;
-        context.globalCompositeOperation = 'source-over';
-        context.clearRect(x, y, width, height);
-        context.fillStyle = SHADE;
-        context.fillRect(x, y, width, height);
-        context.globalCompositeOperation = 'destination-out';
-        context.drawImage(this.painting.now.canvas, x, y, width, height, x, y, width, height);
+      if (part[2]) {
+        this.dirty = this.dirty ? around(this.dirty, part) : part;
+        this.frame ??= requestAnimationFrame(() => this.drawShade());
       }
       this.enable();
       clearTimeout(this.later);
       this.later = setTimeout(() => this.look(), LEARNED_AFTER_MS);
+    }
+
+    /** Shade what is not learned. */
+    drawShade() {
+      const { context } = this, [x, y, width, height] = this.dirty;
+      this.dirty = this.frame = null;
+      context.globalCompositeOperation = 'source-over';
+      context.clearRect(x, y, width, height);
+      context.fillStyle = SHADE;
+      context.fillRect(x, y, width, height);
+      context.globalCompositeOperation = 'destination-out';
+      context.drawImage(this.painting.now.canvas, x, y, width, height, x, y, width, height);
     }
 
     /** Say how much is learned. */
