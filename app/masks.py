@@ -92,11 +92,12 @@ def place_of(data: DataConfig, found: ScanResult, image: Path) -> Place:
     if named is None:
         folders = "data.path, data.folders or data.validation"
         raise InputError(f"{image}: not an image that is trained with a mask; choose one of {folders}")
+    if not _is_inside(named.name):
+        raise InputError(f"{named.name[:500]!r}: a mask of this name is not possible; rename the image in its table")
     place = _place(data, image, named.field, named.name)
     for other in (other for other, others in found.named.items() if others.name == named.name and other != image):
         if _place(data, other, found.named[other].field, "").folder == place.folder:
             raise InputError(f"{place.file}: would belong to both {image} and {other}; give the images different names")
-    _require_inside(place)
     return place
 
 
@@ -122,11 +123,9 @@ def _absolute(path: str) -> Path:
     return Path(os.path.abspath(Path(path).expanduser()))
 
 
-def _require_inside(place: Place) -> None:
-    """Raise InputError for a name that a table gives and that leads out of the folder, or is skipped by a run."""
-    parts = place.name.split("/")
-    if any(part.startswith(".") or not part or "\0" in part for part in parts):
-        raise InputError(f"{place.name[:500]!r}: a mask of this name is not possible; rename the image in its table")
+def _is_inside(name: str) -> bool:
+    """Whether a name, which a table may give, stays in the folder of masks and is not skipped by a run."""
+    return not any(part.startswith(".") or not part or "\0" in part for part in name.split("/"))
 
 
 def canvas_size(image: ImageFile) -> tuple[int, int]:
@@ -215,7 +214,8 @@ class Masks:
     def _former(self, place: Place) -> list[Path]:
         """The kept files of a mask, newest first."""
         folder = self._folder_of(place)
-        return sorted(folder.iterdir(), key=lambda file: file.name, reverse=True) if folder.is_dir() else []
+        kept = [file for file in folder.iterdir() if not file.name.startswith(".")] if folder.is_dir() else []
+        return sorted(kept, key=lambda file: file.name, reverse=True)
 
     def _folder_of(self, place: Place) -> Path:
         return self._kept / hashlib.sha256(os.fsencode(place.file)).hexdigest()[:24]
@@ -342,6 +342,6 @@ def _write(folder: int | None, name: str, content: bytes | None, former: str | N
 def shown(data: DataConfig, found: ScanResult, image: Path) -> str | None:
     """Return the stamp of an image's mask, "" where it has none, None where masks do not apply to the image."""
     named = found.named.get(image)
-    if named is None:
+    if named is None or not _is_inside(named.name):
         return None
     return stamp(_place(data, image, named.field, named.name))

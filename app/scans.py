@@ -59,7 +59,7 @@ class Framed:
     focus: tuple[float, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there may be a million
 class Named:
     """By what the mask of an image is found.
 
