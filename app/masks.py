@@ -12,7 +12,6 @@ import io
 import os
 import stat
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -93,11 +92,12 @@ def place_of(data: DataConfig, found: ScanResult, image: Path) -> Place:
     if named is None:
         folders = "data.path, data.folders or data.validation"
         raise InputError(f"{image}: not an image that is trained with a mask; choose one of {folders}")
+    if not _is_inside(named.name):
+        raise InputError(f"{named.name[:500]!r}: a mask of this name is not possible; rename the image in its table")
     place = _place(data, image, named.field, named.name)
     for other in (other for other, others in found.named.items() if others.name == named.name and other != image):
         if _place(data, other, found.named[other].field, "").folder == place.folder:
             raise InputError(f"{place.file}: would belong to both {image} and {other}; give the images different names")
-    _require_inside(place)
     return place
 
 
@@ -123,11 +123,9 @@ def _absolute(path: str) -> Path:
     return Path(os.path.abspath(Path(path).expanduser()))
 
 
-def _require_inside(place: Place) -> None:
-    """Raise InputError for a name that a table gives and that leads out of the folder, or is skipped by a run."""
-    parts = place.name.split("/")
-    if any(part.startswith(".") or not part or "\0" in part for part in parts):
-        raise InputError(f"{place.name[:500]!r}: a mask of this name is not possible; rename the image in its table")
+def _is_inside(name: str) -> bool:
+    """Whether a name, which a table may give, stays in the folder of masks and is not skipped by a run."""
+    return not any(part.startswith(".") or not part or "\0" in part for part in name.split("/"))
 
 
 def canvas_size(image: ImageFile) -> tuple[int, int]:
@@ -192,7 +190,7 @@ class Masks:
                 if former is not None and former != content:
                     self._keep(place, name, former)
                 if former != content:
-                    _write(folder, f"{PurePosixPath(place.name).name}{SUFFIX}", content, former and name)
+                    _write(folder, place.file.name, content, None if former is None else name)
         except OSError as error:
             wrong = f"{place.file}: cannot be written ({error.strerror})"
             raise InputError(f"{wrong}; free some space, or change the folder's owner") from error
@@ -216,7 +214,8 @@ class Masks:
     def _former(self, place: Place) -> list[Path]:
         """The kept files of a mask, newest first."""
         folder = self._folder_of(place)
-        return sorted(folder.iterdir(), key=lambda file: file.name, reverse=True) if folder.is_dir() else []
+        kept = [file for file in folder.iterdir() if not file.name.startswith(".")] if folder.is_dir() else []
+        return sorted(kept, key=lambda file: file.name, reverse=True)
 
     def _folder_of(self, place: Place) -> Path:
         return self._kept / hashlib.sha256(os.fsencode(place.file)).hexdigest()[:24]
@@ -260,7 +259,7 @@ def _checked(sent: bytes, image: ImageFile) -> Image.Image:
         )
     try:
         levels = Image.frombytes("L", (width, height), PngImageFile(io.BytesIO(sent)).convert("L").tobytes())
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow's for damaged files
+    except Exception as error:  # for damaged files, decoders raise exceptions without a common base class
         raise InputError(f"the mask cannot be read ({error}); reload the page") from error
     return levels.resize((image.width, image.height), Image.Resampling.BILINEAR)
 
@@ -323,29 +322,26 @@ def _present(folder: int | None, place: Place) -> tuple[str, bytes | None]:
     return f"{stem}{SUFFIX}", None
 
 
-def _write(folder: int | None, name: str, content: bytes | None, former: str | bytes | None) -> None:
-    """Replace or remove a file of an open folder. former: the name of the file that goes; None where there is none."""
+def _write(folder: int | None, name: str, content: bytes | None, former: str | None) -> None:
+    """Replace or remove a file of an open folder.
+
+    Args:
+        folder: Descriptor of the folder; None where it is missing and nothing is written.
+        name: The file that is written.
+        content: Its content; None where it is removed.
+        former: Name of the file that this one takes the place of; None where there is none.
+    """
     assert folder is not None
     if content is not None:
-        temporary = f".{os.getpid()}-{threading.get_ident()}.part"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666, dir_fd=folder)
-        try:
-            with open(descriptor, "wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(descriptor)
-            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-        except BaseException:
-            os.unlink(temporary, dir_fd=folder)
-            raise
-    if former and (content is None or former != name):
+        files.replace_at(folder, name, content)
+    if former is not None and (content is None or former != name):
         os.unlink(former, dir_fd=folder)
-    os.fsync(folder)
+        os.fsync(folder)
 
 
 def shown(data: DataConfig, found: ScanResult, image: Path) -> str | None:
     """Return the stamp of an image's mask, "" where it has none, None where masks do not apply to the image."""
     named = found.named.get(image)
-    if named is None:
+    if named is None or not _is_inside(named.name):
         return None
     return stamp(_place(data, image, named.field, named.name))

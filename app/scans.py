@@ -67,7 +67,7 @@ class Framed:
     is_own: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there may be a million
 class Named:
     """By what the mask of an image is found.
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from app.masks import ChangedElsewhere, Masks, Place, canvas_size, place_of, stamp
-from app.scans import Scans
+from app.masks import ChangedElsewhere, Masks, Place, canvas_size, place_of, shown, stamp
+from app.scans import Named, ScanResult, Scans
 from tests.data.test_image_tables import encoded as encoded_image
 from tests.data.test_image_tables import write_tar
 from tests.runs import make_pictures, run_config
@@ -256,11 +256,10 @@ def test_only_images_of_the_config_have_masks_and_two_never_share_one(images: Pa
 
 @pytest.mark.parametrize("name", ["../out", "/etc/out", "a/../../out", ".hidden/a", "a//b", "a\0b"])
 def test_a_name_that_leads_out_of_the_folder_is_refused(images: Path, name: str):
-    from app.scans import Named, ScanResult
-
     found = ScanResult(1, named={images / "00.png": Named("data.path", name)})
     wrong = refused(lambda: place_of(run_config(images).data, found, images / "00.png"))
     assert wrong.endswith("a mask of this name is not possible; rename the image in its table")
+    assert shown(run_config(images).data, found, images / "00.png") is None
 
 
 def test_the_size_of_a_canvas_is_that_of_the_image_up_to_2048_pixels():

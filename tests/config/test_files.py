@@ -225,3 +225,22 @@ def test_a_file_and_a_link_itself_move_between_open_folders_and_overwrite_none(
     assert os.readlink(tmp_path / "link") == "/etc/passwd"
     assert (tmp_path / "b").read_bytes() == b"former" and os.listdir(folder) == []
     os.close(target)
+
+
+def test_a_file_of_an_open_folder_is_replaced_whole_and_keeps_its_permissions(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "a").write_bytes(b"former")
+    (tmp_path / "kept" / "a").chmod(0o640)
+    folder = os.open(tmp_path / "kept", os.O_RDONLY)
+    (tmp_path / "kept").rename(tmp_path / "moved")
+    (tmp_path / "kept").symlink_to("/")
+    try:
+        files.replace_at(folder, "a", b"new")
+        (tmp_path / "moved" / "b").mkdir()
+        with pytest.raises(IsADirectoryError):
+            files.replace_at(folder, "b", b"new")
+    finally:
+        os.close(folder)
+    assert (tmp_path / "moved" / "a").read_bytes() == b"new"
+    assert (tmp_path / "moved" / "a").stat().st_mode & 0o777 == 0o640
+    assert sorted(file.name for file in (tmp_path / "moved").iterdir()) == ["a", "b"]

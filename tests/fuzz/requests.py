@@ -66,6 +66,9 @@ READING = (
         "data_view",
         "upload_state",
         "look_state",
+        "mask_load",
+        "mask_former",
+        "mask_overlay",
     ),
     "machine_gpus",
 )

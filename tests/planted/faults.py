@@ -493,4 +493,26 @@ FAULTS = (
         "return Group(members, mirrored, 0 < num_held_out == len(members))",
         "app/test_looks.py",
     ),
+    # Masks
+    _fault(
+        "a mask that another program changed is overwritten",
+        "app/masks.py",
+        "if _digest(former) != before:",
+        "if former is None and before:",
+        "app/test_masks.py",
+    ),
+    _fault(
+        "a mask is written through a link out of its folder",
+        "app/masks.py",
+        "opened.append(os.open(part, flags | os.O_NOFOLLOW, dir_fd=opened[-1]))",
+        "opened.append(os.open(part, flags, dir_fd=opened[-1]))",
+        "app/test_masks.py",
+    ),
+    _fault(
+        "a click of the page falls elsewhere in what the model sees",
+        "trainer/models/segmentation.py",
+        "scale = torch.tensor([side / image.width, side / image.height])",
+        "scale = torch.tensor([side / image.height, side / image.width])",
+        "models/test_segmentation.py",
+    ),
 )

@@ -108,7 +108,7 @@ def alone_trained(folder: Path) -> Callable[[str], Outcome]:
 
 
 NAMES = ("resolutions", "by-size", "folders", "captions", "parquet", "tar")
-QUICK = [name if name in ("folders", "parquet") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+QUICK = [name if name == "folders" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -59,6 +59,37 @@ def replace(file: Path, content: str | bytes, mode: int | None = None) -> None:
         rename(temporary, file)
 
 
+def replace_at(folder: int, name: str, content: bytes) -> None:
+    """Write a whole file atomically into an open folder, which no link that is put in its way can redirect.
+
+    An existing file keeps its permissions.
+
+    Args:
+        folder: Descriptor of the folder.
+        name: Name of the file in the folder.
+        content: The content.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    temporary = f".{os.getpid()}-{threading.get_ident()}.part"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    try:
+        with open(os.open(temporary, flags, 0o666, dir_fd=folder), "wb") as stream:
+            stream.write(content)
+            with suppress(FileNotFoundError):
+                former = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                os.fchmod(stream.fileno(), stat.S_IMODE(former.st_mode))
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+    os.fsync(folder)
+
+
 def create(file: Path, content: str | bytes) -> None:
     """Write a new file atomically, as `replace` does. If several writers use the same name, the first one wins.
 

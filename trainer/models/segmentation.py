@@ -48,7 +48,7 @@ class Question:
     """What is to be found in an image.
 
     Attributes:
-        image: The file, upright and in sRGB, which the page has made.
+        image: The WebP file, upright and in sRGB, which the page has made.
         points: (x, y, whether it belongs to the object) of clicks, in pixels of the image.
         box: (left, top, right, bottom) around the object, in pixels; None without.
     """
@@ -211,7 +211,7 @@ class _Answers:
 
     def _opened(self, path: str) -> Image.Image:
         if self._image is None or self._image[0] != path:
-            with Image.open(Path(path)) as image:
+            with Image.open(Path(path), formats=("WEBP",)) as image:
                 self._image = (path, image.convert("RGB"))
         return self._image[1]
 

@@ -248,21 +248,28 @@
 
     // drawing
 
-    /** Shade what is not learned in a part of the image. */
-    draw([x, y, width, height]) {
+    /** A part of the mask has changed: shade it anew with the next frame. */
+    draw(part) {
       if (!this.painting) return; // it is being made
-      if (width) {
-        const { context } = this;
-        context.globalCompositeOperation = 'source-over';
-        context.clearRect(x, y, width, height);
-        context.fillStyle = SHADE;
-        context.fillRect(x, y, width, height);
-        context.globalCompositeOperation = 'destination-out';
-        context.drawImage(this.painting.now.canvas, x, y, width, height, x, y, width, height);
+      if (part[2]) {
+        this.dirty = this.dirty ? around(this.dirty, part) : part;
+        this.frame ??= requestAnimationFrame(() => this.drawShade());
       }
       this.enable();
       clearTimeout(this.later);
       this.later = setTimeout(() => this.look(), LEARNED_AFTER_MS);
+    }
+
+    /** Shade what is not learned. */
+    drawShade() {
+      const { context } = this, [x, y, width, height] = this.dirty;
+      this.dirty = this.frame = null;
+      context.globalCompositeOperation = 'source-over';
+      context.clearRect(x, y, width, height);
+      context.fillStyle = SHADE;
+      context.fillRect(x, y, width, height);
+      context.globalCompositeOperation = 'destination-out';
+      context.drawImage(this.painting.now.canvas, x, y, width, height, x, y, width, height);
     }
 
     /** Say how much is learned. */
@@ -402,6 +409,12 @@
       if (!answer) { this.points.pop(); this.drawOffer(); return; }
       this.tell('');
       this.offered = await levelsOf(answer.mask, width, height);
+      this.offeredImage = new ImageData(width, height);
+      const { data } = this.offeredImage;
+      for (let at = 0; at < this.offered.length; at++) {
+        [data[4 * at], data[4 * at + 1], data[4 * at + 2]] = FOUND;
+        data[4 * at + 3] = this.offered[at];
+      }
       this.drawOffer();
       this.enable();
     }
@@ -410,11 +423,7 @@
     drawOffer(area = this.area) {
       const context = this.offer.getContext('2d'), { width, height } = this.found, dot = Math.max(2, Math.max(width, height) / 200);
       context.clearRect(0, 0, width, height);
-      if (this.offered) {
-        const image = new ImageData(width, height);
-        this.offered.forEach((level, at) => image.data.set([...FOUND, level], 4 * at));
-        context.putImageData(image, 0, 0);
-      }
+      if (this.offered) context.putImageData(this.offeredImage, 0, 0);
       Object.assign(context, { lineWidth: dot / 2, strokeStyle: '#fff' });
       if (area) context.strokeRect(area[0], area[1], area[2] - area[0], area[3] - area[1]);
       for (const [x, y, belongs] of this.points) {

@@ -60,7 +60,7 @@ def load(studio: Studio, editor: Masks, image: str) -> dict[str, Any]:
 
 
 def save(studio: Studio, editor: Masks, image: str, sent: Sent | None, before: str) -> dict[str, Any]:
-    """Write a painted mask, and name its folder in the draft where none is named.
+    """Write a painted mask, and name its folder in the draft where none is named; no longer after its last mask.
 
     Args:
         sent: A PNG in base64, as `Masks.save` takes it; None removes the mask.
@@ -74,10 +74,10 @@ def save(studio: Studio, editor: Masks, image: str, sent: Sent | None, before: s
         digest = editor.save(place, None if sent is None else _bytes(sent), before)
     except ChangedElsewhere:
         return {"changed": _state(editor, place)}
-    is_left = bool(digest) or not masks.is_empty(place.folder)
-    if is_left != place.is_set:
-        draft = studio.change_draft(partial(_with_folder, place, str(place.folder) if is_left else None))
-        config = form.check(draft).config
+    if digest and not place.is_set:
+        config = form.check(studio.change_draft(partial(_with_folder, place, str(place.folder)))).config
+    elif not digest and place.is_set and masks.is_empty(place.folder):  # an empty folder would stop a run
+        config = form.check(studio.change_draft(partial(_with_folder, place, None))).config
     studio.scans.of(config, is_fresh=not before or not digest)  # the number of images without a mask has changed
     return {"digest": digest, "num_former": editor.num_former(place)}
 

@@ -39,6 +39,7 @@ def start(panel: Locator, model: Path | str) -> None:
     panel.locator("#caption-start").click()
 
 
+@pytest.mark.slow
 def test_a_model_captions_the_images_of_a_page_that_was_closed_and_all_is_undone(own_data: Path, panel: Locator, model):
     page = panel.page
     start(panel, model)

@@ -210,6 +210,7 @@ def drop_from_disk(page: Page, *paths: Path) -> None:
     devtools.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["drop", "choose"])
 def test_of_a_folder_everything_in_it_enters_the_folder(own_data: Path, data: Page, tmp_path: Path, way: str):
     """More files than a browser lists at once, one in a folder below, and what systems leave in folders."""
