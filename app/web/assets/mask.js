@@ -286,7 +286,7 @@
       const { found, painting } = this;
       this.undoes.disabled = !painting.past.length;
       this.redoes.disabled = !painting.future.length;
-      for (const one of this.takes) one.disabled = !this.offered;
+      for (const one of this.takes) one.disabled = !this.offered || this.isLooking;
       this.formers.hidden = !this.numFormer;
       this.removes.hidden = !this.digest;
       this.saves.disabled = this.isSaving || !(this.isChanged || (this.digest && !found.is_set));
@@ -402,10 +402,13 @@
 
     async find() {
       const number = this.asked += 1, { width, height } = this.found;
+      this.isLooking = true; // what is shown is of the click before
       this.drawOffer();
       this.tell('Looking for the object … The first time, the model is read.');
       const answer = await this.ask('mask_find', { model: this.model.value, points: this.points, box: this.area });
       if (number !== this.asked || !this.box.isConnected) return; // another click was made meanwhile
+      this.isLooking = false;
+      this.enable();
       if (!answer) { this.points.pop(); this.drawOffer(); return; }
       this.tell('');
       this.offered = await levelsOf(answer.mask, width, height);
@@ -417,6 +420,7 @@
       }
       this.drawOffer();
       this.enable();
+      this.box.dataset.found = number;
     }
 
     /** Show what the model proposes, the clicks, and a box. */
@@ -438,14 +442,14 @@
     /** Add what the model proposes to the mask, or take it away from it. */
     take(isAdded) {
       const { offered } = this;
-      if (!offered) return;
+      if (!offered || this.isLooking) return;
       this.drop();
       this.painting.apply((level, at) => isAdded ? Math.max(level, offered[at]) : Math.min(level, 255 - offered[at]));
     }
 
     drop() {
       this.asked += 1;
-      Object.assign(this, { offered: null, points: [], area: null });
+      Object.assign(this, { offered: null, points: [], area: null, isLooking: false });
       this.tell('');
       this.drawOffer();
       this.enable();
