@@ -60,7 +60,7 @@ def _follow(captioning: Captioning, job: CaptionJob) -> Progress:
     with StopRequests() as stops:
         while True:
             progress = captioning.follow(job)
-            for line in _lines(progress, captioning, seen):
+            for line in lines(progress, captioning, seen):
                 say(line)
             seen = progress.answered
             if progress.state != state and progress.state == "loading":
@@ -77,7 +77,7 @@ def _follow(captioning: Captioning, job: CaptionJob) -> Progress:
             time.sleep(POLL_S)
 
 
-def _lines(progress: Progress, captioning: Captioning, seen: int) -> Iterator[str]:
+def lines(progress: Progress, captioning: Captioning, seen: int) -> Iterator[str]:
     """Yield a line for each new answer: `12/40  harbour.jpg  a photo of ...  (30 s left)`."""
     new = captioning.new_answers(progress.job, seen)
     for number, written in enumerate(new, seen + 1):

@@ -94,6 +94,13 @@ print(f"{len(found.train)} images to train")
 # caption is replaced by the trigger; a caption without `[trigger]` gets it in front.
 #
 # The best trigger is a word that means nothing to the model yet. Below are captions as the model will read them.
+#
+# Hundreds of images are better described by a model that sees. With such a model on this machine (`hf download
+# Qwen/Qwen2.5-VL-3B-Instruct`), a cell captions what has no caption yet; `notebook.undo_captions(folder)` takes it back:
+#
+# ```
+# await notebook.caption(folder, "Qwen/Qwen2.5-VL-3B-Instruct", style="sentence", trigger=True)
+# ```
 
 # %%
 config = notebook.config("quickstart", *CHANGES, f"data.path={folder}")
@@ -139,6 +146,19 @@ for image in dataset.train[:12]:
     row = rows[f"{size[0]} x {size[1]}"]
     row[f"{len(row) + 1}"] = cut / image.path.name
 notebook.gallery(rows, size=max(max(size) for size in sizes))
+
+# %% [markdown]
+# What stands over is cut off around the middle. A point that matters more is set on the page (*Crop* at an image), and
+# kept in a `metadata.jsonl`: `{"file_name": "fox.png", "focus": [0.5, 0.2]}`. With `data.fit: pad` nothing is cut off: an
+# image gets borders, which are not learned. With `data.resolutions: [48, 64]` each image is trained at both sizes:
+
+# %%
+from trainer.data.buckets import Buckets
+
+several = notebook.config("quickstart", *CHANGES, f"data.path={folder}", "data.resolutions=[48,64]").config.data
+buckets = Buckets.of(several, multiple, longest=None)
+for image in dataset.train[:3]:
+    print(image.path.name, *(f"{width} x {height}" for _, (width, height) in buckets.of_image(image, several.sides)))
 
 # %% [markdown]
 # ### Exercise 1

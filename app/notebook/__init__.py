@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from app.html import in_notebook, plan_bar
 from app.monitor import Follower, find_runs
-from app.notebook import dashboard_widget
+from app.notebook import captions, dashboard_widget
 from app.notebook.dashboard_widget import Dashboard
 from app.notebook.form_widget import Form
 from app.notebook.lessons import Table, exercise, gallery
@@ -218,6 +218,31 @@ def join(run: RunDir, node_rank: int = 1) -> RunHandle:
         InputError: As `torchrun.join` does.
     """
     return torchrun.join(run.config().parallel, run, node_rank)
+
+
+async def caption(folder: str | Path, model: str | Path, runs: Path = RUNS, **options: object) -> Table:
+    """Let a vision-language model caption the images of a folder that have no caption, and wait for it.
+
+    The job goes on when the cell is interrupted. The same call follows it while it runs, or continues it later.
+
+    Args:
+        folder: The folder of images.
+        model: A folder of transformers, or a hub id that is downloaded.
+        runs: The folder of runs.
+        options: Further fields of a request, as `style="tags"`, `omit="watermark"` or `quantize="nf4"`.
+
+    Returns:
+        The captions that were written, with the names of their images.
+
+    Raises:
+        InputError: The job cannot be started, or has failed.
+    """
+    return await captions.caption(folder, model, runs, **options)
+
+
+def undo_captions(folder: str | Path, runs: Path = RUNS) -> int:
+    """Take back the captions that the newest job of a folder wrote, and return how many. Raises InputError."""
+    return captions.undo(folder, runs)
 
 
 def dashboard(run: RunDir) -> Dashboard:

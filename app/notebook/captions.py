@@ -1,0 +1,54 @@
+"""Captions by a model in a notebook: the same jobs as those of the page and of `launch.py --caption`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from app.caption_command import lines
+from app.captioning import Captioning
+from app.notebook.lessons import Table
+from trainer.config.errors import InputError
+from trainer.config.terminal import say
+from trainer.run import process
+from trainer.run.captioning import CaptionRequest
+
+POLL_S = 0.2
+
+
+async def caption(folder: str | Path, model: str | Path, runs: Path, **options: object) -> Table:
+    """Caption as `app.notebook.caption` says."""
+    request = CaptionRequest.checked({"folder": str(folder), "model": str(model), **options})
+    captioning = Captioning(runs)
+    latest = captioning.latest(Path(folder))
+    is_running = latest is not None and process.alive(latest.run)
+    job = latest if is_running else captioning.start(request)
+    if job is None:
+        say(f"{folder}: every image has a caption")
+        return Table(["image", "caption"], [])
+    seen = 0
+    while True:
+        progress = captioning.follow(job)
+        for line in lines(progress, captioning, seen):
+            say(line)
+        seen = progress.answered
+        if not progress.is_running and not process.alive(job.run):
+            break
+        await asyncio.sleep(POLL_S)
+    if progress.state == "failed":
+        raise InputError(progress.error)
+    written = captioning.new_answers(job, 0)
+    return Table(["image", "caption"], [[one.name, one.caption] for one in written if one.caption])
+
+
+def undo(folder: str | Path, runs: Path) -> int:
+    """Take back the captions that the newest job of a folder wrote, and return how many.
+
+    Raises:
+        InputError: There is no such job, or it is running.
+    """
+    captioning = Captioning(runs)
+    job = captioning.latest(Path(folder))
+    if job is None:
+        raise InputError(f"{folder}: no captioning job of this folder is in {runs}")
+    return captioning.undo(job)[0]
