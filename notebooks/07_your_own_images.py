@@ -96,7 +96,8 @@ print(f"{len(found.train)} images to train")
 # The best trigger is a word that means nothing to the model yet. Below are captions as the model will read them.
 #
 # Hundreds of images are better described by a model that sees. With such a model on this machine (`hf download
-# Qwen/Qwen2.5-VL-3B-Instruct`), a cell captions what has no caption yet; `notebook.undo_captions(folder)` takes it back:
+# Qwen/Qwen2.5-VL-3B-Instruct`), a cell captions what has no caption yet; `notebook.undo_captions(folder)` takes that
+# back:
 #
 # ```
 # await notebook.caption(folder, "Qwen/Qwen2.5-VL-3B-Instruct", style="sentence", trigger=True)
@@ -149,8 +150,8 @@ notebook.gallery(rows, size=max(max(size) for size in sizes))
 
 # %% [markdown]
 # What stands over is cut off around the middle. A point that matters more is set on the page (*Crop* at an image), and
-# kept in a `metadata.jsonl`: `{"file_name": "fox.png", "focus": [0.5, 0.2]}`. With `data.fit: pad` nothing is cut off: an
-# image gets borders, which are not learned. With `data.resolutions: [48, 64]` each image is trained at both sizes:
+# kept in a `metadata.jsonl`: `{"file_name": "fox.png", "focus": [0.5, 0.2]}`. With `data.fit: pad` nothing is cut off:
+# an image gets borders, which are not learned. With `data.resolutions: [48, 64]` each image is trained at both sizes:
 
 # %%
 from trainer.data.buckets import Buckets
