@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from app import run_comparison
-from app.form_answers import in_words
 from app.monitor import Follower
 from app.run_comparison import EMPTY, differing, labels, missing, result, same_prompts, value_in_words
 from tests.app.browser import recorded
@@ -37,7 +36,7 @@ def config(**changes: Any) -> RunConfig:
         ("sample.steps", None, "the model's own, 28"),
         ("sample.guidance", None, "the model's own, 4"),
         ("model.options.max_tokens", None, "the model's own"),
-        ("sample.size", [64, 96], in_words([64, 96])),
+        ("sample.size", [64, 96], "64 × 96"),
         ("sample.prompts", ["a cat", "a dog"], "a cat\na dog"),
         ("sample.prompts", [], EMPTY),
         ("model.train", {"transformer": "full", "vae": "frozen"}, "transformer: full, vae: frozen"),
@@ -58,7 +57,7 @@ def test_settings_that_differ_are_named_in_words_and_equal_ones_are_left_out():
         "adapter.rank": ("Rank", ("4", EMPTY)),
         "adapter.block_size": ("Block size (outputs)", (EMPTY, "8")),
         "optim.lr": ("Learning rate", ("0.0001", "0.001")),
-        "sample.size": ("Size of the samples (pixels)", (in_words([64, 64]), in_words([1024, 1024]))),
+        "sample.size": ("Size of the samples (pixels)", ("64 × 64", "1024 × 1024")),
     }
 
 

@@ -218,7 +218,7 @@ def prepared(folder: Path, workload: Workload) -> Bench:
     bench = prepare(folder, workload)
     cfg = bench.config(data={"cache": str(folder / "cache")})
     data = bench.examples(cfg, alone())
-    examples = [data.cache.read(photo.latents) | data.cache.read(photo.text) for photo in data.train]
+    examples = [data.cache.read(photo.pixels.latents) | data.cache.read(photo.texts[0]) for photo in data.train]
     side = workload.pixels // Flux2.size_multiple
     tensors = {name: torch.stack([example[name] for example in examples]) for name in ("latents", "prompt_embeds")}
     positions = {"img_ids": image_ids(side, side), "txt_ids": text_ids(workload.text_tokens)}

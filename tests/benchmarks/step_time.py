@@ -147,7 +147,7 @@ def hand_written(bench: Bench, data: EncodedData, world: World, precision: str, 
 
 def _batches(data: EncodedData, world: World) -> list[Batch]:
     """Every example as a batch of one, in the device's memory."""
-    examples = [data.cache.read(photo.latents) | data.cache.read(photo.text) for photo in data.train]
+    examples = [data.cache.read(photo.pixels.latents) | data.cache.read(photo.texts[0]) for photo in data.train]
     return [{key: tensor.unsqueeze(0).to(world.device) for key, tensor in example.items()} for example in examples]
 
 
