@@ -98,7 +98,7 @@ LESSONS = {
         parameters={"STEPS": 4},
         answers=(Answers("weights / 1e6", "2 * weights / 1e6"), Answers("0.125", "1 / 128")),
         shows=(
-            r"-m torch\.distributed\.run --nnodes 2 --nproc-per-node 2 --rdzv-backend static .*--node-rank 1",
+            r"-m trainer\.launcher\.agent --nnodes 2 --nproc-per-node 2 --rdzv-backend static .*--node-rank 1",
             r"start +[01] +0 +[01] +4[^j]*join +[23] +1 +[01] +4",
             r"rank3\.jsonl",
             FINISHED,
