@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from app.captioning import Captioning, Progress
-from trainer.config.errors import InputError
 from trainer.config.terminal import complain, say, shortened
 from trainer.launcher.commands import EXIT_CODES, POLL_S, StopRequests
 from trainer.run import process
@@ -44,13 +43,9 @@ def undo(folder: Path, runs: Path) -> int:
     """Take back all captions of the newest job of a folder. Returns 0.
 
     Raises:
-        InputError: There is no such job, or it is running.
+        InputError: The folder has no job, or the job is running.
     """
-    captioning = Captioning(runs)
-    job = captioning.latest(folder)
-    if job is None:
-        raise InputError(f"{folder}: no captioning job of this folder is in {runs}")
-    restored, kept = captioning.undo(job)
+    restored, kept = Captioning(runs).undo_latest(folder)
     say(f"{restored} captions taken back" + (f"; {kept} were changed since and are left as they are" if kept else ""))
     return 0
 

@@ -235,6 +235,20 @@ class Captioning:
             job.mark_undone()
             return self._captions.undo_batch(job.batch)
 
+    def undo_latest(self, folder: Path) -> tuple[int, int]:
+        """Take back all captions of the newest job of a folder.
+
+        Returns:
+            As `undo`.
+
+        Raises:
+            InputError: The folder has no job, or the job is running.
+        """
+        job = self.latest(folder)
+        if job is None:
+            raise InputError(f"{folder}: no captioning job of this folder is in {self.runs}")
+        return self.undo(job)
+
     def _attend(self, job: CaptionJob) -> None:
         try:
             while self.follow(job).is_running:

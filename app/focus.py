@@ -209,7 +209,7 @@ def _rows_of(image: Path, file: Path) -> Iterator[_Row]:
 
 
 def _lines(file: Path) -> list[bytes]:
-    """The lines of a file with their line breaks; none where there is no file."""
+    """The lines of a file with their line breaks; none where the file is missing."""
     try:
         if not stat.S_ISREG(file.lstat().st_mode):
             raise InputError(f"{file}: a link, or not a regular file; put a file in its place to set focus points")

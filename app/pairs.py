@@ -12,7 +12,7 @@ from app.scans import ScanResult
 from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data.image_io import IMAGE_SUFFIXES, entries_below
+from trainer.data.image_io import IMAGE_SUFFIXES, files_below
 
 NAMES = (
     *("control", "controls", "source", "sources", "before", "input", "inputs"),
@@ -69,7 +69,7 @@ def _siblings(root: Path) -> Iterator[Path]:
 def _matched(folder: Path, names: set[str]) -> Pairs | None:
     """The folder, if enough of the names have an image in it, alone or as `name_0`."""
     try:
-        files = [Path(entry.path) for entry in islice(entries_below(folder, frozenset()), MOST_FILES)]
+        files = list(islice(files_below(folder, frozenset()), MOST_FILES))
     except (OSError, InputError):
         return None
     others = {_name(file, folder) for file in _images(files)}

@@ -45,10 +45,6 @@ def undo(folder: str | Path, runs: Path) -> int:
     """Take back the captions that the newest job of a folder wrote, and return how many.
 
     Raises:
-        InputError: There is no such job, or it is running.
+        InputError: The folder has no job, or the job is running.
     """
-    captioning = Captioning(runs)
-    job = captioning.latest(Path(folder))
-    if job is None:
-        raise InputError(f"{folder}: no captioning job of this folder is in {runs}")
-    return captioning.undo(job)[0]
+    return Captioning(runs).undo_latest(Path(folder))[0]

@@ -556,7 +556,7 @@ def _companion_rules(data: DataConfig) -> Iterator[Problem]:
     for name, folder in data.companions.items():
         if folder and folder in (data.path, *(one.path for one in data.folders)):
             yield Problem(f"data.{name}", f"{folder} is the folder of the training data itself; name another")
-    if data.mask_background and not any(name.endswith("masks") and folder for name, folder in data.companions.items()):
+    if data.mask_background and not data.names_masks:
         yield Problem("data.mask_background", "has no effect without data.masks; name the folder of masks")
     if data.regularization_weight != 1 and not data.regularization:
         yield Problem(

@@ -507,7 +507,12 @@ class DataConfig(Section):
     @property
     def has_masks(self) -> bool:
         """Whether the loss of some part of an image counts less: by a mask, or as a border."""
-        return self.fit == "pad" or any(field.endswith("masks") and folder for field, folder in self.companions.items())
+        return self.fit == "pad" or self.names_masks
+
+    @property
+    def names_masks(self) -> bool:
+        """Whether there is a folder of masks, of all images or of a folder's."""
+        return bool(self.masks) or any(folder.masks for folder in self.folders)
 
 
 class ObjectiveConfig(Section):

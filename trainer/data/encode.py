@@ -402,13 +402,13 @@ class _Wanted:
     framing: Framing
     references: tuple[_Picture, ...]
 
-    @property
+    @cached_property
     def own(self) -> tuple[_Picture, ...]:
         """The image as it is, and mirrored where it may be flipped."""
         picture = _Picture.of(self.image, self.size, self.framing)
         return (picture, picture.mirrored) if self.image.may_flip else (picture,)
 
-    @property
+    @cached_property
     def masks(self) -> tuple[_Mask, ...]:
         """The mask of each of `own`."""
         return tuple(_Mask(self.image.mask, picture) for picture in self.own)

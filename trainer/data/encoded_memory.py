@@ -45,7 +45,7 @@ class EncodedMemory:
 
     Args:
         cache: The examples.
-        scan: Digest of the scan's files and settings; None where they cannot be told from others.
+        scan: Digest of the scan's files and settings; None where a later change could not be seen.
         way: All else that decides which examples there are, and under which keys.
     """
 

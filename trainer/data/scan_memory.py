@@ -69,7 +69,7 @@ class ScanMemory:
         cache: The folder that runs share.
 
     Attributes:
-        digest: Of the files and settings; None where they cannot be told from others.
+        digest: Of the files and settings; None where a later change could not be seen.
     """
 
     def __init__(self, cfg: DataConfig, cache: Path) -> None:
