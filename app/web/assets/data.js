@@ -169,7 +169,7 @@
     card.crop = studio.look.cropButton(card);
     card.mask = studio.mask.button(card);
     card.sources = h('div.sources');
-    card.element = h('article.card.pc', { data: { image } }, h('div.both', {}, card.sources, card.frame), card.box, card.conflict, card.end, h('div.ft', {}, card.name, card.state, card.crop, card.mask, card.remove));
+    card.element = h('article.card.pc', { data: { image } }, h('div.both', {}, card.sources, card.frame), card.box, card.conflict, card.end, h('div.ft', {}, card.name, card.state, h('div.acts', {}, card.crop, card.mask, h('span.grow'), card.remove)));
     return card;
   }
 

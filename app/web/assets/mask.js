@@ -615,7 +615,7 @@
 
     /** The button of a card. */
     button(card) {
-      return h('button.btn.s.ghost.mask-open', { type: 'button', hidden: true, onclick: event => open(card.data.image, card.data.name, event.currentTarget) }, 'Mask');
+      return h('button.mask-open', { type: 'button', hidden: true, onclick: event => open(card.data.image, card.data.name, event.currentTarget) }, 'Mask');
     },
 
     update(card) {

@@ -51,9 +51,9 @@ LAST = {
 PICTURED = ("new", "run", "samples", "runs", "compare", "data")
 """Screens of which app/README.md has a picture."""
 COLOURS = 64
-WITHOUT_FOLDERS = """([checkout, temporary]) => {
+WITHOUT_FOLDERS = """([checkout, temporary, home]) => {
   const own = new RegExp(`${temporary}/[^/]*`, 'g');
-  const plain = text => text.replaceAll(checkout, '~/shardstudio').replaceAll(own, '~');
+  const plain = text => text.replaceAll(checkout, '~/shardstudio').replaceAll(own, '~').replaceAll(home, '~');
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) walker.currentNode.data = plain(walker.currentNode.data);
   for (const input of document.querySelectorAll('input, textarea')) input.value = plain(input.value);
@@ -85,7 +85,7 @@ def take_report(browser: Browser, run: RunDir, folder: Path) -> Path:
 def _taken(page: Page) -> bytes:
     """A picture without the folders of this machine and without passing notices."""
     page.wait_for_timeout(700)
-    page.evaluate(WITHOUT_FOLDERS, [str(ROOT), tempfile.gettempdir()])
+    page.evaluate(WITHOUT_FOLDERS, [str(ROOT), tempfile.gettempdir(), str(Path.home())])
     return page.screenshot()
 
 
