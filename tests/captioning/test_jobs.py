@@ -171,12 +171,77 @@ def test_images_of_archives_and_those_with_a_caption_in_a_table_are_left_out_and
     archives.mkdir()
     with tarfile.open(archives / "a.tar", "w") as archive:
         archive.add(folder / "00.png", "inside.png")
-    assert choose(request(archives, overwrite="all"), {}) == []
+    inside = f"--caption {archives}: its images are inside of tables or archives, where no captions are written; unpack"
+    with pytest.raises(InputError, match=inside):
+        choose(request(archives, overwrite="all"), {})
     for path, why in ((archives / "a.tar", "not a folder"), (tmp_path / "none", "no such folder")):
         with pytest.raises(InputError, match=f"--caption {path}: {why}; name a folder of images"):
             choose(request(path), {})
     (folder / "metadata.csv").write_text("file_name,text\n00.png,a caption of a table\n", encoding="utf-8")
     assert choose(request(folder), {}) == [Asked("01.png")]
+
+
+def test_folders_that_are_set_apart_as_masks_get_no_captions(tmp_path):
+    folder = uncaptioned(tmp_path / "pictures", 1)
+    for other in (folder / "masks" / "of_people", folder / "masks2", tmp_path / "regularization"):
+        uncaptioned(other, 1)
+    apart = (folder / "masks", folder, tmp_path, tmp_path / "regularization")
+    assert choose(request(folder), {}, apart) == [Asked("00.png"), Asked("masks2/00.png")]
+
+
+def test_a_folder_without_images_is_refused_in_words_of_captions(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError) as refused:
+        choose(request(tmp_path / "empty"), {})
+    assert str(refused.value) == f"--caption: {tmp_path}/empty: the folder is empty; put images into it"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user for a moment")
+def test_a_folder_that_cannot_be_written_to_is_refused_before_a_model_is_loaded(tmp_path):
+    folder = uncaptioned(tmp_path / "pictures", 1)
+    uncaptioned(folder / "below", 1)
+    for above in (folder, *folder.parents):
+        above.chmod(above.stat().st_mode | 0o055)
+    folder.chmod(0o777)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(InputError, match=f"--caption {folder}: no captions can be written into {folder}/below;"):
+            choose(request(folder), {})
+    finally:
+        os.seteuid(0)
+
+
+def test_undo_of_a_folder_goes_back_job_by_job_past_those_that_wrote_nothing(tmp_path):
+    folder = uncaptioned(tmp_path / "pictures", 2)
+    (folder / "00.txt").write_text("a person's\n", encoding="utf-8")
+    captioning = Captioning(tmp_path / "runs")
+    captioning.follow(made(tmp_path, folder))
+    everything = request(folder, overwrite="all")
+    second = CaptionJob.create(tmp_path / "runs", everything, choose(everything, {}))
+    second.add(Written("00.png", "other words"))
+    captioning.follow(second)
+    CaptionJob.create(tmp_path / "runs", everything, choose(everything, {}))  # failed before its first answer
+    assert captioning.undo_latest(folder) == (1, 0)
+    assert texts(folder) == {"00.txt": "a person's\n", "01.txt": "words about 01.png\n"}
+    assert captioning.undo_latest(folder) == (1, 0)
+    assert texts(folder) == {"00.txt": "a person's\n"}
+    with pytest.raises(InputError, match=f"{folder}: no captions of a model are left to take back"):
+        captioning.undo_latest(folder)
+
+
+def test_a_stopped_job_is_not_continued_once_a_later_one_has_answers(tmp_path):
+    folder = uncaptioned(tmp_path / "pictures", 3)
+    runs, everything = tmp_path / "runs", request(folder, overwrite="all")
+    captioning = Captioning(runs)
+    first = CaptionJob.create(runs, everything, choose(everything, {}))
+    first.add(Written("00.png", "words"))
+    assert captioning._unfinished(everything) == first
+    tags = request(folder, style="tags")
+    second = CaptionJob.create(runs, tags, choose(tags, {}))
+    assert captioning._unfinished(everything) == first, "the second wrote nothing"
+    assert captioning._unfinished(tags) == second
+    second.add(Written("01.png", "tag"))
+    assert captioning._unfinished(everything) is None, "what the second one wrote is to be written anew"
 
 
 def test_a_persons_caption_that_is_overwritten_on_request_comes_back(tmp_path):
