@@ -95,8 +95,8 @@ def _conclude(progress: Progress, request: CaptionRequest) -> int:
     if progress.state == "failed":
         complain(f"error: {progress.error}")
     say(f"{progress.written} captions written; --caption {shlex.quote(request.folder)} --undo takes them back")
-    if progress.state == "stopped":
-        complain(f"stopped at {progress.answered} of {progress.total} images; the same command continues")
+    if progress.state in ("stopped", "failed") and progress.answered:
+        complain(f"{progress.state} at {progress.answered} of {progress.total} images; the same command continues")
     if progress.state == "failed":
         return progress.exit_code
     return EXIT_CODES[progress.state]

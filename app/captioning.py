@@ -120,6 +120,7 @@ class Captioning:
         """
         check_model(request.model)
         folder = os.path.abspath(Path(request.folder).expanduser())
+        _require_folder(Path(folder))
         model = os.path.abspath(request.model) if os.path.exists(request.model) else request.model
         request = replace(request, folder=folder, model=model)
         root = self.runs / FOLDER
@@ -348,9 +349,7 @@ def choose(request: CaptionRequest, earlier: Mapping[Path, str], apart: Collecti
         InputError: It is not a folder, it holds no images, or only such inside of tables, or it cannot be written to.
     """
     folder = Path(request.folder)
-    if not folder.is_dir():
-        kind = "not a folder" if folder.exists() else "no such folder"
-        raise InputError(f"--caption {folder}: {kind}; name a folder of images, next to which captions are written")
+    _require_folder(folder)
     found, others = _find(folder), _inside(folder, apart)
     chosen: dict[Path, Asked] = {}
     for image in found.images:
@@ -374,6 +373,12 @@ def _inside(folder: Path, others: Iterable[Path]) -> list[Path]:
     real = Path(os.path.realpath(folder))
     found = (Path(os.path.realpath(other)) for other in others)
     return [folder / other.relative_to(real) for other in found if other != real and other.is_relative_to(real)]
+
+
+def _require_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        kind = "not a folder" if folder.exists() else "no such folder"
+        raise InputError(f"--caption {folder}: {kind}; name a folder of images, next to which captions are written")
 
 
 def _require_writable(root: Path, folders: Iterable[Path]) -> None:

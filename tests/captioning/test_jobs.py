@@ -11,19 +11,24 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
+from PIL import Image
 
 from app.captioning import Captioning, Progress, choose
 from app.captions import Captions
-from tests.captioning.models import write_qwen2_5_vl
+from tests.captioning.models import write_florence2, write_qwen2_5_vl
 from tests.commands import LAUNCH, launch_py
-from tests.runs import make_pictures
+from tests.runs import alone, make_pictures
+from trainer.captioning.work import caption_job
 from trainer.config import files
 from trainer.config.errors import InputError
+from trainer.distributed.store import KeyValueStore
 from trainer.run import process
 from trainer.run.captioning import Applied, Asked, CaptionJob, CaptionRequest, Written, jobs
 from trainer.run.folder import RunDir, is_run
@@ -181,6 +186,17 @@ def test_images_of_archives_and_those_with_a_caption_in_a_table_are_left_out_and
     assert choose(request(folder), {}) == [Asked("01.png")]
 
 
+def test_a_folder_that_was_renamed_is_missing_although_captions_wait_for_it(tmp_path, model):
+    folder = uncaptioned(tmp_path / "pictures", 2)
+    made(tmp_path, folder)
+    folder.rename(tmp_path / "renamed")
+    with pytest.raises(InputError, match=f"--caption {folder}: no such folder; name a folder of images"):
+        Captioning(tmp_path / "runs").start(request(folder, model))
+    (tmp_path / "renamed").rename(folder)
+    assert Captioning(tmp_path / "runs").start(request(folder, model)) is None
+    assert sorted(texts(folder)) == ["00.txt", "01.txt"]
+
+
 def test_folders_that_are_set_apart_as_masks_get_no_captions(tmp_path):
     folder = uncaptioned(tmp_path / "pictures", 1)
     for other in (folder / "masks" / "of_people", folder / "masks2", tmp_path / "regularization"):
@@ -308,9 +324,65 @@ def test_a_model_that_is_missing_or_brings_code_starts_no_process(path, message,
     assert not (tmp_path / "runs").exists()
 
 
+# --- a rank in this process -------------------------------------------------------------------------------------------
+
+
+def answered(root: Path, folder: Path, model: Path, **changes: Any) -> Progress:
+    """A job whose images one rank has captioned, after its captions were written."""
+    asked = request(folder, model, **changes)
+    job = CaptionJob.create(root / "runs", asked, choose(asked, {}))
+    caption_job(job, replace(alone(), store=KeyValueStore(dist.HashStore())), root / "cache")
+    return Captioning(root / "runs").follow(job)
+
+
+def test_images_are_looked_at_upright_on_white_and_bad_ones_are_named_while_the_job_goes_on(tmp_path, model):
+    folder = uncaptioned(tmp_path / "pictures", 1)
+    upright = Image.open(folder / "00.png").convert("RGB").resize((90, 60))
+    upright.save(folder / "a.png")
+    turned = Image.Exif()
+    turned[0x0112] = 6  # to be shown turned by 90 degrees
+    upright.transpose(Image.Transpose.ROTATE_90).save(folder / "b.png", exif=turned)
+    (folder / "c.png").write_bytes(b"not an image")
+    whole = (folder / "00.png").read_bytes()
+    (folder / "d.png").write_bytes(whole[: len(whole) // 2])
+    upright.resize((10, 4000)).save(folder / "e.png")
+    glass = Image.new("RGBA", (90, 60), (255, 0, 0, 0))
+    glass.paste((0, 0, 255, 255), (0, 0, 45, 60))
+    glass.save(folder / "f.png")
+    white = Image.new("RGB", (90, 60), "white")
+    white.paste((0, 0, 255), (0, 0, 45, 60))
+    white.save(folder / "g.png")
+    upright.convert("CMYK").save(folder / "h.jpg")
+    for number, size in enumerate(((1, 1), (3, 100), (100, 3), (100, 1))):
+        upright.resize(size).save(folder / f"i{number}.png")
+    progress = answered(tmp_path, folder, model, trigger=True)
+    assert (progress.state, progress.answered, progress.total) == ("finished", 13, 13)
+    found = texts(folder)
+    assert found["a.txt"] == found["b.txt"] != found["f.txt"] == found["g.txt"]
+    assert all(text.startswith("[trigger], ") and text.endswith("\n") for text in found.values()) and len(found) == 10
+    assert [problem.partition(": ")[0] for problem in progress.problems] == [f"{folder}/{name}.png" for name in "cde"]
+    assert progress.problems[2].endswith(
+        "(absolute aspect ratio must be smaller than 200, got 400.0); crop or remove it"
+    )
+    again = answered(tmp_path, folder, model, trigger=True, overwrite="all")
+    assert again.written == 10 and texts(folder) == found, "the same captions again"
+
+
+def test_a_prompt_that_the_model_cannot_be_asked_is_refused_and_an_omission_it_cannot_heed_is_said(tmp_path):
+    folder = uncaptioned(tmp_path / "pictures", 1)
+    florence = write_florence2(tmp_path / "florence")
+    refusal = f"--prompt: {florence} cannot be asked so (Task token <OD> should be the only content in the prompt.)"
+    with pytest.raises(InputError, match=re.escape(refusal)):
+        answered(tmp_path, folder, florence, prompt="<OD> and dogs")
+    warned = (f"{florence}: does not follow instructions, so captions may name what --omit lists",)
+    assert answered(tmp_path, folder, florence, omit="dog").warnings == warned
+    assert answered(tmp_path, folder, florence, overwrite="all", style="tags", omit="dog").warnings == ()
+
+
 # --- with processes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_captions_a_folder_names_bad_images_and_takes_all_back(tmp_path, model):
     folder = uncaptioned(tmp_path / "pictures", 4)
     (folder / "00.txt").write_text("a person's\n", encoding="utf-8")
@@ -375,6 +447,7 @@ def test_a_job_is_stopped_refuses_a_second_one_and_is_continued_by_the_same_requ
     inside = folder / "more"
     inside.mkdir()
     (inside / "a.png").write_bytes((folder / "00.png").read_bytes())
+    assert captioning.start(request(folder, model, ranks=2)) == job, "the same request follows it"
     for other in (folder, inside, tmp_path):
         with pytest.raises(InputError, match=f"is being captioned already, by {job.path.name}; stop that first"):
             captioning.start(request(other, model, style="tags"))
@@ -387,6 +460,33 @@ def test_a_job_is_stopped_refuses_a_second_one_and_is_continued_by_the_same_requ
     progress = until(captioning, job, lambda progress: not progress.is_running)
     assert (progress.state, progress.written, progress.total) == ("finished", 6, 6)
     assert {line.rank for line in job.captions().read()} <= {0, 1}
+
+
+@pytest.mark.slow
+def test_captions_that_cannot_be_written_stop_a_commands_job_and_wait_for_a_page(tmp_path, model):
+    folder = uncaptioned(tmp_path / "pictures", 12)
+    log = tmp_path / "runs" / "drafts"
+    log.parent.mkdir(mode=0o700)
+    log.write_text("not a folder", encoding="utf-8")
+    done = command(tmp_path, model, "--tokens", LONG)
+    assert done.returncode == 2 and f"{log}" in done.stderr
+    assert "The job was stopped; the same command continues it" in done.stderr
+    (job,) = jobs(tmp_path / "runs")
+    process.wait(job.run, WAIT_S)
+    assert process.status(job.run) == "stopped" and texts(folder) == {}
+    captioning = Captioning(tmp_path / "runs")
+    log.unlink()
+    captioning.resume(job)
+    log.write_text("not a folder", encoding="utf-8")
+    captioning.attend(job)
+    deadline = time.monotonic() + WAIT_S
+    while len(job.captions().read()) < 12:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    log.unlink()
+    while len(texts(folder)) < 12:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.slow

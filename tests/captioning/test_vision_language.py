@@ -157,9 +157,10 @@ def answers_of(world: World, folder: Path, format: str) -> tuple[list[str], Tens
     return texts, logits(model.model, inputs_of(model, images()[0])), held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "format"),
-    [("qwen2_5_vl", "none"), pytest.param("qwen3_vl", "nf4", marks=pytest.mark.slow)],
+    [("qwen2_5_vl", "none"), ("qwen3_vl", "nf4")],
 )
 def test_a_model_that_two_ranks_share_answers_as_the_whole_one(name, format, folders):
     whole = load(folders[name], alone(), quantize=format)
