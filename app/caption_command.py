@@ -38,7 +38,7 @@ def caption(request: CaptionRequest, runs: Path) -> int:
     say(f"captions by {request.model}, job {job.path}")
     try:
         progress = _follow(captioning, job)
-    except InputError as error:  # captions cannot be written: the model need not go on
+    except (InputError, OSError) as error:  # captions cannot be written: the model need not go on
         captioning.stop(job)
         raise InputError(f"{error}. The job was stopped; the same command continues it") from error
     return _conclude(progress, request)
@@ -94,7 +94,8 @@ def _conclude(progress: Progress, request: CaptionRequest) -> int:
     _complain_of(progress.kept, "changed meanwhile")
     if progress.state == "failed":
         complain(f"error: {progress.error}")
-    say(f"{progress.written} captions written; --caption {shlex.quote(request.folder)} --undo takes them back")
+    back = f"; --caption {shlex.quote(request.folder)} --undo takes them back" if progress.written else ""
+    say(f"{progress.written} captions written{back}")
     if progress.state in ("stopped", "failed") and progress.answered:
         complain(f"{progress.state} at {progress.answered} of {progress.total} images; the same command continues")
     if progress.state == "failed":

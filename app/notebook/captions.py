@@ -43,6 +43,6 @@ def undo(folder: str | Path, runs: Path) -> int:
     """Take back the captions that the newest job of a folder wrote, and return how many.
 
     Raises:
-        InputError: The folder has no job, or the job is running.
+        InputError: No captions of a model are left, or a job of the folder is running.
     """
     return Captioning(runs).undo_latest(Path(folder))[0]

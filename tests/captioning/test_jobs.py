@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -368,9 +369,14 @@ def test_images_are_looked_at_upright_on_white_and_bad_ones_are_named_while_the_
     assert again.written == 10 and texts(folder) == found, "the same captions again"
 
 
-def test_a_prompt_that_the_model_cannot_be_asked_is_refused_and_an_omission_it_cannot_heed_is_said(tmp_path):
+def test_a_prompt_that_the_model_cannot_be_asked_is_refused_and_an_omission_it_cannot_heed_is_said(tmp_path, model):
     folder = uncaptioned(tmp_path / "pictures", 1)
     florence = write_florence2(tmp_path / "florence")
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    (broken / "chat_template.jinja").write_text("{{ raise_exception('texts only') }}", encoding="utf-8")
+    with pytest.raises(InputError, match=r"its chat template cannot be asked with an image \(texts only\); download"):
+        answered(tmp_path, folder, broken)
     refusal = f"--prompt: {florence} cannot be asked so (Task token <OD> should be the only content in the prompt.)"
     with pytest.raises(InputError, match=re.escape(refusal)):
         answered(tmp_path, folder, florence, prompt="<OD> and dogs")
@@ -469,7 +475,8 @@ def test_captions_that_cannot_be_written_stop_a_commands_job_and_wait_for_a_page
     log.parent.mkdir(mode=0o700)
     log.write_text("not a folder", encoding="utf-8")
     done = command(tmp_path, model, "--tokens", LONG)
-    assert done.returncode == 2 and f"{log}" in done.stderr
+    assert done.returncode == 2 and str(log) in done.stderr
+    assert done.stdout.splitlines()[-1] == "loading the model", "no traceback, and no word of what was not written"
     assert "The job was stopped; the same command continues it" in done.stderr
     (job,) = jobs(tmp_path / "runs")
     process.wait(job.run, WAIT_S)
