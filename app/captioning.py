@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from app.captions import Captions, Card, saved
+from app.captions import Captions, Card, Change, saved
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig, half_character
@@ -237,7 +237,14 @@ class Captioning:
         # Also what is not applied yet: it is not to be applied later, nor by another process at this moment.
         with self._lock, files.locked(job.path / "apply.lock"):
             job.mark_undone()
-            return self._captions.undo_batch(job.batch)
+            folder, followed = Path(job.request.folder), self._read(job)
+            followed.read()
+            changes = (
+                Change(str(Card(folder / one.name, "").file), followed.images[one.name].before, one.caption, job.batch)
+                for one in followed.done.values()
+                if not one.kept and one.name in followed.images
+            )
+            return self._captions.undo_batch(job.batch, changes)
 
     def undo_latest(self, folder: Path) -> tuple[int, int]:
         """Take back all captions of the newest job of a folder that wrote some; the next call, of the one before it.

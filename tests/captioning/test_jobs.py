@@ -21,8 +21,9 @@ import pytest
 import torch.distributed as dist
 from PIL import Image
 
+from app import captions as caption_files
 from app.captioning import Captioning, Progress, choose
-from app.captions import Captions
+from app.captions import Captions, Card
 from tests.captioning.models import write_florence2, write_qwen2_5_vl
 from tests.commands import LAUNCH, launch_py
 from tests.runs import alone, make_pictures
@@ -244,6 +245,24 @@ def test_undo_of_a_folder_goes_back_job_by_job_past_those_that_wrote_nothing(tmp
     assert texts(folder) == {"00.txt": "a person's\n"}
     with pytest.raises(InputError, match=f"{folder}: no captions of a model are left to take back"):
         captioning.undo_latest(folder)
+
+
+def test_undo_of_a_job_restores_captions_whose_changes_the_editors_log_has_dropped(tmp_path, monkeypatch):
+    folder = uncaptioned(tmp_path / "pictures", 8)
+    for number in range(6):
+        (folder / f"0{number}.txt").write_text(f"a person's {number}\n", encoding="utf-8")
+    before = texts(folder)
+    job, captioning = made(tmp_path, folder, overwrite="all"), Captioning(tmp_path / "runs")
+    assert captioning.follow(job).written == 8
+    log = tmp_path / "runs" / "drafts" / "captions.jsonl"
+    (folder / "01.txt").write_text("changed since\n", encoding="utf-8")
+    monkeypatch.setattr(caption_files, "MOST_HISTORY", log.stat().st_size)
+    other = uncaptioned(tmp_path / "other", 1) / "00.png"
+    for number in range(3):
+        Captions(log).write(Card(other, ""), f"typed {number}")
+    assert len(log.read_text(encoding="utf-8").splitlines()) < 8
+    assert captioning.undo(job) == (7, 1)
+    assert texts(folder) == before | {"01.txt": "changed since\n"}
 
 
 def test_a_stopped_job_is_not_continued_once_a_later_one_has_answers(tmp_path):
