@@ -375,7 +375,7 @@ def test_images_are_looked_at_upright_on_white_and_bad_ones_are_named_while_the_
     upright.convert("CMYK").save(folder / "h.jpg")
     for number, size in enumerate(((1, 1), (3, 100), (100, 3), (100, 1))):
         upright.resize(size).save(folder / f"i{number}.png")
-    progress = answered(tmp_path, folder, model, trigger=True)
+    progress = answered(tmp_path, folder, model, trigger=True, tokens=6)
     assert (progress.state, progress.answered, progress.total) == ("finished", 13, 13)
     found = texts(folder)
     assert found["a.txt"] == found["b.txt"] != found["f.txt"] == found["g.txt"]
@@ -384,7 +384,7 @@ def test_images_are_looked_at_upright_on_white_and_bad_ones_are_named_while_the_
     assert progress.problems[2].endswith(
         "(absolute aspect ratio must be smaller than 200, got 400.0); crop or remove it"
     )
-    again = answered(tmp_path, folder, model, trigger=True, overwrite="all")
+    again = answered(tmp_path, folder, model, trigger=True, tokens=6, overwrite="all")
     assert again.written == 10 and texts(folder) == found, "the same captions again"
 
 

@@ -82,11 +82,11 @@ def test_a_caption_never_has_more_bytes_than_allowed_and_ends_at_a_sentence_or_a
     assert with_trigger == "[trigger], A fox." and len(with_trigger) <= 20
 
 
-def test_an_answer_of_a_hundred_thousand_tags_is_shortened_in_a_moment():
-    began = time.monotonic()
-    found = clean(", ".join(f"tag{number}" for number in range(100_000)), style="tags", most_bytes=65_536)
+def test_an_answer_of_sixty_thousand_tags_is_shortened_in_a_moment():
+    began = time.process_time()
+    found = clean(", ".join(f"tag{number}" for number in range(60_000)), style="tags", most_bytes=65_536)
     assert 65_500 < len(found) <= 65_536 and found.endswith(found.split(", ")[-1]) and found.startswith("tag0, tag1")
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 2
 
 
 def test_the_trigger_is_put_in_front_of_captions_but_never_stands_alone():
