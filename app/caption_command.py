@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from app.captioning import Captioning, Progress
+from trainer.config.errors import InputError
 from trainer.config.terminal import complain, say, shortened
 from trainer.launcher.commands import EXIT_CODES, POLL_S, StopRequests
 from trainer.run import process
@@ -35,7 +36,11 @@ def caption(request: CaptionRequest, runs: Path) -> int:
         say(f"{request.folder}: every image has a caption" + (f"; {words} writes them anew" if words else ""))
         return 0
     say(f"captions by {request.model}, job {job.path}")
-    progress = _follow(captioning, job)
+    try:
+        progress = _follow(captioning, job)
+    except (InputError, OSError) as error:  # captions cannot be written: the model need not go on
+        captioning.stop(job)
+        raise InputError(f"{error}. The job was stopped; the same command continues it") from error
     return _conclude(progress, request)
 
 
@@ -77,8 +82,9 @@ def lines(progress: Progress, captioning: Captioning, seen: int) -> Iterator[str
     new = captioning.new_answers(progress.job, seen)
     for number, written in enumerate(new, seen + 1):
         text = shortened(written.caption, MOST_LETTERS) if written.caption else f"no caption: {written.problem}"
+        name = written.name.replace("\n", "\\n")
         left = progress.left_s if number == progress.answered and number < progress.total else None
-        yield f"{number}/{progress.total}  {written.name}  {text}" + (f"  ({left:.0f} s left)" if left else "")
+        yield f"{number}/{progress.total}  {name}  {text}" + (f"  ({left:.0f} s left)" if left else "")
 
 
 def _conclude(progress: Progress, request: CaptionRequest) -> int:
@@ -88,9 +94,10 @@ def _conclude(progress: Progress, request: CaptionRequest) -> int:
     _complain_of(progress.kept, "changed meanwhile")
     if progress.state == "failed":
         complain(f"error: {progress.error}")
-    say(f"{progress.written} captions written; --caption {shlex.quote(request.folder)} --undo takes them back")
-    if progress.state == "stopped":
-        complain(f"stopped at {progress.answered} of {progress.total} images; the same command continues")
+    back = f"; --caption {shlex.quote(request.folder)} --undo takes them back" if progress.written else ""
+    say(f"{progress.written} captions written{back}")
+    if progress.state in ("stopped", "failed") and progress.answered:
+        complain(f"{progress.state} at {progress.answered} of {progress.total} images; the same command continues")
     if progress.state == "failed":
         return progress.exit_code
     return EXIT_CODES[progress.state]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from app.captions import Captions, Card, saved
+from app.captions import Captions, Card, Change, saved
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig, half_character
@@ -104,29 +104,35 @@ class Captioning:
         self._followed: dict[Path, _Followed] = {}
         self._lock = threading.Lock()
 
-    def start(self, request: CaptionRequest) -> CaptionJob | None:
-        """Start a job, or continue one that asked the same and did not end. Returns at once.
+    def start(self, request: CaptionRequest, apart: Collection[Path] = ()) -> CaptionJob | None:
+        """Start a job, or continue the newest one of the folder that asked the same and did not end. Returns at once.
+
+        Args:
+            request: What is captioned, and how. Nothing is started where a job that asked the same is running.
+            apart: Folders inside that of the request whose images get no captions, as masks.
 
         Returns:
             The job; None where no image needs a caption.
 
         Raises:
-            InputError: The model or the folder cannot be used, or a job of this folder, or of one in or around it, is
-                running.
+            InputError: The model or the folder cannot be used, or another job of this folder, or of one in or around
+                it, is running.
         """
         check_model(request.model)
         folder = os.path.abspath(Path(request.folder).expanduser())
+        _require_folder(Path(folder))
         model = os.path.abspath(request.model) if os.path.exists(request.model) else request.model
         request = replace(request, folder=folder, model=model)
         root = self.runs / FOLDER
         files.make_private_if_new(self.runs)
         files.make_private(root)
         with files.locked(root / ".lock"):
-            self._require_free(request)
+            if (running := self._running_near(request)) is not None:
+                return running
             self.apply_earlier(Path(request.folder))
-            job = next((job for job in jobs(self.runs) if self._continues(job, request)), None)
+            job = self._unfinished(request)
             if job is None:
-                images = choose(request, self._earlier(request))
+                images = choose(request, self._earlier(request), apart)
                 if not images:
                     return None
                 job = CaptionJob.create(self.runs, request, images)
@@ -145,21 +151,18 @@ class Captioning:
             raise InputError(f"{job.path.name}: its captions were taken back; start a new one")
         check_model(job.request.model)
         with files.locked(self.runs / FOLDER / ".lock"):
-            self._require_free(job.request)
-            start(job)
+            if self._running_near(job.request) is None:
+                start(job)
 
     def apply_earlier(self, folder: Path) -> None:
         """Write what earlier jobs of a folder wrote while no page and no command followed them."""
-        real = os.path.realpath(folder)
-        for job in reversed([*jobs(self.runs)]):
-            if os.path.realpath(job.request.folder) == real:
-                with self._lock:
-                    self._apply(job, self._read(job))
+        for job in reversed([*self._of(folder)]):
+            with self._lock:
+                self._apply(job, self._read(job))
 
     def latest(self, folder: Path) -> CaptionJob | None:
         """Return the newest job of a folder."""
-        real = os.path.realpath(folder)
-        return next((job for job in jobs(self.runs) if os.path.realpath(job.request.folder) == real), None)
+        return next(self._of(folder), None)
 
     def job(self, name: str) -> CaptionJob:
         """Return the job of this name. Raises InputError where there is none."""
@@ -231,30 +234,53 @@ class Captioning:
         """
         if process.status(job.run) in STARTED:
             raise InputError(f"{job.path.name}: is running; stop it first")
-        with self._lock:  # also what is not applied yet: it is not to be applied later
+        # Also what is not applied yet: it is not to be applied later, nor by another process at this moment.
+        with self._lock, files.locked(job.path / "apply.lock"):
             job.mark_undone()
-            return self._captions.undo_batch(job.batch)
+            folder, followed = Path(job.request.folder), self._read(job)
+            followed.read()
+            changes = (
+                Change(str(Card(folder / one.name, "").file), followed.images[one.name].before, one.caption, job.batch)
+                for one in followed.done.values()
+                if not one.kept and one.name in followed.images
+            )
+            return self._captions.undo_batch(job.batch, changes)
 
     def undo_latest(self, folder: Path) -> tuple[int, int]:
-        """Take back all captions of the newest job of a folder.
+        """Take back all captions of the newest job of a folder that wrote some; the next call, of the one before it.
 
         Returns:
             As `undo`.
 
         Raises:
-            InputError: The folder has no job, or the job is running.
+            InputError: The folder has no such job, or a job of it is running.
         """
-        job = self.latest(folder)
-        if job is None:
+        own = [*self._of(folder)]
+        if not own:
             raise InputError(f"{folder}: no captioning job of this folder is in {self.runs}")
+        if process.status(own[0].run) in STARTED:
+            return self.undo(own[0])  # refuses it
+        job = next(
+            (job for job in own if not job.is_undone and any(line.caption for line in job.captions().read())), None
+        )
+        if job is None:
+            raise InputError(f"{folder}: no captions of a model are left to take back")
         return self.undo(job)
 
+    def _of(self, folder: Path) -> Iterator[CaptionJob]:
+        """Yield the jobs of a folder, newest first."""
+        real = os.path.realpath(folder)
+        return (job for job in jobs(self.runs) if os.path.realpath(job.request.folder) == real)
+
     def _attend(self, job: CaptionJob) -> None:
-        try:
-            while self.follow(job).is_running:
-                time.sleep(ATTENDED_EVERY_S)
-        except (InputError, OSError):  # said to whoever looks at the job
-            return
+        while True:
+            try:
+                is_running = self.follow(job).is_running
+            except (InputError, OSError):  # said to whoever looks at the job; a full disk may be freed meanwhile
+                is_running = process.alive(job.run)
+            if not is_running:
+                return
+            time.sleep(ATTENDED_EVERY_S)
 
     def _read(self, job: CaptionJob) -> _Followed:
         if job.path not in self._followed:
@@ -275,21 +301,32 @@ class Captioning:
             job.add_applied(Applied(one.name, one.caption, why) for one, why in zip(new, kept, strict=True))
             followed.read()
 
-    def _require_free(self, request: CaptionRequest) -> None:
+    def _running_near(self, request: CaptionRequest) -> CaptionJob | None:
+        """Return the running job that asked the same. Raises InputError where another one of these images runs."""
         wanted = Path(os.path.realpath(request.folder))
         for job in jobs(self.runs):
             other = Path(os.path.realpath(job.request.folder))
             is_near = wanted.is_relative_to(other) or other.is_relative_to(wanted)
             if is_near and process.status(job.run) in STARTED:
-                raise InputError(f"{request.folder}: is being captioned already, by {job.path.name}; stop that first")
+                if job.request.asked == request.asked:
+                    return job
+                raise InputError(
+                    f"{request.folder}: is being captioned already, by {job.path.name}; stop that first, on the screen "
+                    "Data or by Ctrl-C in its command"
+                )
+        return None
 
-    def _continues(self, job: CaptionJob, request: CaptionRequest) -> bool:
-        """Whether a request continues a job: it asks the same, and images are left."""
-        if job.request.asked != request.asked or job.is_undone:
-            return False
-        followed = _Followed.of(job)
-        followed.read()
-        return len(followed.written) < len(followed.images)
+    def _unfinished(self, request: CaptionRequest) -> CaptionJob | None:
+        """Return the folder's newest job with answers, or one after it, if it asked the same and images are left."""
+        for job in self._of(Path(request.folder)):
+            followed = _Followed.of(job)
+            followed.read()
+            is_left = len(followed.written) < len(followed.images)
+            if job.request.asked == request.asked and is_left and not job.is_undone:
+                return job
+            if followed.written:
+                return None
+        return None
 
     def _earlier(self, request: CaptionRequest) -> Mapping[Path, str]:
         """{caption file: text that a job wrote last}, as far as the request needs it."""
@@ -304,28 +341,27 @@ class Captioning:
         return found
 
 
-def choose(request: CaptionRequest, earlier: Mapping[Path, str]) -> list[Asked]:
+def choose(request: CaptionRequest, earlier: Mapping[Path, str], apart: Collection[Path] = ()) -> list[Asked]:
     """Return the images of a folder that get a caption, by name.
 
     An image that shares its caption's file with one before it is left out, and so is one whose caption file cannot be
-    read, whose caption stands in a table, or that is inside a table or an archive.
+    read, and one whose caption stands in a table.
 
     Args:
         request: Its folder, and what is overwritten.
         earlier: {caption file: text that a model wrote}.
+        apart: Folders inside it whose images are left out.
 
     Raises:
-        InputError: It is not a folder, or it holds no images.
+        InputError: It is not a folder, it holds no images, or only such inside of tables, or it cannot be written to.
     """
     folder = Path(request.folder)
-    if not folder.is_dir():
-        kind = "not a folder" if folder.exists() else "no such folder"
-        raise InputError(f"--caption {folder}: {kind}; name a folder of images, next to which captions are written")
-    found = _find(request.folder)
+    _require_folder(folder)
+    found, others = _find(folder), _inside(folder, apart)
     chosen: dict[Path, Asked] = {}
     for image in found.images:
         file, name = image.with_suffix(".txt"), str(image.relative_to(folder))
-        if file in chosen or half_character(name):
+        if file in chosen or half_character(name) or any(map(image.is_relative_to, others)):
             continue
         try:
             before = saved(image)
@@ -335,7 +371,30 @@ def choose(request: CaptionRequest, earlier: Mapping[Path, str]) -> list[Asked]:
         is_models = bool(before) and earlier.get(Path(os.path.realpath(file))) == before
         if not has_caption or request.overwrite == "all" or (request.overwrite == "model" and is_models):
             chosen[file] = Asked(name, before)
+    _require_writable(folder, {file.parent for file in chosen})
     return list(chosen.values())
+
+
+def _inside(folder: Path, others: Iterable[Path]) -> list[Path]:
+    """Return those folders that are inside of a folder, as paths below it."""
+    real = Path(os.path.realpath(folder))
+    found = (Path(os.path.realpath(other)) for other in others)
+    return [folder / other.relative_to(real) for other in found if other != real and other.is_relative_to(real)]
+
+
+def _require_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        kind = "not a folder" if folder.exists() else "no such folder"
+        raise InputError(f"--caption {folder}: {kind}; name a folder of images, next to which captions are written")
+
+
+def _require_writable(root: Path, folders: Iterable[Path]) -> None:
+    for folder in sorted(folders):
+        if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+            raise InputError(
+                f"--caption {root}: no captions can be written into {folder}; change its owner or permissions, or "
+                "caption a copy"
+            )
 
 
 class _Found(Watcher):
@@ -361,14 +420,20 @@ class _Images:
     listed: Mapping[Path, str]
 
 
-def _find(folder: str) -> _Images:
+def _find(folder: Path) -> _Images:
     found = _Found()
-    data = DataConfig(path=folder, missing_caption="empty", bad_image="warn")
+    data = DataConfig(path=str(folder), missing_caption="empty", bad_image="warn")
     try:
         scan(data, found)
-    except InputError:
+    except InputError as error:
         if not found.images:  # bad captions and rows are for the scan of a run to name
-            raise
+            problem = str(error).replace("data.path: ", "").replace("images with captions", "images")
+            raise InputError(f"--caption: {problem}") from error
+    if found.images and all(map(is_member, found.images)):
+        raise InputError(
+            f"--caption {folder}: its images are inside of tables or archives, where no captions are written; unpack "
+            "them into a folder"
+        )
     images = (image for image in found.images if not is_member(image) and image not in found.fixed)
     return _Images(tuple(images), found.listed_captions)
 

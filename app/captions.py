@@ -9,7 +9,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -152,18 +152,24 @@ class Captions:
                 self._write_all(log, new, batch)
         return kept
 
-    def undo_batch(self, batch: int) -> tuple[int, int]:
+    def undo_batch(self, batch: int, known: Iterable[Change] = ()) -> tuple[int, int]:
         """Undo all changes of a batch, wherever they are in the log.
+
+        Args:
+            batch: Its number.
+            known: Changes that it made, some of which the log may have dropped.
 
         Returns:
             The number of captions that were restored, and of those that were changed elsewhere since and are left.
         """
         with self._opened() as log:
             changes = [change for change in self._all(log) if change.batch == batch]
-            restored = sum(_undone(change) for change in reversed(changes))
+            logged = {change.file for change in changes}
+            dropped = [change for change in known if change.file not in logged and not _is_undone(change)]
+            restored = sum(_undone(change) for change in (*dropped, *reversed(changes)))
             if changes:
                 self._remove(log, {change.at for change in changes})
-        return restored, len(changes) - restored
+        return restored, len(changes) + len(dropped) - restored
 
     def undoable(self, folders: Sequence[Path] | None = None) -> int:
         """Return the number of captions that `undo` would restore; 0 where nothing was changed."""
@@ -336,6 +342,14 @@ def _undone(change: Change) -> bool:
     else:
         _write(file, change.before)
     return True
+
+
+def _is_undone(change: Change) -> bool:
+    """Whether a caption is what it was before a change."""
+    try:
+        return _read(Path(change.file)) == change.before
+    except InputError:
+        return False
 
 
 def _kept(file: Path, before: str | None, caption: str) -> str:

@@ -28,7 +28,7 @@ REFUSED_PATHS = {
 CAPTION_FIELDS = {
     "model": ("PATH", "folder or downloaded hub id of a vision-language model"),
     "style": ("STYLE", f"{', '.join(get_args(Style))}; default: {CaptionRequest.style}"),
-    "prompt": ("TEXT", "what the model is asked, instead of a style"),
+    "prompt": ("TEXT", "what the model is asked, instead of the style's instruction"),
     "omit": ("WORDS", "what captions do not mention, between commas"),
     "trigger": ("", "put [trigger] in front, which stands for data.trigger"),
     "overwrite": ("WHICH", "model: also captions that a model wrote; all: also those of a person; default: missing"),
@@ -37,7 +37,7 @@ CAPTION_FIELDS = {
     "ranks": ("N", "processes, one per GPU; each captions images of its own"),
     "shard": ("", "the ranks share one copy of the model, for one that does not fit on one GPU"),
     "temperature": ("T", "0 takes the likeliest words; default: 0"),
-    "seed": ("N", "of the random words of a temperature above 0"),
+    "seed": ("N", "seed of the random choice of words at a temperature above 0"),
     "tokens": ("N", f"most tokens of a caption; default: {CaptionRequest.tokens}"),
     "pixels": ("N", f"larger images are scaled down to this many pixels; default: {CaptionRequest.pixels}"),
 }
@@ -175,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
             captions.add_argument(f"--{name}", metavar=value, help=text)
         else:
             captions.add_argument(f"--{name}", action="store_const", const=True, help=text)
-    captions.add_argument("--undo", action="store_const", const=True, help="take back the captions of the latest job")
+    captions.add_argument("--undo", action="store_const", const=True, help="take back captions, the latest job's first")
     return parser
 
 
@@ -214,7 +214,7 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="FOLDER",
-        help="let a vision-language model write the captions of a folder of images",
+        help="let a vision-language model caption the images of a folder that have no caption",
     )
     modes.add_argument("--queue", action="store_true", help="start the queued runs one after the other")
     modes.add_argument("--doctor", action="store_true", help="check Python, packages, GPUs, disk, memory and ports")

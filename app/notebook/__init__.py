@@ -241,7 +241,11 @@ async def caption(folder: str | Path, model: str | Path, runs: Path = RUNS, **op
 
 
 def undo_captions(folder: str | Path, runs: Path = RUNS) -> int:
-    """Take back the captions that the newest job of a folder wrote, and return how many. Raises InputError."""
+    """Take back the captions that the newest job of a folder wrote, and return how many. Again: of the job before.
+
+    Raises:
+        InputError: No captions of a model are left, or a job of the folder is running.
+    """
     return captions.undo(folder, runs)
 
 

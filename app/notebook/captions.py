@@ -20,9 +20,7 @@ async def caption(folder: str | Path, model: str | Path, runs: Path, **options: 
     """Caption as `app.notebook.caption` says."""
     request = CaptionRequest.checked({"folder": str(folder), "model": str(model), **options})
     captioning = Captioning(runs)
-    latest = captioning.latest(Path(folder))
-    is_running = latest is not None and process.alive(latest.run)
-    job = latest if is_running else captioning.start(request)
+    job = captioning.start(request)
     if job is None:
         say(f"{folder}: every image has a caption")
         return Table(["image", "caption"], [])
@@ -45,6 +43,6 @@ def undo(folder: str | Path, runs: Path) -> int:
     """Take back the captions that the newest job of a folder wrote, and return how many.
 
     Raises:
-        InputError: The folder has no job, or the job is running.
+        InputError: No captions of a model are left, or a job of the folder is running.
     """
     return Captioning(runs).undo_latest(Path(folder))[0]

@@ -15,6 +15,7 @@ SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
     *("<|image_pad|>", "<|video_pad|>"),
 )
+FLORENCE2_SPECIAL = ("<pad>", "<s>", "</s>", "<image>", *(f"<loc_{number}>" for number in range(8)))
 TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
@@ -71,7 +72,7 @@ def write_florence2(folder: Path) -> Path:
         **{"decoder_start_token_id": 2, "forced_eos_token_id": 2},
     }
     config = Florence2Config(vision_config=vision, text_config=text, image_token_id=3, tie_word_embeddings=True)
-    folder = _write(folder, Florence2ForConditionalGeneration(config), None, ("<pad>", "<s>", "</s>", "<image>"))
+    folder = _write(folder, Florence2ForConditionalGeneration(config), None, FLORENCE2_SPECIAL)
     size = {"height": 64, "width": 64}
     processor = CLIPImageProcessorPil(size=size, crop_size=size, do_center_crop=False, image_seq_length=5)
     processor.save_pretrained(folder)

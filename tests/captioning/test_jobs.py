@@ -5,25 +5,32 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
+from PIL import Image
 
+from app import captions as caption_files
 from app.captioning import Captioning, Progress, choose
-from app.captions import Captions
-from tests.captioning.models import write_qwen2_5_vl
+from app.captions import Captions, Card
+from tests.captioning.models import write_florence2, write_qwen2_5_vl
 from tests.commands import LAUNCH, launch_py
-from tests.runs import make_pictures
+from tests.runs import alone, make_pictures
+from trainer.captioning.work import caption_job
 from trainer.config import files
 from trainer.config.errors import InputError
+from trainer.distributed.store import KeyValueStore
 from trainer.run import process
 from trainer.run.captioning import Applied, Asked, CaptionJob, CaptionRequest, Written, jobs
 from trainer.run.folder import RunDir, is_run
@@ -171,12 +178,106 @@ def test_images_of_archives_and_those_with_a_caption_in_a_table_are_left_out_and
     archives.mkdir()
     with tarfile.open(archives / "a.tar", "w") as archive:
         archive.add(folder / "00.png", "inside.png")
-    assert choose(request(archives, overwrite="all"), {}) == []
+    inside = f"--caption {archives}: its images are inside of tables or archives, where no captions are written; unpack"
+    with pytest.raises(InputError, match=inside):
+        choose(request(archives, overwrite="all"), {})
     for path, why in ((archives / "a.tar", "not a folder"), (tmp_path / "none", "no such folder")):
         with pytest.raises(InputError, match=f"--caption {path}: {why}; name a folder of images"):
             choose(request(path), {})
     (folder / "metadata.csv").write_text("file_name,text\n00.png,a caption of a table\n", encoding="utf-8")
     assert choose(request(folder), {}) == [Asked("01.png")]
+
+
+def test_a_folder_that_was_renamed_is_missing_although_captions_wait_for_it(tmp_path, model):
+    folder = uncaptioned(tmp_path / "pictures", 2)
+    made(tmp_path, folder)
+    folder.rename(tmp_path / "renamed")
+    with pytest.raises(InputError, match=f"--caption {folder}: no such folder; name a folder of images"):
+        Captioning(tmp_path / "runs").start(request(folder, model))
+    (tmp_path / "renamed").rename(folder)
+    assert Captioning(tmp_path / "runs").start(request(folder, model)) is None
+    assert sorted(texts(folder)) == ["00.txt", "01.txt"]
+
+
+def test_folders_that_are_set_apart_as_masks_get_no_captions(tmp_path):
+    folder = uncaptioned(tmp_path / "pictures", 1)
+    for other in (folder / "masks" / "of_people", folder / "masks2", tmp_path / "regularization"):
+        uncaptioned(other, 1)
+    apart = (folder / "masks", folder, tmp_path, tmp_path / "regularization")
+    assert choose(request(folder), {}, apart) == [Asked("00.png"), Asked("masks2/00.png")]
+
+
+def test_a_folder_without_images_is_refused_in_words_of_captions(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError) as refused:
+        choose(request(tmp_path / "empty"), {})
+    assert str(refused.value) == f"--caption: {tmp_path}/empty: the folder is empty; put images into it"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user for a moment")
+def test_a_folder_that_cannot_be_written_to_is_refused_before_a_model_is_loaded(tmp_path):
+    folder = uncaptioned(tmp_path / "pictures", 1)
+    uncaptioned(folder / "below", 1)
+    for above in (folder, *folder.parents):
+        above.chmod(above.stat().st_mode | 0o055)
+    folder.chmod(0o777)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(InputError, match=f"--caption {folder}: no captions can be written into {folder}/below;"):
+            choose(request(folder), {})
+    finally:
+        os.seteuid(0)
+
+
+def test_undo_of_a_folder_goes_back_job_by_job_past_those_that_wrote_nothing(tmp_path):
+    folder = uncaptioned(tmp_path / "pictures", 2)
+    (folder / "00.txt").write_text("a person's\n", encoding="utf-8")
+    captioning = Captioning(tmp_path / "runs")
+    captioning.follow(made(tmp_path, folder))
+    everything = request(folder, overwrite="all")
+    second = CaptionJob.create(tmp_path / "runs", everything, choose(everything, {}))
+    second.add(Written("00.png", "other words"))
+    captioning.follow(second)
+    CaptionJob.create(tmp_path / "runs", everything, choose(everything, {}))  # failed before its first answer
+    assert captioning.undo_latest(folder) == (1, 0)
+    assert texts(folder) == {"00.txt": "a person's\n", "01.txt": "words about 01.png\n"}
+    assert captioning.undo_latest(folder) == (1, 0)
+    assert texts(folder) == {"00.txt": "a person's\n"}
+    with pytest.raises(InputError, match=f"{folder}: no captions of a model are left to take back"):
+        captioning.undo_latest(folder)
+
+
+def test_undo_of_a_job_restores_captions_whose_changes_the_editors_log_has_dropped(tmp_path, monkeypatch):
+    folder = uncaptioned(tmp_path / "pictures", 8)
+    for number in range(6):
+        (folder / f"0{number}.txt").write_text(f"a person's {number}\n", encoding="utf-8")
+    before = texts(folder)
+    job, captioning = made(tmp_path, folder, overwrite="all"), Captioning(tmp_path / "runs")
+    assert captioning.follow(job).written == 8
+    log = tmp_path / "runs" / "drafts" / "captions.jsonl"
+    (folder / "01.txt").write_text("changed since\n", encoding="utf-8")
+    monkeypatch.setattr(caption_files, "MOST_HISTORY", log.stat().st_size)
+    other = uncaptioned(tmp_path / "other", 1) / "00.png"
+    for number in range(3):
+        Captions(log).write(Card(other, ""), f"typed {number}")
+    assert len(log.read_text(encoding="utf-8").splitlines()) < 8
+    assert captioning.undo(job) == (7, 1)
+    assert texts(folder) == before | {"01.txt": "changed since\n"}
+
+
+def test_a_stopped_job_is_not_continued_once_a_later_one_has_answers(tmp_path):
+    folder = uncaptioned(tmp_path / "pictures", 3)
+    runs, everything = tmp_path / "runs", request(folder, overwrite="all")
+    captioning = Captioning(runs)
+    first = CaptionJob.create(runs, everything, choose(everything, {}))
+    first.add(Written("00.png", "words"))
+    assert captioning._unfinished(everything) == first
+    tags = request(folder, style="tags")
+    second = CaptionJob.create(runs, tags, choose(tags, {}))
+    assert captioning._unfinished(everything) == first, "the second wrote nothing"
+    assert captioning._unfinished(tags) == second
+    second.add(Written("01.png", "tag"))
+    assert captioning._unfinished(everything) is None, "what the second one wrote is to be written anew"
 
 
 def test_a_persons_caption_that_is_overwritten_on_request_comes_back(tmp_path):
@@ -243,9 +344,70 @@ def test_a_model_that_is_missing_or_brings_code_starts_no_process(path, message,
     assert not (tmp_path / "runs").exists()
 
 
+# --- a rank in this process -------------------------------------------------------------------------------------------
+
+
+def answered(root: Path, folder: Path, model: Path, **changes: Any) -> Progress:
+    """A job whose images one rank has captioned, after its captions were written."""
+    asked = request(folder, model, **changes)
+    job = CaptionJob.create(root / "runs", asked, choose(asked, {}))
+    caption_job(job, replace(alone(), store=KeyValueStore(dist.HashStore())), root / "cache")
+    return Captioning(root / "runs").follow(job)
+
+
+def test_images_are_looked_at_upright_on_white_and_bad_ones_are_named_while_the_job_goes_on(tmp_path, model):
+    folder = uncaptioned(tmp_path / "pictures", 1)
+    upright = Image.open(folder / "00.png").convert("RGB").resize((90, 60))
+    upright.save(folder / "a.png")
+    turned = Image.Exif()
+    turned[0x0112] = 6  # to be shown turned by 90 degrees
+    upright.transpose(Image.Transpose.ROTATE_90).save(folder / "b.png", exif=turned)
+    (folder / "c.png").write_bytes(b"not an image")
+    whole = (folder / "00.png").read_bytes()
+    (folder / "d.png").write_bytes(whole[: len(whole) // 2])
+    upright.resize((10, 4000)).save(folder / "e.png")
+    glass = Image.new("RGBA", (90, 60), (255, 0, 0, 0))
+    glass.paste((0, 0, 255, 255), (0, 0, 45, 60))
+    glass.save(folder / "f.png")
+    white = Image.new("RGB", (90, 60), "white")
+    white.paste((0, 0, 255), (0, 0, 45, 60))
+    white.save(folder / "g.png")
+    upright.convert("CMYK").save(folder / "h.jpg")
+    for number, size in enumerate(((1, 1), (3, 100), (100, 3), (100, 1))):
+        upright.resize(size).save(folder / f"i{number}.png")
+    progress = answered(tmp_path, folder, model, trigger=True, tokens=6)
+    assert (progress.state, progress.answered, progress.total) == ("finished", 13, 13)
+    found = texts(folder)
+    assert found["a.txt"] == found["b.txt"] != found["f.txt"] == found["g.txt"]
+    assert all(text.startswith("[trigger], ") and text.endswith("\n") for text in found.values()) and len(found) == 10
+    assert [problem.partition(": ")[0] for problem in progress.problems] == [f"{folder}/{name}.png" for name in "cde"]
+    assert progress.problems[2].endswith(
+        "(absolute aspect ratio must be smaller than 200, got 400.0); crop or remove it"
+    )
+    again = answered(tmp_path, folder, model, trigger=True, tokens=6, overwrite="all")
+    assert again.written == 10 and texts(folder) == found, "the same captions again"
+
+
+def test_a_prompt_that_the_model_cannot_be_asked_is_refused_and_an_omission_it_cannot_heed_is_said(tmp_path, model):
+    folder = uncaptioned(tmp_path / "pictures", 1)
+    florence = write_florence2(tmp_path / "florence")
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    (broken / "chat_template.jinja").write_text("{{ raise_exception('texts only') }}", encoding="utf-8")
+    with pytest.raises(InputError, match=r"its chat template cannot be asked with an image \(texts only\); download"):
+        answered(tmp_path, folder, broken)
+    refusal = f"--prompt: {florence} cannot be asked so (Task token <OD> should be the only content in the prompt.)"
+    with pytest.raises(InputError, match=re.escape(refusal)):
+        answered(tmp_path, folder, florence, prompt="<OD> and dogs")
+    warned = (f"{florence}: does not follow instructions, so captions may name what --omit lists",)
+    assert answered(tmp_path, folder, florence, omit="dog").warnings == warned
+    assert answered(tmp_path, folder, florence, overwrite="all", style="tags", omit="dog").warnings == ()
+
+
 # --- with processes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_captions_a_folder_names_bad_images_and_takes_all_back(tmp_path, model):
     folder = uncaptioned(tmp_path / "pictures", 4)
     (folder / "00.txt").write_text("a person's\n", encoding="utf-8")
@@ -310,6 +472,7 @@ def test_a_job_is_stopped_refuses_a_second_one_and_is_continued_by_the_same_requ
     inside = folder / "more"
     inside.mkdir()
     (inside / "a.png").write_bytes((folder / "00.png").read_bytes())
+    assert captioning.start(request(folder, model, ranks=2)) == job, "the same request follows it"
     for other in (folder, inside, tmp_path):
         with pytest.raises(InputError, match=f"is being captioned already, by {job.path.name}; stop that first"):
             captioning.start(request(other, model, style="tags"))
@@ -322,6 +485,34 @@ def test_a_job_is_stopped_refuses_a_second_one_and_is_continued_by_the_same_requ
     progress = until(captioning, job, lambda progress: not progress.is_running)
     assert (progress.state, progress.written, progress.total) == ("finished", 6, 6)
     assert {line.rank for line in job.captions().read()} <= {0, 1}
+
+
+@pytest.mark.slow
+def test_captions_that_cannot_be_written_stop_a_commands_job_and_wait_for_a_page(tmp_path, model):
+    folder = uncaptioned(tmp_path / "pictures", 12)
+    log = tmp_path / "runs" / "drafts"
+    log.parent.mkdir(mode=0o700)
+    log.write_text("not a folder", encoding="utf-8")
+    done = command(tmp_path, model, "--tokens", LONG)
+    assert done.returncode == 2 and str(log) in done.stderr
+    assert done.stdout.splitlines()[-1] == "loading the model", "no traceback, and no word of what was not written"
+    assert "The job was stopped; the same command continues it" in done.stderr
+    (job,) = jobs(tmp_path / "runs")
+    process.wait(job.run, WAIT_S)
+    assert process.status(job.run) == "stopped" and texts(folder) == {}
+    captioning = Captioning(tmp_path / "runs")
+    log.unlink()
+    captioning.resume(job)
+    log.write_text("not a folder", encoding="utf-8")
+    captioning.attend(job)
+    deadline = time.monotonic() + WAIT_S
+    while len(job.captions().read()) < 12:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    log.unlink()
+    while len(texts(folder)) < 12:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -33,6 +34,12 @@ def clean(answer: str, is_complete: bool = True, most_bytes: int = 1000, **chang
         ("Is it a fox?\n</think>\n\nA fox.", "A fox."),
         ("<think>Is it a fox", ""),
         ("A\u202e fox\x00 \ufffd.", "A fox ."),
+        ('A sign reads "Stop!" near a road. It rains.', 'A sign reads "Stop!" near a road. It rains.'),
+        ("It (a fox.) sleeps.", "It (a fox.) sleeps."),
+        ("This painting shows a fox.", "This painting shows a fox."),
+        ("```text\nA fox.\n```", "A fox."),
+        ("## Caption\n\nA fox.", "A fox."),
+        ("\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"),
         ("The images of the artist hang on a wall.", "The images of the artist hang on a wall."),
         (' "" ', ""),
         ("   \n", ""),
@@ -50,6 +57,10 @@ def test_a_sentence_is_freed_of_what_says_nothing_of_the_image(answer, caption):
         ("1. fox\n2. snow", "fox, snow"),
         ("Tags: fox, Fox, snow; fox", "fox, snow"),
         ('"fox", "snow"', "fox, snow"),
+        ('["fox", "snow"]', "fox, snow"),
+        ("```\nfox, snow\n```", "fox, snow"),
+        ("fox\u3001snow\uff0cnight", "fox, snow, night"),
+        ("*fox*, [trigger]", "fox, [trigger]"),
         ("fox, watermark, snow", "fox, snow"),
     ],
 )
@@ -71,9 +82,17 @@ def test_a_caption_never_has_more_bytes_than_allowed_and_ends_at_a_sentence_or_a
     assert with_trigger == "[trigger], A fox." and len(with_trigger) <= 20
 
 
+def test_an_answer_of_sixty_thousand_tags_is_shortened_in_a_moment():
+    began = time.process_time()
+    found = clean(", ".join(f"tag{number}" for number in range(60_000)), style="tags", most_bytes=65_536)
+    assert 65_500 < len(found) <= 65_536 and found.endswith(found.split(", ")[-1]) and found.startswith("tag0, tag1")
+    assert time.process_time() - began < 2
+
+
 def test_the_trigger_is_put_in_front_of_captions_but_never_stands_alone():
     assert clean("The image shows a fox.", trigger=True) == "[trigger], A fox."
     assert clean("\n", trigger=True) == ""
+    assert clean("A fox by [trigger].", trigger=True) == "A fox by [trigger].", "once"
 
 
 def test_the_instruction_is_the_users_prompt_or_that_of_the_style_and_says_what_to_omit():
@@ -82,6 +101,7 @@ def test_the_instruction_is_the_users_prompt_or_that_of_the_style_and_says_what_
         instruction(request(prompt="Name it.", omit="the man's name,, watermark "))
         == "Name it. Do not mention: the man's name, watermark."
     )
+    assert instruction(request(prompt="Name it", omit="text")) == "Name it. Do not mention: text."
     assert instruction(request(style="tags")).startswith("List 10 to 30 short tags")
 
 

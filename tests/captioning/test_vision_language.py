@@ -19,7 +19,7 @@ from tests.runs import alone
 from trainer.config.errors import InputError
 from trainer.distributed.world import World
 from trainer.metrics.memory import local_bytes
-from trainer.models.vision_language import Decoding, VisionLanguage, VisionLanguageFolder
+from trainer.models.vision_language import Decoding, VisionLanguage, VisionLanguageFolder, decoded
 from trainer.run.captioning import CaptionRequest
 from trainer.weights.quantization import QuantLinear, quantized_layers
 
@@ -123,6 +123,20 @@ def test_a_model_that_can_think_aloud_is_asked_not_to(folders, tmp_path, caplog)
     assert "not a valid argument" not in caplog.text
 
 
+def test_florence2_is_asked_a_fixed_prompt_or_the_users_and_the_things_it_lists_are_tags(folders):
+    model = load(folders["florence2"], alone())
+    source = model.source
+    assert [source.prompt(style, "Describe it.") for style in ("sentence", "tags")] == ["<CAPTION>", "<OD>"]
+    assert source.prompt("tags", "Describe it.", " <OCR> ") == "<OCR>"
+    assert not source.is_instructed and VisionLanguageFolder(str(folders["qwen3_vl"])).is_instructed
+    places = "<loc_1><loc_2><loc_3><loc_4>"
+    tokenizer = source.processor.tokenizer
+    ids = tokenizer(f"</s><s>red dog{places}tree{places}{places}dog</s>", add_special_tokens=False).input_ids
+    assert decoded(tokenizer, ids) == "red dog, tree, dog"
+    ids = tokenizer("</s><s> a dog, here</s>", add_special_tokens=False).input_ids
+    assert decoded(tokenizer, ids) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
 def test_words_drawn_at_a_temperature_depend_on_seed_and_name_alone(folders):
     model = load(folders["qwen2_5_vl"], alone())
     inputs, warm = inputs_of(model, images()[0]), replace(DECODING, temperature=1.0)
@@ -143,9 +157,10 @@ def answers_of(world: World, folder: Path, format: str) -> tuple[list[str], Tens
     return texts, logits(model.model, inputs_of(model, images()[0])), held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "format"),
-    [("qwen2_5_vl", "none"), pytest.param("qwen3_vl", "nf4", marks=pytest.mark.slow)],
+    [("qwen2_5_vl", "none"), ("qwen3_vl", "nf4")],
 )
 def test_a_model_that_two_ranks_share_answers_as_the_whole_one(name, format, folders):
     whole = load(folders[name], alone(), quantize=format)

@@ -24,7 +24,9 @@ INSTRUCTIONS: Mapping[Style, str] = {
         "action, surroundings, composition, colours, light, kind of image. Answer with the tags alone."
     ),
 }
-_KIND = r"(?:image|picture|photo|photograph|illustration|drawing|painting|scene)"
+SENTENCE_MARKS = (".", "!", "?", ":", "\u3002", "\uff01", "\uff1f")
+_KIND = r"(?:image|picture|photo|photograph|scene)"
+"""Words that say nothing of the image. A painting or a drawing stays: that is its kind."""
 _OPENINGS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -39,8 +41,14 @@ _OPENINGS = tuple(
 """How answers begin that say nothing of the image."""
 _THINKING = re.compile(r"\A.*</think>|<think>.*\Z", re.DOTALL)
 """What a model thinks aloud; the mark before it may be in the chat template."""
-_QUOTES = {'"': '"', "'": "'", "\u201c": "\u201d", "\u2018": "\u2019", "\u00ab": "\u00bb", "`": "`"}
-_SENTENCE_END = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])[\"'\u201d\u2019)]?\s+")
+_QUOTES = {'"': '"', "'": "'", "\u201c": "\u201d", "\u2018": "\u2019", "\u00ab": "\u00bb", "`": "`", "[": "]"}
+_END = r"[.!?\u3002\uff01\uff1f]"
+_SENTENCE_END = re.compile(rf"(?:(?<={_END})|(?<={_END}[\"'\u201d\u2019)]))\s+")
+_FENCE = re.compile(r"\A\s*```\w*\s*\n|\n\s*```\s*\Z")
+"""Marks of code, between which some models put a list."""
+_HEADING = re.compile(r"\A#{1,6}\s+[^\n]{0,60}\n+")
+_JOINERS = "\u200c\u200d"
+"""Invisible characters that belong to words of Persian or Hindi, and to emoji of several people."""
 _BULLET = re.compile(r"^\s*(?:[-*\u2022]|\d{1,3}[.)])\s+", re.MULTILINE)
 
 
@@ -48,12 +56,17 @@ def instruction(request: CaptionRequest) -> str:
     """Return what the model is asked: the user's prompt or the style's instruction, with what is not to be named."""
     text = request.prompt.strip() or INSTRUCTIONS[request.style]
     omitted = ", ".join(split_list(request.omit))
-    return f"{text} Do not mention: {omitted}." if omitted else text
+    if not omitted:
+        return text
+    return f"{text}{'' if text.endswith(SENTENCE_MARKS) else '.'} Do not mention: {omitted}."
 
 
 def split_list(text: str) -> list[str]:
-    """Return the parts of a list that is separated by commas, semicolons or line breaks, without empty ones."""
-    return [part for part in (part.strip() for part in re.split(r"[,;\n]", text)) if part]
+    """Return the parts of a list that is separated by commas, semicolons or line breaks, without empty ones.
+
+    Chinese and Japanese commas count.
+    """
+    return [part for part in (part.strip() for part in re.split(r"[,;\n\u3001\uff0c\uff1b]", text)) if part]
 
 
 def cleaned(answer: str, request: CaptionRequest, is_complete: bool, most_bytes: int) -> str:
@@ -70,12 +83,13 @@ def cleaned(answer: str, request: CaptionRequest, is_complete: bool, most_bytes:
     """
     text = _THINKING.sub("", answer)
     text = "".join(letter if _is_shown(letter) else " " for letter in text.replace("\ufffd", ""))
+    text = _HEADING.sub("", _FENCE.sub("", text))
     text = _BULLET.sub("\n" if request.style == "tags" else "", text.strip())
     text = _opened(text.replace("**", "").strip())
-    front = f"{TRIGGER_PLACE}, " if request.trigger else ""
+    front = f"{TRIGGER_PLACE}, " if request.trigger and TRIGGER_PLACE not in text else ""
     kept = most_bytes - len(front.encode())
     if request.style == "tags":
-        parts = [part.strip(" .\"'") for part in split_list(text)]
+        parts = [part.strip(" .\"'*") for part in split_list(text)]
         omitted = {part.casefold() for part in split_list(request.omit)}
         caption = _shortened([part for part in parts if part.casefold() not in omitted], ", ", is_complete, kept)
     else:
@@ -85,7 +99,7 @@ def cleaned(answer: str, request: CaptionRequest, is_complete: bool, most_bytes:
 
 
 def _is_shown(letter: str) -> bool:
-    return letter == "\n" or not unicodedata.category(letter).startswith("C")
+    return letter in f"\n{_JOINERS}" or not unicodedata.category(letter).startswith("C")
 
 
 def _opened(text: str) -> str:
@@ -108,10 +122,13 @@ def _shortened(parts: Iterable[str], between: str, is_complete: bool, most_bytes
     different = list(first.values())
     if not is_complete and len(different) > 1:
         different.pop()
-    joined = between.join(different)
-    while len(joined.encode()) > most_bytes and len(different) > 1:
-        different.pop()
-        joined = between.join(different)
+    joined = different[0] if different else ""
+    size = len(joined.encode())
+    for part in different[1:]:
+        size += len(f"{between}{part}".encode())
+        if size > most_bytes:
+            break
+        joined += f"{between}{part}"
     cut = joined.encode()[:most_bytes].decode(errors="ignore")
     is_between = joined[len(cut) : len(cut) + 1] in ("", " ")
     return (cut if is_between else cut.rpartition(" ")[0] or cut).strip()

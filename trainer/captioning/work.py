@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from jinja2 import TemplateError
 from PIL import Image
 
 from trainer.captioning.styles import cleaned, instruction
@@ -38,7 +39,7 @@ def caption_job(job: CaptionJob, world: World, cache: Path) -> None:
     request, log = job.request, _Log(job, world)
     log.status("loading")
     source = VisionLanguageFolder(request.model)
-    prompt = source.prompt(request.style, instruction(request))
+    prompt = _prompt(source, request, log)
     listener = Listener(warn=log.warn)
     model = VisionLanguage.load(source, request.config(), world, cache, request.shard, listener)
     if model.num_parameters > LARGE:
@@ -54,6 +55,23 @@ def caption_job(job: CaptionJob, world: World, cache: Path) -> None:
     world.barrier()
     left = is_stopped and len({written.name for written in job.captions().read()}) < len(images)
     log.status("stopped" if left else "finished")
+
+
+def _prompt(source: VisionLanguageFolder, request: CaptionRequest, log: _Log) -> str:
+    """Return what the model is asked with, after it was tried on a blank image."""
+    prompt = source.prompt(request.style, instruction(request), request.prompt)
+    if request.omit and not source.is_instructed and request.style != "tags":
+        log.warn(f"{request.model}: does not follow instructions, so captions may name what --omit lists")
+    try:
+        source.inputs(BLANK, prompt)
+    except TemplateError as error:
+        template = f"{request.model}: its chat template cannot be asked with an image ({error})"
+        raise InputError(f"{template}; download it again or name another model") from error
+    except ValueError as error:
+        raise InputError(
+            f"--prompt: {request.model} cannot be asked so ({error}); change it or leave it out"
+        ) from error
+    return prompt
 
 
 def _each(worker: _Worker, todo: Sequence[str], world: World) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +39,8 @@ TASKS: Mapping[str, Mapping[str, str]] = {
     "florence2": {"sentence": "<CAPTION>", "detailed": "<MORE_DETAILED_CAPTION>", "tags": "<OD>"},
 }
 """{model type: {style: prompt}} of models that were trained on fixed prompts and have no chat template."""
+PLACE = re.compile(r"<loc_\d+>")
+"""A token of Florence-2 for a place in the image."""
 BUILD_ERRORS = (ValueError, TypeError, AttributeError, ImportError, KeyError, RuntimeError, AssertionError)
 
 
@@ -111,8 +115,18 @@ class VisionLanguageFolder:
             ) from error
         return processor
 
-    def prompt(self, style: str, instruction: str) -> str:
+    @property
+    def is_instructed(self) -> bool:
+        """Whether it follows instructions; else it was trained on fixed prompts."""
+        return self._template is not None
+
+    def prompt(self, style: str, instruction: str, own: str = "") -> str:
         """Return what the model is asked with: the instruction, or the fixed prompt of a model that has those.
+
+        Args:
+            style: The style of captions.
+            instruction: For a model that follows instructions.
+            own: What a person wants a model with fixed prompts to be asked instead of the style's, as `<OCR>`.
 
         Raises:
             InputError: The model can be asked nothing: it has no chat template.
@@ -125,7 +139,7 @@ class VisionLanguageFolder:
                 f"{self.folder.path}: its processor has no chat template, so it cannot be asked for a caption; name a "
                 "model that follows instructions, for example Qwen/Qwen2.5-VL-3B-Instruct"
             )
-        return tasks.get(style, instruction)
+        return own.strip() or tasks.get(style, instruction)
 
     @property
     def _template(self) -> str | None:
@@ -296,12 +310,22 @@ class VisionLanguage:
             ids = ids[given["input_ids"].shape[1] :]
         ends = self._ends
         is_complete = len(ids) < decoding.tokens or int(ids[-1]) in ends
-        return Answer(str(self.source.processor.tokenizer.decode(ids, skip_special_tokens=True)), is_complete)
+        return Answer(decoded(self.source.processor.tokenizer, ids.tolist()), is_complete)
 
     @property
     def _ends(self) -> frozenset[int]:
         ends = self.model.generation_config.eos_token_id
         return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Decode an answer without special tokens; where it names places in the image, their names between commas.
+
+    Florence-2 lists what it sees as `dog<loc_1><loc_2><loc_3><loc_4>tree<loc_5>...`.
+    """
+    groups = itertools.groupby(ids, lambda one: PLACE.fullmatch(str(tokenizer.convert_ids_to_tokens(one))) is not None)
+    texts = [str(tokenizer.decode(list(group), skip_special_tokens=True)) for is_place, group in groups if not is_place]
+    return ", ".join(filter(None, map(str.strip, texts))) if len(texts) > 1 else "".join(texts)
 
 
 def _quantize(model: nn.Module, blocks: Sequence[str], cfg: RunConfig) -> None:

@@ -310,5 +310,9 @@ def _append(file: Path, lines: Iterable[Written] | Iterable[Applied]) -> None:
         whole = (b"\n" if is_torn else b"") + content
         if os.write(opened, whole) < len(whole):
             raise InputError(f"{file}: the disk is full; free some space and continue the job")
+    except OSError as error:
+        raise InputError(
+            f"{file}: cannot be written ({error.strerror}); free some space and continue the job"
+        ) from error
     finally:
         os.close(opened)

@@ -133,7 +133,7 @@
     await studio.act(parts.start, parts.said, async () => {
       if (!values().model) throw new studio.Refused('Name a model: a folder, or a downloaded Hugging Face id.');
       const job = await call('captioning_start', { folder: state.folder, values: values() });
-      return job ? '' : 'Every image has a caption. Choose other images above to write them anew.';
+      return job ? '' : 'Every image has a caption. Which images, below, can include those with one.';
     });
     await look();
     studio.refocus(parts.stop, parts.start);

@@ -13,6 +13,8 @@ from app.captioning import Captioning, Progress
 from app.studio import Studio
 from app.web.answers import Calls
 from trainer.config.errors import InputError
+from trainer.config.sections import DataConfig
+from trainer.data.image_files import separate_folders
 from trainer.run.captioning import CaptionJob, CaptionRequest
 
 MOST_SENTENCES = 20
@@ -33,7 +35,7 @@ def state(studio: Studio, captioning: Captioning, folder: str = "") -> dict[str,
     Args:
         folder: The folder; its first one where the draft does not have it.
     """
-    folders = _folders(studio)
+    folders = _folders(_data(studio))
     if not folders:
         return {"folders": [], "folder": "", "job": None}
     chosen = folder if folder in folders else folders[0]
@@ -48,9 +50,10 @@ def state(studio: Studio, captioning: Captioning, folder: str = "") -> dict[str,
 
 def start(studio: Studio, captioning: Captioning, folder: str, values: dict[str, Any]) -> str:
     """Start a job, or continue one that asked the same. Returns its name; "" where every image has a caption."""
-    if folder not in _folders(studio):
+    data = _data(studio)
+    if folder not in _folders(data):
         raise InputError("New run has another folder meanwhile, which is shown now; nothing was started")
-    job = captioning.start(CaptionRequest.checked({**values, "folder": folder}))
+    job = captioning.start(CaptionRequest.checked({**values, "folder": folder}), separate_folders(data))
     if job is None:
         return ""
     captioning.attend(job)
@@ -74,8 +77,11 @@ def undo(studio: Studio, captioning: Captioning, job: str) -> list[int]:
     return list(captioning.undo(captioning.job(job)))
 
 
-def _folders(studio: Studio) -> list[str]:
-    data = form.check(studio.draft()).config.data
+def _data(studio: Studio) -> DataConfig:
+    return form.check(studio.draft()).config.data
+
+
+def _folders(data: DataConfig) -> list[str]:
     return [str(folder) for folder in dataset.folders(data) if folder.is_dir()]
 
 
