@@ -254,6 +254,21 @@ def test_only_images_of_the_config_have_masks_and_two_never_share_one(images: Pa
     assert "give the images different names" in refused(lambda: place(run_config(images), images / "00.png"))
 
 
+@pytest.mark.parametrize("of", ["data.path", "data.references"])
+def test_a_folder_of_masks_that_is_a_folder_of_images_by_another_path_is_refused(images: Path, tmp_path: Path, of: str):
+    (tmp_path / "link").symlink_to(images)
+    given = run_config(images, data__masks=str(tmp_path / "link"))
+    if of == "data.references":
+        (images / "00.txt").unlink()
+        given = run_config(
+            make_pictures(tmp_path / "edited", 3), data__masks=str(tmp_path / "link"), data__references=str(images)
+        )
+    wrong = refused(lambda: place(given, (images if of == "data.path" else tmp_path / "edited") / "00.png"))
+    assert wrong == (
+        f"data.masks: {tmp_path}/link is a folder of images, which masks would replace; name another in New run"
+    )
+
+
 @pytest.mark.parametrize("name", ["../out", "/etc/out", "a/../../out", ".hidden/a", "a//b", "a\0b"])
 def test_a_name_that_leads_out_of_the_folder_is_refused(images: Path, name: str):
     found = ScanResult(1, named={images / "00.png": Named("data.path", name)})
