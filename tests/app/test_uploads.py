@@ -75,11 +75,19 @@ class Store:
 
 
 _asked: list[str] = []
-_listening = threading.Event()
+_listening: set[int] = set()
+"""The thread of the test: a scan that another test began may still be reading its own files."""
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if _listening.is_set() and event in ("open", "os.listdir", "os.scandir", "os.link", "os.rename", "os.mkdir"):
+    if threading.get_ident() in _listening and event in (
+        "open",
+        "os.listdir",
+        "os.scandir",
+        "os.link",
+        "os.rename",
+        "os.mkdir",
+    ):
         _asked.extend(os.fsdecode(argument) for argument in arguments[:2] if isinstance(argument, str | bytes | Path))
 
 
@@ -88,9 +96,9 @@ sys.addaudithook(_hook)
 
 @pytest.fixture
 def asked() -> Iterator[list[str]]:
-    """The paths that this process opens, lists, links or makes meanwhile."""
+    """The paths that this thread opens, lists, links or makes meanwhile."""
     _asked.clear()
-    _listening.set()
+    _listening.add(threading.get_ident())
     yield _asked
     _listening.clear()
 
