@@ -30,6 +30,8 @@ from trainer.data.image_io import IMAGE_SUFFIXES, ImageFile, files_below, load_m
 
 MOST_SENT = 3 * 2**20
 """Bytes of a painted mask on its way from the page."""
+MOST_FORMER = 20
+"""Former masks of an image that are kept, in addition to the first one: that may come from another program."""
 SUFFIX = ".png"
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _SUFFIXES = (SUFFIX, *(other for other in sorted(IMAGE_SUFFIXES) if other != SUFFIX))
@@ -235,6 +237,8 @@ class Masks:
     def _keep(self, place: Place, name: str, content: bytes) -> None:
         folder = files.make_private(self._folder_of(place))
         files.replace(folder / f"{time.time_ns():020d}{Path(name).suffix.lower()}", content, mode=0o600)
+        for old in self._former(place)[MOST_FORMER:-1]:
+            old.unlink(missing_ok=True)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -319,7 +319,8 @@ class Uploads:
         """Put a complete file into its folder, under a name that nothing there has."""
         file, real = self._part_file(id), Path(upload.folder)
         suffix = CAPTION if upload_kinds.is_text(upload.name) else upload_kinds.check_image(file, upload.name)
-        with self.folders.opened(real) as folder:
+        # One at a time: a.png and a.jpg, which are sent at once, would both find the name free and share a caption.
+        with self.folders.opened(real) as folder, files.locked(self._state / "placing"):
             status = os.fstat(folder)
             if (status.st_dev, status.st_ino) != (upload.device, upload.inode):
                 raise InputError(f"{real}: was replaced by another folder meanwhile; choose the files again")
@@ -356,10 +357,10 @@ def require_usable(folder: int, real: Path) -> None:
 
 
 def _place_image(folder: int, file: Path, upload: _Upload, suffix: str) -> Placed:
-    stem = os.path.splitext(upload.name)[0]
+    stem, present = os.path.splitext(upload.name)[0], upload_names.by_stem(os.listdir(folder))
     for number, candidate in enumerate(upload_names.numbered(stem)):
         name = f"{candidate}{suffix}"
-        taken = upload_names.in_the_way(os.listdir(folder), candidate, number == 0)
+        taken = upload_names.in_the_way(present, candidate, number == 0)
         same = [other for other in taken if upload_names.parts(other) == upload_names.parts(name)]
         if found := next((other for other in same if is_same(folder, other, file)), None):
             return Placed(found, is_new=False)
@@ -384,11 +385,10 @@ def _place_caption(folder: int, file: Path, upload: _Upload) -> Placed:
         stem = os.path.splitext(upload.image)[0]
     else:
         wanted = upload_names.parts(upload.name)[0]
-        images = sorted(name for name in present if upload_names.is_image(name))
-        stem = next(
-            (os.path.splitext(name)[0] for name in images if upload_names.parts(name)[0] == wanted),
-            os.path.splitext(upload.name)[0],
-        )
+        own = os.path.splitext(upload.name)[0]
+        images = sorted(os.path.splitext(name)[0] for name in present if upload_names.is_image(name))
+        alike = [stem for stem in images if upload_names.parts(stem + CAPTION)[0] == wanted]
+        stem = own if own in alike else next(iter(alike), own)
     name = f"{stem}{CAPTION}"
     return _place_once(
         folder, file, name, f"{name}: the folder has another caption of this name, which stays; edit it here"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from app.masks import ChangedElsewhere, Masks, Place, canvas_size, place_of, shown, stamp
+from app.masks import MOST_FORMER, ChangedElsewhere, Masks, Place, canvas_size, place_of, shown, stamp
 from app.scans import Named, ScanResult, Scans
 from tests.data.test_image_tables import encoded as encoded_image
 from tests.data.test_image_tables import write_tar
@@ -194,6 +194,14 @@ def test_former_masks_are_kept_and_brought_back(masks: Masks, first: Place):
     assert not first.file.exists()
     assert [masks.former(first, number).getpixel((0, 0)) for number in range(masks.num_former(first))] == [30, 20, 10]
     assert "3 former masks are kept" in refused(lambda: masks.former(first, 3))
+
+
+def test_of_many_former_masks_the_newest_and_the_first_are_kept(masks: Masks, first: Place):
+    digest = ""
+    for level in range(MOST_FORMER + 5):
+        digest = masks.save(first, png(Image.new("L", (64, 64), level)), digest)
+    kept = [masks.former(first, number).getpixel((0, 0)) for number in range(masks.num_former(first))]
+    assert kept == [*range(MOST_FORMER + 3, 3, -1), 0]
 
 
 def test_a_mask_of_another_kind_of_file_is_read_as_a_run_reads_it_and_replaced(masks: Masks, images: Path):

@@ -8,6 +8,7 @@ import os
 import struct
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -311,6 +312,14 @@ def test_a_caption_without_its_image_waits_for_it_and_overwrites_none(store: Sto
     assert store.send("dog.txt", b"a dog") == "+DOG.txt", "a run looks for exactly this name"
 
 
+def test_a_caption_without_its_image_prefers_the_image_of_exactly_its_name(store: Store):
+    (store.data / "A.png").write_bytes(encoded())
+    (store.data / "a.png").write_bytes(encoded(colour=1))
+    assert store.send("a.txt", b"the second") == "+a.txt"
+    with pytest.raises(InputError, match=r"^A.txt: the folder has another caption of this name, which stays"):
+        store.send("A.txt", b"the first")  # the strictest system has one file of this name
+
+
 def test_metadata_is_taken_once_and_only_with_rows_that_a_run_reads(store: Store):
     store.send("a.png", encoded())
     row = {"file_name": "a.png", "text": "a fox"}
@@ -451,6 +460,30 @@ def test_two_windows_that_finish_one_file_put_it_there_once(store: Store):
         assert sorted(seen) == [f"{number}.bmp", *["finished already"] * 3]
     assert store.names() == [f"{number}.bmp" for number in range(8)]
     assert all((store.data / name).read_bytes() == content for name in store.names())
+
+
+def test_images_of_one_name_that_are_finished_at_once_never_share_a_caption(store: Store):
+    kinds = {"png": encoded(), "jpg": encoded("JPEG"), "bmp": encoded("BMP")}
+    for number in range(12):
+        ids = [store.begin(f"{number}.{suffix}", len(content)) for suffix, content in kinds.items()]
+        for id, content in zip(ids, kinds.values(), strict=True):
+            store.uploads.append(id, 0, content)
+        windows = [threading.Thread(target=store.uploads.finish, args=(id,)) for id in ids]
+        for one in windows:
+            one.start()
+        for one in windows:
+            one.join()
+    assert sorted({Path(name).stem for name in store.names()}) == sorted(
+        f"{number}{more}" for number in range(12) for more in ("", " (2)", " (3)")
+    )
+
+
+def test_the_two_thousandth_photo_that_is_called_image_is_placed_as_fast_as_others(store: Store):
+    for number in range(2000):
+        (store.data / ("image.png" if number == 0 else f"image ({number + 1}).png")).touch()
+    began = time.monotonic()
+    assert store.send("image.png", encoded()) == "+image (2001).png"
+    assert time.monotonic() - began < 2, "one look at the folder takes 0.1 s, one for each name would take 10"
 
 
 @pytest.mark.parametrize("id", ["", "..", "../../../etc/passwd", "a" * 31, "A" * 32, "g" * 32, "0" * 32, "\0" * 32])
@@ -625,7 +658,7 @@ def test_a_page_that_others_reach_without_a_password_takes_nothing(store: Store)
 
 
 def test_names_are_compared_as_the_strictest_system_compares_them():
-    present = ["A.PNG", "cafe\u0301.jpg", "b.txt", "c.heic"]
+    present = upload_names.by_stem(["A.PNG", "cafe\u0301.jpg", "b.txt", "c.heic"])
     assert upload_names.in_the_way(present, "a", is_first=True) == ["A.PNG"]
     assert upload_names.in_the_way(present, "caf\u00e9", is_first=True) == ["cafe\u0301.jpg"]
     assert upload_names.in_the_way(present, "b", is_first=True) == []
