@@ -67,6 +67,10 @@ class Unknown(InputError):
     """No unfinished upload has this id."""
 
 
+class NotWritten(InputError):
+    """The disk is full, or the folder closed. What was sent is kept, and the upload goes on when it is chosen again."""
+
+
 @dataclass(frozen=True)
 class Placed:
     """A file that is in the folder.
@@ -176,7 +180,7 @@ class Uploads:
         Raises:
             WrongOffset: The bytes before the chunk are not there, or it is there already.
             InputError: It is too large, belongs to no upload, or goes beyond the file's end.
-            OSError: The disk is full.
+            NotWritten: The disk is full.
         """
         self._require_open()
         if len(chunk) > MOST_CHUNK:
@@ -189,8 +193,14 @@ class Uploads:
             if received + len(chunk) > upload.size:
                 raise InputError(f"{upload.name}: more than its {upload.size} bytes; choose the file again")
             rest = memoryview(chunk)
-            while rest:
-                rest = rest[os.write(part, rest) :]
+            try:
+                while rest:
+                    rest = rest[os.write(part, rest) :]
+            except OSError as error:
+                wrong = f"{upload.name}: cannot be written to {self._state} ({error.strerror})"
+                raise NotWritten(
+                    f"{wrong}; free some space and choose it again, it goes on where it stopped"
+                ) from error
             return received + len(chunk)
 
     def finish(self, id: str) -> Placed:
@@ -198,7 +208,7 @@ class Uploads:
 
         Raises:
             InputError: It is not complete, not read by a run, or its folder was replaced meanwhile.
-            OSError: The folder cannot be written; it can be finished later.
+            NotWritten: The folder cannot be written; it can be finished later.
         """
         self._require_open()
         upload = self._upload(id)
@@ -208,14 +218,23 @@ class Uploads:
                 raise InputError(f"{upload.name}: {received} of its {upload.size} bytes are here; send the rest")
             try:
                 placed = self._place(id, upload, part)
+            except NotWritten:
+                raise
             except InputError:
-                self.cancel(id)
+                self._forget(id)
                 raise
         self._file(id).unlink(missing_ok=True)
         return placed
 
     def cancel(self, id: str) -> None:
-        """Forget an unfinished upload. What the folder has stays there."""
+        """Forget an unfinished upload, after another window has finished it, if it does. What the folder has stays."""
+        try:
+            with self._part(id):
+                self._forget(id)
+        except Unknown:
+            self._forget(id)
+
+    def _forget(self, id: str) -> None:
         for file in (self._file(id), self._part_file(id)):
             file.unlink(missing_ok=True)
 
@@ -334,7 +353,10 @@ class Uploads:
                     placed = _place_image(folder, file, upload, suffix)
             except OSError as error:
                 os.fchmod(part, 0o600)
-                raise OSError(error.errno, f"{error.strerror}; {upload.name} is not in {real} yet") from error
+                raise NotWritten(
+                    f"{upload.name}: cannot be written to {real} ({error.strerror}); free some space, or change the "
+                    "folder's permissions, and choose it again; it is not sent again"
+                ) from error
             self._finished.add(id, placed.name, folder)
         file.unlink(missing_ok=True)
         return placed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import struct
 import sys
 import threading
@@ -20,7 +21,7 @@ from PIL import Image
 from app import data_folders, upload_kinds, upload_names, uploads
 from app.data_folders import DataFolders
 from app.folders import Picker
-from app.uploads import MOST_CHUNK, Unknown, Uploads, WrongOffset
+from app.uploads import MOST_CHUNK, NotWritten, Unknown, Uploads, WrongOffset
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
@@ -391,6 +392,65 @@ def test_a_folder_on_another_disk_gets_the_whole_file_at_once(store: Store, monk
     monkeypatch.setattr(files.os, "link", refusing)
     assert store.send("a.png", encoded()) == "+a.png"
     assert store.names() == ["a.png"]
+
+
+def test_an_upload_that_fills_the_disk_goes_on_when_there_is_room(store: Store):
+    content = encoded("BMP", (400, 300))
+    id = store.begin("a.bmp", len(content))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        with pytest.raises(NotWritten, match=r"^a.bmp: cannot be written to .*uploads \(File too large\); free some"):
+            store.uploads.append(id, 0, content)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(WrongOffset) as wrong:
+        store.uploads.append(id, 0, content)
+    assert wrong.value.received == 100_000
+    store.uploads.append(id, 100_000, content[100_000:])
+    assert store.uploads.finish(id).name == "a.bmp"
+    assert (store.data / "a.bmp").read_bytes() == content
+
+
+def test_an_upload_that_its_folder_has_no_room_for_is_finished_later(store: Store, monkeypatch: pytest.MonkeyPatch):
+    """A system call that fails stands for the full disk, as the kernel answers it."""
+    content = encoded()
+    id = store.begin("a.png", len(content))
+    store.uploads.append(id, 0, content)
+
+    def full(*paths: object, **more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(NotWritten) as refused:
+        patch.setattr(files, "place_at", full)
+        store.uploads.finish(id)
+    assert str(refused.value) == (
+        f"a.png: cannot be written to {store.data} (No space left on device); free some space, or change the folder's "
+        "permissions, and choose it again; it is not sent again"
+    )
+    assert store.send("a.png", content) == "+a.png"
+
+
+def test_a_file_that_is_cancelled_while_another_window_finishes_it_is_there_or_not(store: Store):
+    content = encoded("BMP", (300, 300))
+    for number in range(20):
+        id = store.begin(f"{number}.bmp", len(content))
+        store.uploads.append(id, 0, content)
+        said: list[str] = []
+
+        def finish(id: str = id, said: list[str] = said) -> None:
+            try:
+                said.append(store.uploads.finish(id).name)
+            except InputError as error:
+                said.append(str(error))
+
+        windows = [threading.Thread(target=finish), threading.Thread(target=store.uploads.cancel, args=(id,))]
+        for one in windows:
+            one.start()
+        for one in windows:
+            one.join()
+        assert said == [f"{number}.bmp"] if (store.data / f"{number}.bmp").exists() else "cancelled" in said[0]
+    assert list(store.state.glob("*.part")) == list(store.state.glob("*.json")) == []
 
 
 def test_a_chunk_that_does_not_follow_is_refused_with_the_right_place(store: Store):

@@ -145,7 +145,8 @@ def test_a_caption_goes_to_the_image_of_exactly_its_name(own_data: Path, data: P
 def test_a_dropped_file_that_cannot_be_read_is_named_and_the_others_are_sent(own_data: Path, data: Page):
     data.evaluate(
         """() => {
-          const lost = { isFile: true, name: 'lost.png', fullPath: '/lost.png', file: (good, bad) => bad(new DOMException('gone')) };
+          const gone = (good, bad) => bad(new DOMException('gone'));
+          const lost = { isFile: true, name: 'lost.png', fullPath: '/lost.png', file: gone };
           const canvas = document.createElement('canvas');
           const url = canvas.toDataURL('image/png').split(',')[1];
           const image = new File([Uint8Array.from(atob(url), c => c.charCodeAt(0))], 'kept.png');
