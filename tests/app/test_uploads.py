@@ -147,6 +147,12 @@ def huge_png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
+def many_scans(count: int) -> bytes:
+    """A JPEG whose last scan is repeated: a kilobyte of them may take a second."""
+    content = encoded("JPEG", (800, 800), mode="L", progressive=True)
+    return content[:-2] + content[content.rfind(b"\xff\xda") : -2] * count + content[-2:]
+
+
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(200)
 MOVIE = b"\0\0\0\x14ftypqt  \0\0\0\0qt  " + bytes(200)
 NOT_READ = "which is not read here"
@@ -167,6 +173,9 @@ KINDS: list[tuple[str, Callable[[], bytes], str]] = [
     ("nothing", encoded, "nothing.png"),
     ("two.parts.jpeg", lambda: encoded("WEBP"), "two.parts.webp"),
     ("polyglot.jpg", lambda: encoded("JPEG") + b"<script>alert(1)</script>PK\3\4", "polyglot.jpg"),
+    ("scans.jpg", lambda: many_scans(20), "scans.jpg"),
+    ("live.jpg", lambda: many_scans(0) + MOVIE + b"\xff\xda" * 500, "live.jpg"),
+    ("endless.jpg", lambda: many_scans(200), "endless.jpg: more than 100 scans, which take hours to decode"),
     ("moving.gif", lambda: animated("GIF"), f"moving.gif: a GIF, {NOT_READ}; save one image"),
     ("a.avif", lambda: b"\0\0\0\x20ftypavif" + bytes(99), f"a.avif: an AVIF image, {NOT_READ}"),
     ("a.heic", lambda: HEIC, f"a.heic: a HEIC photo, {NOT_READ}; export it as JPEG"),
