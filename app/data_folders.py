@@ -97,20 +97,28 @@ class DataFolders:
         return real / name
 
 
+class Missing(InputError):
+    """A folder that is opened is not there."""
+
+
 @contextmanager
-def opened(root: Path, parts: Sequence[str], makes: bool = False, mode: int = 0o777) -> Iterator[int]:
+def opened(
+    root: Path, parts: Sequence[str], makes: bool = False, mode: int = 0o777, may_be_link: bool = False
+) -> Iterator[int]:
     """Open a folder below `root` and yield its descriptor. No link is followed below the root.
 
     Args:
-        root: A resolved folder.
+        root: The folder to start from.
         parts: Names of the folders from there to the one to open.
-        makes: Make those that are missing.
+        makes: Make those below the root that are missing.
         mode: Permissions of those that are made.
+        may_be_link: Whether the root itself may be a link: a person named it.
 
     Raises:
-        InputError: A part is a link, not a folder, or missing.
+        Missing: The root or a part is missing.
+        InputError: A part is a link, not a folder, or closed to this user.
     """
-    place, descriptor = root, os.open(root, _FLAGS)
+    place, descriptor = root, _below(str(root), None, root, _FLAGS & ~os.O_NOFOLLOW if may_be_link else _FLAGS)
     try:
         for part in parts:
             place /= part
@@ -118,7 +126,7 @@ def opened(root: Path, parts: Sequence[str], makes: bool = False, mode: int = 0o
                 raise InputError(f"{place}: not the name of a folder")
             if makes:
                 _make(part, descriptor, mode)
-            below = _below(part, descriptor, place)
+            below = _below(part, descriptor, place, _FLAGS)
             os.close(descriptor)
             descriptor = below
         yield descriptor
@@ -134,15 +142,16 @@ def _make(name: str, above: int, mode: int) -> None:
     os.fsync(above)
 
 
-def _below(name: str, above: int, place: Path) -> int:
+def _below(name: str, above: int | None, place: Path, flags: int) -> int:
     try:
-        return os.open(name, _FLAGS, dir_fd=above)
+        return os.open(name, flags, dir_fd=above)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise InputError(
-                f"{place}: a link or file is in the place of the folder; choose the folder again"
+                f"{place}: a link or file is in the place of the folder; remove it, or choose another folder"
             ) from error
-        raise InputError(f"{place}: cannot be opened ({error.strerror}); choose the folder again") from error
+        kind = Missing if error.errno == errno.ENOENT else InputError
+        raise kind(f"{place}: cannot be opened ({error.strerror}); choose the folder again") from error
 
 
 def is_taken(folder: int, name: str) -> bool:

@@ -6,7 +6,6 @@ Before a mask is replaced or removed, it is copied to a private folder, from whe
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
@@ -14,13 +13,14 @@ import stat
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
+from app.data_folders import Missing, opened
 from app.scans import ScanResult
 from app.web.served_files import FULL
 from trainer.config import files
@@ -30,6 +30,8 @@ from trainer.data.image_io import IMAGE_SUFFIXES, ImageFile, files_below, load_m
 
 MOST_SENT = 3 * 2**20
 """Bytes of a painted mask on its way from the page."""
+MOST_FORMER = 20
+"""Former masks of an image that are kept, in addition to the first one: that may come from another program."""
 SUFFIX = ".png"
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _SUFFIXES = (SUFFIX, *(other for other in sorted(IMAGE_SUFFIXES) if other != SUFFIX))
@@ -95,10 +97,22 @@ def place_of(data: DataConfig, found: ScanResult, image: Path) -> Place:
     if not _is_inside(named.name):
         raise InputError(f"{named.name[:500]!r}: a mask of this name is not possible; rename the image in its table")
     place = _place(data, image, named.field, named.name)
+    _require_no_images(data, place)
     for other in (other for other, others in found.named.items() if others.name == named.name and other != image):
         if _place(data, other, found.named[other].field, "").folder == place.folder:
             raise InputError(f"{place.file}: would belong to both {image} and {other}; give the images different names")
     return place
+
+
+def _require_no_images(data: DataConfig, place: Place) -> None:
+    """Raise InputError where the folder of masks holds images under another path: a mask would replace its image."""
+    named = (data.path, *(folder.path for folder in data.folders), data.validation)
+    others = (folder for field, folder in data.companions.items() if not field.endswith("masks"))
+    images = [_absolute(folder) for folder in (*named, *others) if isinstance(folder, str)]
+    if os.path.realpath(place.folder) in map(os.path.realpath, images):
+        raise InputError(
+            f"{place.field}: {place.folder} is a folder of images, which masks would replace; name another in New run"
+        )
 
 
 def _place(data: DataConfig, image: Path, source: str, name: str) -> Place:
@@ -223,6 +237,8 @@ class Masks:
     def _keep(self, place: Place, name: str, content: bytes) -> None:
         folder = files.make_private(self._folder_of(place))
         files.replace(folder / f"{time.time_ns():020d}{Path(name).suffix.lower()}", content, mode=0o600)
+        for old in self._former(place)[MOST_FORMER:-1]:
+            old.unlink(missing_ok=True)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -272,35 +288,21 @@ def _digest(content: bytes | None) -> str:
 def _opened(place: Place, makes: bool = False) -> Iterator[int | None]:
     """Open the folder that a mask is in, following no link below the folder of masks; None where it is missing.
 
-    A folder of masks that the config names may be a link itself.
+    A folder of masks that the config names may be a link itself. makes: missing folders are made.
     """
-    opened: list[int] = []
-    try:
-        with suppress(FileNotFoundError) if not makes else nullcontext():
-            _open_each(place, makes, opened)
-        yield opened[-1] if len(opened) == len(place.name.split("/")) else None
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
-
-
-def _open_each(place: Place, makes: bool, opened: list[int]) -> None:
-    """Open the folder of masks and the folders below it, one after the other. makes: missing ones are made."""
     *parts, _ = place.name.split("/")
-    flags = os.O_RDONLY | os.O_DIRECTORY
-    try:
-        if makes:
-            place.folder.mkdir(exist_ok=True)
-        opened.append(os.open(place.folder, flags if place.is_set else flags | os.O_NOFOLLOW))
-        for part in parts:
+    with ExitStack() as stack:
+        try:
+            if makes and not place.folder.is_symlink():
+                place.folder.mkdir(exist_ok=True)
+            folder = stack.enter_context(opened(place.folder, parts, makes, may_be_link=place.is_set))
+        except FileExistsError as error:
+            raise InputError(f"{place.folder}: not a folder; remove it, or change {place.field}") from error
+        except Missing:
             if makes:
-                with suppress(FileExistsError):
-                    os.mkdir(part, dir_fd=opened[-1])
-            opened.append(os.open(part, flags | os.O_NOFOLLOW, dir_fd=opened[-1]))
-    except OSError as error:
-        if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EEXIST):
-            raise
-        raise InputError(f"{place.file.parent}: not a folder, or a link; remove it, or change {place.field}") from error
+                raise
+            folder = None
+        yield folder
 
 
 def _present(folder: int | None, place: Place) -> tuple[str, bytes | None]:

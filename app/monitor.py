@@ -6,6 +6,7 @@ the notebook display what is read here.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -51,6 +52,8 @@ from trainer.run.pace import AVERAGED_STEPS, Pace
 from trainer.run.prompts import prompts_in_force
 from trainer.run.report import Line, Look, loss_lines, metric_lines, seconds_lines
 
+NOT_WRITTEN = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
+"""Errors of a write: the disk is full, or closed. The system names no file where an open one is written."""
 SILENT_S = 180.0
 """A running rank or run that writes nothing for this long is shown as stuck."""
 DRAWN_STEPS = 1000
@@ -478,8 +481,10 @@ CHARTS: Mapping[str, Callable[[Follower], list[Line]]] = {
 
 
 def explained(error: InputError | OSError) -> str:
-    """Return the message for a file that cannot be read."""
+    """Return the message for a file that cannot be read, or not be written because the disk is full or closed."""
     if isinstance(error, OSError):
+        if error.errno in NOT_WRITTEN:
+            return f"{error.filename or 'a file'}: cannot be written ({error.strerror}); free some space"
         error = files.unreadable(error.filename, error)
     return str(error)
 

@@ -17,7 +17,7 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.terminal import shortened
 from trainer.data import image_warnings, question_files, text_files
-from trainer.data.buckets import Buckets
+from trainer.data.buckets import Buckets, Size
 from trainer.data.image_files import CaptionedImage, Dataset, Watcher, scan
 from trainer.data.image_io import ImageFile
 
@@ -35,6 +35,8 @@ MOST_AT_ONCE = 4
 """Scans that run at a time: on a disk that does not answer a scan never ends."""
 
 THREADS = "images"
+_Sizes = Mapping[tuple[Path, tuple[int, ...]], tuple[tuple[int, Size], ...]]
+"""{(image, resolutions of its folder): (resolution, bucket) of each time that it is trained}."""
 DEFAULT_MULTIPLE = 16
 
 
@@ -264,11 +266,12 @@ class _Scan(Watcher):
             buckets = None
             with suppress(InputError):  # a wrong resolution, which is named when the images are in order
                 buckets = _buckets(self._config)
-            return replace(self._measured(buckets, self._to_hold_out()), problems=problems)
-        found = self._measured(buckets, frozenset(image.path for image in dataset.validation))
+            return replace(self._measured(buckets, self._sizes(buckets), self._to_hold_out()), problems=problems)
+        sizes = self._sizes(buckets)
+        found = self._measured(buckets, sizes, frozenset(image.path for image in dataset.validation))
         return replace(
             found,
-            warnings=(*dataset.warnings, *self._warnings(dataset, buckets), *questions.warnings),
+            warnings=(*dataset.warnings, *self._warnings(dataset, buckets, sizes), *questions.warnings),
             num_questions=len(questions.train),
             epoch_images=math.fsum(
                 image.weight * len(found.framed[image.path].sizes if image.path in found.framed else (1,))
@@ -276,17 +279,23 @@ class _Scan(Watcher):
             ),
         )
 
-    def _warnings(self, dataset: Dataset, buckets: Buckets | None) -> Iterator[str]:
+    def _sizes(self, buckets: Buckets | None) -> _Sizes:
+        """What each image that was read is trained at; nothing for a model without buckets."""
+        if buckets is None:
+            return {}
+        return {(image.path, image.sides): buckets.of_image(image, image.sides) for image in self._files}
+
+    def _warnings(self, dataset: Dataset, buckets: Buckets | None, sizes: _Sizes) -> Iterator[str]:
         """What is enlarged, cropped much or left out, as a run says it."""
         if buckets is None:
             return
         data, images = self._config.data, (*dataset.train, *dataset.validation)
-        sized = [(image, buckets.of_image(image, image.sides)) for image in images]
+        sized = [(image, sizes[image.path, image.sides]) for image in images]
         yield from image_warnings.of_buckets(_each_size(sized, buckets), data.fit == "pad")
-        left_out = [image.path for image, sizes in sized if not sizes]
+        left_out = [image.path for image, found in sized if not found]
         yield from image_warnings.of_left_out(left_out, data.most_cropped)
 
-    def _measured(self, buckets: Buckets | None, held_out: frozenset[Path]) -> ScanResult:
+    def _measured(self, buckets: Buckets | None, sized: _Sizes, held_out: frozenset[Path]) -> ScanResult:
         """The images that were read, with their buckets and what is wrong with them."""
         flaws = {image: Flaw("cannot be used", is_error=True) for image in self._bad}
         kept: dict[tuple[int, int], list[float]] = {}
@@ -294,8 +303,8 @@ class _Scan(Watcher):
         is_padded = self._config.data.fit == "pad"
         for image in self._files if buckets else ():
             assert buckets is not None
-            framed[image.path] = _framed(image, buckets, is_padded)
-            sizes = framed[image.path].sizes
+            sizes = tuple(size for _, size in sized[image.path, image.sides])
+            framed[image.path] = _framed(image, sizes, buckets, is_padded)
             fits = [image_warnings.fit(image, size, is_padded) for size in sizes]
             flaw = Flaw("left out: crop too large") if not fits else _flaw(fits[-1][0], fits[-1][1])
             if flaw:
@@ -371,10 +380,10 @@ def _buckets(config: RunConfig) -> Buckets | None:
 
 
 def _each_size(
-    sized: Iterable[tuple[CaptionedImage, tuple[tuple[int, tuple[int, int]], ...]]], buckets: Buckets
-) -> Iterator[tuple[ImageFile, tuple[int, int]]]:
+    sized: Iterable[tuple[CaptionedImage, tuple[tuple[int, Size], ...]]], buckets: Buckets
+) -> Iterator[tuple[ImageFile, Size]]:
     """Images with each of their sizes, and then their references with theirs."""
-    references: list[tuple[ImageFile, tuple[int, int]]] = []
+    references: list[tuple[ImageFile, Size]] = []
     for image, sizes in sized:
         for side, size in sizes:
             yield image, size
@@ -382,13 +391,12 @@ def _each_size(
     yield from references
 
 
-def _framed(image: CaptionedImage, buckets: Buckets, is_padded: bool) -> Framed:
-    sizes = tuple(size for _, size in buckets.of_image(image, image.sides))
-    all_sizes = (size for _, size in replace(buckets, least_kept=0.0).of_image(image, image.sides))
+def _framed(image: CaptionedImage, sizes: tuple[Size, ...], buckets: Buckets, is_padded: bool) -> Framed:
+    all_sizes = replace(buckets, least_kept=0.0).of_image(image, image.sides) if buckets.least_kept else ()
     return Framed(
         sizes,
         image.focus,
-        left_out=tuple(size for size in all_sizes if size not in sizes),
+        left_out=tuple(size for _, size in all_sizes if size not in sizes),
         scale=image_warnings.fit(image, sizes[-1], is_padded)[0] if sizes else 0.0,
         references=tuple(reference.path for reference in image.references),
         is_own=image.is_own,

@@ -119,8 +119,16 @@ def empty(root: Path) -> int:
     with opened(real, (FOLDER,)) as trash:
         names = [name for name in os.listdir(trash) if _NAME.fullmatch(name)]
         for name in names:
-            shutil.rmtree(name, dir_fd=trash)
+            _remove(name, trash)
     return len(names)
+
+
+def _remove(name: str, trash: int) -> None:
+    """Remove a deletion for good, or what a stranger put in its place: opening a pipe as a folder would never end."""
+    if stat.S_ISDIR(os.stat(name, dir_fd=trash, follow_symlinks=False).st_mode):
+        shutil.rmtree(name, dir_fd=trash)
+    else:
+        os.unlink(name, dir_fd=trash)
 
 
 def _below(root: Path, image: Path) -> Path:

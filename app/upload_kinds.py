@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
+from io import BufferedReader
 from pathlib import Path
 
 from app.upload_names import CAPTION, METADATA, parts
@@ -15,6 +17,8 @@ from trainer.data.text_files import rows
 
 MOST_IMAGE = 2 * 2**30
 """Bytes of an image: one of the most pixels that a run reads, with 16 bits each, has 1.6 GiB."""
+MOST_SCANS = 100
+"""Scans of a JPEG: programs write up to a dozen. Each may take 0.1 s to decode and less than 100 bytes of the file."""
 HEAD = 64
 """Bytes from which the kind of a file is known."""
 TAIL = 64 * 1024
@@ -131,6 +135,8 @@ def check_image(file: Path, name: str) -> str:
     """
     with opened(file) as stream:
         suffix = image_suffix(name, stream.read(HEAD))
+        if suffix.lower() in _SUFFIXES["jpeg"] and _num_scans(stream) > MOST_SCANS:
+            raise InputError(f"{name}: more than {MOST_SCANS} scans, which take hours to decode; save it again as JPEG")
     try:
         header = read_header(file)
         with _decoding:  # one at a time: a large one takes half a gigabyte of memory
@@ -141,6 +147,24 @@ def check_image(file: Path, name: str) -> str:
     except InputError as error:
         raise InputError(str(error).replace(str(file), name)) from error
     return suffix
+
+
+def _num_scans(stream: BufferedReader) -> int:
+    """The number of scans of a JPEG up to its end mark, at most MOST_SCANS + 1. A video may follow the mark."""
+    at, scans = 2, 0
+    with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        while scans <= MOST_SCANS and 0 <= (at := data.find(b"\xff", at)) < len(data) - 3:
+            mark = data[at + 1]
+            if mark == 0xD9:
+                break
+            if mark == 0xFF:  # padding
+                at += 1
+            elif mark in (0x00, 0x01) or 0xD0 <= mark <= 0xD8:  # marks within a scan, which have no length
+                at += 2
+            else:
+                scans += mark == 0xDA
+                at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return scans
 
 
 def _check_end(image: ImageFile, suffix: str) -> None:

@@ -6,7 +6,8 @@ import hashlib
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from trainer.config.errors import InputError
 from trainer.data.image_files import OTHER_IMAGE_SUFFIXES
@@ -96,11 +97,19 @@ def numbered(stem: str) -> Iterator[str]:
     raise InputError(f"{stem}: {MOST_NUMBERS} files have this name; rename it and choose it again")
 
 
-def in_the_way(present: Iterable[str], stem: str, is_first: bool) -> list[str]:
-    """Return the names in a folder that keep an image from being called `stem`.
+def by_stem(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return {stem as it is compared: names} of a folder, in which thousands of photos may be called `image.jpg`."""
+    found = defaultdict[str, list[str]](list)
+    for name in names:
+        found[parts(name)[0]].append(name)
+    return dict(found)
+
+
+def in_the_way(present: Mapping[str, Sequence[str]], stem: str, is_first: bool) -> list[str]:
+    """Return the names of `by_stem` that keep an image from being called `stem`.
 
     These are images of that stem, whatever their suffix and case: they would share a caption. A caption alone is taken
     over by the image that was uploaded under its name, but not by one that was given a number.
     """
     suffixes = _ALL_IMAGES if is_first else _ALL_IMAGES | {CAPTION}
-    return [name for name in present if (found := parts(name))[0] == stem.casefold() and found[1] in suffixes]
+    return [name for name in present.get(stem.casefold(), ()) if parts(name)[1] in suffixes]

@@ -67,6 +67,10 @@ class Unknown(InputError):
     """No unfinished upload has this id."""
 
 
+class NotWritten(InputError):
+    """The disk is full, or the folder closed. What was sent is kept, and the upload goes on when it is chosen again."""
+
+
 @dataclass(frozen=True)
 class Placed:
     """A file that is in the folder.
@@ -176,7 +180,7 @@ class Uploads:
         Raises:
             WrongOffset: The bytes before the chunk are not there, or it is there already.
             InputError: It is too large, belongs to no upload, or goes beyond the file's end.
-            OSError: The disk is full.
+            NotWritten: The disk is full.
         """
         self._require_open()
         if len(chunk) > MOST_CHUNK:
@@ -189,8 +193,14 @@ class Uploads:
             if received + len(chunk) > upload.size:
                 raise InputError(f"{upload.name}: more than its {upload.size} bytes; choose the file again")
             rest = memoryview(chunk)
-            while rest:
-                rest = rest[os.write(part, rest) :]
+            try:
+                while rest:
+                    rest = rest[os.write(part, rest) :]
+            except OSError as error:
+                wrong = f"{upload.name}: cannot be written to {self._state} ({error.strerror})"
+                raise NotWritten(
+                    f"{wrong}; free some space and choose it again, it goes on where it stopped"
+                ) from error
             return received + len(chunk)
 
     def finish(self, id: str) -> Placed:
@@ -198,7 +208,7 @@ class Uploads:
 
         Raises:
             InputError: It is not complete, not read by a run, or its folder was replaced meanwhile.
-            OSError: The folder cannot be written; it can be finished later.
+            NotWritten: The folder cannot be written; it can be finished later.
         """
         self._require_open()
         upload = self._upload(id)
@@ -208,14 +218,23 @@ class Uploads:
                 raise InputError(f"{upload.name}: {received} of its {upload.size} bytes are here; send the rest")
             try:
                 placed = self._place(id, upload, part)
+            except NotWritten:
+                raise
             except InputError:
-                self.cancel(id)
+                self._forget(id)
                 raise
         self._file(id).unlink(missing_ok=True)
         return placed
 
     def cancel(self, id: str) -> None:
-        """Forget an unfinished upload. What the folder has stays there."""
+        """Forget an unfinished upload, after another window has finished it, if it does. What the folder has stays."""
+        try:
+            with self._part(id):
+                self._forget(id)
+        except Unknown:
+            self._forget(id)
+
+    def _forget(self, id: str) -> None:
         for file in (self._file(id), self._part_file(id)):
             file.unlink(missing_ok=True)
 
@@ -319,7 +338,8 @@ class Uploads:
         """Put a complete file into its folder, under a name that nothing there has."""
         file, real = self._part_file(id), Path(upload.folder)
         suffix = CAPTION if upload_kinds.is_text(upload.name) else upload_kinds.check_image(file, upload.name)
-        with self.folders.opened(real) as folder:
+        # One at a time: a.png and a.jpg, which are sent at once, would both find the name free and share a caption.
+        with self.folders.opened(real) as folder, files.locked(self._state / "placing"):
             status = os.fstat(folder)
             if (status.st_dev, status.st_ino) != (upload.device, upload.inode):
                 raise InputError(f"{real}: was replaced by another folder meanwhile; choose the files again")
@@ -333,7 +353,10 @@ class Uploads:
                     placed = _place_image(folder, file, upload, suffix)
             except OSError as error:
                 os.fchmod(part, 0o600)
-                raise OSError(error.errno, f"{error.strerror}; {upload.name} is not in {real} yet") from error
+                raise NotWritten(
+                    f"{upload.name}: cannot be written to {real} ({error.strerror}); free some space, or change the "
+                    "folder's permissions, and choose it again; it is not sent again"
+                ) from error
             self._finished.add(id, placed.name, folder)
         file.unlink(missing_ok=True)
         return placed
@@ -356,10 +379,10 @@ def require_usable(folder: int, real: Path) -> None:
 
 
 def _place_image(folder: int, file: Path, upload: _Upload, suffix: str) -> Placed:
-    stem = os.path.splitext(upload.name)[0]
+    stem, present = os.path.splitext(upload.name)[0], upload_names.by_stem(os.listdir(folder))
     for number, candidate in enumerate(upload_names.numbered(stem)):
         name = f"{candidate}{suffix}"
-        taken = upload_names.in_the_way(os.listdir(folder), candidate, number == 0)
+        taken = upload_names.in_the_way(present, candidate, number == 0)
         same = [other for other in taken if upload_names.parts(other) == upload_names.parts(name)]
         if found := next((other for other in same if is_same(folder, other, file)), None):
             return Placed(found, is_new=False)
@@ -384,11 +407,10 @@ def _place_caption(folder: int, file: Path, upload: _Upload) -> Placed:
         stem = os.path.splitext(upload.image)[0]
     else:
         wanted = upload_names.parts(upload.name)[0]
-        images = sorted(name for name in present if upload_names.is_image(name))
-        stem = next(
-            (os.path.splitext(name)[0] for name in images if upload_names.parts(name)[0] == wanted),
-            os.path.splitext(upload.name)[0],
-        )
+        own = os.path.splitext(upload.name)[0]
+        images = sorted(os.path.splitext(name)[0] for name in present if upload_names.is_image(name))
+        alike = [stem for stem in images if upload_names.parts(stem + CAPTION)[0] == wanted]
+        stem = own if own in alike else next(iter(alike), own)
     name = f"{stem}{CAPTION}"
     return _place_once(
         folder, file, name, f"{name}: the folder has another caption of this name, which stays; edit it here"

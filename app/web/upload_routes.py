@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from app.monitor import explained
 from app.studio import Studio
-from app.uploads import MOST_CHUNK, Unknown, WrongOffset
+from app.uploads import MOST_CHUNK, NotWritten, Unknown, WrongOffset
 from trainer.config.errors import InputError
 
 MOST_DIGITS = 12
@@ -35,6 +35,8 @@ def add(app: FastAPI, studio: Studio) -> None:
             return JSONResponse({"received": error.received}, 409)
         except Unknown as error:
             return _refused(str(error), 404)
+        except NotWritten as error:
+            return _refused(str(error), 507)
         except InputError as error:
             return _refused(str(error), 400)
         except OSError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from app.masks import ChangedElsewhere, Masks, Place, canvas_size, place_of, shown, stamp
+from app.masks import MOST_FORMER, ChangedElsewhere, Masks, Place, canvas_size, place_of, shown, stamp
 from app.scans import Named, ScanResult, Scans
 from tests.data.test_image_tables import encoded as encoded_image
 from tests.data.test_image_tables import write_tar
@@ -196,6 +196,14 @@ def test_former_masks_are_kept_and_brought_back(masks: Masks, first: Place):
     assert "3 former masks are kept" in refused(lambda: masks.former(first, 3))
 
 
+def test_of_many_former_masks_the_newest_and_the_first_are_kept(masks: Masks, first: Place):
+    digest = ""
+    for level in range(MOST_FORMER + 5):
+        digest = masks.save(first, png(Image.new("L", (64, 64), level)), digest)
+    kept = [masks.former(first, number).getpixel((0, 0)) for number in range(masks.num_former(first))]
+    assert kept == [*range(MOST_FORMER + 3, 3, -1), 0]
+
+
 def test_a_mask_of_another_kind_of_file_is_read_as_a_run_reads_it_and_replaced(masks: Masks, images: Path):
     folder = images.with_name("own")
     folder.mkdir()
@@ -252,6 +260,21 @@ def test_only_images_of_the_config_have_masks_and_two_never_share_one(images: Pa
     with Image.open(images / "00.png") as image:
         image.save(images / "00.bmp")
     assert "give the images different names" in refused(lambda: place(run_config(images), images / "00.png"))
+
+
+@pytest.mark.parametrize("of", ["data.path", "data.references"])
+def test_a_folder_of_masks_that_is_a_folder_of_images_by_another_path_is_refused(images: Path, tmp_path: Path, of: str):
+    (tmp_path / "link").symlink_to(images)
+    given = run_config(images, data__masks=str(tmp_path / "link"))
+    if of == "data.references":
+        (images / "00.txt").unlink()
+        given = run_config(
+            make_pictures(tmp_path / "edited", 3), data__masks=str(tmp_path / "link"), data__references=str(images)
+        )
+    wrong = refused(lambda: place(given, (images if of == "data.path" else tmp_path / "edited") / "00.png"))
+    assert wrong == (
+        f"data.masks: {tmp_path}/link is a folder of images, which masks would replace; name another in New run"
+    )
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/out", "a/../../out", ".hidden/a", "a//b", "a\0b"])

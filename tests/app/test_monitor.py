@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -260,3 +261,15 @@ def test_the_logs_are_those_of_the_latest_start(run: RunDir):
     files = monitor.log_files(run)
     assert list(files) == ["torchrun", "rank 0", "rank 0, output", "rank 1", "rank 1, output"]
     assert files["torchrun"].name == "launch-10.log"
+
+
+def test_a_full_disk_is_not_called_a_file_that_cannot_be_read(tmp_path: Path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+        with open(tmp_path / "a", "wb", buffering=0) as stream, pytest.raises(OSError, match="too large") as full:
+            assert stream.write(bytes(11)) == 10
+            stream.write(b"1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert monitor.explained(full.value) == "a file: cannot be written (File too large); free some space"

@@ -84,6 +84,17 @@ def test_the_trash_is_emptied_only_of_what_was_deleted(data: Path):
     assert trash.empty(data) == trash.empty(data / "below") == 0
 
 
+def test_a_trash_of_pipes_links_and_files_is_emptied_without_opening_them(data: Path, tmp_path: Path):
+    outside = make_pictures(tmp_path / "outside", 1)
+    bin = data / trash.FOLDER
+    bin.mkdir()
+    os.mkfifo(bin / "20260101T000000Z-1")
+    (bin / "20260101T000000Z-2").symlink_to(outside)
+    (bin / "20260101T000000Z-3").write_text("a file")
+    assert trash.empty(data) == 3
+    assert os.listdir(bin) == [] and sorted(os.listdir(outside)) == ["00.png", "00.txt"]
+
+
 @pytest.mark.parametrize("image", ["../out.png", "/etc/passwd", "00.txt", ".hidden.png", ".git/a.png", "none.png", "a"])
 def test_only_images_of_the_folder_are_deleted(data: Path, tmp_path: Path, image: str):
     (tmp_path / "out.png").write_bytes(b"x")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import struct
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from PIL import Image
 from app import data_folders, upload_kinds, upload_names, uploads
 from app.data_folders import DataFolders
 from app.folders import Picker
-from app.uploads import MOST_CHUNK, Unknown, Uploads, WrongOffset
+from app.uploads import MOST_CHUNK, NotWritten, Unknown, Uploads, WrongOffset
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
@@ -75,11 +77,19 @@ class Store:
 
 
 _asked: list[str] = []
-_listening = threading.Event()
+_listening: set[int] = set()
+"""The thread of the test: a scan that another test began may still be reading its own files."""
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if _listening.is_set() and event in ("open", "os.listdir", "os.scandir", "os.link", "os.rename", "os.mkdir"):
+    if threading.get_ident() in _listening and event in (
+        "open",
+        "os.listdir",
+        "os.scandir",
+        "os.link",
+        "os.rename",
+        "os.mkdir",
+    ):
         _asked.extend(os.fsdecode(argument) for argument in arguments[:2] if isinstance(argument, str | bytes | Path))
 
 
@@ -88,9 +98,9 @@ sys.addaudithook(_hook)
 
 @pytest.fixture
 def asked() -> Iterator[list[str]]:
-    """The paths that this process opens, lists, links or makes meanwhile."""
+    """The paths that this thread opens, lists, links or makes meanwhile."""
     _asked.clear()
-    _listening.set()
+    _listening.add(threading.get_ident())
     yield _asked
     _listening.clear()
 
@@ -137,6 +147,12 @@ def huge_png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
+def many_scans(count: int) -> bytes:
+    """A JPEG whose last scan is repeated: a kilobyte of them may take a second."""
+    content = encoded("JPEG", (800, 800), mode="L", progressive=True)
+    return content[:-2] + content[content.rfind(b"\xff\xda") : -2] * count + content[-2:]
+
+
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(200)
 MOVIE = b"\0\0\0\x14ftypqt  \0\0\0\0qt  " + bytes(200)
 NOT_READ = "which is not read here"
@@ -157,6 +173,9 @@ KINDS: list[tuple[str, Callable[[], bytes], str]] = [
     ("nothing", encoded, "nothing.png"),
     ("two.parts.jpeg", lambda: encoded("WEBP"), "two.parts.webp"),
     ("polyglot.jpg", lambda: encoded("JPEG") + b"<script>alert(1)</script>PK\3\4", "polyglot.jpg"),
+    ("scans.jpg", lambda: many_scans(20), "scans.jpg"),
+    ("live.jpg", lambda: many_scans(0) + MOVIE + b"\xff\xda" * 500, "live.jpg"),
+    ("endless.jpg", lambda: many_scans(200), "endless.jpg: more than 100 scans, which take hours to decode"),
     ("moving.gif", lambda: animated("GIF"), f"moving.gif: a GIF, {NOT_READ}; save one image"),
     ("a.avif", lambda: b"\0\0\0\x20ftypavif" + bytes(99), f"a.avif: an AVIF image, {NOT_READ}"),
     ("a.heic", lambda: HEIC, f"a.heic: a HEIC photo, {NOT_READ}; export it as JPEG"),
@@ -303,6 +322,14 @@ def test_a_caption_without_its_image_waits_for_it_and_overwrites_none(store: Sto
     assert store.send("dog.txt", b"a dog") == "+DOG.txt", "a run looks for exactly this name"
 
 
+def test_a_caption_without_its_image_prefers_the_image_of_exactly_its_name(store: Store):
+    (store.data / "A.png").write_bytes(encoded())
+    (store.data / "a.png").write_bytes(encoded(colour=1))
+    assert store.send("a.txt", b"the second") == "+a.txt"
+    with pytest.raises(InputError, match=r"^A.txt: the folder has another caption of this name, which stays"):
+        store.send("A.txt", b"the first")  # the strictest system has one file of this name
+
+
 def test_metadata_is_taken_once_and_only_with_rows_that_a_run_reads(store: Store):
     store.send("a.png", encoded())
     row = {"file_name": "a.png", "text": "a fox"}
@@ -376,6 +403,65 @@ def test_a_folder_on_another_disk_gets_the_whole_file_at_once(store: Store, monk
     assert store.names() == ["a.png"]
 
 
+def test_an_upload_that_fills_the_disk_goes_on_when_there_is_room(store: Store):
+    content = encoded("BMP", (400, 300))
+    id = store.begin("a.bmp", len(content))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        with pytest.raises(NotWritten, match=r"^a.bmp: cannot be written to .*uploads \(File too large\); free some"):
+            store.uploads.append(id, 0, content)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(WrongOffset) as wrong:
+        store.uploads.append(id, 0, content)
+    assert wrong.value.received == 100_000
+    store.uploads.append(id, 100_000, content[100_000:])
+    assert store.uploads.finish(id).name == "a.bmp"
+    assert (store.data / "a.bmp").read_bytes() == content
+
+
+def test_an_upload_that_its_folder_has_no_room_for_is_finished_later(store: Store, monkeypatch: pytest.MonkeyPatch):
+    """A system call that fails stands for the full disk, as the kernel answers it."""
+    content = encoded()
+    id = store.begin("a.png", len(content))
+    store.uploads.append(id, 0, content)
+
+    def full(*paths: object, **more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(NotWritten) as refused:
+        patch.setattr(files, "place_at", full)
+        store.uploads.finish(id)
+    assert str(refused.value) == (
+        f"a.png: cannot be written to {store.data} (No space left on device); free some space, or change the folder's "
+        "permissions, and choose it again; it is not sent again"
+    )
+    assert store.send("a.png", content) == "+a.png"
+
+
+def test_a_file_that_is_cancelled_while_another_window_finishes_it_is_there_or_not(store: Store):
+    content = encoded("BMP", (300, 300))
+    for number in range(20):
+        id = store.begin(f"{number}.bmp", len(content))
+        store.uploads.append(id, 0, content)
+        said: list[str] = []
+
+        def finish(id: str = id, said: list[str] = said) -> None:
+            try:
+                said.append(store.uploads.finish(id).name)
+            except InputError as error:
+                said.append(str(error))
+
+        windows = [threading.Thread(target=finish), threading.Thread(target=store.uploads.cancel, args=(id,))]
+        for one in windows:
+            one.start()
+        for one in windows:
+            one.join()
+        assert said == [f"{number}.bmp"] if (store.data / f"{number}.bmp").exists() else "cancelled" in said[0]
+    assert list(store.state.glob("*.part")) == list(store.state.glob("*.json")) == []
+
+
 def test_a_chunk_that_does_not_follow_is_refused_with_the_right_place(store: Store):
     content = encoded(size=(900, 900), mode="RGB")
     id = store.begin("a.png", len(content))
@@ -443,6 +529,30 @@ def test_two_windows_that_finish_one_file_put_it_there_once(store: Store):
         assert sorted(seen) == [f"{number}.bmp", *["finished already"] * 3]
     assert store.names() == [f"{number}.bmp" for number in range(8)]
     assert all((store.data / name).read_bytes() == content for name in store.names())
+
+
+def test_images_of_one_name_that_are_finished_at_once_never_share_a_caption(store: Store):
+    kinds = {"png": encoded(), "jpg": encoded("JPEG"), "bmp": encoded("BMP")}
+    for number in range(12):
+        ids = [store.begin(f"{number}.{suffix}", len(content)) for suffix, content in kinds.items()]
+        for id, content in zip(ids, kinds.values(), strict=True):
+            store.uploads.append(id, 0, content)
+        windows = [threading.Thread(target=store.uploads.finish, args=(id,)) for id in ids]
+        for one in windows:
+            one.start()
+        for one in windows:
+            one.join()
+    assert sorted({Path(name).stem for name in store.names()}) == sorted(
+        f"{number}{more}" for number in range(12) for more in ("", " (2)", " (3)")
+    )
+
+
+def test_the_two_thousandth_photo_that_is_called_image_is_placed_as_fast_as_others(store: Store):
+    for number in range(2000):
+        (store.data / ("image.png" if number == 0 else f"image ({number + 1}).png")).touch()
+    began = time.monotonic()
+    assert store.send("image.png", encoded()) == "+image (2001).png"
+    assert time.monotonic() - began < 2, "one look at the folder takes 0.1 s, one for each name would take 10"
 
 
 @pytest.mark.parametrize("id", ["", "..", "../../../etc/passwd", "a" * 31, "A" * 32, "g" * 32, "0" * 32, "\0" * 32])
@@ -617,7 +727,7 @@ def test_a_page_that_others_reach_without_a_password_takes_nothing(store: Store)
 
 
 def test_names_are_compared_as_the_strictest_system_compares_them():
-    present = ["A.PNG", "cafe\u0301.jpg", "b.txt", "c.heic"]
+    present = upload_names.by_stem(["A.PNG", "cafe\u0301.jpg", "b.txt", "c.heic"])
     assert upload_names.in_the_way(present, "a", is_first=True) == ["A.PNG"]
     assert upload_names.in_the_way(present, "caf\u00e9", is_first=True) == ["cafe\u0301.jpg"]
     assert upload_names.in_the_way(present, "b", is_first=True) == []

@@ -180,6 +180,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "data.masks: photos is the folder of the training data itself; name another",
     ),
     (
+        {"data": {"path": "photos", "masks": "./photos/"}},
+        "data.masks: ./photos/ is the folder of the training data itself; name another",
+    ),
+    (
         {"data": {"folders": [{"path": "photos"}], "regularization": "photos"}},
         "data.regularization: photos is the folder of the training data itself; name another",
     ),

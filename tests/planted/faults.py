@@ -503,9 +503,9 @@ FAULTS = (
     ),
     _fault(
         "a mask is written through a link out of its folder",
-        "app/masks.py",
-        "opened.append(os.open(part, flags | os.O_NOFOLLOW, dir_fd=opened[-1]))",
-        "opened.append(os.open(part, flags, dir_fd=opened[-1]))",
+        "app/data_folders.py",
+        "below = _below(part, descriptor, place, _FLAGS)",
+        "below = _below(part, descriptor, place, _FLAGS & ~os.O_NOFOLLOW)",
         "app/test_masks.py",
     ),
     _fault(

@@ -6,6 +6,7 @@ Nothing here imports torch, and nothing assigns to a config after it was validat
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
@@ -553,8 +554,9 @@ def _framing_rules(data: DataConfig) -> Iterator[Problem]:
 
 def _companion_rules(data: DataConfig) -> Iterator[Problem]:
     """Check that masks, regularization images and references have their own folders, and no weight without a folder."""
+    own = {os.path.normpath(path) for path in (data.path, *(one.path for one in data.folders)) if path}
     for name, folder in data.companions.items():
-        if folder and folder in (data.path, *(one.path for one in data.folders)):
+        if folder and os.path.normpath(folder) in own:
             yield Problem(f"data.{name}", f"{folder} is the folder of the training data itself; name another")
     if data.mask_background and not data.names_masks:
         yield Problem("data.mask_background", "has no effect without data.masks; name the folder of masks")

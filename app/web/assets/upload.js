@@ -4,6 +4,7 @@
 {
   const { h, fill, say, call, counted } = studio;
   const AT_ONCE = 3, TRIED_AGAIN_MS = 1500, LONGEST_PAUSE_MS = 5000, UNDO_SHOWN_MS = 12000, MOST_LISTED = 500, DRAWN_EVERY_MS = 100;
+  const SAMPLES = 16, SAMPLE = 65536; // what tells files of one name, size and time apart: up to a megabyte of each
   const SYSTEM_FILES = /^(\..*|thumbs\.db|desktop\.ini)$/i;
   const NEW = 'new:'; // before the path of a folder that a new one is made in
   let hooks = null, state = null, root = null, batch = null, isRunning = false, asked = 0, drawn = 0;
@@ -25,14 +26,20 @@
   function itemOf(file, path) {
     const name = file.name.normalize(), [stem, suffix] = parts(name), above = path.slice(0, path.length - file.name.length);
     const phase = name.toLowerCase() === 'metadata.jsonl' ? 2 : suffix === '.txt' ? 1 : 0;
-    return { file, path, phase, stem: (above + stem).toLowerCase(), given: name, size: file.size, state: 'waiting', sent: 0, name: '', why: '' };
+    return { file, path, phase, stem: (above + stem).toLowerCase(), exact: above + stem, above, given: name, size: file.size, state: 'waiting', sent: 0, name: '', why: '' };
   }
 
   /** All files of what was dropped, also those in folders. The entries must be read at once: later the drop is empty. */
   async function dropped(transfer) {
     const entries = [...transfer.items].filter(item => item.kind === 'file').map(item => item.webkitGetAsEntry?.() || item.getAsFile());
-    const files = [];
+    const files = [], closed = [];
     const read = async entry => {
+      try { await readOne(entry); } catch (error) {
+        if (!(error instanceof DOMException)) throw error;
+        closed.push(entry.fullPath.replace(/^\//, ''));
+      }
+    };
+    const readOne = async entry => {
       if (entry instanceof File) files.push([entry, entry.name]);
       else if (entry?.isFile) files.push([await new Promise((good, bad) => entry.file(good, bad)), entry.fullPath.replace(/^\//, '')]);
       else if (entry?.isDirectory && !SYSTEM_FILES.test(entry.name)) {
@@ -45,7 +52,7 @@
       }
     };
     for (const entry of entries) await read(entry);
-    return files;
+    return { files, closed };
   }
 
   /** Send files, after those that are being sent. */
@@ -111,6 +118,8 @@
     const numOf = kind => items.filter(item => item.state === kind).length, numLeft = items.filter(item => !isOver(item)).length;
     const sentence = [`${counted(numOf('added'), 'file')} added`, numOf('there') && `${studio.count(numOf('there'))} there already`, numOf('refused') && `${studio.count(numOf('refused'))} not taken`,
       numLeft && `${studio.count(numLeft)} not sent`].filter(Boolean).join(', ') + '.';
+    const numFolders = new Set(items.map(item => item.above)).size;
+    if (numFolders > 1) $('upload-message').append(h('p.notice', { role: 'status' }, `The files of ${numFolders} folders are in one folder now. Were some of them masks, or images before an edit? Move those into a folder of their own.`));
     results.push(...items.filter(item => item.state === 'refused' || item.note));
     remember();
     draw(sentence);
@@ -149,7 +158,7 @@
     const renamed = item.phase === 2 && batch.items.find(other => other.phase === 0 && other.name && other.name !== other.given);
     if (renamed) throw new studio.Refused(`not sent, because ${renamed.path} is called ${renamed.name} now; correct its row and choose this file again`);
     const head = item.phase ? '' : hex(await bytes(file.slice(0, studio.facts.upload.head)));
-    const begun = await call('upload_begin', { folder: batch.folder, name: file.name, size: file.size, identity: `${item.path.slice(-1000)} ${file.lastModified}`, image: image?.name || '', head });
+    const begun = await call('upload_begin', { folder: batch.folder, name: file.name, size: file.size, identity: `${item.path.slice(-1000)} ${file.lastModified} ${item.mark ||= await mark(file)}`, image: image?.name || '', head });
     item.id = begun.id;
     if (!begun.placed) {
       let at = begun.received;
@@ -167,9 +176,11 @@
     if (placed.is_new && placed.name !== item.given) item.note = `is called ${placed.name} here`;
   }
 
-  /** The image that a caption of the same selection belongs to. */
-  const imageOf = (batch, caption) => batch.items.find(item => item.phase === 0 && item.stem === caption.stem && item.state !== 'refused')
-    || batch.items.find(item => item.phase === 0 && item.stem === caption.stem);
+  /** The image that a caption of the same selection belongs to: first that of exactly its name, then one that is not refused. */
+  function imageOf(batch, caption) {
+    const rank = item => 2 * (item.exact === caption.exact) + (item.state !== 'refused');
+    return batch.items.filter(item => item.phase === 0 && item.stem === caption.stem).sort((one, other) => rank(other) - rank(one))[0];
+  }
 
   /** Send one chunk, and return the number of bytes that the server has. */
   async function sendChunk(batch, { id, file }, at) {
@@ -188,6 +199,14 @@
   async function bytes(blob) {
     try { return await blob.arrayBuffer(); } catch { throw new studio.Refused('cannot be read; it was moved, changed or removed: choose it again'); }
   }
+  /** A number made of samples of a file, the whole of a small one: unpacked archives give all their files one time. */
+  async function mark(file) {
+    const step = Math.max(SAMPLE, Math.ceil(file.size / SAMPLES));
+    let hash = 0x811c9dc5; // FNV-1a
+    for (let at = 0; at < file.size; at += step) for (const byte of new Uint8Array(await bytes(file.slice(at, at + SAMPLE)))) hash = Math.imul(hash ^ byte, 0x01000193) >>> 0;
+    return hash.toString(16);
+  }
+
   const hex = buffer => [...new Uint8Array(buffer)].map(byte => byte.toString(16).padStart(2, '0')).join('');
 
   /** Wait while the upload is paused. */
@@ -379,7 +398,9 @@
       event.preventDefault();
       over(false);
       if (root.hidden || $('upload-open').hidden) return;
-      add(await dropped(event.dataTransfer));
+      const { files, closed } = await dropped(event.dataTransfer);
+      await add(files);
+      if (closed.length) $('upload-message').append(studio.alert(`${closed.slice(0, MOST_LISTED).join(', ')} cannot be read; choose ${closed.length > 1 ? 'them' : 'it'} again`));
     });
   }
 

@@ -43,8 +43,9 @@ def calls(studio: Studio) -> Calls:
 
 
 def load(studio: Studio, editor: Masks, image: str) -> dict[str, Any]:
-    """Return an image to paint on, with its mask."""
+    """Return an image to paint on, with its mask. Raises InputError where none may be written."""
     config, place = _chosen(studio, image)
+    studio.uploads.folders.require_changeable(place.folder.resolve())
     header = read_header(place.image)
     width, height = masks.canvas_size(header)
     return {
@@ -70,6 +71,7 @@ def save(studio: Studio, editor: Masks, image: str, sent: Sent | None, before: s
         {"digest": of the mask now}, or {"changed": what is there} where it was changed elsewhere meanwhile.
     """
     config, place = _chosen(studio, image)
+    studio.uploads.folders.require_changeable(place.folder.resolve())
     try:
         digest = editor.save(place, None if sent is None else _bytes(sent), before)
     except ChangedElsewhere:

@@ -131,7 +131,7 @@ def _require_no_rows(root: Path, images: list[Path]) -> None:
             if image := next((image for image in images if image in named), None):
                 raise InputError(
                     f"{image}: a row of {file} leads to it, and no run starts while its image is missing; remove the "
-                    "row first"
+                    "row first, or, where it only has a focus point, set that to the middle in Crop"
                 )
 
 

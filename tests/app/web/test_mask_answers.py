@@ -16,6 +16,7 @@ from app.web.answers import server_functions
 from app.web.pages import data, mask
 from tests.app.test_masks import painted, png
 from tests.runs import make_pictures, write_preset
+from trainer.config.installation import PRESETS
 
 
 class Window:
@@ -91,6 +92,16 @@ def test_a_mask_that_was_changed_meanwhile_comes_back_instead_of_being_replaced(
     answer = window.save(image)
     assert set(answer) == {"changed"}
     assert answer["changed"]["digest"] == window.call("mask_load", image=str(image))["digest"]
+
+
+def test_masks_of_the_programs_own_images_are_not_painted(window: Window):
+    window.studio.save_draft(Draft(PRESETS / "quickstart.yaml"))
+    image = next(iter(sorted((PRESETS / "quickstart").glob("*.png"))))
+    sent = base64.b64encode(png(painted())).decode()
+    for name, values in (("mask_load", {}), ("mask_save", {"sent": sent, "before": ""})):
+        refusal = window.ask(name, image=str(image), **values)["error"]
+        assert refusal.endswith("images of the program itself, which stay as they are; put yours into a new folder")
+    assert not (PRESETS / "quickstart-masks").exists()
 
 
 def test_what_a_browser_never_sends_is_refused_with_a_sentence(window: Window, tmp_path: Path):

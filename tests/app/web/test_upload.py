@@ -117,6 +117,51 @@ def test_photos_are_dropped_and_wrong_names_become_right(own_data: Path, data: P
     expect(data.locator(".pc[data-name='photo.png'] textarea")).to_have_value("a photo")
 
 
+def test_files_of_one_name_size_and_time_are_not_taken_for_each_other(own_data: Path, data: Page, tmp_path: Path):
+    """As an archive gives them when it is unpacked; images without compression all have one size."""
+    for folder, colour in (("cats", "teal"), ("dogs", "plum")):
+        (tmp_path / folder).mkdir()
+        Image.new("RGB", (40, 40), colour).save(tmp_path / folder / "0001.bmp")
+        os.utime(tmp_path / folder / "0001.bmp", (1e9, 1e9))
+        choose(data, tmp_path / folder / "0001.bmp")
+        done(data, "1 file added.")
+    assert {(own_data / name).read_bytes() for name in ("0001.bmp", "0001 (2).bmp")} == {
+        (tmp_path / folder / "0001.bmp").read_bytes() for folder in ("cats", "dogs")
+    }
+
+
+def test_a_caption_goes_to_the_image_of_exactly_its_name(own_data: Path, data: Page, tmp_path: Path):
+    for name, colour in (("Fox", "teal"), ("fox", "plum")):
+        Image.new("RGB", (40, 40), colour).save(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text(colour)
+    choose(data, *(tmp_path / name for name in ("Fox.png", "fox.png", "fox.txt", "Fox.txt")))
+    done(data, "4 files added.")
+    for stem in ("Fox", "fox"):
+        content = (tmp_path / f"{stem}.png").read_bytes()
+        [image] = (file for file in own_data.glob("*.png") if file.read_bytes() == content)
+        assert image.with_suffix(".txt").read_text() == (tmp_path / f"{stem}.txt").read_text()
+
+
+def test_a_dropped_file_that_cannot_be_read_is_named_and_the_others_are_sent(own_data: Path, data: Page):
+    data.evaluate(
+        """() => {
+          const gone = (good, bad) => bad(new DOMException('gone'));
+          const lost = { isFile: true, name: 'lost.png', fullPath: '/lost.png', file: gone };
+          const canvas = document.createElement('canvas');
+          const url = canvas.toDataURL('image/png').split(',')[1];
+          const image = new File([Uint8Array.from(atob(url), c => c.charCodeAt(0))], 'kept.png');
+          const kept = { isFile: true, name: 'kept.png', fullPath: '/kept.png', file: good => good(image) };
+          const items = [lost, kept].map(entry => ({ kind: 'file', webkitGetAsEntry: () => entry }));
+          const event = new Event('drop', { bubbles: true, cancelable: true });
+          event.dataTransfer = { types: ['Files'], items };
+          document.querySelector('#page-data h1').dispatchEvent(event);
+        }"""
+    )
+    done(data, "1 file added.")
+    expect(data.locator("#upload-message")).to_contain_text("lost.png cannot be read; choose it again")
+    assert (own_data / "kept.png").exists()
+
+
 def test_a_selection_that_is_made_during_an_upload_follows_it(own_data: Path, data: Page, photos: Path):
     with only_first(data, 0) as held:
         choose(data, *photos.glob("1*.png"))
@@ -226,6 +271,8 @@ def test_of_a_folder_everything_in_it_enters_the_folder(own_data: Path, data: Pa
     else:
         data.locator("#upload-input-folder").set_input_files(trip)
     done(data, "113 files added.")
+    expect(data.locator("#upload-message")).to_contain_text("The files of 2 folders are in one folder now.")
+    expect(data.locator("#upload-results")).to_contain_text("trip/day 2/t0.png is called t0 (2).png here")
     found = {image.stem: image.with_suffix(".txt") for image in own_data.glob("t*.png")}
     assert len(found) == 111 and sorted(file.name for file in own_data.glob("t*.txt")) == ["t0 (2).txt", "t0.txt"]
     for stem in ("t0", "t0 (2)"):
