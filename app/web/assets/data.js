@@ -366,10 +366,12 @@
     if (!data.is_complete) return;
     drawIssues();
     drawTexts();
-    if (!hasImages) return;
-    drawCards(isChosen);
-    drawFilters();
-    drawShapes();
+    if (hasImages) {
+      drawCards(isChosen);
+      drawFilters();
+      drawShapes();
+    }
+    studio.upload.drawn();
   }
 
   // --- asking -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@
   const SAMPLES = 16, SAMPLE = 65536; // what tells files of one name, size and time apart: up to a megabyte of each
   const SYSTEM_FILES = /^(\..*|thumbs\.db|desktop\.ini)$/i;
   const NEW = 'new:'; // before the path of a folder that a new one is made in
-  let hooks = null, state = null, root = null, batch = null, isRunning = false, asked = 0, drawn = 0;
+  let hooks = null, state = null, root = null, batch = null, isRunning = false, asked = 0, drawn = 0, focusOn = null;
   const waiting = [], results = [];
   const $ = id => root.querySelector(`#${id}`);
 
@@ -289,7 +289,7 @@
   function drawState() {
     const why = state.closed || (state.problem && !state.roots.length ? state.problem : '');
     $('upload-open').hidden = !!why;
-    fill($('upload-why'), [why, state.problem], () => why ? h('p.notice', {}, why) : state.problem && state.folder ? h('p.dim.sm', {}, `Not into the folder above: ${state.problem}`) : []);
+    fill($('upload-why'), [why, state.problem], () => why ? h('p.notice', {}, why) : state.problem && state.folder ? h('p.dim.sm', {}, state.problem) : []);
     drawPlace();
     drawDeleted();
     draw();
@@ -322,9 +322,15 @@
     }
     hooks.forget(image);
     undoToast(deletion);
-    const path = next?.dataset.image;
+    focusOn = next?.dataset.image || '';
     await Promise.all([hooks.refresh(), look()]);
-    studio.refocus([...document.querySelectorAll('#page-data .pc')].find(other => other.dataset.image === path)?.querySelector('.del'), $('upload-files'));
+  }
+
+  /** Once the cards are there again, which may be some answers later, the keyboard goes on with the next one. */
+  function focusNext() {
+    if (focusOn === null) return;
+    studio.refocus([...document.querySelectorAll('#page-data .pc')].find(card => card.dataset.image === focusOn)?.querySelector('.del'), $('upload-files'));
+    focusOn = null;
   }
 
   function undoToast(deletion) {
@@ -410,6 +416,7 @@
     /** A button that deletes the image of a card of the screen. */
     deleteButton: card => h('button.del', { type: 'button', title: 'Delete', onclick: () => remove(card) }, '✕'),
     look,
+    drawn: focusNext,
     /** The screen shows this answer: text takes no images, and another folder has other deleted ones. */
     shown(data) { root.hidden = data.is_text; if (state && state.key !== data.key) look(); },
   };
