@@ -26,7 +26,7 @@ from trainer.data.image_io import ImageFile, entries_below
 from trainer.data.image_members import file_of
 from trainer.data.known_files import COARSEST_NS, FOLDER, MOST_BYTES, KnownFiles
 
-VERSION = 1
+VERSION = 2
 """Of what is remembered: raise it when a scan of the same files finds something else."""
 Keep = Callable[[], None]
 SUFFIX = ".scan"
