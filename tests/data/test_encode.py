@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from trainer.config.schema import RunConfig
 from trainer.data import encode, prompts
 from trainer.data.encode import encode_data
 from trainer.data.image_files import scan
-from trainer.data.image_io import load_rgb, read_header
+from trainer.data.image_io import load_mask, load_rgb, read_header
 from trainer.data.image_source import EncodedData
 from trainer.data.loader import ImageItem
 from trainer.distributed.context import RankContext
@@ -210,6 +212,39 @@ def test_a_sample_is_never_drawn_without_its_reference(pictures: Path, beside: P
     with pytest.raises(InputError) as caught:
         encoded(run_config(pictures, data__bad_image="warn", sample__prompts=("one",), sample__references=(str(file),)))
     assert str(caught.value) == f"sample.references: {file} cannot be read; replace it"
+
+
+@pytest.mark.parametrize("what", ["image", "mask"])
+def test_a_file_that_is_replaced_between_its_key_and_its_pixels_leaves_no_wrong_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    pictures, masks = make_pictures(tmp_path / "pictures", 2), tmp_path / "masks"
+    masks.mkdir()
+    Image.new("L", (64, 64), 90).save(masks / "00.png")
+    cfg, clean = (
+        run_config(folder, data__masks=str(masks))
+        for folder in (pictures, shutil.copytree(pictures, tmp_path / "clean" / "pictures"))
+    )
+    expected, _ = encoded(clean)
+    file, name, load = {"image": (pictures, "load_rgb", load_rgb), "mask": (masks, "load_mask", load_mask)}[what]
+    file /= "00.png"
+    original = file.read_bytes()
+
+    def replaced(*arguments: Any) -> Image.Image:
+        Image.new("RGB", (64, 64), "red").save(file)
+        return load(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(encode, name, replaced)
+        with pytest.raises(InputError, match=f"{file}: has changed while images were encoded"):
+            encoded(cfg)
+    file.write_bytes(original)
+    found, _ = encoded(cfg)
+    for one, other in zip(found.train, expected.train, strict=True):
+        assert one.pixels == other.pixels and one.pixels.mask is not None
+        for key in (one.pixels.latents, one.pixels.mask):
+            ours, theirs = found.cache.read(key), expected.cache.read(key)
+            assert all(torch.equal(ours[part], theirs[part]) for part in theirs)
 
 
 def test_progress_is_written_at_a_rhythm_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
