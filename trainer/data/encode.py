@@ -98,7 +98,7 @@ class _DataEncoder:
         return KnownFiles.of(self.context.cfg.data, self.context.cache)
 
     def encode(self, others: Sequence[ImageFile]) -> EncodedData:
-        scans = ScanMemory(self.context.cfg.data, self.context.cache)
+        scans = ScanMemory.of_launcher(self.context.cfg.data, self.context.cache)
         dataset = scans.scan(lambda: self._known)
         memory = EncodedMemory(self.cache, scans.digest, self._way)
         encoded = memory.recalled(dataset)
