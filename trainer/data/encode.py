@@ -21,7 +21,7 @@ from trainer.config.files import make_private_if_new
 from trainer.config.schema import RunConfig
 from trainer.data import image_warnings
 from trainer.data.buckets import Buckets, kept_part
-from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, key_of, missing
+from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, key_of, key_of_all, missing
 from trainer.data.captions import measure
 from trainer.data.encoded_memory import Encoded, EncodedMemory
 from trainer.data.image_files import CaptionedImage, Dataset
@@ -50,6 +50,17 @@ T = TypeVar("T")
 
 PROGRESS_S = 0.25
 """Shortest time between two events about the number of encoded items; the last one is always written."""
+
+
+def require_same(world: World, found: object) -> None:
+    """Raise InputError on all ranks if their data differ. found: says what a rank has found. Collective."""
+    everyone = world.gather(found)
+    differing = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if differing:
+        raise InputError(
+            f"data: rank {differing[0]} has found other images or captions than rank 0; copy the dataset to all "
+            "machines again, or start again when its files no longer change"
+        )
 
 
 class StopRequested(Exception):
@@ -139,6 +150,8 @@ class _DataEncoder:
     def _encode_dataset(self, dataset: Dataset, memory: EncodedMemory) -> Encoded:
         """Encode what the cache lacks of the images and captions of a dataset."""
         images = (*dataset.train, *dataset.validation)
+        # Else a rank would encode, and meet the others for, something that they do not have.
+        require_same(self.context.world, key_of_all((len(dataset.train), *(image.captions for image in images))))
         train, validation = (self._wanted(images) for images in (dataset.train, dataset.validation))
         wanted = (*train, *validation)
         # Every rank has all captions. The cache does not hold their lengths, but tokenizing again is cheap.
