@@ -158,6 +158,15 @@ def test_a_tar_is_read_in_the_order_and_under_the_names_that_the_program_tar_giv
     assert [mask.path.name for mask in masks if mask] == ["1.png", "0.png", "2.png"]
 
 
+def test_a_tar_s_caption_may_be_any_value_of_its_json_or_the_lines_of_its_txt(tmp_path: Path) -> None:
+    values = json.dumps({"caption": "unread", "long": ["a", "b"]}).encode()
+    file = write_tar(tmp_path / "a.tar", {"0.png": encoded(COLOURS[0]), "0.json": values})
+    assert seen(file, caption_column="long") == [(COLOURS[0], ("a", "b"))]
+    lines = write_tar(tmp_path / "b.tar", {"0.png": encoded(COLOURS[0]), "0.txt": b"a\n\n b \n"})
+    assert seen(lines, caption_lines=True) == [(COLOURS[0], ("a", "b"))]
+    assert seen(lines) == [(COLOURS[0], ("a\n\n b",))]
+
+
 def test_a_tar_holds_images_of_every_suffix_that_a_folder_may_hold(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (32, 48), COLOURS[0]).save(buffer, "TIFF")

@@ -60,15 +60,19 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns, or in a tar file the suffixes, that are read. An empty name stands for the usual ones."""
+    """The columns, or in a tar file the suffixes, that are read. An empty name stands for the usual ones.
+
+    has_lines: Whether each line of a .txt in a tar file is a caption by itself.
+    """
 
     image: str = ""
     caption: str = ""
     references: tuple[str, ...] = ()
+    has_lines: bool = False
 
     @classmethod
     def of(cls, data: DataConfig) -> Columns:
-        return cls(data.image_column, data.caption_column, data.reference_columns)
+        return cls(data.image_column, data.caption_column, data.reference_columns, data.caption_lines)
 
 
 def read_table(file: Path, columns: Columns) -> Iterator[TableRow | InputError]:
@@ -332,16 +336,17 @@ def _sample(
     if absent:
         return InputError(f"{place}: has no {absent[0]}, which data.reference_columns names; add it")
     try:
-        caption = _tar_caption(stream, members, columns.caption)
+        caption = _tar_caption(stream, members, columns)
     except InputError as error:
         return InputError(f"{place}: {error}")
     return _row(place, image.path, name, caption, tuple(members[suffix].path for suffix in columns.references))
 
 
-def _tar_caption(stream: io.BufferedReader, members: Mapping[str, _Member], suffix: str) -> Any:
-    """The caption of a sample: the text of its .txt, else the value of its .json. Raises InputError."""
-    usual = ("txt", *CAPTION_COLUMNS, "json")
-    found = next((members[one] for one in ((suffix,) if suffix else usual) if one in members), None)
+def _tar_caption(stream: io.BufferedReader, members: Mapping[str, _Member], columns: Columns) -> Any:
+    """The caption of a sample: the text of its .txt, else a value of its .json. Raises InputError."""
+    names = (columns.caption,) if columns.caption else CAPTION_COLUMNS
+    suffixes = (*names, "json") if columns.caption else ("txt", *names, "json")
+    found = next((members[one] for one in suffixes if one in members), None)
     if found is None:
         return None
     if found.size > MOST_TEXT:
@@ -350,10 +355,11 @@ def _tar_caption(stream: io.BufferedReader, members: Mapping[str, _Member], suff
     try:
         text = stream.read(found.size).decode("utf-8-sig")
         if not found.suffix.endswith("json"):
-            return text
+            is_list = columns.has_lines and found.suffix == "txt"
+            return [line for line in text.splitlines() if line.strip()] if is_list else text
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"its .{found.suffix} cannot be read ({error}); correct it") from error
     if isinstance(value, dict):
-        return next((value[column] for column in CAPTION_COLUMNS if column in value), None)
+        return next((value[name] for name in names if name in value), None)
     return value
