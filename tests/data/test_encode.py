@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import ExifTags, Image
 
 from tests.data.profiles import DISPLAY_P3, SRGB, rgb_profile, srgb_curve
+from tests.distributed.pool import run_ranks
 from tests.runs import alone, make_pictures, run_config
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data import encode, prompts
 from trainer.data.encode import encode_data
 from trainer.data.image_files import scan
-from trainer.data.image_io import load_rgb, read_header
+from trainer.data.image_io import load_mask, load_rgb, read_header
 from trainer.data.image_source import EncodedData
 from trainer.data.loader import ImageItem
+from trainer.data.open import open_data
 from trainer.distributed.context import RankContext
+from trainer.distributed.world import World
 from trainer.models import families
 from trainer.models.base import ImageFamily, ModelFamily
 from trainer.models.build import encoder_loader
 from trainer.run.events import AnyEvent, StatusEvent, WarningEvent
+from trainer.run.manifest import RECIPE
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +216,66 @@ def test_a_sample_is_never_drawn_without_its_reference(pictures: Path, beside: P
     with pytest.raises(InputError) as caught:
         encoded(run_config(pictures, data__bad_image="warn", sample__prompts=("one",), sample__references=(str(file),)))
     assert str(caught.value) == f"sample.references: {file} cannot be read; replace it"
+
+
+def found_by_rank(world: World, folders: list[Path]) -> str:
+    """What a rank says whose data are in the folder of its number, as on machines that each have a copy."""
+    cfg = run_config(folders[world.rank])
+    cache = folders[0].parent / "cache"
+    context = RankContext(cfg, world, cache, lambda event: None)
+    try:
+        open_data(families.make(cfg, cache), encoder_loader(cfg, world), context, RECIPE)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_ranks_that_find_other_data_say_so_before_they_train_or_wait_in_vain(tmp_path: Path) -> None:
+    whole = make_pictures(tmp_path / "whole", 3)
+    fewer, other = (shutil.copytree(whole, tmp_path / name) for name in ("fewer", "other"))
+    (fewer / "02.png").unlink()
+    (other / "01.txt").write_text("another caption", encoding="utf-8")
+    for folder in (fewer, other):
+        for said in run_ranks(2, found_by_rank, [whole, folder]):
+            assert said == (
+                "data: rank 1 has found other images or captions than rank 0; copy the dataset to all machines again, "
+                "or start again when its files no longer change"
+            )
+    assert run_ranks(2, found_by_rank, [whole, whole]) == ["", ""]
+
+
+@pytest.mark.parametrize("what", ["image", "mask"])
+def test_a_file_that_is_replaced_between_its_key_and_its_pixels_leaves_no_wrong_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    pictures, masks = make_pictures(tmp_path / "pictures", 2), tmp_path / "masks"
+    masks.mkdir()
+    Image.new("L", (64, 64), 90).save(masks / "00.png")
+    cfg, clean = (
+        run_config(folder, data__masks=str(masks))
+        for folder in (pictures, shutil.copytree(pictures, tmp_path / "clean" / "pictures"))
+    )
+    expected, _ = encoded(clean)
+    file, name, load = {"image": (pictures, "load_rgb", load_rgb), "mask": (masks, "load_mask", load_mask)}[what]
+    file /= "00.png"
+    original = file.read_bytes()
+
+    def replaced(*arguments: Any) -> Image.Image:
+        Image.new("RGB", (64, 64), "red").save(file)
+        return load(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(encode, name, replaced)
+        with pytest.raises(InputError, match=f"{file}: has changed while images were encoded"):
+            encoded(cfg)
+    file.write_bytes(original)
+    found, _ = encoded(cfg)
+    for one, other in zip(found.train, expected.train, strict=True):
+        assert one.pixels == other.pixels and one.pixels.mask is not None
+        for key in (one.pixels.latents, one.pixels.mask):
+            ours, theirs = found.cache.read(key), expected.cache.read(key)
+            assert all(torch.equal(ours[part], theirs[part]) for part in theirs)
 
 
 def test_progress_is_written_at_a_rhythm_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,22 @@ def test_a_parquet_file_has_a_column_of_images_and_one_of_captions(tmp_path: Pat
     assert seen(file) == EXPECTED
 
 
+@pytest.mark.parametrize("kind", ["dictionary", "large", "view", "list", "fixed list"])
+def test_names_of_files_in_a_parquet_file_may_be_of_any_type_of_text(tmp_path: Path, kind: str) -> None:
+    for number, colour in enumerate(COLOURS):
+        (tmp_path / f"{number}.png").write_bytes(encoded(colour))
+    names, listed = ["0.png", "1.png", "2.png"], [["0.png"], ["1.png"], ["2.png"]]
+    columns = {
+        "dictionary": pa.array(names).dictionary_encode(),
+        "large": pa.array(names, pa.large_string()),
+        "view": pa.array(names, pa.string_view()),
+        "list": pa.array(listed),
+        "fixed list": pa.array(listed, pa.list_(pa.string(), 1)),
+    }
+    texts = pa.array(TEXTS).dictionary_encode() if kind == "dictionary" else TEXTS
+    assert seen(write_parquet(tmp_path / "a.parquet", {"image": columns[kind], "text": texts})) == EXPECTED
+
+
 def test_a_folder_of_shards_is_read_in_order_as_the_hub_has_it(tmp_path: Path) -> None:
     for number in range(3):
         columns = {"image": of_hub(COLOURS[number : number + 1]), "text": TEXTS[number : number + 1]}
@@ -126,6 +142,45 @@ def test_a_tar_has_an_image_and_a_text_of_one_name(tmp_path: Path, kind: str) ->
     file = write_tar(tmp_path / "00000.tar", members)
     assert seen(file, caption_column="own" if kind == "own" else "") == EXPECTED
     assert seen(tmp_path, caption_column="own" if kind == "own" else "") == EXPECTED
+
+
+def test_a_tar_is_read_in_the_order_and_under_the_names_that_the_program_tar_gives(tmp_path: Path) -> None:
+    members: dict[str, bytes] = {}
+    for number in (1, 0, 2):
+        members[f"./{number}.png"] = encoded(COLOURS[number])
+    members |= {f"./{number}.txt": TEXTS[number].encode() for number in range(3)}
+    file = write_tar(tmp_path / "a.tar", members)
+    assert seen(file) == [EXPECTED[number] for number in (1, 0, 2)]
+    (tmp_path / "masks").mkdir()
+    for number in range(3):
+        Image.new("L", (32, 48)).save(tmp_path / "masks" / f"{number}.png")
+    masks = [image.mask for image in scan(data(file, masks=str(tmp_path / "masks"))).train]
+    assert [mask.path.name for mask in masks if mask] == ["1.png", "0.png", "2.png"]
+
+
+def test_a_tar_s_caption_may_be_any_value_of_its_json_or_the_lines_of_its_txt(tmp_path: Path) -> None:
+    values = json.dumps({"caption": "unread", "long": ["a", "b"]}).encode()
+    file = write_tar(tmp_path / "a.tar", {"0.png": encoded(COLOURS[0]), "0.json": values})
+    assert seen(file, caption_column="long") == [(COLOURS[0], ("a", "b"))]
+    lines = write_tar(tmp_path / "b.tar", {"0.png": encoded(COLOURS[0]), "0.txt": b"a\n\n b \n"})
+    assert seen(lines, caption_lines=True) == [(COLOURS[0], ("a", "b"))]
+    assert seen(lines) == [(COLOURS[0], ("a\n\n b",))]
+
+
+def test_a_tar_holds_images_of_every_suffix_that_a_folder_may_hold(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (32, 48), COLOURS[0]).save(buffer, "TIFF")
+    assert seen(write_tar(tmp_path / "a.tar", {"0.tif": buffer.getvalue(), "0.txt": b"number 0"})) == EXPECTED[:1]
+
+
+@pytest.mark.parametrize("name", ["photos.tar", "photos.parquet"])
+@pytest.mark.parametrize("inner", ["2024/07", "2024/summer"])
+def test_a_folder_may_be_called_as_a_table(tmp_path: Path, name: str, inner: str) -> None:
+    folder = tmp_path / name / inner
+    folder.mkdir(parents=True)
+    (folder / "0.png").write_bytes(encoded(COLOURS[0]))
+    (folder / "0.txt").write_text(TEXTS[0], encoding="utf-8")
+    assert seen(tmp_path) == EXPECTED[:1]
 
 
 def test_masks_are_found_by_the_names_of_samples_and_by_the_numbers_of_rows(tmp_path: Path) -> None:
@@ -240,6 +295,68 @@ def test_wrong_rows_of_a_csv_and_samples_of_a_tar_are_named(tmp_path: Path) -> N
     file = write_tar(tmp_path / "a.tar", {"a.png": encoded(COLOURS[0]), "a.json": b"{", "b.txt": b"b"})
     assert problems_of(data(file))[0].startswith(f"{file}: a: its .json cannot be read (")
     assert problems_of(data(file))[1] == f"{file}: b: has no image, only txt; add it or remove the sample"
+
+
+def test_columns_that_cannot_be_told_apart_or_found_are_refused(tmp_path: Path) -> None:
+    twice = pa.Table.from_arrays([pa.array(of_hub()), pa.array(TEXTS), pa.array(TEXTS)], ["image", "text", "text"])
+    parquet.write_table(twice, tmp_path / "a.parquet")
+    assert problems_of(data(tmp_path / "a.parquet")) == [
+        f"{tmp_path}/a.parquet: has several columns 'text'; rename all but one of them"
+    ]
+    odd = write_parquet(tmp_path / "b.parquet", {"my/image": of_hub(), "text": TEXTS})
+    assert problems_of(data(odd, image_column="my/image")) == [
+        f"{odd}: images in a column with / in its name, my/image, are not found; rename it"
+    ]
+    (tmp_path / "a.csv").write_text("file_name;text\na.png;a\n", encoding="utf-8")
+    assert problems_of(data(tmp_path / "a.csv"))[0].endswith(", or save the file with commas between its fields")
+
+
+def test_paths_without_bytes_in_a_parquet_file_are_named_with_the_remedy(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "a.parquet", {"image": [{"bytes": None, "path": "0.png"}], "text": ["a"]})
+    assert problems_of(data(file)) == [
+        f"{file}/0/image/0: the column image has the path of an image without its bytes; write the images into the "
+        "file, or their paths as plain texts, or set data.bad_image: warn"
+    ]
+
+
+def test_a_row_without_its_reference_is_named_in_every_kind_of_table(tmp_path: Path) -> None:
+    (tmp_path / "0.png").write_bytes(encoded(COLOURS[0]))
+    (tmp_path / "a.csv").write_text("image,before,text\n0.png,0.png,a\n0.png,,b\n", encoding="utf-8")
+    assert problems_of(data(tmp_path / "a.csv", reference_columns=["before"])) == [
+        f"{tmp_path}/a.csv:3: its column before names no image, and data.reference_columns names it; fill or remove it"
+    ]
+    listed = {"image": of_hub(), "before": [of_hub()[:1], [], None], "text": TEXTS}
+    file = write_parquet(tmp_path / "a.parquet", listed)
+    assert problems_of(data(file, reference_columns=["before"])) == [
+        f"{file}: row {number}: its column before holds no image, and data.reference_columns names it; remove the row"
+        for number in (2, 3)
+    ]
+
+
+@pytest.mark.parametrize("cell", [".", "/", "..", "images"])
+def test_a_cell_that_names_a_folder_is_a_problem_of_its_row(tmp_path: Path, cell: str) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "a.csv").write_text(f"file_name,text\n{cell},a\n", encoding="utf-8")
+    (problem,) = problems_of(data(tmp_path / "a.csv"))
+    assert problem.endswith("or set data.bad_image: warn")
+
+
+def test_tables_without_rows_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("file_name,text\n", encoding="utf-8")
+    none = write_parquet(
+        tmp_path / "a.parquet", {"image": pa.array([], pa.binary()), "text": pa.array([], pa.string())}
+    )
+    for file in (tmp_path / "a.csv", none):
+        assert problems_of(data(file)) == [f"data.path: {file}: holds no rows; name a file with images"]
+
+
+def test_a_compressed_tar_file_without_the_suffix_is_refused_alike(tmp_path: Path) -> None:
+    for mode in ("gz", "bz2", "xz"):
+        with tarfile.open(tmp_path / "a.tar", f"w:{mode}"):  # type: ignore[call-overload]
+            pass
+        assert problems_of(data(tmp_path / "a.tar")) == [
+            f"{tmp_path}/a.tar: is compressed, and images are read from their place in it; unpack it to a .tar"
+        ]
 
 
 def test_compressed_tar_files_are_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -76,6 +76,58 @@ def test_ranks_find_what_the_launcher_scanned(
     assert len(done) == 1
 
 
+def test_ranks_of_the_launcher_s_machine_walk_through_no_folder(
+    everything: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked(everything, tmp_path / "cache")()
+    walked: list[DataConfig] = []
+    stamps = scan_memory._stamps
+
+    def watched(cfg: DataConfig) -> Any:
+        walked.append(cfg)
+        return stamps(cfg)
+
+    monkeypatch.setattr(scan_memory, "_stamps", watched)
+    found = ScanMemory.of_launcher(everything, tmp_path / "cache")
+    assert found.scan(KnownFiles) == scan(everything) and walked == []
+    assert found.digest == ScanMemory(everything, tmp_path / "cache").digest
+
+
+@pytest.mark.parametrize("why", ["another machine", "long ago", "the clock was set back", "other settings", "damaged"])
+def test_ranks_look_at_the_files_themselves_where_no_launcher_just_did(
+    everything: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    checked(everything, tmp_path / "cache")()
+    (handed,) = (tmp_path / "cache").rglob("*.handed")
+    digest, machine, at = json.loads(handed.read_text(encoding="utf-8"))
+    if why == "other settings":
+        everything = everything.model_copy(update={"trigger": "another"})
+    changed = {
+        "another machine": [digest, "node2 17", at],
+        "long ago": [digest, machine, at - scan_memory.HANDED_S],
+        "the clock was set back": [digest, machine, at + 100],
+        "damaged": ["../../else"],
+    }
+    if why in changed:
+        handed.write_text(json.dumps(changed[why]), encoding="utf-8")
+    Image.new("RGB", (32, 48)).save(tmp_path / "more" / "a.png")
+    (tmp_path / "more" / "a.txt").write_text("new", encoding="utf-8")
+    Image.new("RGB", (32, 48)).save(tmp_path / "before" / "a.png")
+    with pytest.raises(InputError, match="belongs to both"):
+        ScanMemory.of_launcher(everything, tmp_path / "cache").scan(KnownFiles)
+
+
+def test_a_check_of_files_that_changed_just_now_takes_back_what_an_earlier_one_handed_over(
+    everything: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked(everything, tmp_path / "cache")()
+    monkeypatch.setattr(scan_memory, "COARSEST_NS", 2 * 10**9)
+    (tmp_path / "images" / "a.txt").write_text("changed", encoding="utf-8")
+    checked(everything, tmp_path / "cache")()
+    found = ScanMemory.of_launcher(everything, tmp_path / "cache").scan(KnownFiles)
+    assert found.train[0].caption == "ohwx, changed"
+
+
 CHANGES: dict[str, Callable[[Path], object]] = {
     "a caption": lambda root: (root / "images" / "a.txt").write_text("another", encoding="utf-8"),
     "a new image": lambda root: Image.new("RGB", (32, 48)).save(root / "more" / "a.png"),
@@ -119,9 +171,12 @@ def test_another_setting_is_scanned_anew_and_both_are_kept(
 def test_a_damaged_memory_is_replaced(everything: DataConfig, tmp_path: Path, content: str) -> None:
     expected = ScanMemory(everything, tmp_path / "cache").scan(KnownFiles)
     (kept,) = (tmp_path / "cache").rglob("*.scan")
-    kept.write_text(content, encoding="utf-8")
-    assert ScanMemory(everything, tmp_path / "cache").scan(KnownFiles) == expected
-    assert kept.read_text(encoding="utf-8") != content
+    whole = kept.read_text(encoding="utf-8")
+    checked(everything, tmp_path / "cache")()
+    for opened in (ScanMemory, ScanMemory.of_launcher):
+        kept.write_text(content, encoding="utf-8")
+        assert opened(everything, tmp_path / "cache").scan(KnownFiles) == expected
+        assert kept.read_text(encoding="utf-8") == whole
 
 
 def test_a_file_that_was_changed_just_now_is_not_trusted(tmp_path: Path) -> None:

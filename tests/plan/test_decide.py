@@ -109,3 +109,15 @@ def test_two_decisions_take_few_simulated_steps(monkeypatch: pytest.MonkeyPatch)
         played.clear()
         planned("flux2 dev", CARDS[card], *alone, AUTO, "parallel.offload_blocks=auto")
         assert 1 <= len(played) <= 40, card  # one by one, 57 blocks and 9 amounts of recompute would be 500
+
+
+def test_a_step_has_the_passes_that_the_folder_of_the_largest_images_asks_for() -> None:
+    """A folder's own number of images in a pass counts for the time of a step as that of all folders does."""
+    fields = ("data.path=null", "train.batch_size=16", "train.checkpointing=full", "parallel.devices=1")
+    own = "data.folders=[{path: closeups, micro_batch: 2}]"
+    found = planned("flux2 klein-4b", CARDS["80gb"], *fields, own, "train.micro_batch=8")
+    expected = planned(
+        "flux2 klein-4b", CARDS["80gb"], *fields, "data.folders=[{path: closeups}]", "train.micro_batch=2"
+    )
+    assert (found.time, found.need) == (expected.time, expected.need)
+    assert found.time is not None

@@ -359,8 +359,8 @@ FAULTS = (
     _fault(
         "a kept scan is found again though a file has changed",
         "trainer/data/scan_memory.py",
-        "content.update(stamp.encode",
-        "hashlib.sha256().update(stamp.encode",
+        '"\\n".join(stamps)',
+        '"\\n".join(stamps[:1])',
         "data/test_scan_memory.py",
     ),
     _fault(

@@ -372,8 +372,8 @@ class DataConfig(Section):
     """In a .parquet or .csv file, the column of the images (their bytes, or paths relative to the file); in a .tar
     file, their suffix. Empty: image, jpg, png, file_name or another usual name."""
     caption_column: str = option("", title="Column of captions", keywords="parquet csv webdataset hub datasets text")
-    """The same of the captions: a text, or a list of which each sample takes one. Empty: text, caption, prompt or
-    another usual name; in a .tar file also the `caption` of a .json."""
+    """The same of the captions: a text, or a list of which each sample takes one; in a .tar file also a value of a
+    .json. Empty: text, caption, prompt or another usual name."""
     reference_columns: tuple[str, ...] = option((), title="Columns of images before the edit", keywords="control edit")
     """The same of reference images for edit training, one or several."""
     repeats: Whole = option(1, ge=1, le=10000, keywords="epochs")

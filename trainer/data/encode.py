@@ -21,7 +21,7 @@ from trainer.config.files import make_private_if_new
 from trainer.config.schema import RunConfig
 from trainer.data import image_warnings
 from trainer.data.buckets import Buckets, kept_part
-from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, key_of, missing
+from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, key_of, key_of_all, missing
 from trainer.data.captions import measure
 from trainer.data.encoded_memory import Encoded, EncodedMemory
 from trainer.data.image_files import CaptionedImage, Dataset
@@ -50,6 +50,17 @@ T = TypeVar("T")
 
 PROGRESS_S = 0.25
 """Shortest time between two events about the number of encoded items; the last one is always written."""
+
+
+def require_same(world: World, found: object) -> None:
+    """Raise InputError on all ranks if their data differ. found: says what a rank has found. Collective."""
+    everyone = world.gather(found)
+    differing = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if differing:
+        raise InputError(
+            f"data: rank {differing[0]} has found other images or captions than rank 0; copy the dataset to all "
+            "machines again, or start again when its files no longer change"
+        )
 
 
 class StopRequested(Exception):
@@ -98,7 +109,7 @@ class _DataEncoder:
         return KnownFiles.of(self.context.cfg.data, self.context.cache)
 
     def encode(self, others: Sequence[ImageFile]) -> EncodedData:
-        scans = ScanMemory(self.context.cfg.data, self.context.cache)
+        scans = ScanMemory.of_launcher(self.context.cfg.data, self.context.cache)
         dataset = scans.scan(lambda: self._known)
         memory = EncodedMemory(self.cache, scans.digest, self._way)
         encoded = memory.recalled(dataset)
@@ -139,6 +150,8 @@ class _DataEncoder:
     def _encode_dataset(self, dataset: Dataset, memory: EncodedMemory) -> Encoded:
         """Encode what the cache lacks of the images and captions of a dataset."""
         images = (*dataset.train, *dataset.validation)
+        # Else a rank would encode, and meet the others for, something that they do not have.
+        require_same(self.context.world, key_of_all((len(dataset.train), *(image.captions for image in images))))
         train, validation = (self._wanted(images) for images in (dataset.train, dataset.validation))
         wanted = (*train, *validation)
         # Every rank has all captions. The cache does not hold their lengths, but tokenizing again is cheap.
@@ -273,25 +286,35 @@ class _DataEncoder:
             for digest, picture in zip(digests, distinct, strict=True)
         }
         by_key = {key: picture for picture, key in keys.items()}
+        contents = {picture.file.path: digest for digest, picture in zip(digests, distinct, strict=True)}
         work = {key: by_key[key] for key in missing(keys.values(), self.cache, self._crew)}
         failures: dict[str, str] = {}
         if work:
             self._announce("images")
             invisible: list[Path] = []
             failures = self._encode_with(
-                partial(self._load_and_encode, self.family.image_encoder(self.load), invisible), "images", work
+                partial(self._load_and_encode, self.family.image_encoder(self.load), contents, invisible),
+                "images",
+                work,
             )
             self._release()
             _report_failures(failures, self.context.cfg, self.context.emit)
             self._warn_of_invisible(invisible)
         return {picture: key for picture, key in keys.items() if key not in failures}
 
-    def _load_and_encode(self, encoder: Any, invisible: list[Path], picture: _Picture) -> Example:
-        """Encode an image. Images without a visible pixel are added to `invisible`."""
+    def _load_and_encode(
+        self, encoder: Any, contents: Mapping[Path, str], invisible: list[Path], picture: _Picture
+    ) -> Example:
+        """Encode an image. Images without a visible pixel are added to `invisible`.
+
+        Raises InputError for a file that is no longer that of its digest in `contents`, which its key is made of.
+        """
         image, size, framing = picture.file, picture.size, picture.framing
         is_framed = self._own_size(image, self._largest) is None
         pixels = load_rgb(image, size, framing) if is_framed else load_resized(image, size, framing.background)
-        if is_invisible(image, pixels):
+        is_unseen = is_invisible(image, pixels)
+        self._known.require_unchanged(image.path, contents[image.path])
+        if is_unseen:
             invisible.append(image.path)
         return self.family.encode_image(encoder, pixels)
 
@@ -326,9 +349,16 @@ class _DataEncoder:
             content = (digests[mask.file.path], data.mask_background) if mask.file else ("whole",)
             keys[mask] = key_of(CACHE_VERSION, "mask", width, height, *content, *mask.content)
             work[keys[mask]] = (mask, (width, height))
-        failures = self._encode_with(partial(_encode_mask, data.mask_background), "masks", work)
+        failures = self._encode_with(partial(self._load_mask, digests), "masks", work)
         _report_failures(failures, self.context.cfg, self.context.emit)
         return {mask: key for mask, key in keys.items() if key not in failures}
+
+    def _load_mask(self, contents: Mapping[Path, str], item: tuple[_Mask, tuple[int, int]]) -> Example:
+        mask = item[0].file
+        found = _encode_mask(self.context.cfg.data.mask_background, item)
+        if mask is not None:
+            self._known.require_unchanged(mask.path, contents[mask.path])
+        return found
 
     def _announce(self, what: str) -> None:
         self.context.emit(StatusEvent(state="encoding", message=f"loading the encoder of {what}"))

@@ -75,27 +75,22 @@ class EncodedMemory:
         if self._file is None:
             return
         with contextlib.suppress(OSError):  # a full or read-only disk: the next start asks for each file again
-            sizes = self._sizes()
-            content = _content(dataset, encoded, sizes)
+            content = _content(dataset, encoded)
+            content["sizes"] = self._sizes(content["sizes"])
             keep_last(self._file, json.dumps(content))
 
     def _are_whole(self, expected: Mapping[str, int]) -> bool:
         """Whether all files are there with their lengths: one that a power cut tore has another."""
-        found = self._sizes()
-        return all(found.get(key) == size for key, size in expected.items())
+        return self._sizes(expected) == expected
 
-    def _sizes(self) -> dict[str, int]:
-        """{key: bytes of its file} of all examples in the cache."""
-        sizes: dict[str, int] = {}
-        with os.scandir(self._cache.folder) as folders:
-            names = [folder.path for folder in folders if len(folder.name) == 2]
-        for name in names:
-            with os.scandir(name) as found:
-                sizes |= {entry.name.partition(".")[0]: entry.stat().st_size for entry in found}
-        return sizes
+    def _sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        """{key: bytes of its file}. Raises OSError if one is missing. Examples of other runs are not looked at."""
+        folder = str(self._cache.folder)
+        return {key: os.stat(f"{folder}/{key[:2]}/{key}.safetensors").st_size for key in keys}
 
 
-def _content(dataset: Dataset, encoded: Encoded, sizes: Mapping[str, int]) -> dict[str, Any]:
+def _content(dataset: Dataset, encoded: Encoded) -> dict[str, Any]:
+    """Examples as JSON can hold them. Each key stands once in "sizes", by whose order others name it."""
     keys: dict[str, int] = {}
 
     def numbers_of(pixels: Pixels | None) -> list[Any] | None:
@@ -121,7 +116,7 @@ def _content(dataset: Dataset, encoded: Encoded, sizes: Mapping[str, int]) -> di
             ]
             for one in getattr(encoded, name)
         ]
-    return {"sizes": {key: sizes[key] for key in keys}, **rows, "warnings": encoded.warnings}
+    return {"sizes": keys, **rows, "warnings": encoded.warnings}
 
 
 def _encoded(content: Mapping[str, Any], dataset: Dataset) -> Encoded:

@@ -16,7 +16,7 @@ from trainer.config.sections import TRIGGER_PLACE, DataConfig, DataFolder, half_
 from trainer.config.terminal import shortened
 from trainer.data import image_warnings
 from trainer.data.image_io import IMAGE_SUFFIXES, WHOLE, ImageFile, files_below
-from trainer.data.image_tables import COMPRESSED, CSV, TABLES, Columns, TableRow, csv_rows, read_table
+from trainer.data.image_tables import COMPRESSED, CSV, IS_COMPRESSED, TABLES, Columns, TableRow, csv_rows, read_table
 from trainer.data.known_files import KnownFiles
 from trainer.data.masks_references import Findings, Masks, References, Rejected
 from trainer.data.text_files import rows
@@ -297,8 +297,7 @@ class _Scanner:
         no images of its own."""
         for file in files:
             if file.name.lower().endswith(COMPRESSED):
-                problem = "is compressed, and images are read from their place in it; unpack it to a .tar"
-                self.findings.problems.append(f"{source.field}: {file}: {problem}")
+                self.findings.problems.append(f"{source.field}: {file}: {IS_COMPRESSED}")
         tables = [file for file in files if file.suffix.lower() in TABLES and file.name not in METADATA]
         others = [file for file in tables if file.suffix.lower() != CSV]
         if not others and tables and source.root not in tables:
@@ -330,6 +329,8 @@ class _Scanner:
                     if len(self.findings.problems) - before >= MOST_WRONG_ROWS:
                         raise InputError(f"{table}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
             self._watcher.listed(captions, is_fixed=True)
+        if not count and not self.findings.problems:
+            self.findings.problems.append(f"{source.field}: {source.root}: holds no rows; name a file with images")
         self._check(source, count, images)
         return images
 

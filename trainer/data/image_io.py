@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -258,24 +259,21 @@ def _walk(root: Path, folder: str, depth: int, real: str, seen: set[str]) -> Ite
     if depth > MOST_DEEP:
         raise too_deep(root)
     with os.scandir(folder) as found:
-        entries = sorted(found, key=lambda entry: entry.name)
+        entries = sorted(found, key=attrgetter("name"))
     for entry in entries:
-        if entry.name.startswith("."):
+        if entry.name[0] == ".":
             continue
-        if not _is_folder(entry):
+        try:
+            is_folder = entry.is_dir()
+        except OSError:  # a link to itself, which is named when it is read as a file
+            is_folder = False
+        if not is_folder:
             yield entry
             continue
         real_entry = os.path.realpath(entry.path) if entry.is_symlink() else os.path.join(real, entry.name)
         if not (entry.name == "cache" or entry.name.endswith("_cache")) and real_entry not in seen:
             seen.add(real_entry)
             yield from _walk(root, entry.path, depth + 1, real_entry, seen)
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself, which is named when it is read as a file
-        return False
 
 
 def _stored_size(image: Image.Image) -> tuple[int, int]:

@@ -40,7 +40,8 @@ def file_of(path: Path) -> Path:
 def is_member(path: Path) -> bool:
     """Whether this is the path of an image inside another file."""
     parts = path.parts[-4:]
-    return len(parts) == 4 and parts[0].lower().endswith((SUFFIX, TAR)) and parts[1].isdigit()
+    is_named_so = len(parts) == 4 and parts[0].lower().endswith((SUFFIX, TAR)) and parts[1].isdigit()
+    return is_named_so and not path.parents[2].is_dir()  # a folder may be called photos.tar
 
 
 def opened_image(path: Path) -> io.BufferedReader | io.BytesIO:
@@ -72,6 +73,9 @@ def _in_parquet(path: Path) -> io.BytesIO:
         value = value[int(number)]
     # The datasets of the hub hold {bytes, path}.
     content = value.get("bytes") if isinstance(value, dict) else value
+    if isinstance(value, dict) and content is None and value.get("path"):
+        remedy = "write the images into the file, or their paths as plain texts"
+        raise InputError(f"{path}: the column {column} has the path of an image without its bytes; {remedy}")
     if not isinstance(content, bytes):
         raise InputError(f"{path}: holds no image; the column {column} must have the bytes of an encoded image")
     return io.BytesIO(content)

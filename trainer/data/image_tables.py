@@ -12,7 +12,6 @@ import os
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,12 @@ CSV = ".csv"
 TABLES = (SUFFIX, CSV, TAR)
 """Suffixes of files that hold several images, or name them."""
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+COMPRESSED_MARKS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+"""First bytes of gzip, bzip2, xz and zstd."""
+IS_COMPRESSED = "is compressed, and images are read from their place in it; unpack it to a .tar"
 IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "file_name", "image_path", "path", "file", "img")
+TAR_IMAGES = (*IMAGE_COLUMNS, "bmp", "tif", "tiff")
+"""Suffixes of images in a tar file, in the order in which one is chosen."""
 CAPTION_COLUMNS = ("text", "caption", "captions", "prompt", "txt", "description")
 ROWS_AT_ONCE = 1024
 MOST_TEXT = 2**20
@@ -56,15 +60,19 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns, or in a tar file the suffixes, that are read. An empty name stands for the usual ones."""
+    """The columns, or in a tar file the suffixes, that are read. An empty name stands for the usual ones.
+
+    has_lines: Whether each line of a .txt in a tar file is a caption by itself.
+    """
 
     image: str = ""
     caption: str = ""
     references: tuple[str, ...] = ()
+    has_lines: bool = False
 
     @classmethod
     def of(cls, data: DataConfig) -> Columns:
-        return cls(data.image_column, data.caption_column, data.reference_columns)
+        return cls(data.image_column, data.caption_column, data.reference_columns, data.caption_lines)
 
 
 def read_table(file: Path, columns: Columns) -> Iterator[TableRow | InputError]:
@@ -110,11 +118,16 @@ def _chosen(file: Path, known: Sequence[str], columns: Columns) -> Columns:
             raise InputError(f"{field}: {file} has no column '{name}'; it has {', '.join(known) or 'none'}")
     image = columns.image or next((name for name in IMAGE_COLUMNS if name in known), "")
     if not image:
+        is_divided = any(mark in name for name in known for mark in ";\t|")
         raise InputError(
             f"{file}: none of its columns {', '.join(known)} is called {', '.join(IMAGE_COLUMNS[:4])} or "
             f"{IMAGE_COLUMNS[5]}; name the one with the images in data.image_column"
+            + (", or save the file with commas between its fields" if is_divided else "")
         )
     caption = columns.caption or next((name for name in CAPTION_COLUMNS if name in known), "")
+    for name in (image, caption, *columns.references):
+        if known.count(name) > 1:
+            raise InputError(f"{file}: has several columns '{name}'; rename all but one of them")
     return Columns(image, caption, columns.references)
 
 
@@ -154,12 +167,18 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[TableRow | InputError]:
         place = f"{file}:{line}"
         try:
             image = _named(file.parent, row[chosen.image])
-            references = tuple(_named(file.parent, row[name]) for name in chosen.references if row[name])
+            references = tuple(_reference(file.parent, row, name) for name in chosen.references)
         except InputError as error:
             yield InputError(f"{place}: {error}")
             continue
-        name = Path(row[chosen.image]).with_suffix("").as_posix()
+        name = os.path.splitext(row[chosen.image])[0]
         yield _row(place, image, name, row[chosen.caption] if chosen.caption else None, references)
+
+
+def _reference(folder: Path, row: Mapping[str, str], column: str) -> Path:
+    if not row[column]:
+        raise InputError(f"its column {column} names no image, and data.reference_columns names it; fill or remove it")
+    return _named(folder, row[column])
 
 
 # --- parquet ----------------------------------------------------------------------------------------------------------
@@ -169,6 +188,8 @@ def _parquet_rows(file: Path, columns: Columns) -> Iterator[TableRow | InputErro
     with open_parquet(file) as table:
         schema = table.schema_arrow
         chosen = _chosen(file, schema.names, columns)
+        if odd := [name for name in (chosen.image, *chosen.references) if "/" in name]:
+            raise InputError(f"{file}: images in a column with / in its name, {odd[0]}, are not found; rename it")
         # Encoded images stay where they are: only texts, names of files and lists, for their lengths, are read here.
         read = {name for name in (chosen.image, *chosen.references) if _is_read(schema.field(name).type)}
         names = sorted(read | ({chosen.caption} - {""}))
@@ -193,8 +214,11 @@ def _is_read(kind: Any) -> bool:
     """Whether a column must be read to find its images: names of files, and lists."""
     from pyarrow import types
 
-    tests = (types.is_string, types.is_large_string, types.is_list, types.is_large_list)
-    return any(test(kind) for test in tests)
+    if types.is_dictionary(kind):
+        return _is_read(kind.value_type)
+    names = (types.is_string, types.is_large_string, types.is_string_view)
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    return any(test(kind) for test in (*names, *lists))
 
 
 def _parquet_row(file: Path, number: int, row: Mapping[str, Any], columns: Columns) -> TableRow | InputError:
@@ -203,13 +227,20 @@ def _parquet_row(file: Path, number: int, row: Mapping[str, Any], columns: Colum
         images = _images(file, number, columns.image, row)
         if len(images) != 1:
             raise InputError(f"its column {columns.image} holds {len(images) or 'no'} images; give one")
-        references = [one for name in columns.references for one in _images(file, number, name, row)]
+        references = [one for name in columns.references for one in _references(file, number, name, row)]
         caption = row[columns.caption].as_py() if columns.caption else None
     except InputError as error:
         return InputError(f"{place}: {error}")
     except UnicodeDecodeError as error:
         return InputError(f"{place}: a text cannot be read ({error}); correct it")
     return _row(place, images[0], str(number), caption, tuple(references))
+
+
+def _references(file: Path, number: int, column: str, row: Mapping[str, Any]) -> list[Path]:
+    found = _images(file, number, column, row)
+    if not found:
+        raise InputError(f"its column {column} holds no image, and data.reference_columns names it; remove the row")
+    return found
 
 
 def _images(file: Path, number: int, column: str, row: Mapping[str, Any]) -> list[Path]:
@@ -247,15 +278,19 @@ def _tar_rows(file: Path, columns: Columns) -> Iterator[TableRow | InputError]:
         members = list(_tar_members(file, stream))
         known = list(dict.fromkeys(one.suffix for one in members))
         _require_images(file, known, columns)
-        for sample, group in groupby(members, lambda one: one.sample):
-            yield _sample(file, stream, sample, {one.suffix: one for one in group}, columns)
+        # By name, not by neighbours: tar itself packs a folder in the order of its disk.
+        samples: dict[str, dict[str, _Member]] = {}
+        for one in members:
+            samples.setdefault(one.sample, {})[one.suffix] = one
+        for sample, group in samples.items():
+            yield _sample(file, stream, sample, group, columns)
 
 
 def _require_images(file: Path, known: Sequence[str], columns: Columns) -> None:
     """Raise InputError where no sample of a tar file can have an image."""
     if columns.image:
         _chosen(file, known, columns)
-    elif not any(suffix in IMAGE_COLUMNS for suffix in known):
+    elif not any(suffix in TAR_IMAGES for suffix in known):
         raise InputError(
             f"{file}: holds no images; a sample is an image and a text of one name, as in 000.jpg and 000.txt"
         )
@@ -263,6 +298,7 @@ def _require_images(file: Path, known: Sequence[str], columns: Columns) -> None:
 
 def _tar_members(file: Path, stream: io.BufferedReader) -> Iterator[_Member]:
     """Yield the regular files of a tar file. Only their headers are read."""
+    _require_plain(file, stream)
     try:
         with tarfile.open(fileobj=stream, mode="r:") as tar:
             for one in tar:
@@ -270,7 +306,8 @@ def _tar_members(file: Path, stream: io.BufferedReader) -> Iterator[_Member]:
                 stem, _, suffix = base.partition(".")
                 if one.isreg() and not one.issparse() and stem:
                     path = tar_member(file, one.offset_data, one.size, one.name)
-                    yield _Member(f"{folder}/{stem}".lstrip("/"), suffix.lower(), path, one.offset_data, one.size)
+                    sample = os.path.normpath(f"{folder}/{stem}").lstrip("/")  # tar writes ./ before all names
+                    yield _Member(sample, suffix.lower(), path, one.offset_data, one.size)
             stream.seek(tar.offset)
             is_whole = len(stream.read(tarfile.BLOCKSIZE)) == tarfile.BLOCKSIZE
     except tarfile.TarError as error:
@@ -279,11 +316,19 @@ def _tar_members(file: Path, stream: io.BufferedReader) -> Iterator[_Member]:
         raise InputError(f"{file}: cut off: it has no end mark; copy it again")
 
 
+def _require_plain(file: Path, stream: io.BufferedReader) -> None:
+    """Raise InputError for a compressed tar file under the name of another one."""
+    head = stream.read(6)
+    stream.seek(0)
+    if any(head.startswith(mark) for mark in COMPRESSED_MARKS):
+        raise InputError(f"{file}: {IS_COMPRESSED}")
+
+
 def _sample(
     file: Path, stream: io.BufferedReader, name: str, members: Mapping[str, _Member], columns: Columns
 ) -> TableRow | InputError:
     place = f"{file}: {name}"
-    suffixes = (columns.image,) if columns.image else IMAGE_COLUMNS
+    suffixes = (columns.image,) if columns.image else TAR_IMAGES
     image = next((members[suffix] for suffix in suffixes if suffix in members), None)
     if image is None:
         return InputError(f"{place}: has no image, only {', '.join(members)}; add it or remove the sample")
@@ -291,16 +336,17 @@ def _sample(
     if absent:
         return InputError(f"{place}: has no {absent[0]}, which data.reference_columns names; add it")
     try:
-        caption = _tar_caption(stream, members, columns.caption)
+        caption = _tar_caption(stream, members, columns)
     except InputError as error:
         return InputError(f"{place}: {error}")
     return _row(place, image.path, name, caption, tuple(members[suffix].path for suffix in columns.references))
 
 
-def _tar_caption(stream: io.BufferedReader, members: Mapping[str, _Member], suffix: str) -> Any:
-    """The caption of a sample: the text of its .txt, else the value of its .json. Raises InputError."""
-    usual = ("txt", *CAPTION_COLUMNS, "json")
-    found = next((members[one] for one in ((suffix,) if suffix else usual) if one in members), None)
+def _tar_caption(stream: io.BufferedReader, members: Mapping[str, _Member], columns: Columns) -> Any:
+    """The caption of a sample: the text of its .txt, else a value of its .json. Raises InputError."""
+    names = (columns.caption,) if columns.caption else CAPTION_COLUMNS
+    suffixes = (*names, "json") if columns.caption else ("txt", *names, "json")
+    found = next((members[one] for one in suffixes if one in members), None)
     if found is None:
         return None
     if found.size > MOST_TEXT:
@@ -309,10 +355,11 @@ def _tar_caption(stream: io.BufferedReader, members: Mapping[str, _Member], suff
     try:
         text = stream.read(found.size).decode("utf-8-sig")
         if not found.suffix.endswith("json"):
-            return text
+            is_list = columns.has_lines and found.suffix == "txt"
+            return [line for line in text.splitlines() if line.strip()] if is_list else text
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"its .{found.suffix} cannot be read ({error}); correct it") from error
     if isinstance(value, dict):
-        return next((value[column] for column in CAPTION_COLUMNS if column in value), None)
+        return next((value[name] for name in names if name in value), None)
     return value

@@ -139,6 +139,21 @@ class KnownFiles:
         known = self._current(path)
         return None if known is None else known.digest
 
+    def require_unchanged(self, path: Path, digest: str) -> None:
+        """Raise InputError if the bytes of a file are no longer those of this digest.
+
+        They are read only if its stamp has changed since they were, or was not seen here: on another machine.
+        """
+        if self.digest(path) == digest:
+            return
+        try:
+            with opened_image(path) as stream:
+                is_changed = hashlib.file_digest(stream, "sha256").hexdigest() != digest
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror}); restore or remove it") from error
+        if is_changed:
+            raise InputError(f"{path}: has changed while images were encoded; start again when it no longer changes")
+
     def add(self, path: Path, known: Known) -> None:
         """Remember what was read, here or on another rank; but not of a copy of the file on another machine."""
         former = self._found.get(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.data import question_files
-from trainer.data.encode import encode_data
+from trainer.data.encode import encode_data, require_same
 from trainer.data.image_source import ImageDrawer, ImageSource
 from trainer.data.mixed_source import EditDrawer, MixedDrawer, MixedSource
 from trainer.data.prompts import PromptEncoder
@@ -38,9 +38,12 @@ def open_data(
             data = encode_data(family, load, context, [image for row in rows for image in row.encoded])
             encoder = PromptEncoder(family, context, data.cache, data.origin)
             mixed = MixedSource(cfg, family, data, questions, context.emit, recipe)
+            require_same(context.world, mixed.digest)
             return mixed, MixedDrawer(cfg, family, EditDrawer(cfg, family, load, data, encoder))
         case ImageFamily():
             data = encode_data(family, load, context)
             encoder = PromptEncoder(family, context, data.cache, data.origin)
-            return ImageSource(cfg, family, data, recipe), ImageDrawer(cfg, family, load, data, encoder)
+            source = ImageSource(cfg, family, data, recipe)
+            require_same(context.world, source.digest)
+            return source, ImageDrawer(cfg, family, load, data, encoder)
     raise TypeError(f"{type(family).__name__} is neither a text, an image nor a multimodal family")

@@ -10,6 +10,7 @@ import gc
 import hashlib
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -17,26 +18,35 @@ from pathlib import Path
 from typing import Any
 
 import PIL
+import psutil
+from pydantic import TypeAdapter
 
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
 from trainer.data.image_files import CaptionedImage, Dataset, read_folders, scan, separate_folders
-from trainer.data.image_io import ImageFile, entries_below
+from trainer.data.image_io import WHOLE, ImageFile, entries_below
 from trainer.data.image_members import file_of
 from trainer.data.known_files import COARSEST_NS, FOLDER, MOST_BYTES, KnownFiles
 
-VERSION = 1
+VERSION = 2
 """Of what is remembered: raise it when a scan of the same files finds something else."""
 Keep = Callable[[], None]
 SUFFIX = ".scan"
+HANDED_SUFFIX = ".handed"
+HANDED_S = 120.0
+"""Seconds for which ranks take what their launcher saw; later, as after a restart, they look themselves."""
+_HANDED = TypeAdapter(tuple[str, str, float])
 MOST_KEPT = 8
 """Files of each kind that are kept, the ones that were used last."""
 _FILE = ("width", "height", "profile", "has_frames", "is_turned")
 """Fields of `ImageFile` in addition to its path."""
-_OWN = tuple(field.name for field in fields(CaptionedImage) if field.name not in ("path", *_FILE))
 _LINKED = ("mask", "references", "rejected")
 """Fields that hold other images."""
+_OWN = ("caption", "more_captions", "focus", *_LINKED)
+"""Fields that differ between the images of a folder."""
+_SHARED = tuple(field.name for field in fields(CaptionedImage) if field.name not in ("path", *_FILE, *_OWN))
+"""Those that do not: each combination of them is kept once."""
 
 
 def checked(cfg: DataConfig, cache: Path) -> Keep:
@@ -50,13 +60,14 @@ def checked(cfg: DataConfig, cache: Path) -> Keep:
     """
     memory = ScanMemory(cfg, cache)
     if memory.has_scan:
-        return lambda: None
+        return memory.hand_over
     known = KnownFiles.of(cfg, cache)
     found = scan(cfg, known=known)
 
     def keep() -> None:
         known.save()
         memory.keep(found)
+        memory.hand_over()
 
     return keep
 
@@ -67,25 +78,38 @@ class ScanMemory:
     Args:
         cfg: The section `data`.
         cache: The folder that runs share.
+        digest: The digest below, if it is known: no folder is walked through.
 
     Attributes:
         digest: Of the files and settings; None where a later change could not be seen.
     """
 
-    def __init__(self, cfg: DataConfig, cache: Path) -> None:
+    def __init__(self, cfg: DataConfig, cache: Path, digest: str | None = None) -> None:
         self._cfg, self._cache = cfg, cache
-        self.digest: str | None = None
+        self.digest = digest
         self._walked: set[str] = set()
+        if digest is None:
+            self._walk()
+
+    @classmethod
+    def of_launcher(cls, cfg: DataConfig, cache: Path) -> ScanMemory:
+        """The scan that the launcher of this machine has just checked, for its ranks; else as the files are now."""
+        return cls(cfg, cache, _handed(_hand_over_file(cfg, cache)))
+
+    def _walk(self) -> None:
+        """Look at the stamps of all files."""
+        cfg, self.digest = self._cfg, None
         began = time.time_ns()
-        newest, content = 0, hashlib.sha256(f"{VERSION} {PIL.__version__} {cfg.model_dump_json()}".encode())
+        newest, stamps = 0, [f"{VERSION} {PIL.__version__} {cfg.model_dump_json()}"]
         try:
             for path, status in _stamps(cfg):
                 self._walked.add(path)
-                newest = max(newest, status.st_mtime_ns, status.st_ctime_ns)
-                stamp = f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ctime_ns}\0{status.st_ino}\n"
-                content.update(stamp.encode("utf-8", "surrogateescape"))
+                modified, changed = status.st_mtime_ns, status.st_ctime_ns
+                newest = max(newest, modified, changed)
+                stamps.append(f"{path}\0{status.st_size}\0{modified}\0{changed}\0{status.st_ino}")
         except (OSError, InputError):  # the scan names what is wrong
             return
+        content = hashlib.sha256("\n".join(stamps).encode("utf-8", "surrogateescape"))
         # A file that was read sooner after its last change may change once more without another time stamp.
         if newest + COARSEST_NS < began:
             self.digest = content.hexdigest()[:32]
@@ -98,6 +122,15 @@ class ScanMemory:
     def has_scan(self) -> bool:
         return self._file is not None and self._file.exists()
 
+    def hand_over(self) -> None:
+        """Name the digest to the ranks that this machine starts next, so that they need not look at all files again."""
+        file = _hand_over_file(self._cfg, self._cache)
+        with contextlib.suppress(OSError):  # a full or read-only disk: the ranks look themselves
+            if self.digest is None:
+                file.unlink(missing_ok=True)
+            else:
+                keep_last(file, json.dumps([self.digest, _machine(), time.time()]))
+
     def scan(self, known: Callable[[], KnownFiles]) -> Dataset:
         """The scan, which is made and kept if it is not known.
 
@@ -109,6 +142,8 @@ class ScanMemory:
         """
         found = self._recalled()
         if found is None:
+            if not self._walked:
+                self._walk()
             found = scan(self._cfg, known=known())
             self.keep(found)
         return found
@@ -134,6 +169,25 @@ class ScanMemory:
             keep_last(self._file, json.dumps(content))
 
 
+def _hand_over_file(cfg: DataConfig, cache: Path) -> Path:
+    settings = hashlib.sha256(cfg.model_dump_json().encode()).hexdigest()[:32]
+    return cache / FOLDER / f"{settings}{HANDED_SUFFIX}"
+
+
+def _handed(file: Path) -> str | None:
+    """The digest that the launcher of this machine named; None if that was not just now."""
+    try:
+        digest, machine, at = files.read_json(file, _HANDED, at_most=MOST_BYTES)
+    except (OSError, InputError):
+        return None
+    return digest if machine == _machine() and 0 <= time.time() - at < HANDED_S else None
+
+
+def _machine() -> str:
+    """This machine since it was started. A container is a machine of its own."""
+    return f"{socket.gethostname()} {psutil.boot_time():.0f}"
+
+
 def _stamps(cfg: DataConfig) -> Iterator[tuple[str, os.stat_result]]:
     """(path, state) of every file that a scan reads, or that says what it reads."""
     skipped = separate_folders(cfg)
@@ -149,6 +203,7 @@ def _content(dataset: Dataset) -> dict[str, Any]:
     """A dataset as JSON can hold it. Each file stands once, with its number."""
     numbers: dict[ImageFile, int] = {}
     listed: list[list[Any]] = []
+    shared: dict[tuple[Any, ...], int] = {}
 
     def number_of(image: ImageFile) -> int:
         file = ImageFile(image.path, **{name: getattr(image, name) for name in _FILE})
@@ -158,10 +213,11 @@ def _content(dataset: Dataset) -> dict[str, Any]:
         return numbers[file]
 
     def row_of(image: CaptionedImage) -> list[Any]:
-        return [number_of(image), *(_linked(name, getattr(image, name), number_of) for name in _OWN)]
+        common = shared.setdefault(tuple(getattr(image, name) for name in _SHARED), len(shared))
+        return [number_of(image), common, *(_linked(name, getattr(image, name), number_of) for name in _OWN)]
 
     rows = {name: [row_of(image) for image in getattr(dataset, name)] for name in ("train", "validation")}
-    return {"files": listed, **rows, "warnings": dataset.warnings}
+    return {"files": listed, "shared": list(shared), **rows, "warnings": dataset.warnings}
 
 
 def _linked(name: str, value: Any, number_of: Any) -> Any:
@@ -172,22 +228,32 @@ def _linked(name: str, value: Any, number_of: Any) -> Any:
 
 def _dataset(content: Mapping[str, Any]) -> Dataset:
     listed = content["files"]
+    shared = [dict(zip(_SHARED, row, strict=True)) for row in content["shared"]]
+    for common in shared:
+        common["sides"] = tuple(common["sides"])
 
     def file_of(number: int) -> ImageFile:
         path, width, height, profile, has_frames, is_turned = listed[number]
         return ImageFile(Path(path), width, height, profile=profile, has_frames=has_frames, is_turned=is_turned)
 
     def image_of(row: Sequence[Any]) -> CaptionedImage:
-        path, width, height, profile, has_frames, is_turned = listed[row[0]]
-        own = dict(zip(_OWN, row[1:], strict=True))
-        for name in ("more_captions", "sides", "focus"):
-            own[name] = tuple(own[name])
-        own["references"] = tuple(map(file_of, own["references"]))
-        for name in ("mask", "rejected"):
-            if own[name] is not None:
-                own[name] = file_of(own[name])
-        own |= {"profile": profile, "has_frames": has_frames, "is_turned": is_turned}
-        return CaptionedImage(Path(path), width, height, **own)
+        number, common, caption, more_captions, (x, y), mask, references, rejected = row
+        path, width, height, profile, has_frames, is_turned = listed[number]
+        return CaptionedImage(
+            Path(path),
+            width,
+            height,
+            profile=profile,
+            has_frames=has_frames,
+            is_turned=is_turned,
+            caption=caption,
+            more_captions=tuple(more_captions),
+            focus=WHOLE.focus if (x, y) == WHOLE.focus else (x, y),
+            mask=None if mask is None else file_of(mask),
+            references=tuple(map(file_of, references)),
+            rejected=None if rejected is None else file_of(rejected),
+            **shared[common],
+        )
 
     train, validation = (tuple(map(image_of, content[name])) for name in ("train", "validation"))
     return Dataset(train, validation, tuple(content["warnings"]))

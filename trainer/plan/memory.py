@@ -233,8 +233,8 @@ def _time(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Shard
     known = card.speed(memory.flops, cfg.train.compiles_on("cuda")) if cfg.train.precision == "bf16" else None
     if known:
         computing, fixed, source = memory.flops / known[0], 0.0, known[1]
-    traffic = DECODING_TRAFFIC * _decoded(cfg, model_pass)
-    traffic += RECOMPUTING_TRAFFIC * model_pass.freed * cfg.micro_steps
+    traffic = DECODING_TRAFFIC * _decoded(cfg, model_pass) * sharding.passes
+    traffic += RECOMPUTING_TRAFFIC * model_pass.freed * sharding.passes
     parts = {
         "computing": computing + traffic / card.bandwidth,
         "gathering weights": gathers + between,
@@ -256,14 +256,14 @@ def _on_host(model_pass: ModelPass, sharding: Sharding, card: Card) -> float:
 
 
 def _decoded(cfg: RunConfig, model_pass: ModelPass) -> float:
-    """Return the bytes of bf16 that a step decodes: in forward and backward, where forward is recomputed, and in the
+    """Return the bytes of bf16 that a pass decodes: in forward and backward, where forward is recomputed, and in the
     forward of a reference."""
     if cfg.quantize.format == "none":
         return 0.0
     stored = [sum(p.numbers for p in unit.parameters if p.stored == 1) for unit in model_pass.units]
     reference = cfg.objective.dpo_beta is not None
     passes = sum(size * (2 + (number in model_pass.repeated) + reference) for number, size in enumerate(stored))
-    return passes * 16 / BITS[cfg.quantize.format] * cfg.micro_steps
+    return passes * 16 / BITS[cfg.quantize.format]
 
 
 def describe(cfg: RunConfig) -> str:

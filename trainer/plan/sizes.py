@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from trainer.config.amounts import GIB
@@ -33,8 +34,21 @@ def size_of(cfg: RunConfig) -> Size:
     count = max(1, len(cfg.data.reference_columns)) if cfg.data.has_references else 0
     references = count * _images_per_reference(cfg)
     pair = 1 if cfg.objective.dpo_beta is None else 2
-    side, images = max(_passes(cfg), key=lambda one: (one[1] * one[0] ** 2, one))
+    side, images = _largest_pass(cfg)
     return Size((1 + references) * side**2, pair * images)
+
+
+def passes_of(cfg: RunConfig) -> int:
+    """Return the passes of a step on the images of `size_of`: more where their folder has fewer in a pass."""
+    if trains_on(cfg) == "text" or cfg.data.pack_tokens is not None:
+        return cfg.micro_steps
+    _, images = _largest_pass(cfg)
+    return math.ceil(math.ceil(cfg.train.batch_size / cfg.parallel.world_size) / images)
+
+
+def _largest_pass(cfg: RunConfig) -> tuple[int, int]:
+    """(resolution, images) of the pass that needs the most memory."""
+    return max(_passes(cfg), key=lambda one: (one[1] * one[0] ** 2, one))
 
 
 def _passes(cfg: RunConfig) -> Iterator[tuple[int, int]]:
@@ -92,7 +106,7 @@ def sharding_of(cfg: RunConfig, strategy: Strategy) -> Sharding:
         offload_blocks=parallel.offload_blocks,
         pins_exactly=pins_exactly(cfg),
         prefetch=(parallel.prefetch_forward, parallel.prefetch_backward),
-        passes=cfg.micro_steps,
+        passes=passes_of(cfg),
         is_reduced_each_pass=cfg.shards_gradients(strategy),
         optimizer_bytes=optimizer_bytes(cfg),
     )

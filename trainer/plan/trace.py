@@ -47,6 +47,7 @@ from trainer.parallel.parallelize import COMPUTE_DTYPE, blocks_of, checkpoint_ac
 from trainer.parallel.strategy import Strategy
 from trainer.plan import fake_device
 from trainer.plan.memory_tracker import ACTIVATIONS, GATHERED, REDUCED, MemoryTracker
+from trainer.plan.sizes import passes_of
 from trainer.plan.steps import Mark, Moment, Parameter, Run, Size, Unit, grains
 from trainer.plan.tables import (
     KIND_OF,
@@ -97,10 +98,11 @@ def trace_step(cfg: RunConfig, family: ModelFamily, device: torch.device, size: 
     """
     with sharded_model(build_model(cfg, family), cfg, family, device) as sharded:
         sharded.average()
+        passes = passes_of(cfg)
         for _ in range(steps):
             sharded.tracker.reset()
-            for number in range(cfg.micro_steps):
-                sharded.one_pass(size, is_last=number == cfg.micro_steps - 1)
+            for number in range(passes):
+                sharded.one_pass(size, is_last=number == passes - 1)
             sharded.update()
         tracker = sharded.tracker
         return StepTrace(tracker.highest, tracker.at_peak, dict(tracker.sent), tracker.flops)
@@ -324,7 +326,7 @@ class Sharded:
 
     def one_pass(self, size: Size, is_last: bool) -> None:
         """Run forward and backward."""
-        if self.cfg.micro_steps > 1:
+        if passes_of(self.cfg) > 1:
             sync_gradients(self.module, is_last, self.cfg.shards_gradients(self.cfg.parallel.strategy))
         self._forward(size).backward()  # type: ignore[no-untyped-call]
         self.moments.mark("end", "")
