@@ -76,7 +76,7 @@ def test_ranks_find_what_the_launcher_scanned(
     assert len(done) == 1
 
 
-def test_ranks_of_the_launcher_s_machine_walk_through_no_folder(
+def test_ranks_walk_through_no_folder_that_their_launcher_just_checked(
     everything: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked(everything, tmp_path / "cache")()
@@ -93,19 +93,19 @@ def test_ranks_of_the_launcher_s_machine_walk_through_no_folder(
     assert found.digest == ScanMemory(everything, tmp_path / "cache").digest
 
 
-@pytest.mark.parametrize("why", ["another machine", "long ago", "the clock was set back", "other settings", "damaged"])
+@pytest.mark.parametrize("why", ["another launcher", "long ago", "the clock was set back", "other settings", "damaged"])
 def test_ranks_look_at_the_files_themselves_where_no_launcher_just_did(
     everything: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     checked(everything, tmp_path / "cache")()
     (handed,) = (tmp_path / "cache").rglob("*.handed")
-    digest, machine, at = json.loads(handed.read_text(encoding="utf-8"))
+    digest, pid, started, at = json.loads(handed.read_text(encoding="utf-8"))
     if why == "other settings":
         everything = everything.model_copy(update={"trigger": "another"})
     changed = {
-        "another machine": [digest, "node2 17", at],
-        "long ago": [digest, machine, at - scan_memory.HANDED_S],
-        "the clock was set back": [digest, machine, at + 100],
+        "another launcher": [digest, pid, started + 1, at],
+        "long ago": [digest, pid, started, at - scan_memory.HANDED_S],
+        "the clock was set back": [digest, pid, started, at + 100],
         "damaged": ["../../else"],
     }
     if why in changed:

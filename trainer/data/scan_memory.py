@@ -10,7 +10,6 @@ import gc
 import hashlib
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -36,7 +35,7 @@ SUFFIX = ".scan"
 HANDED_SUFFIX = ".handed"
 HANDED_S = 120.0
 """Seconds for which ranks take what their launcher saw; later, as after a restart, they look themselves."""
-_HANDED = TypeAdapter(tuple[str, str, float])
+_HANDED = TypeAdapter(tuple[str, int, float, float])
 MOST_KEPT = 8
 """Files of each kind that are kept, the ones that were used last."""
 _FILE = ("width", "height", "profile", "has_frames", "is_turned")
@@ -93,7 +92,7 @@ class ScanMemory:
 
     @classmethod
     def of_launcher(cls, cfg: DataConfig, cache: Path) -> ScanMemory:
-        """The scan that the launcher of this machine has just checked, for its ranks; else as the files are now."""
+        """The scan that the process which started this rank has just checked; else as the files are now."""
         return cls(cfg, cache, _handed(_hand_over_file(cfg, cache)))
 
     def _walk(self) -> None:
@@ -123,13 +122,14 @@ class ScanMemory:
         return self._file is not None and self._file.exists()
 
     def hand_over(self) -> None:
-        """Name the digest to the ranks that this machine starts next, so that they need not look at all files again."""
+        """Name the digest to the ranks that this process starts next, so that they need not look at all files again."""
         file = _hand_over_file(self._cfg, self._cache)
         with contextlib.suppress(OSError):  # a full or read-only disk: the ranks look themselves
             if self.digest is None:
                 file.unlink(missing_ok=True)
             else:
-                keep_last(file, json.dumps([self.digest, _machine(), time.time()]))
+                launcher = psutil.Process()
+                keep_last(file, json.dumps([self.digest, launcher.pid, launcher.create_time(), time.time()]))
 
     def scan(self, known: Callable[[], KnownFiles]) -> Dataset:
         """The scan, which is made and kept if it is not known.
@@ -175,17 +175,14 @@ def _hand_over_file(cfg: DataConfig, cache: Path) -> Path:
 
 
 def _handed(file: Path) -> str | None:
-    """The digest that the launcher of this machine named; None if that was not just now."""
+    """The digest that a launcher named just now, if this process is its rank; ranks of other machines never are."""
     try:
-        digest, machine, at = files.read_json(file, _HANDED, at_most=MOST_BYTES)
-    except (OSError, InputError):
+        digest, pid, started, at = files.read_json(file, _HANDED, at_most=MOST_BYTES)
+        own = psutil.Process()
+        launchers = {(one.pid, one.create_time()) for one in (own, *own.parents())}
+    except (OSError, InputError, psutil.Error):
         return None
-    return digest if machine == _machine() and 0 <= time.time() - at < HANDED_S else None
-
-
-def _machine() -> str:
-    """This machine since it was started. A container is a machine of its own."""
-    return f"{socket.gethostname()} {psutil.boot_time():.0f}"
+    return digest if (pid, started) in launchers and 0 <= time.time() - at < HANDED_S else None
 
 
 def _stamps(cfg: DataConfig) -> Iterator[tuple[str, os.stat_result]]:
