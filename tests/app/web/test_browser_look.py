@@ -96,6 +96,7 @@ def test_a_card_shows_the_borders_of_an_image_that_is_trained_whole(
         dialog.get_by_role("button", name="Close").click()
 
 
+@pytest.mark.slow
 def test_copies_are_found_shown_side_by_side_and_filtered(photos: Path, data: Page):
     data.get_by_role("button", name="Look at all images").click()
     panel = data.locator("#card-look")
@@ -116,6 +117,7 @@ def test_copies_are_found_shown_side_by_side_and_filtered(photos: Path, data: Pa
     group.get_by_text("2 images alike").wait_for()
 
 
+@pytest.mark.slow
 def test_images_before_an_edit_stand_in_front_of_those_after_it(photos: Path, data: Page):
     before = make_pictures(photos.parent / "before")
     shutil.copy(before / "00.png", before / "00_0.png")

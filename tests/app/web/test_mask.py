@@ -128,6 +128,7 @@ def near_edges(drawn: np.ndarray) -> np.ndarray:
     return grown
 
 
+@pytest.mark.slow
 def test_every_step_is_undone_and_done_again(own_data: Path, data: Page):
     dialog = open_mask(data)
     undo, redo = dialog.get_by_role("button", name="Undo"), dialog.get_by_role("button", name="Redo")

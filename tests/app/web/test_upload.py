@@ -84,6 +84,7 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found if path.suffix != ".log"}
 
 
+@pytest.mark.slow
 def test_photos_that_are_chosen_enter_the_folder_with_their_captions(own_data: Path, data: Page, photos: Path):
     (photos / "clip.mov").write_bytes(MOVIE)
     (photos / "00.png").write_bytes((photos / "09.png").read_bytes())
