@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pytest
 from PIL import Image
@@ -17,6 +19,7 @@ from pyarrow import parquet
 from tests.data.test_image_files import data, problems_of
 from trainer.data.image_files import scan
 from trainer.data.image_io import load_rgb
+from trainer.data.image_tables import Columns, TableRow, read_table
 from trainer.data.known_files import KnownFiles
 
 COLOURS = ((255, 0, 0), (0, 255, 0), (0, 0, 255))
@@ -307,8 +310,22 @@ def test_columns_that_cannot_be_told_apart_or_found_are_refused(tmp_path: Path) 
     assert problems_of(data(odd, image_column="my/image")) == [
         f"{odd}: images in a column with / in its name, my/image, are not found; rename it"
     ]
+    (tmp_path / "b.csv").write_text("file_name,text,text\na.png,a,b\n", encoding="utf-8")
+    assert problems_of(data(tmp_path / "b.csv")) == [
+        f"{tmp_path}/b.csv: has several columns 'text'; rename all but one of them"
+    ]
     (tmp_path / "a.csv").write_text("file_name;text\na.png;a\n", encoding="utf-8")
     assert problems_of(data(tmp_path / "a.csv"))[0].endswith(", or save the file with commas between its fields")
+
+
+def test_lists_of_images_are_counted_without_reading_them(tmp_path: Path) -> None:
+    noise = [[{"bytes": os.urandom(2**20), "path": "a.png"}] for _ in range(32)]
+    texts = [f"image {number}" for number in range(32)]
+    file = write_parquet(tmp_path / "a.parquet", {"image": noise, "text": texts}, compression="none")
+    read_before = psutil.Process().io_counters().read_chars
+    rows = list(read_table(file, Columns()))
+    assert [row.captions for row in rows if isinstance(row, TableRow)] == [(text,) for text in texts]
+    assert psutil.Process().io_counters().read_chars - read_before < 2**22
 
 
 def test_paths_without_bytes_in_a_parquet_file_are_named_with_the_remedy(tmp_path: Path) -> None:

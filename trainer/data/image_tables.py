@@ -33,7 +33,8 @@ IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "file_name", "image_path
 TAR_IMAGES = (*IMAGE_COLUMNS, "bmp", "tif", "tiff")
 """Suffixes of images in a tar file, in the order in which one is chosen."""
 CAPTION_COLUMNS = ("text", "caption", "captions", "prompt", "txt", "description")
-ROWS_AT_ONCE = 1024
+ROWS_AT_ONCE, LISTS_AT_ONCE = 1024, 16
+"""Rows that are read at a time: of texts, and of lists, which may hold whole images."""
 MOST_TEXT = 2**20
 """Bytes of a text in a tar file that are read."""
 
@@ -96,6 +97,7 @@ def csv_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
     with opened(file) as stream:
         reader = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), strict=True)
         try:
+            _require_different(file, reader.fieldnames or ())
             for row in reader:
                 if None in row:
                     raise InputError(f"{file}:{reader.line_num}: has more fields than the header; put texts in quotes")
@@ -125,10 +127,13 @@ def _chosen(file: Path, known: Sequence[str], columns: Columns) -> Columns:
             + (", or save the file with commas between its fields" if is_divided else "")
         )
     caption = columns.caption or next((name for name in CAPTION_COLUMNS if name in known), "")
-    for name in (image, caption, *columns.references):
-        if known.count(name) > 1:
-            raise InputError(f"{file}: has several columns '{name}'; rename all but one of them")
+    _require_different(file, [name for name in known if name in (image, caption, *columns.references)])
     return Columns(image, caption, columns.references)
+
+
+def _require_different(file: Path, names: Sequence[str]) -> None:
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise InputError(f"{file}: has several columns '{twice}'; rename all but one of them")
 
 
 def _captions(value: Any) -> tuple[str, ...]:
@@ -192,21 +197,22 @@ def _parquet_rows(file: Path, columns: Columns) -> Iterator[TableRow | InputErro
             raise InputError(f"{file}: images in a column with / in its name, {odd[0]}, are not found; rename it")
         # Encoded images stay where they are: only texts, names of files and lists, for their lengths, are read here.
         read = {name for name in (chosen.image, *chosen.references) if _is_read(schema.field(name).type)}
-        names = sorted(read | ({chosen.caption} - {""}))
+        names = sorted({_part_read(table, name) for name in read} | ({chosen.caption} - {""}))
         number = 0
-        for count, values in _batches(table, names):
+        has_lists = any(hasattr(schema.field(name).type, "value_field") for name in read)
+        for count, values in _batches(table, names, LISTS_AT_ONCE if has_lists else ROWS_AT_ONCE):
             for place in range(count):
                 row = {name: cells[place] for name, cells in values.items()}
                 yield _parquet_row(file, number, row, chosen)
                 number += 1
 
 
-def _batches(table: Any, names: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _batches(table: Any, names: list[str], at_once: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield (number of rows, {column: its cells}) of a table, some rows at a time."""
     if not names:
         yield table.metadata.num_rows, {}
         return
-    for batch in table.iter_batches(ROWS_AT_ONCE, columns=names):
+    for batch in table.iter_batches(at_once, columns=names):
         yield batch.num_rows, {name: batch.column(name) for name in batch.schema.names}
 
 
@@ -219,6 +225,12 @@ def _is_read(kind: Any) -> bool:
     names = (types.is_string, types.is_large_string, types.is_string_view)
     lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
     return any(test(kind) for test in (*names, *lists))
+
+
+def _part_read(table: Any, name: str) -> str:
+    """The part of a column that tells how long its lists are: of {bytes, path}, as the hub has them, only the path."""
+    parts = [table.schema.column(number).path for number in range(len(table.schema))]
+    return next((part for part in parts if part.startswith(f"{name}.") and part.endswith(".path")), name)
 
 
 def _parquet_row(file: Path, number: int, row: Mapping[str, Any], columns: Columns) -> TableRow | InputError:
