@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from trainer.data.text_source import TextSource
 from trainer.export import export
 from trainer.models import families
 from trainer.models.build import build_model
+from trainer.models.families import causal_lm
 from trainer.models.parts.next_token import build_language_model, restarting_positions
 from trainer.rng import SampleRng
 from trainer.run.events import WarningEvent
@@ -396,6 +398,22 @@ def test_the_weight_of_the_routers_is_that_of_the_config_if_it_asks_for_it(root:
     with torch.no_grad():
         loss = family.loss(model_of(family), batch_of(family, rows), SampleRng(0, [0, 1, 2, 3]))
     assert float(loss.total / loss.weight) == plain
+
+
+@pytest.mark.parametrize(("asks", "weight"), [(False, 0.5), (True, 0.5), (True, 0.0)])
+def test_the_loss_of_the_routers_is_the_same_where_documents_are_attended_to_by_themselves(
+    root: Path, asks: bool, weight: float
+) -> None:
+    folder = root / f"asks-{asks}"
+    write_mixture(folder, 8, output_router_logits=asks, router_aux_loss_coef=0.02)
+    rows = first_rows(config_of(root, "mixtral"), root)
+    found = []
+    for is_within in (True, False):
+        with mock.patch.object(causal_lm, "can_attend", return_value=is_within):
+            loss, family = loss_of(root, "mixtral", rows, model__path=str(folder), objective__router_weight=weight)
+        assert family._keeps_apart
+        found.append(loss)
+    assert found[0] == pytest.approx(found[1], abs=TOLERANCE, rel=0)
 
 
 def test_a_model_without_routers_has_no_weight_for_them(root: Path) -> None:

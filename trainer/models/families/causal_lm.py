@@ -20,7 +20,7 @@ from trainer.models.base import PREFERENCE_FIELDS, TextFamily, Weigh
 from trainer.models.objectives import Batch, Loss
 from trainer.models.parts.attention_probe import Sight, computes_within, layer_pattern, position_ids, sight
 from trainer.models.parts.chat import Chat, Encoded, encode_spans, read_template, without_marks
-from trainer.models.parts.chunked_loss import sum_losses_in_chunks
+from trainer.models.parts.chunked_loss import ROUTERS, sum_losses_in_chunks
 from trainer.models.parts.document_attention import MASKED, attend_within, begins_mask, can_attend
 from trainer.models.parts.folder import (
     TRANSFORMERS_STEM,
@@ -450,8 +450,8 @@ class CausalLM(TextFamily):
             inputs |= position_ids(network, batch["documents"])
         if self._attends_within(batch):
             inputs["attention_mask"] = begins_mask(batch["begins"])
-        if self._router_weight:
-            inputs["output_router_logits"] = True
+        if self._experts_per_token is not None:
+            inputs[ROUTERS] = bool(self._router_weight)
         predicted = batch["predicted"]
         targets = batch["tokens"].flatten()[predicted + 1]
         total, routers = network(**inputs, predicted=predicted, targets=targets, token_weights=weights)

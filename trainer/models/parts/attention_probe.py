@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.models.parts.chunked_loss import ROUTERS
 from trainer.models.parts.document_attention import MASKED, attend_within, begins_mask, document_begins
 from trainer.models.parts.next_token import (
     build_language_model,
@@ -86,10 +87,14 @@ def computes_within(config: Any) -> bool:
         config: transformers' config.
     """
     try:
-        with torch.random.fork_rng(devices=()), warnings.catch_warnings():
+        with torch.random.fork_rng(devices=()), warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
-            model = _copy(config, MASKED, **{name: WINDOW for name in WINDOWS if config.to_dict().get(name)})
+            fields = config.to_dict()
+            changes: dict[str, Any] = {name: WINDOW for name in WINDOWS if fields.get(name)}
+            # A model that is asked for its routers' logits counts the mask's tokens.
+            changes |= {name: False for name in (ROUTERS,) if name in fields}
+            model = _copy(config, MASKED, **changes)
             documents = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).repeat(2, 1)
             tokens = torch.randint(FIRST_TOKEN, MOST_TOKENS, documents.shape)
             inputs = {"input_ids": tokens, "use_cache": False, **position_ids(model, documents)}

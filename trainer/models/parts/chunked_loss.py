@@ -10,7 +10,7 @@ predicted tokens at a time, and their gradients are taken at once, in forward. A
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,8 @@ CHUNK = 512
 ROWS = 96
 """Tokens at a time whose logits are there in fp32, several times over."""
 
+ROUTERS = "output_router_logits"
+"""As transformers calls the argument that asks for the logits of the routers of experts."""
 Weigh = Callable[[Tensor], Tensor]
 """Losses of tokens, (n,) -> the weight of each, (n,)."""
 Head = Callable[[Tensor], Tensor]
@@ -75,16 +77,19 @@ class _WithLoss:
     ) -> Any:
         if predicted is None or targets is None or token_weights is None:
             return self._forward(*args, **kwargs)
-        if not self._splits or _drops_by_sample(self._model):
+        if not self._splits:
             output = self._forward(*args, **kwargs)
-            logits = output.logits.flatten(0, 1).index_select(0, predicted)
-            losses = F.cross_entropy(logits.float(), targets, reduction="none")
-            weights = token_weights if isinstance(token_weights, Tensor) else token_weights(losses.detach())
-            return (losses * weights).sum(), output.get("router_logits") or ()
-        with _decoder(self._model) as decoder:
-            output = self._forward(*args, **kwargs, logits_to_keep=1)
-            routers = output.get("router_logits") or ()
-            kwargs.pop("output_router_logits", None)
+            return _whole_sum(output.logits, predicted, targets, token_weights), output.get("router_logits") or ()
+        # A model that itself is asked for its routers' logits computes a loss of its own from them and the mask.
+        asked = {ROUTERS: kwargs.pop(ROUTERS)} if ROUTERS in kwargs else {}
+        kwargs |= dict.fromkeys(asked, False)
+        with _decoder(self._model, asked) as decoder:
+            if _drops_by_sample(self._model):
+                logits = self._forward(*args, **kwargs).logits
+                total = _whole_sum(logits, predicted, targets, token_weights)
+                return total, decoder.output.get("router_logits") or ()
+            self._forward(*args, **kwargs, logits_to_keep=1)
+            routers = decoder.output.get("router_logits") or ()
             hidden: Tensor = decoder.output.last_hidden_state
 
             def head(states: Tensor) -> Tensor:
@@ -139,6 +144,13 @@ class _Sum(torch.autograd.Function):
         return None, scaled[0], None, None, None, *scaled[1:]
 
 
+def _whole_sum(logits: Tensor, predicted: Tensor, targets: Tensor, token_weights: Tensor | Weigh) -> Tensor:
+    """The weighted sum of the losses from the logits of all tokens, (B, L, vocabulary)."""
+    losses = F.cross_entropy(logits.flatten(0, 1).index_select(0, predicted).float(), targets, reduction="none")
+    weights = token_weights if isinstance(token_weights, Tensor) else token_weights(losses.detach())
+    return (losses * weights).sum()
+
+
 def _losses(head: Head, states: Tensor, targets: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield each part of the states, with its losses, which have no gradients."""
     for part in _parts(len(states), rows):
@@ -180,14 +192,17 @@ class _Decoder:
 
 
 @contextmanager
-def _decoder(model: Any) -> Iterator[_Decoder]:
-    """Inside: the model's decoder runs the first time it is called, and then returns the states that are set."""
+def _decoder(model: Any, asked: Mapping[str, bool]) -> Iterator[_Decoder]:
+    """Inside: the model's decoder runs the first time it is called, and then returns the states that are set.
+
+    asked: Further arguments, for the decoder alone.
+    """
     module = model.base_model
     seen, forward = _Decoder(), module.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if seen.output is None:
-            seen.output = forward(*args, **kwargs)
+            seen.output = forward(*args, **{**kwargs, **asked})
             return seen.output
         return type(seen.output)(**{**seen.output, "last_hidden_state": seen.states})
 
