@@ -159,10 +159,14 @@ def _how_it_ended(code: int, log: Path) -> str:
     return last_line(log) or f"exited with code {code}"
 
 
+_LEFT_BEHIND = re.compile(r"^nanobind: |^ - (leaked |\.\.\. skipped)|^See https://nanobind\.")
+"""What triton's bindings print after the error, when Python exits with their objects still there."""
+
+
 def last_line(file: Path) -> str:
     """Return the last line of a log that has text; empty if there is none."""
     lines = _end_of(file).split("\n") if file.exists() else []
-    return next((line.strip() for line in reversed(lines) if line.strip(" =-")), "")
+    return next((line.strip() for line in reversed(lines) if line.strip(" =-") and not _LEFT_BEHIND.search(line)), "")
 
 
 def _end_of(log: Path) -> str:
