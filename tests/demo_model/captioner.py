@@ -74,6 +74,8 @@ WARMUP = 40
 SMOOTHING = 0.05
 CPU_SECONDS = 3400.0
 """Time of the training, of all threads together."""
+FIRST_STRENGTH, HARDER, KNOWN = 0.35, 0.005, 0.5
+"""How different images are at first, and how much more with each step that knows so many of the names."""
 WHITENED = 1024
 """Images by whose patches the first layer is made."""
 SEED = 0
@@ -136,14 +138,14 @@ def train(drawn: Glyphs, captions: Captions, cpu_seconds: float, seed: int, tell
     which is thrown away: it shows the eyes what to look for before the language model can read.
     """
     torch.manual_seed(seed)
-    model = _random_model(len(captions.tokenizer))
+    model = random_model(len(captions.tokenizer))
     _whiten(model.model.visual, drawn)
-    see = _batched(model)
+    see = batched(model)
     head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(drawn.names)))
     optimizers = _optimizers(model, head)
     rates = [[group["lr"] for group in one.param_groups] for one in optimizers]
     places = _places(model, captions)
-    began, shown = time.process_time(), 0.0
+    began, known, strength = time.process_time(), 0.0, FIRST_STRENGTH
     for step, chosen in enumerate(_batches(len(drawn.names)), 1):
         progress = (time.process_time() - began) / cpu_seconds
         if progress >= 1:
@@ -153,7 +155,7 @@ def train(drawn: Glyphs, captions: Captions, cpu_seconds: float, seed: int, tell
             for group, rate in zip(one.param_groups, own, strict=True):
                 group["lr"] = rate * scale
         with torch.autocast("cpu", torch.bfloat16):
-            seen = see(images_of(drawn, chosen, progress))
+            seen = see(images_of(drawn, chosen, strength))
             logits = _logits(model, seen, captions.inputs[chosen], places)
             guesses = head(seen.view(len(chosen), TOKENS, WIDTH).mean(1))
         targets = captions.targets[chosen][:, TOKENS + 1 :]
@@ -164,9 +166,10 @@ def train(drawn: Glyphs, captions: Captions, cpu_seconds: float, seed: int, tell
             one.step()
             one.zero_grad()
         right = ((logits.argmax(-1) == targets) | (targets == -100)).all(1).float().mean().item()
-        shown = 0.95 * shown + 0.05 * right
+        known = 0.95 * known + 0.05 * right
+        strength = min(1.0, strength + HARDER * (known > KNOWN))
         if step % 100 == 0:
-            tell(f"step {step}, {100 * progress:.0f} %: loss {loss.item():.2f}, {100 * shown:.1f} % of names")
+            tell(f"step {step}, {100 * progress:.0f} %: loss {loss.item():.2f}, {100 * known:.1f} % of names")
     for part in (model.model.visual.patch_embed, *(block.attn for block in model.model.visual.blocks)):
         del part.forward
     return model.eval()
@@ -184,14 +187,14 @@ def write(folder: Path, model: Any, tokenizer: Any) -> None:
     Qwen2VLImageProcessorPil(
         patch_size=PATCH,
         merge_size=MERGED,
-        min_pixels=SIDE**2,
-        max_pixels=SIDE**2,
+        min_pixels=round(0.85 * SIDE**2),  # so that a square image of any size becomes one of SIDE
+        max_pixels=round(1.2 * SIDE**2),
         image_mean=half,
         image_std=half,
     ).save_pretrained(folder)
 
 
-def _random_model(vocabulary: int) -> Any:
+def random_model(vocabulary: int) -> Any:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     config = Qwen3VLConfig(
@@ -215,7 +218,7 @@ def _whiten(visual: Any, drawn: Glyphs) -> None:
     of 342 drawings after 250 steps, and no more came; from here 57 % after 300.
     """
     chosen = torch.randint(len(drawn.names), (WHITENED,))
-    patches = _patches(images_of(drawn, chosen, 0.1))
+    patches = _patches(images_of(drawn, chosen, 0.6))
     mean = patches.mean(0)
     centred = patches - mean
     variances, directions = torch.linalg.eigh(centred.T @ centred / len(centred))
@@ -227,7 +230,7 @@ def _whiten(visual: Any, drawn: Glyphs) -> None:
     nn.init.normal_(visual.pos_embed.weight, std=0.4)
 
 
-def _batched(model: Any) -> Callable[[Tensor], Tensor]:
+def batched(model: Any) -> Callable[[Tensor], Tensor]:
     """Return what the model sees in images (B, 3, SIDE, SIDE), 0 to 1: (B * TOKENS, WIDTH).
 
     All images have the same number of patches, so that attention is one product where transformers has one per image,

@@ -37,7 +37,7 @@ def caption_job(job: CaptionJob, world: World, cache: Path) -> None:
     """
     request, log = job.request, _Log(job, world)
     log.status("loading")
-    source = VisionLanguageFolder(request.model)
+    source = VisionLanguageFolder(request.model_path)
     prompt = source.prompt(request.style, instruction(request))
     listener = Listener(warn=log.warn)
     model = VisionLanguage.load(source, request.config(), world, cache, request.shard, listener)

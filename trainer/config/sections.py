@@ -24,6 +24,8 @@ TEMPLATE_SUFFIX = ".jinja"
 TRIGGER_PLACE = "[trigger]"
 """Stands for `data.trigger` in captions and prompts."""
 DEMO = Path(__file__).parents[1] / "assets" / "demo"
+DEMO_CAPTIONER = DEMO / "captioner"
+"""The model of `--caption FOLDER --model demo`."""
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)", re.ASCII)
 HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[^\s:\[\]]+):(?P<port>\d{1,5})")
 
@@ -69,8 +71,8 @@ def family_names() -> tuple[str, ...]:
 
 @cache
 def demo_families() -> tuple[str, ...]:
-    """Families that have a built-in demo model: one per folder in `assets/demo/`."""
-    return tuple(sorted(folder.name for folder in DEMO.iterdir()))
+    """Families that have a built-in demo model: one per folder in `assets/demo/`, the captioner's aside."""
+    return tuple(sorted(folder.name for folder in DEMO.iterdir() if folder != DEMO_CAPTIONER))
 
 
 def option(
