@@ -18,8 +18,8 @@ from trainer.config.sections import DEMO_CAPTIONER, TRIGGER_PLACE
 from trainer.models.vision_language import VisionLanguageFolder
 
 ROOT = Path(__file__).parents[2]
-NEEDED = 0.8
-"""Share of the names."""
+SHOWN = 10
+"""Images of the quickstart that are captioned; one may get another name."""
 
 
 def test_it_is_small_and_comes_with_its_licence() -> None:
@@ -32,14 +32,14 @@ def test_it_names_drawings_in_the_quickstarts_look_which_it_never_saw(tmp_path: 
     folder = tmp_path / "drawings"
     folder.mkdir()
     names = {}
-    for text in sorted((ROOT / "presets" / "quickstart").glob("*.txt")):
+    for text in sorted((ROOT / "presets" / "quickstart").glob("*.txt"))[:SHOWN]:
         names[text.stem] = text.read_text(encoding="utf-8").replace(TRIGGER_PLACE, "").strip()
         shutil.copy(text.with_suffix(".png"), folder)
     done = launch_py(tmp_path, "--caption", folder, "--model", "demo", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     written = {text.stem: text.read_text(encoding="utf-8").strip() for text in folder.glob("*.txt")}
     assert written.keys() == names.keys()
-    assert sum(written[stem].lower() == name for stem, name in names.items()) >= NEEDED * len(names), written
+    assert sum(written[stem].lower() == name for stem, name in names.items()) >= SHOWN - 1, written
 
 
 @torch.no_grad()
