@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz bench plan roofline peers recorded interop gpu-check gpu-wheels oldest table browser network proxies screenshots eightbit schema demo-base clean
+.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz bench plan roofline peers recorded interop gpu-check gpu-wheels oldest table browser network proxies screenshots eightbit schema demo-base demo-captioner clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -136,6 +136,10 @@ eightbit: .venv
 demo-base: .venv
 	$(BIN)/python -m tests.demo_model build/demo-base $(if $(FONT),--font $(FONT))
 	$(BIN)/python -m tests.benchmarks.demo_base build/demo-base/demo
+
+# The model of `--caption --model demo` again from nothing, half an hour on two cores. Needs the same font.
+demo-captioner: .venv
+	$(BIN)/python -m tests.demo_model.captioner build/demo-captioner $(if $(FONT),--font $(FONT))
 
 schema: .venv
 	$(BIN)/python -m trainer.config.load

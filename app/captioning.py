@@ -118,11 +118,11 @@ class Captioning:
             InputError: The model or the folder cannot be used, or another job of this folder, or of one in or around
                 it, is running.
         """
-        check_model(request.model)
+        check_model(request.model_path)
         folder = os.path.abspath(Path(request.folder).expanduser())
         _require_folder(Path(folder))
-        model = os.path.abspath(request.model) if os.path.exists(request.model) else request.model
-        request = replace(request, folder=folder, model=model)
+        is_local = not request.is_demo and os.path.exists(request.model)
+        request = replace(request, folder=folder, model=os.path.abspath(request.model) if is_local else request.model)
         root = self.runs / FOLDER
         files.make_private_if_new(self.runs)
         files.make_private(root)
@@ -149,7 +149,7 @@ class Captioning:
         """
         if job.is_undone:
             raise InputError(f"{job.path.name}: its captions were taken back; start a new one")
-        check_model(job.request.model)
+        check_model(job.request.model_path)
         with files.locked(self.runs / FOLDER / ".lock"):
             if self._running_near(job.request) is None:
                 start(job)

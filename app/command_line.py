@@ -26,7 +26,7 @@ REFUSED_PATHS = {
 }
 """{what the system says of a path: what to do}"""
 CAPTION_FIELDS = {
-    "model": ("PATH", "folder or downloaded hub id of a vision-language model"),
+    "model": ("PATH", "folder or downloaded hub id of a vision-language model, or demo: names the demo's pictograms"),
     "style": ("STYLE", f"{', '.join(get_args(Style))}; default: {CaptionRequest.style}"),
     "prompt": ("TEXT", "what the model is asked, instead of the style's instruction"),
     "omit": ("WORDS", "what captions do not mention, between commas"),

@@ -38,7 +38,7 @@ def caption_job(job: CaptionJob, world: World, cache: Path) -> None:
     """
     request, log = job.request, _Log(job, world)
     log.status("loading")
-    source = VisionLanguageFolder(request.model)
+    source = VisionLanguageFolder(request.model_path)
     prompt = _prompt(source, request, log)
     listener = Listener(warn=log.warn)
     model = VisionLanguage.load(source, request.config(), world, cache, request.shard, listener)

@@ -24,6 +24,8 @@ TEMPLATE_SUFFIX = ".jinja"
 TRIGGER_PLACE = "[trigger]"
 """Stands for `data.trigger` in captions and prompts."""
 DEMO = Path(__file__).parents[1] / "assets" / "demo"
+DEMO_CAPTIONER = DEMO.parent / "captioner"
+"""The model of `--caption FOLDER --model demo`."""
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)", re.ASCII)
 HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[^\s:\[\]]+):(?P<port>\d{1,5})")
 

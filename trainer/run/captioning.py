@@ -23,7 +23,7 @@ from trainer.config import families, files
 from trainer.config.errors import InputError
 from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
-from trainer.config.sections import family_names
+from trainer.config.sections import DEMO_CAPTIONER, family_names
 from trainer.run.events import LineFollower
 from trainer.run.folder import RunDir
 
@@ -44,7 +44,8 @@ class CaptionRequest:
 
     Attributes:
         folder: The folder of images, absolute.
-        model: A folder of transformers, or a hub id that is downloaded.
+        model: A folder of transformers, a hub id that is downloaded, or `demo`: the captioner that comes with the
+            program.
         style: `sentence`: one or two sentences. `detailed`: a paragraph. `tags`: words between commas.
         prompt: What the model is asked instead of the style's own instruction.
         omit: What captions do not mention, between commas.
@@ -91,6 +92,16 @@ class CaptionRequest:
         return request
 
     @property
+    def model_path(self) -> str:
+        """The folder or hub id of the model."""
+        return str(DEMO_CAPTIONER) if self.is_demo else self.model
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether the model is the captioner that comes with the program."""
+        return self.model == "demo"
+
+    @property
     def asked(self) -> CaptionRequest:
         """The request without what only says where it is computed: captions do not depend on that."""
         return replace(self, device="auto", ranks=1, shard=False)
@@ -100,7 +111,7 @@ class CaptionRequest:
         family = next(name for name in family_names() if _is_text(name))
         values = {
             "name": FOLDER,
-            "model": {"family": family, "path": self.model},
+            "model": {"family": family, "path": self.model_path},
             "data": {"path": self.folder},
             "quantize": {"format": self.quantize},
             "train": {"precision": self.precision},

@@ -15,7 +15,7 @@
   const options = choices => choices.map(([value, text]) => h('option', { value }, text));
   const row = (label, control, help = '') => h('label.field', {}, h('span', {}, label), control, help ? h('small.dim', {}, help) : null);
   const choice = (id, choices) => (parts[id] = h(`select#caption-${id}`, {}, options(choices)));
-  const text = (id, placeholder) => (parts[id] = h(`input#caption-${id}`, { type: 'text', placeholder, autocomplete: 'off', spellcheck: false }));
+  const text = (id, placeholder, list) => (parts[id] = h(`input#caption-${id}`, { type: 'text', placeholder, autocomplete: 'off', spellcheck: false, ...(list && { list }) }));
   const check = (id, label) => h('label.check', {}, (parts[id] = h(`input#caption-${id}`, { type: 'checkbox' })), label);
 
   function form() {
@@ -23,7 +23,8 @@
     parts.ranks = h('input#caption-ranks', { type: 'number', min: 1, max: 64, value: 1 });
     parts.start = h('button.btn.main#caption-start', { type: 'submit' }, 'Start');
     return (parts.form = h('form', { oninput: () => { wasFilled = true; }, onsubmit: event => { event.preventDefault(); start(); } },
-      row('Model', text('model', 'Qwen/Qwen2.5-VL-3B-Instruct'), 'A folder, or a downloaded Hugging Face id, of a vision-language model'),
+      row('Model', text('model', 'Qwen/Qwen2.5-VL-3B-Instruct', 'caption-models'), 'A folder, or a downloaded Hugging Face id, of a vision-language model. Without one: demo, which names pictograms'),
+      h('datalist#caption-models', {}, h('option', { value: 'demo' }, 'Names pictograms; comes with the program')),
       row('Style', choice('style', STYLES)), row('Do not mention', text('omit', 'watermark, the name of the person')), row('Which images', choice('overwrite', WHICH)),
       h('label.field#caption-folder-row', { hidden: true }, h('span', {}, 'Folder'), (parts.folder = h('select#caption-folder', { onchange: () => look() }))),
       check('trigger', 'Put [trigger] in front'),
