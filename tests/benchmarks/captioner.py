@@ -1,0 +1,108 @@
+"""Which names the demo's captioner gives to drawings in looks that it never saw.
+
+    python -m tests.benchmarks.captioner [MODEL] [--names N]      some minutes; exit code 1 below LIMIT
+
+Each drawing is one of the font's glyphs in another size, place and turn, as a JPEG, in a look of `style.py`, on white
+or on any colour; no look of `style.py` is trained. The command `--caption` gives the names, which count letter for
+letter. Needs the font of tests.demo_model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from PIL import Image
+
+from tests.commands import launch_py
+from tests.demo_model.captioner_images import named
+from tests.demo_model.pictures import Picture, glyphs
+from tests.demo_model.style import LOOKS, in_inks, in_style
+from trainer.config.terminal import say
+
+LIMIT = 0.8
+"""Share of the names of all looks together."""
+SIDES, SIZES = (64, 80, 96, 128, 160), (0.62, 0.97)
+"""Pixels of an image's side, and shares of it that the glyph's longer side takes."""
+TURN = 8.0
+QUALITIES = (75, 85, 92)
+SHOWN = 5
+
+Look = Callable[[Image.Image], Image.Image]
+"""From a glyph with alpha to an RGB image of the same size."""
+
+
+def looks(rng: random.Random) -> dict[str, Look]:
+    """Return {name: look}."""
+    others: dict[str, Look] = {name: _inked(len(inks), name) for name, inks in LOOKS.items()}
+    any_colour: Look = lambda glyph: _on(glyph, _colour(rng))  # noqa: E731
+    return {"font": _on, "on any colour": any_colour, "quickstart": lambda glyph: in_style(_on(glyph)), **others}
+
+
+def drawing(glyph: Image.Image, rng: random.Random) -> Image.Image:
+    """Draw a glyph somewhere on an empty image, in some size, a little turned."""
+    side = rng.choice(SIDES)
+    scale = side * rng.uniform(*SIZES) / max(glyph.size)
+    size = max(1, round(glyph.width * scale)), max(1, round(glyph.height * scale))
+    turned = glyph.resize(size, Image.Resampling.LANCZOS).rotate(
+        rng.uniform(-TURN, TURN), Image.Resampling.BICUBIC, expand=True
+    )
+    drawn = Image.new("RGBA", (side, side))
+    drawn.paste(turned, tuple(round(rng.uniform(0, max(0, side - length))) for length in turned.size))
+    return drawn
+
+
+def right_names(model: str, pictures: Sequence[Picture], look: Look, rng: random.Random) -> tuple[int, list[str]]:
+    """How many drawings in a look got their names, and the wrong ones, as `ant -> bee`."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "drawings"
+        folder.mkdir()
+        for picture in pictures:
+            image = look(drawing(picture.pixels, rng))
+            image.save(folder / f"{picture.caption}.jpg", quality=rng.choice(QUALITIES))
+        done = launch_py(Path(temporary), "--caption", folder, "--model", model, "--device", "cpu")
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        given = {text.stem: text.read_text(encoding="utf-8").strip().lower() for text in folder.glob("*.txt")}
+    wrong = [f"{name} -> {answer}" for name, answer in given.items() if answer != name]
+    return len(given) - len(wrong), sorted(wrong)
+
+
+def _inked(count: int, name: str) -> Look:
+    stops = [number / (count - 1) for number in range(count)]
+    return lambda glyph: in_inks(_on(glyph), LOOKS[name], stops)
+
+
+def _on(glyph: Image.Image, colour: tuple[int, int, int] = (255, 255, 255)) -> Image.Image:
+    ground = Image.new("RGBA", glyph.size, colour)
+    ground.alpha_composite(glyph)
+    return ground.convert("RGB")
+
+
+def _colour(rng: random.Random) -> tuple[int, int, int]:
+    return rng.randrange(256), rng.randrange(256), rng.randrange(256)
+
+
+def main() -> int:
+    """Print the share of right names by look. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.captioner", description=__doc__.split("\n")[0])
+    parser.add_argument("model", nargs="?", default="demo", help="as --model; default: demo")
+    parser.add_argument("--names", type=int, default=0, help="names drawn at random for each look; default: all")
+    arguments = parser.parse_args()
+    rng, found, asked = random.Random(0), 0, 0
+    pictures = named(glyphs())
+    for name, look in looks(rng).items():
+        chosen = rng.sample(pictures, arguments.names) if arguments.names else pictures
+        right, wrong = right_names(arguments.model, chosen, look, rng)
+        found, asked = found + right, asked + len(chosen)
+        say(f"{name:14} {right / len(chosen):6.1%} of {len(chosen)}   {'; '.join(wrong[:SHOWN])}")
+    say(f"{'all':14} {found / asked:6.1%} of {asked}; limit {LIMIT:.0%}")
+    return int(found / asked < LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
