@@ -366,7 +366,7 @@ class Runs:
             return [event.loss for event in steps_of(events)], trainer.trained_weights(), warnings
 
 
-FULL: dict[str, Any] = {"adapter__type": "none"}
+FULL: dict[str, Any] = {"adapter__type": "none", "optim__eps": 1e-6}
 RUNS: dict[str, dict[str, Any]] = {
     "starcoder2": {"adapter__dropout": 0.1},
     "qwen3": {"adapter__dropout": 0.1},

@@ -126,11 +126,14 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 def saves_little(model: nn.Module) -> set[nn.Module]:
     """Return the adapted layers, and parts of them, in which autograd saves nothing large but their inputs.
 
-    Those are layers of lora and locon without dropout, and the row lengths of dora.
+    Those are layers of lora and locon without dropout, layers of loha whose update is a dense product, for which it
+    makes its matrix again by itself, and the row lengths of dora.
     """
     low_rank = [module for module in model.modules() if isinstance(module, LoraLayer)]
     plain = [layer for layer in low_rank if not layer.use_dora[ADAPTER] and _has_no_dropout(layer)]
-    return {*plain, *(module for module in model.modules() if isinstance(module, RowLengths))}
+    products = [module for module in model.modules() if isinstance(module, Loha)]
+    dense = [layer for layer in products if layer.is_dense and isinstance(layer.dropout, nn.Identity)]
+    return {*plain, *dense, *(module for module in model.modules() if isinstance(module, RowLengths))}
 
 
 def add_apart(model: nn.Module) -> None:

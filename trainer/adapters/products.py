@@ -43,14 +43,13 @@ class Loha(_Product, LoHaLayer):  # type: ignore[misc]
         self.create_adapter_parameters(ADAPTER, rank, (outputs, inputs))
         self.scaling[ADAPTER] = scale
         self.dropout = dropout
-        self._by_rank = rank**2 * (outputs + inputs) < outputs * inputs
+        self.is_dense = rank**2 * (outputs + inputs) >= outputs * inputs
 
     def _get_delta_activations(self, adapter_name: str, x: Tensor) -> Tensor:
         parameters = (self.hada_w1_a, self.hada_w1_b, self.hada_w2_a, self.hada_w2_b)
-        w1_a, *others = (parameter[adapter_name] for parameter in parameters)
-        factors = (self.scaling[adapter_name] * w1_a, *others)
-        x = self.dropout(x.to(w1_a.dtype))
-        if self._by_rank:
+        factors = self.scaling[adapter_name], *(parameter[adapter_name] for parameter in parameters)
+        x = self.dropout(x.to(factors[1].dtype))
+        if not self.is_dense:
             return low_rank_product(self.base_layer, x, *factors)
         # Recomputed in backward, so that no dense weight is kept from forward.
         update: Tensor = checkpoint(
@@ -59,16 +58,20 @@ class Loha(_Product, LoHaLayer):  # type: ignore[misc]
         return update
 
 
-def low_rank_product(layer: Layer, x: Tensor, w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor) -> Tensor:
+def low_rank_product(
+    layer: Layer, x: Tensor, scale: float, w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor
+) -> Tensor:
     """Compute loha's update as a matrix of rank r^2, whose factors are products of columns and of rows."""
-    up = (w1_a.unsqueeze(2) * w2_a.unsqueeze(1)).flatten(1)
+    up = ((scale * w1_a).unsqueeze(2) * w2_a.unsqueeze(1)).flatten(1)
     down = (w1_b.unsqueeze(1) * w2_b.unsqueeze(0)).flatten(0, 1)
     return apply_pointwise(layer, up, apply(layer, down, x))
 
 
-def dense_product(layer: Layer, x: Tensor, w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor) -> Tensor:
+def dense_product(
+    layer: Layer, x: Tensor, scale: float, w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor
+) -> Tensor:
     """Compute loha's update by the whole matrix: less work where r^2 is near the layer's own width."""
-    return apply(layer, (w1_a @ w1_b) * (w2_a @ w2_b), x)
+    return apply(layer, (scale * w1_a @ w1_b) * (w2_a @ w2_b), x)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ def causal_class(config: Any) -> Any:
 def text_config(config: Any) -> Any:
     """Return the config of the text part of a model that also sees or hears; others are returned as they are."""
     text = config.get_text_config(decoder=True)
-    if text is config or causal_class(text) is None:
+    # Of a BART transformers returns a copy, which has lost the decoder's fields.
+    if type(text) is type(config) or causal_class(text) is None:
         return config
     text = copy.deepcopy(text)
     # Whether the head is the embedding is for the class of the whole model to say.
