@@ -154,8 +154,9 @@ def train(drawn: Glyphs, captions: Captions, cpu_seconds: float, seed: int, tell
         for one, own in zip(optimizers, rates, strict=True):
             for group, rate in zip(one.param_groups, own, strict=True):
                 group["lr"] = rate * scale
+        images = images_of(drawn, chosen, strength)
         with torch.autocast("cpu", torch.bfloat16):
-            seen = see(images_of(drawn, chosen, strength))
+            seen = see(images)
             logits = _logits(model, seen, captions.inputs[chosen], places)
             guesses = head(seen.view(len(chosen), TOKENS, WIDTH).mean(1))
         targets = captions.targets[chosen][:, TOKENS + 1 :]
