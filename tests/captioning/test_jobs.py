@@ -416,7 +416,8 @@ def test_the_command_captions_a_folder_names_bad_images_and_takes_all_back(tmp_p
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"captions by {model}, job {tmp_path}/runs/captioning/pictures-")
-    assert re.fullmatch(r"1/4  01\.png  \[trigger\], .+", lines[2]), lines
+    # A model this small may be loaded between two looks at the job: then nothing is said of it.
+    assert re.fullmatch(r"1/4  01\.png  \[trigger\], .+", lines[1 + (lines[1] == "loading the model")]), lines
     assert lines[-1] == "3 captions written; --caption pictures --undo takes them back"
     assert done.stderr == (
         f"1 got no caption:\n{folder}/bad.png: cannot be read (not an image of a known format); replace or remove it\n"
