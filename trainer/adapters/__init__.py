@@ -129,11 +129,7 @@ def saves_little(model: nn.Module) -> set[nn.Module]:
     Those are layers of lora and locon without dropout, layers of loha whose update is a dense product, for which it
     makes its matrix again by itself, and the row lengths of dora.
     """
-    low_rank = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    plain = [layer for layer in low_rank if not layer.use_dora[ADAPTER] and _has_no_dropout(layer)]
-    products = [module for module in model.modules() if isinstance(module, Loha)]
-    dense = [layer for layer in products if layer.is_dense and isinstance(layer.dropout, nn.Identity)]
-    return {*plain, *dense, *(module for module in model.modules() if isinstance(module, RowLengths))}
+    return {module for module in model.modules() if _saves_little(module)}
 
 
 def add_apart(model: nn.Module) -> None:
@@ -143,8 +139,12 @@ def add_apart(model: nn.Module) -> None:
             module.adds_in_place = False
 
 
-def _has_no_dropout(layer: LoraLayer) -> bool:
-    return isinstance(layer.lora_dropout[ADAPTER], nn.Identity)
+def _saves_little(module: nn.Module) -> bool:
+    if isinstance(module, LoraLayer):
+        return not module.use_dora[ADAPTER] and isinstance(module.lora_dropout[ADAPTER], nn.Identity)
+    if isinstance(module, Loha):
+        return module.is_dense and isinstance(module.dropout, nn.Identity)
+    return isinstance(module, RowLengths)
 
 
 def dropouts(model: nn.Module) -> list[SampleDropout]:

@@ -24,7 +24,8 @@ INSTRUCTIONS: Mapping[Style, str] = {
         "action, surroundings, composition, colours, light, kind of image. Answer with the tags alone."
     ),
 }
-SENTENCE_MARKS = (".", "!", "?", ":", "\u3002", "\uff01", "\uff1f")
+_ENDS = ".!?\u3002\uff01\uff1f"
+"""Marks after a sentence, those of Chinese and Japanese included."""
 _KIND = r"(?:image|picture|photo|photograph|scene)"
 """Words that say nothing of the image. A painting or a drawing stays: that is its kind."""
 _OPENINGS = tuple(
@@ -42,8 +43,7 @@ _OPENINGS = tuple(
 _THINKING = re.compile(r"\A.*</think>|<think>.*\Z", re.DOTALL)
 """What a model thinks aloud; the mark before it may be in the chat template."""
 _QUOTES = {'"': '"', "'": "'", "\u201c": "\u201d", "\u2018": "\u2019", "\u00ab": "\u00bb", "`": "`", "[": "]"}
-_END = r"[.!?\u3002\uff01\uff1f]"
-_SENTENCE_END = re.compile(rf"(?:(?<={_END})|(?<={_END}[\"'\u201d\u2019)]))\s+")
+_SENTENCE_END = re.compile(rf"(?:(?<=[{_ENDS}])|(?<=[{_ENDS}][\"'\u201d\u2019)]))\s+")
 _FENCE = re.compile(r"\A\s*```\w*\s*\n|\n\s*```\s*\Z")
 """Marks of code, between which some models put a list."""
 _HEADING = re.compile(r"\A#{1,6}\s+[^\n]{0,60}\n+")
@@ -58,7 +58,8 @@ def instruction(request: CaptionRequest) -> str:
     omitted = ", ".join(split_list(request.omit))
     if not omitted:
         return text
-    return f"{text}{'' if text.endswith(SENTENCE_MARKS) else '.'} Do not mention: {omitted}."
+    end = "" if text.endswith((*_ENDS, ":")) else "."
+    return f"{text}{end} Do not mention: {omitted}."
 
 
 def split_list(text: str) -> list[str]:

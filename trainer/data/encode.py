@@ -307,7 +307,8 @@ class _DataEncoder:
     ) -> Example:
         """Encode an image. Images without a visible pixel are added to `invisible`.
 
-        Raises InputError for a file that is no longer that of its digest in `contents`, which its key is made of.
+        contents: {file: digest of its bytes}, from which the keys of its examples were made. Raises InputError for a
+        file whose bytes have changed since.
         """
         image, size, framing = picture.file, picture.size, picture.framing
         is_framed = self._own_size(image, self._largest) is None

@@ -44,8 +44,7 @@ def calls(studio: Studio) -> Calls:
 
 def load(studio: Studio, editor: Masks, image: str) -> dict[str, Any]:
     """Return an image to paint on, with its mask. Raises InputError where none may be written."""
-    config, place = _chosen(studio, image)
-    studio.uploads.folders.require_changeable(place.folder.resolve())
+    config, place = _writable(studio, image)
     header = read_header(place.image)
     width, height = masks.canvas_size(header)
     return {
@@ -70,8 +69,7 @@ def save(studio: Studio, editor: Masks, image: str, sent: Sent | None, before: s
     Returns:
         {"digest": of the mask now}, or {"changed": what is there} where it was changed elsewhere meanwhile.
     """
-    config, place = _chosen(studio, image)
-    studio.uploads.folders.require_changeable(place.folder.resolve())
+    config, place = _writable(studio, image)
     try:
         digest = editor.save(place, None if sent is None else _bytes(sent), before)
     except ChangedElsewhere:
@@ -125,6 +123,13 @@ def _chosen(studio: Studio, image: str) -> tuple[RunConfig, Place]:
     config = form.check(studio.draft()).config
     found = _scanned(studio, config)
     return config, masks.place_of(config.data, found, dataset.image_at(image))
+
+
+def _writable(studio: Studio, image: str) -> tuple[RunConfig, Place]:
+    """The same, of a mask that may be written. Raises InputError for a folder of the program itself."""
+    config, place = _chosen(studio, image)
+    studio.uploads.folders.require_changeable(place.folder.resolve())
+    return config, place
 
 
 def _scanned(studio: Studio, config: RunConfig) -> ScanResult:
