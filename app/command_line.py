@@ -26,7 +26,7 @@ REFUSED_PATHS = {
 }
 """{what the system says of a path: what to do}"""
 CAPTION_FIELDS = {
-    "model": ("PATH", "folder or downloaded hub id of a vision-language model, or demo: names the demo's pictograms"),
+    "model": ("PATH", "folder or downloaded hub id of a vision-language model; demo names pictograms only"),
     "style": ("STYLE", f"{', '.join(get_args(Style))}; default: {CaptionRequest.style}"),
     "prompt": ("TEXT", "what the model is asked, instead of the style's instruction"),
     "omit": ("WORDS", "what captions do not mention, between commas"),
@@ -347,7 +347,7 @@ def _caption(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     if options.undo:
         return caption_command.undo(Path(options.caption), options.runs)
     if options.model is None:
-        parser.error("--caption needs --model PATH")
+        parser.error("--caption needs --model PATH, or --model demo to try it without a download")
     given = {name: getattr(options, name) for name in CAPTION_FIELDS if getattr(options, name) is not None}
     given |= {"precision": options.dtype} if options.dtype else {}
     request = CaptionRequest.checked({"folder": options.caption, **given})

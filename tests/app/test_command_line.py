@@ -124,7 +124,7 @@ def test_what_cannot_be_done_is_said_with_exit_code_2(argv, message, capsys):
             "--dtype goes with --export or --extract or --caption only; leave it out",
         ),
         (["--export", "run", "--rank", "4"], "--rank goes with --extract only; leave it out"),
-        (["--caption", "pictures"], "--caption needs --model PATH"),
+        (["--caption", "pictures"], "--caption needs --model PATH, or --model demo to try it without a download"),
         (["--headless", "p", "--ranks", "2"], "--ranks goes with --caption only; leave it out"),
         (["--export", "run", "--run-dir", "other"], "--run-dir goes with --headless only; leave it out"),
         (["--resume", "run", "--slurm"], "--slurm goes with --headless only; leave it out"),

@@ -1,6 +1,6 @@
 """Make the demo's captioner from nothing: `python -m tests.demo_model.captioner FOLDER`, or `make demo-captioner`.
 
-A Qwen3-VL of 3.4 million parameters names the font's pictograms in looks that it never saw. It answers with a name
+A Qwen3-VL of 3.2 million parameters names the font's pictograms in looks that it never saw. It answers with a name
 whatever it is asked: its chat template leaves the question out. The result is the model of `--caption --model demo`
 (trainer/assets/captioner).
 """
@@ -75,7 +75,7 @@ SMOOTHING = 0.05
 CPU_SECONDS = 3400.0
 """Time of the training, of all threads together."""
 FIRST_STRENGTH, HARDER, KNOWN = 0.35, 0.005, 0.5
-"""How different images are at first, and how much more with each step that knows so many of the names."""
+"""How different images are at first; how much more with each step; from which share of known names on."""
 WHITENED = 1024
 """Images by whose patches the first layer is made."""
 SEED = 0
@@ -99,6 +99,7 @@ def main() -> int:
         return 2
     say(f"{len(drawn.names)} names")
     captions = Captions.of(drawn.names)
+    arguments.folder.mkdir(parents=True)  # before half an hour of training, so that a wrong folder is found now
     model = train(drawn, captions, arguments.cpu_seconds, SEED, say)
     write(arguments.folder, model, captions.tokenizer)
     return 0
@@ -131,11 +132,18 @@ class Captions:
         return cls(tokenizer, torch.tensor(inputs), torch.tensor(targets))
 
 
-def train(drawn: Glyphs, captions: Captions, cpu_seconds: float, seed: int, tell: Callable[[str], None]) -> Any:
-    """Train a model of random weights until the CPU has computed for so many seconds.
+def train(drawn: Glyphs, captions: Captions, cpu_seconds: float, seed: int, report: Callable[[str], None]) -> Any:
+    """Train a model of random weights and return it.
 
     Loss: cross entropy of the name's tokens, and of the whole name by a linear layer on the mean of the image's tokens,
-    which is thrown away: it shows the eyes what to look for before the language model can read.
+    which is thrown away: by it the vision part learns names before the language model can use what it sees.
+
+    Args:
+        drawn: The glyphs.
+        captions: Their names, in the same order.
+        cpu_seconds: The training ends when this process's threads have computed for so long.
+        seed: Of weights and images.
+        report: Takes a line about the progress, every 100 steps.
     """
     torch.manual_seed(seed)
     model = random_model(len(captions.tokenizer))
@@ -170,7 +178,7 @@ def train(drawn: Glyphs, captions: Captions, cpu_seconds: float, seed: int, tell
         known = 0.95 * known + 0.05 * right
         strength = min(1.0, strength + HARDER * (known > KNOWN))
         if step % 100 == 0:
-            tell(f"step {step}, {100 * progress:.0f} %: loss {loss.item():.2f}, {100 * known:.1f} % of names")
+            report(f"step {step}, {100 * progress:.0f} %: loss {loss.item():.2f}, {100 * known:.1f} % of names")
     for part in (model.model.visual.patch_embed, *(block.attn for block in model.model.visual.blocks)):
         del part.forward
     return model.eval()

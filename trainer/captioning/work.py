@@ -26,6 +26,9 @@ COUNTER = "captioned images"
 """Key of the counter by which ranks with whole models take images."""
 LARGE = 10**8
 """Parameters from which on several threads compute faster than one."""
+LIMITS_OF_DEMO = (
+    "demo: names the pictogram that fills an image, and follows no instruction; all other images get wrong names"
+)
 BLANK = Image.new("RGB", (64, 64))
 """Looked at by a rank of a sharded model that has no image of its own left."""
 
@@ -60,6 +63,8 @@ def caption_job(job: CaptionJob, world: World, cache: Path) -> None:
 def _prompt(source: VisionLanguageFolder, request: CaptionRequest, log: _Log) -> str:
     """Return what the model is asked with, after it was tried on a blank image."""
     prompt = source.prompt(request.style, instruction(request), request.prompt)
+    if request.is_demo:
+        log.warn(LIMITS_OF_DEMO)
     if request.omit and not source.is_instructed and request.style != "tags":
         log.warn(f"{request.model}: does not follow instructions, so captions may name what --omit lists")
     try:

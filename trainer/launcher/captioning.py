@@ -33,14 +33,14 @@ def check_model(path: str) -> None:
     except InputError as error:
         raise InputError(
             f"--model {path}: neither a folder nor in the local Hugging Face cache; download it with "
-            f"`hf download {path}`, or name a folder of transformers"
+            f"`hf download {path}`, or name a folder of transformers, or demo"
         ) from error
     try:
         config = json.loads(files.read(folder / "config.json"))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(
             f"--model {path}: no config.json; name a folder of transformers with a model that describes images, or a "
-            f"hub id that is downloaded, for example {EXAMPLE}"
+            f"hub id that is downloaded, for example {EXAMPLE}; or demo"
         ) from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{folder / 'config.json'}: not valid JSON ({error}); download it again") from error

@@ -23,7 +23,7 @@
     parts.ranks = h('input#caption-ranks', { type: 'number', min: 1, max: 64, value: 1 });
     parts.start = h('button.btn.main#caption-start', { type: 'submit' }, 'Start');
     return (parts.form = h('form', { oninput: () => { wasFilled = true; }, onsubmit: event => { event.preventDefault(); start(); } },
-      row('Model', text('model', 'Qwen/Qwen2.5-VL-3B-Instruct', 'caption-models'), 'A folder, or a downloaded Hugging Face id, of a vision-language model. Without one: demo, which names pictograms'),
+      row('Model', text('model', 'Qwen/Qwen2.5-VL-3B-Instruct', 'caption-models'), 'A folder, or a downloaded Hugging Face id, of a vision-language model. To try it without one, type demo, which names pictograms and nothing else'),
       h('datalist#caption-models', {}, h('option', { value: 'demo' }, 'Names pictograms; comes with the program')),
       row('Style', choice('style', STYLES)), row('Do not mention', text('omit', 'watermark, the name of the person')), row('Which images', choice('overwrite', WHICH)),
       h('label.field#caption-folder-row', { hidden: true }, h('span', {}, 'Folder'), (parts.folder = h('select#caption-folder', { onchange: () => look() }))),
@@ -132,7 +132,7 @@
 
   async function start() {
     await studio.act(parts.start, parts.said, async () => {
-      if (!values().model) throw new studio.Refused('Name a model: a folder, or a downloaded Hugging Face id.');
+      if (!values().model) throw new studio.Refused('Name a model: a folder, a downloaded Hugging Face id, or demo.');
       const job = await call('captioning_start', { folder: state.folder, values: values() });
       return job ? '' : 'Every image has a caption. Which images, below, can include those with one.';
     });
