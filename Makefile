@@ -140,7 +140,7 @@ demo-base: .venv
 # The model of `--caption --model demo` again from nothing, half an hour on two cores. Needs the same font.
 demo-captioner: .venv
 	$(BIN)/python -m tests.demo_model.captioner build/demo-captioner $(if $(FONT),--font $(FONT))
-	$(BIN)/python -m tests.benchmarks.captioner build/demo-captioner
+	$(BIN)/python -m tests.benchmarks.captioner build/demo-captioner $(if $(FONT),--font $(FONT))
 
 schema: .venv
 	$(BIN)/python -m trainer.config.load

@@ -21,7 +21,7 @@ from PIL import Image
 
 from tests.commands import launch_py
 from tests.demo_model.captioner_images import named
-from tests.demo_model.pictures import Picture, glyphs
+from tests.demo_model.pictures import FONT, Picture, glyphs
 from tests.demo_model.style import LOOKS, in_inks, in_style
 from trainer.config.errors import InputError
 from trainer.config.terminal import complain, say
@@ -102,9 +102,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.captioner", description=__doc__.split("\n")[0])
     parser.add_argument("model", nargs="?", default="demo", help="as --model; default: demo")
     parser.add_argument("--names", type=int, default=0, help="names drawn at random for each look; default: all")
+    parser.add_argument("--font", type=Path, default=FONT)
     arguments = parser.parse_args()
     rng, found, asked = random.Random(0), 0, 0
-    pictures = named(glyphs())
+    pictures = named(glyphs(arguments.font))
     for name, look in looks(rng).items():
         chosen = rng.sample(pictures, arguments.names) if arguments.names else pictures
         try:
