@@ -104,20 +104,32 @@ def main() -> int:
     parser.add_argument("--names", type=int, default=0, help="names drawn at random for each look; default: all")
     parser.add_argument("--font", type=Path, default=FONT)
     arguments = parser.parse_args()
+    try:
+        pictures = named(glyphs(arguments.font))
+        share = measure(arguments.model, pictures, arguments.names)
+    except InputError as error:
+        complain(error)
+        return 2
+    return int(share < LIMIT)
+
+
+def measure(model: str, pictures: Sequence[Picture], names: int) -> float:
+    """Print the share of right names by look, and return that of all looks that were not trained.
+
+    Args:
+        model: As `--model`.
+        pictures: Glyphs and their names.
+        names: How many of them are drawn in each look, chosen at random; 0: all.
+    """
     rng, found, asked = random.Random(0), 0, 0
-    pictures = named(glyphs(arguments.font))
     for name, look in looks(rng).items():
-        chosen = rng.sample(pictures, arguments.names) if arguments.names else pictures
-        try:
-            right, wrong = right_names(arguments.model, chosen, look, rng)
-        except InputError as error:
-            complain(error)
-            return 2
+        chosen = rng.sample(pictures, names) if names else pictures
+        right, wrong = right_names(model, chosen, look, rng)
         if name not in TRAINED:
             found, asked = found + right, asked + len(chosen)
         say(f"{name:14} {right / len(chosen):6.1%} of {len(chosen)}   {'; '.join(wrong[:SHOWN])}")
     say(f"{'not trained':14} {found / asked:6.1%} of {asked}; limit {LIMIT:.0%}")
-    return int(found / asked < LIMIT)
+    return found / asked
 
 
 if __name__ == "__main__":
