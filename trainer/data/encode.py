@@ -152,6 +152,15 @@ class _DataEncoder:
         images = (*dataset.train, *dataset.validation)
         # Else a rank would encode, and meet the others for, something that they do not have.
         require_same(self.context.world, key_of_all((len(dataset.train), *(image.captions for image in images))))
+        encoded, is_whole = self._encode_all(dataset)
+        # What could not be encoded is tried again, and named, by the next start.
+        if self._crew.index == 0 and is_whole:
+            memory.keep(dataset, encoded)
+        return encoded
+
+    def _encode_all(self, dataset: Dataset) -> tuple[Encoded, bool]:
+        """Encode what the cache lacks. Returns all examples, and whether none of them was left out."""
+        images = (*dataset.train, *dataset.validation)
         train, validation = (self._wanted(images) for images in (dataset.train, dataset.validation))
         wanted = (*train, *validation)
         # Every rank has all captions. The cache does not hold their lengths, but tokenizing again is cheap.
@@ -166,10 +175,7 @@ class _DataEncoder:
             tuple(filter(None, (one.encoded(latents, masks, texts) for one in validation))),
             warnings,
         )
-        # What could not be encoded is tried again, and named, by the next start.
-        if self._crew.index == 0 and len(encoded.train) + len(encoded.validation) == len(wanted):
-            memory.keep(dataset, encoded)
-        return encoded
+        return encoded, len(encoded.train) + len(encoded.validation) == len(wanted)
 
     def _wanted(self, images: Sequence[CaptionedImage]) -> list[_Wanted]:
         """The images in each of their sizes, without those that would lose too much."""
@@ -285,12 +291,12 @@ class _DataEncoder:
             )
             for digest, picture in zip(digests, distinct, strict=True)
         }
-        by_key = {key: picture for picture, key in keys.items()}
-        contents = {picture.file.path: digest for digest, picture in zip(digests, distinct, strict=True)}
-        work = {key: by_key[key] for key in missing(keys.values(), self.cache, self._crew)}
+        lacking = set(missing(keys.values(), self.cache, self._crew))
+        work = {key: picture for picture, key in keys.items() if key in lacking}
         failures: dict[str, str] = {}
         if work:
             self._announce("images")
+            contents = {picture.file.path: digest for digest, picture in zip(digests, distinct, strict=True)}
             invisible: list[Path] = []
             failures = self._encode_with(
                 partial(self._load_and_encode, self.family.image_encoder(self.load), contents, invisible),
@@ -390,7 +396,7 @@ class _DataEncoder:
             torch.cuda.empty_cache()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Picture:
     """An image file in the form that it is encoded in."""
 
@@ -408,7 +414,7 @@ class _Picture:
         return replace(self, framing=replace(self.framing, is_mirrored=True))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Mask:
     """The weights of the loss for an image in one of its forms. file: None where the whole image is learned."""
 
@@ -424,7 +430,7 @@ class _Mask:
         return framing.content if self.file else ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Wanted:
     """A captioned image in one of its sizes, with its references."""
 
@@ -433,13 +439,13 @@ class _Wanted:
     framing: Framing
     references: tuple[_Picture, ...]
 
-    @cached_property
+    @property
     def own(self) -> tuple[_Picture, ...]:
         """The image as it is, and mirrored where it may be flipped."""
         picture = _Picture.of(self.image, self.size, self.framing)
         return (picture, picture.mirrored) if self.image.may_flip else (picture,)
 
-    @cached_property
+    @property
     def masks(self) -> tuple[_Mask, ...]:
         """The mask of each of `own`."""
         return tuple(_Mask(self.image.mask, picture) for picture in self.own)

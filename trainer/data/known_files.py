@@ -58,7 +58,7 @@ class Header(NamedTuple):
     is_turned: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Known:
     """What was read of a file.
 
@@ -178,7 +178,7 @@ class KnownFiles:
             stamp = Stamp.of(path)
         except OSError:
             return None
-        known = self._found.get(path) or self._saved.get(key_of(path))
+        known = self._found.get(path) or self._saved.pop(key_of(path), None)
         if known is None or known.stamp != stamp:
             known = Known(stamp, time.time_ns())
         self._found[path] = known
@@ -195,4 +195,10 @@ def _read(memory: Path) -> dict[str, Known]:
         stored = files.read_json(memory, _KNOWN, at_most=MOST_BYTES)
     except (OSError, InputError):
         return {}
-    return {path: known for path, entry in stored.items() if (known := Known(*entry)).is_safe}
+    headers: dict[Header | None, Header | None] = {}  # equal ones once, as most of a folder are
+    found = {}
+    while stored:  # each entry in one form only: there may be 100,000
+        path, (stamp, read_at, header, digest) = stored.popitem()
+        if (known := Known(stamp, read_at, headers.setdefault(header, header), digest)).is_safe:
+            found[path] = known
+    return found
