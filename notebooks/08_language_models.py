@@ -60,6 +60,7 @@ from trainer.data.text_source import encoder_of, example_of
 from trainer.data.text_stream import TextStream
 from trainer.models import families
 from trainer.models.parts.chunked_loss import sum_losses_in_chunks
+from trainer.models.parts.document_attention import attend_within
 from trainer.rng import SampleRng
 
 logging.disable_progress_bar()
@@ -86,7 +87,8 @@ family = families.make(config.config, RUNS / "cache")
 stream = TextStream([TextFolder((tasks,))], encoder_of(family), seed=0, length=256, packing="whole")
 row = example_of(next(stream.rows())[0])
 network = AutoModelForCausalLM.from_pretrained(family.folder)
-sum_losses_in_chunks(network)  # as in training: the logits of all tokens are never held at once
+attend_within(network)  # as in training: tokens see those of their own document only
+sum_losses_in_chunks(network)  # as well: the logits of all tokens are never held at once
 model = torch.nn.ModuleDict({"language_model": network})
 
 

@@ -69,9 +69,9 @@ class Started:
         argv = [sys.executable, str(LAUNCH), *map(str, arguments)]
         self._process = subprocess.Popen(argv, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    def wait_for(self, kind: type[E]) -> E:
-        """The next event of a kind since the start or the last wait, as soon as it is written."""
-        deadline = time.monotonic() + TIMEOUT_S
+    def wait_for(self, kind: type[E], within: float = TIMEOUT_S) -> E:
+        """The next event of a kind since the start or the last wait, as soon as it is written. within: seconds."""
+        deadline = time.monotonic() + within
         while time.monotonic() < deadline:
             has_ended = self._process.poll() is not None
             self._unseen += self._reader.read()

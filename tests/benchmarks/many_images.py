@@ -30,6 +30,8 @@ from trainer.train.loop import Trainer
 IMAGES = 100_000
 SIDE = 32
 CAPTIONS = 50
+FIRST_S = 3600.0
+"""Longest first start."""
 SCAN_LIMIT_S, START_LIMIT_S, MEMORY_LIMIT_MB = 60.0, 10.0, 300
 
 
@@ -103,7 +105,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         preset = make_preset(Path(name), options.images)
         scanned = scan(preset)
-        first = wait_for_run(preset, "first").first_step
+        first = wait_for_run(preset, "first", FIRST_S).first_step
         second = min(wait_for_run(preset, f"again-{number}").first_step for number in range(2))
         one = memory(preset, is_small=True)
         used = memory(preset, is_small=False) - one

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from tests.commands import PRESET, Started
+from tests.commands import PRESET, TIMEOUT_S, Started
 from tests.runs import make_pictures
 from trainer.data.known_files import COARSEST_NS
 from trainer.run import process
@@ -58,11 +58,11 @@ def wait_for_run_folder(preset: Path, name: str) -> tuple[Started, float]:
     return started, time.perf_counter() - began
 
 
-def wait_for_run(preset: Path, name: str) -> Waits:
-    """Start a run, and see it to its end."""
+def wait_for_run(preset: Path, name: str, within: float = TIMEOUT_S) -> Waits:
+    """Start a run, and see it to its end. within: seconds until its first step."""
     began = time.perf_counter()
     started, run_folder = wait_for_run_folder(preset, name)
-    started.wait_for(StepEvent)
+    started.wait_for(StepEvent, within)
     first_step = time.perf_counter() - began
     code, _, errors = started.end()
     assert code == 0, errors

@@ -142,7 +142,7 @@ LESSONS = {
             r"logits differ by at most \d\.\de-\d+, the largest is",
             r"step 1: loss 0\.693, margins 0\.00, accuracies 0\.00",
             r"step 12: loss 0\.\d+, margins \d+\.\d+, accuracies 1\.00",
-            r"8\.\d+ GiB on each GPU\. Fits",
+            r"2[0-3]\.\d+ GiB on each GPU\. Fits",
         ),
     ),
     "09_drawing_and_answering": Lesson(
@@ -160,7 +160,7 @@ LESSONS = {
             r"image +question +step 0 +step 30 +0000-rat +What is it\?",
             r"111 tensors; \d+ were trained, \d+ are the same bit for bit",
             r"random +\d\.\d+ +after drawing, answering and editing +0\.\d+ +after 7 more steps of drawing alone +0\.",
-            r"14\.\d+ GiB on each GPU\. Fits",
+            r"2[0-3]\.\d+ GiB on each GPU\. Fits",
         ),
     ),
 }

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from trainer.data.scan_memory import HANDED_SUFFIX
 from trainer.run.events import AnyEvent, EventReader, StepEvent, ValidationEvent, latest_steps
 from trainer.run.folder import RunDir
 
@@ -221,8 +222,12 @@ def _line_problems(file: Path) -> Iterator[str]:
 
 
 def _lasting(run: RunDir) -> set[str]:
-    """The files of a run and of its cache that do not depend on how often it was started."""
+    """The files of a run and of its cache that depend neither on how often it was started nor on a launcher."""
     root = run.path.parent
     files = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
     changing = [f"{run.path.name}/logs/", f"{run.path.name}/checkpoints/step-"]
-    return {file for file in files if not any(file.startswith(prefix) for prefix in changing)}
+    return {
+        file
+        for file in files
+        if not file.endswith(HANDED_SUFFIX) and not any(file.startswith(prefix) for prefix in changing)
+    }
