@@ -302,8 +302,10 @@
     button.disabled = !filter.search || !count;
     say(button, filter.search ? `Replace in ${counted(count, 'caption')}` : 'Replace');
     say($('replace-help'), filter.search ? `“${filter.search}” is in ${counted(count, 'caption')}, written like this.` : 'Write the text to replace into the search field.');
-    $('data-undo').disabled = !data.num_undoable;
-    say($('data-undo'), data.num_undoable ? `Undo (${counted(data.num_undoable, 'caption')})` : 'Undo');
+    const undo = $('data-undo'), hadFocus = document.activeElement === undo;
+    undo.disabled = !data.num_undoable;
+    say(undo, data.num_undoable ? `Undo (${counted(data.num_undoable, 'caption')})` : 'Undo');
+    if (hadFocus) studio.refocus(undo, $('data-open-replace')); // the answer of a tick may come after that of the undo
     const last = Math.min(data.first + data.per_page, data.num_chosen);
     $('data-before').disabled = data.first === 0;
     $('data-after').disabled = last >= data.num_chosen;
