@@ -298,14 +298,13 @@
       title: `in ${counted(count, 'caption')}`, onclick: () => searchFor(filter.search === word ? '' : word) }, word, ' ', h('span.dim', {}, studio.count(count))))
       : h('p.dim', {}, counts ? 'No captions yet.' : 'Not counted for so many images.'));
     fill($('marked'), filter.mark, () => filter.mark ? h('button.chip', { type: 'button', 'aria-pressed': 'true', title: 'Show all images', onclick: () => choose({ mark: '' }) }, 'Only those of “Look closer” ✕') : []);
-    const count = data.num_replaceable, button = $('data-replace');
+    const count = data.num_replaceable, button = $('data-replace'), undo = $('data-undo'), focused = document.activeElement;
     button.disabled = !filter.search || !count;
     say(button, filter.search ? `Replace in ${counted(count, 'caption')}` : 'Replace');
     say($('replace-help'), filter.search ? `“${filter.search}” is in ${counted(count, 'caption')}, written like this.` : 'Write the text to replace into the search field.');
-    const undo = $('data-undo'), hadFocus = document.activeElement === undo;
     undo.disabled = !data.num_undoable;
     say(undo, data.num_undoable ? `Undo (${counted(data.num_undoable, 'caption')})` : 'Undo');
-    if (hadFocus) studio.refocus(undo, $('data-open-replace')); // the answer of a tick may come after that of the undo
+    if ([button, undo].includes(focused)) studio.refocus(focused, $('data-open-replace')); // a tick's answer may come after that of a press
     const last = Math.min(data.first + data.per_page, data.num_chosen);
     $('data-before').disabled = data.first === 0;
     $('data-after').disabled = last >= data.num_chosen;
