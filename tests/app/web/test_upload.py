@@ -126,6 +126,7 @@ def test_files_of_one_name_size_and_time_are_not_taken_for_each_other(own_data: 
         os.utime(tmp_path / folder / "0001.bmp", (1e9, 1e9))
         choose(data, tmp_path / folder / "0001.bmp")
         done(data, "1 file added.")
+    expect(data.locator("#upload-results")).to_contain_text("0001.bmp is called 0001 (2).bmp here")
     assert {(own_data / name).read_bytes() for name in ("0001.bmp", "0001 (2).bmp")} == {
         (tmp_path / folder / "0001.bmp").read_bytes() for folder in ("cats", "dogs")
     }
