@@ -64,7 +64,6 @@
     for (const name of gone) {
       rows.delete(name);
       chosen.delete(name);
-      lines.get(name)?.remove();
       lines.delete(name);
     }
     for (const row of changes.rows) rows.set(row.name, { ...row, search: textOf(row) });
@@ -130,6 +129,7 @@
 
   function draw() {
     const list = found(), part = list.slice(0, shown), body = at('tbody');
+    const focused = document.activeElement, place = focused.closest('#runs tr');
     drawHead(list);
     let next = body.firstElementChild;
     for (const row of part) {
@@ -146,6 +146,7 @@
     at('#runs-more').hidden = part.length === list.length;
     studio.fill(at('#runs-empty'), [part.length > 0, rows.size > 0, answer === null], () => (part.length ? null : empty()));
     drawBar();
+    if (place) studio.refocus(focused, ...(place.getClientRects().length ? [] : [at('#runs-all'), at('#runs-filter')])); // its row may have moved or gone
     loadImages();
   }
 

@@ -171,6 +171,17 @@ def test_runs_are_tagged_chosen_and_deleted_without_losing_the_place(page: Page,
     expect(page.locator("#runs-all, #runs-filter").filter(visible=True).first).to_be_focused()
 
 
+def test_the_last_run_that_goes_elsewhere_hands_the_place_on(page: Page, runs: Path):
+    folder = recorded(runs, "keyed-last").path
+    show(page, "Runs")
+    page.locator("#runs-filter").fill("keyed-last")
+    page.locator("tr[data-run=keyed-last] input").focus()
+    shutil.rmtree(folder)
+    page.locator("tr[data-run=keyed-last]").wait_for(state="detached")
+    expect(page.locator("#runs-filter")).to_be_focused()
+    page.locator("#runs-filter").fill("")
+
+
 def test_the_queue_is_emptied_without_losing_the_place(page: Page, runs: Path):
     queue = Queue(runs)
     queue.change(Settings(is_paused=True))
