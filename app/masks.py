@@ -12,8 +12,8 @@ import os
 import stat
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -133,6 +133,27 @@ def _place(data: DataConfig, image: Path, source: str, name: str) -> Place:
     return Place(image, start.with_name(f"{start.name}-masks"), name, field, is_set=False)
 
 
+def waiting(data: DataConfig, folder: Path, names: Sequence[str]) -> dict[str, Path]:
+    """Return {name: mask} of the images of a folder that the config has a mask for, of an earlier image perhaps.
+
+    Opens no file.
+
+    Args:
+        data: The config's section.
+        folder: One of its folders of images; another one has no masks.
+        names: Files in it.
+    """
+    sources = {"data.path": data.path, "data.validation": data.validation}
+    sources |= {f"data.folders.{number}": own.path for number, own in enumerate(data.folders)}
+    for source, path in sources.items():
+        if path and isinstance(path, str) and os.path.realpath(_absolute(path)) == os.path.realpath(folder):
+            stems = {name: Path(name).stem for name in names if _is_inside(Path(name).stem)}
+            places = {name: _place(data, folder / name, source, stem) for name, stem in stems.items()}
+            found = {name: _found(place) for name, place in places.items() if place.is_set}
+            return {name: mask[0] for name, mask in found.items() if mask}
+    return {}
+
+
 def _absolute(path: str) -> Path:
     return Path(os.path.abspath(Path(path).expanduser()))
 
@@ -153,11 +174,19 @@ def canvas_size(image: ImageFile) -> tuple[int, int]:
 
 def stamp(place: Place) -> str:
     """Return what tells a mask from a later one of its name, "" where there is none. Opens no file."""
+    found = _found(place)
+    return f"{found[1].st_mtime_ns}-{found[1].st_size}" if found else ""
+
+
+def _found(place: Place) -> tuple[Path, os.stat_result] | None:
+    """The file that is an image's mask, None where it has none."""
     for suffix in _NAMES:
-        with suppress(OSError):
-            status = os.stat(place.folder / f"{place.name}{suffix}")
-            return f"{status.st_mtime_ns}-{status.st_size}"
-    return ""
+        file = place.folder / f"{place.name}{suffix}"
+        try:
+            return file, os.stat(file)
+        except OSError:
+            continue
+    return None
 
 
 class Masks:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from app.masks import MOST_FORMER, ChangedElsewhere, Masks, Place, canvas_size, place_of, shown, stamp
+from app.masks import MOST_FORMER, ChangedElsewhere, Masks, Place, canvas_size, place_of, shown, stamp, waiting
 from app.scans import Named, ScanResult, Scans
 from tests.data.test_image_tables import encoded as encoded_image
 from tests.data.test_image_tables import write_tar
@@ -110,6 +110,22 @@ def test_each_folder_has_its_own_masks_and_held_out_images_those_of_data_masks(i
     Image.new("L", (64, 64)).save(tmp_path / "m" / "00.png")
     named = run_config(images, data__masks=str(tmp_path / "m"), data__folders=[{"path": str(tmp_path / "own")}])
     assert (place(named, tmp_path / "own" / "own.png").folder) == tmp_path / "m"
+
+
+def test_a_new_image_that_has_a_mask_already_is_known(images: Path, tmp_path: Path):
+    for folder, name in (("m", "00.png"), ("m", "a.b.JPG"), ("own-m", "02.png")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        Image.new("L", (8, 8)).save(tmp_path / folder / name)
+    (tmp_path / "own").mkdir()
+    own = [{"path": str(tmp_path / "own"), "masks": str(tmp_path / "own-m")}]
+    data = run_config(images, data__masks=str(tmp_path / "m"), data__folders=own).data
+    names = ["00.jpg", "01.png", "02.png", "a.b.png", "a\0.png", "", "../m/00/.."]
+    assert waiting(data, images, names) == {"00.jpg": tmp_path / "m/00.png", "a.b.png": tmp_path / "m/a.b.JPG"}
+    assert waiting(data, tmp_path / "own", names) == {"02.png": tmp_path / "own-m/02.png"}
+    assert waiting(data, tmp_path, names) == {}
+    (tmp_path / "images-masks").mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "images-masks/01.png")
+    assert waiting(run_config(images).data, images, names) == {}, "no folder of masks is set, so a run reads none"
 
 
 def test_an_image_of_a_table_has_its_mask_by_the_name_that_the_table_gives(tmp_path: Path, masks: Masks):

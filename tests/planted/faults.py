@@ -502,6 +502,13 @@ FAULTS = (
         "app/test_masks.py",
     ),
     _fault(
+        "the mask that an earlier image left behind is not seen by the upload of another one",
+        "app/masks.py",
+        "return {name: mask[0] for name, mask in found.items() if mask}",
+        "return {}",
+        "app/test_masks.py",
+    ),
+    _fault(
         "a mask is written through a link out of its folder",
         "app/data_folders.py",
         "below = _below(part, descriptor, place, _FLAGS)",

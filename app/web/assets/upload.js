@@ -103,6 +103,7 @@
           const items = now.items.filter(item => item.phase === phase);
           await Promise.all(Array.from({ length: AT_ONCE }, async () => { while (items.length && !now.isCancelled) await sendOne(now, items.shift()); }));
         }
+        await findMasks(now);
         batch = null;
         conclude(now);
         await hooks.refresh();
@@ -113,6 +114,15 @@
     }
   }
 
+  /** Find the new images that have a mask already: that of a deleted image stays, and would be trained with unseen. */
+  async function findMasks({ folder, items }) {
+    const images = items.filter(item => item.phase === 0 && item.state === 'added');
+    try {
+      const masks = images.length ? await call('upload_masked', { folder, names: images.map(item => item.name) }) : {};
+      for (const item of images) item.mask = masks[item.name];
+    } catch (error) { refused(error); }
+  }
+
   /** Say what became of a selection. */
   function conclude({ items }) {
     const numOf = kind => items.filter(item => item.state === kind).length, numLeft = items.filter(item => !isOver(item)).length;
@@ -120,7 +130,7 @@
       numLeft && `${studio.count(numLeft)} not sent`].filter(Boolean).join(', ') + '.';
     const numFolders = new Set(items.map(item => item.above)).size;
     if (numFolders > 1) $('upload-message').append(h('p.notice', { role: 'status' }, `The files of ${numFolders} folders are in one folder now. Were some of them masks, or images before an edit? Move those into a folder of their own.`));
-    results.push(...items.filter(item => item.state === 'refused' || item.note));
+    results.push(...items.filter(item => item.state === 'refused' || item.note || item.mask));
     remember();
     draw(sentence);
     if (studio.shown !== 'data') studio.toast(`Upload: ${sentence}`);
@@ -265,10 +275,12 @@
   }
 
   function drawResults() {
-    const bad = results.filter(item => item.state === 'refused'), renamed = results.filter(item => item.state !== 'refused');
-    fill($('upload-results'), [bad.length, renamed.length], () => !results.length ? [] : h('div.notice', { role: 'group', 'aria-label': 'What to know of the upload' },
-      bad.length ? [h('b', {}, `${counted(bad.length, 'file was', 'files were')} not taken`), h('ul', {}, bad.slice(0, MOST_LISTED).map(item => h('li', {}, h('b', {}, item.path), ': ', without(item))), more(bad.length))] : null,
-      renamed.length ? [h('b', {}, `${counted(renamed.length, 'file has', 'files have')} another name`), h('ul', {}, renamed.slice(0, MOST_LISTED).map(item => h('li', {}, h('b', {}, item.path), ' ', item.note)), more(renamed.length))] : null,
+    const bad = results.filter(item => item.state === 'refused'), renamed = results.filter(item => item.note), masked = results.filter(item => item.mask);
+    const part = (items, title, text) => items.length ? [h('b', {}, title), h('ul', {}, items.slice(0, MOST_LISTED).map(item => h('li', {}, text(item))), more(items.length))] : null;
+    fill($('upload-results'), [bad.length, renamed.length, masked.length], () => !results.length ? [] : h('div.notice', { role: 'group', 'aria-label': 'What to know of the upload' },
+      part(bad, `${counted(bad.length, 'file was', 'files were')} not taken`, item => [h('b', {}, item.path), ': ', without(item)]),
+      part(renamed, `${counted(renamed.length, 'file has', 'files have')} another name`, item => [h('b', {}, item.path), ' ', item.note]),
+      part(masked, `${counted(masked.length, 'image has', 'images have')} a mask already, perhaps that of an earlier image: look at it with Mask on the card`, item => [h('b', {}, item.name), ': ', item.mask]),
       h('button.btn.s', { type: 'button', onclick: () => { results.length = 0; drawResults(); studio.refocus($('upload-files')); } }, 'Dismiss')));
   }
 

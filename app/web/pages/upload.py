@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app import dataset, form, trash, upload_kinds, upload_names
+from app import dataset, form, masks, trash, upload_kinds, upload_names
 from app.studio import Studio
 from app.uploads import MOST_CHUNK, require_usable
 from app.web.answers import Calls
@@ -32,7 +32,7 @@ def facts() -> dict[str, Any]:
 
 def calls(studio: Studio) -> Calls:
     """Return the functions of the screen's script."""
-    functions = (state, begin, finish, cancel, make, delete, restore, empty)
+    functions = (state, begin, finish, cancel, masked, make, delete, restore, empty)
     return {f"upload_{function.__name__}": partial(function, studio) for function in functions}
 
 
@@ -70,6 +70,13 @@ def finish(studio: Studio, id: str) -> dict[str, Any]:
 def cancel(studio: Studio, id: str) -> None:
     """Forget an unfinished upload."""
     studio.uploads.cancel(id)
+
+
+def masked(studio: Studio, folder: str, names: list[str]) -> dict[str, str]:
+    """Return {name: mask} of new images of a folder that have a mask already. A deleted image leaves its own behind."""
+    data = form.check(studio.draft()).config.data
+    roots = [root for root in dataset.folders(data) if str(root) == folder]
+    return {name: str(mask) for root in roots for name, mask in masks.waiting(data, root, names).items()}
 
 
 def make(studio: Studio, above: str, name: str) -> str:

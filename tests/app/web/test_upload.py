@@ -22,6 +22,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 from app.uploads import MOST_CHUNK
 from app.web.security import UPLOADS_CLOSED
 from tests.app.browser import Server, opened, serving, show, until_so, visit
+from tests.app.web.test_mask import brush, open_mask, save, stroke
 from tests.app.web.test_probes import ask
 from tests.runs import make_pictures, write_preset
 
@@ -340,6 +341,24 @@ def test_what_was_deleted_is_not_overwritten_by_an_image_that_has_its_name_now(o
     toast.get_by_role("button", name="Undo").click()
     data.locator(".toast.bad", has_text="00.png: is there again; rename it first. Nothing was restored").wait_for()
     assert (own_data / "00.png").read_bytes() == b"another"
+
+
+@pytest.mark.slow  # the masks that are named are tested in test_masks.py
+def test_an_image_that_inherits_the_mask_of_a_deleted_one_is_named(own_data: Path, data: Page, tmp_path: Path):
+    dialog = open_mask(data, "00.png")
+    brush(data, 40)
+    stroke(data, dialog, (0.2, 0.2), (0.8, 0.8))
+    save(data)
+    data.get_by_role("button", name="Delete 00.png").click()
+    expect(data.locator(".pc[data-name='00.png']")).to_have_count(0)
+    for name in ("00", "99"):
+        Image.new("RGB", (40, 40), "plum").save(tmp_path / f"{name}.png")
+    choose(data, tmp_path / "00.png", tmp_path / "99.png")
+    done(data, "2 files added.")
+    results = data.locator("#upload-results")
+    expect(results).to_contain_text("1 image has a mask already, perhaps that of an earlier image")
+    expect(results.locator("li")).to_have_text([f"00.png: {own_data.with_name('own-masks') / '00.png'}"])
+    shutil.rmtree(own_data.with_name("own-masks"))
 
 
 @pytest.mark.slow  # the store's refusals are tested in test_uploads.py
