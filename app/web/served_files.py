@@ -29,8 +29,7 @@ class Thumbnails:
     def of(self, image: Path, side: int = SMALL) -> Path:
         """Return a copy whose longer side is at most `side` pixels. Raises InputError for other files than images."""
         try:
-            stat = file_of(image).stat()
-            identity = f"{_VERSION} {image.resolve()} {stat.st_mtime_ns} {stat.st_size}"
+            identity = f"{_VERSION} {image.resolve()} {stamp(image)}"
             key = hashlib.sha256(identity.encode()).hexdigest()[:24]
             copy = self.folder / f"{key}-{side}.webp"
             if not copy.exists():
@@ -46,6 +45,12 @@ class Thumbnails:
         partial = copy.with_suffix(f".{threading.get_ident()}.part")
         small.save(partial, "WEBP", quality=90)
         files.rename(partial, copy)
+
+
+def stamp(image: Path) -> str:
+    """Return what tells an image from a later one of its name. Raises OSError where it is missing."""
+    status = file_of(image).stat()
+    return f"{status.st_mtime_ns} {status.st_size}"
 
 
 class Downloads:

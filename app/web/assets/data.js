@@ -5,7 +5,7 @@
   const SAVED_AFTER_MS = 500, SEARCHED_AFTER_MS = 250, FRESH_AFTER_MS = 400, RETRY_EVERY_S = 2, LOADS = 3;
   const SHOWS = [['all', 'All'], ['uncaptioned', 'No caption'], ['problems', 'Problems'], ['held_out', 'Held out']];
   let root = null, data = null, asked = 0, isOther = false, isOwed = false, page = 0, filter = { show: 'all', search: '', mark: '' };
-  const cards = new Map(), addresses = new Map(), timers = new Map(), saving = new Map();
+  const cards = new Map(), addresses = new Map(), stamps = new Map(), timers = new Map(), saving = new Map();
   const $ = id => root.querySelector(`#${id}`);
 
   // --- captions that are not saved yet ------------------------------------------------------------------------------
@@ -140,6 +140,14 @@
     }
   }
 
+  /** Forget the addresses of images whose file is another one now. */
+  function forgetReplaced({ cards = [], held_out: heldOut = [] }) {
+    for (const { image, stamp } of [...cards, ...cards.flatMap(card => card.references), ...heldOut]) {
+      if (stamps.get(image) !== stamp) addresses.delete(image);
+      stamps.set(image, stamp);
+    }
+  }
+
   /** Show images in full size. shown: [{image, name, text}], of which the one of this path comes first. */
   function enlarge(image, shown) {
     const load = async path => {
@@ -174,7 +182,7 @@
   }
 
   function updateCard(card, fresh) {
-    const before = card.data, { image, name, shape, flaw } = fresh, isTyping = pending.has(image);
+    const before = card.data, { image, name, shape, flaw, stamp } = fresh, isTyping = pending.has(image);
     card.data = fresh;
     card.element.dataset.name = name;
     card.box.setAttribute('aria-label', `Caption of ${name}`);
@@ -189,7 +197,7 @@
     else if (!before || card.box !== document.activeElement || card.box.value.trim() === before.caption) { if (card.box.value.trim() !== fresh.caption) card.box.value = fresh.caption; }
     say(card.name, name);
     card.name.title = image;
-    fill(card.frame, [shape, name, flaw, fresh.problem, data.background], () => {
+    fill(card.frame, [shape, name, stamp, flaw, fresh.problem, data.background], () => {
       if (!shape) return [h('span.missing', {}, 'cannot be shown')];
       const picture = h('img', { alt: '' }), [x, y] = shape.kept.map((kept, side) => [shape.start[side], 1 - shape.start[side] - kept].map(share => `${100 * share}%`));
       load(image, picture);
@@ -394,6 +402,7 @@
     if (number !== asked) return;
     isOwed = false;
     data = found;
+    forgetReplaced(data);
     if (data.is_complete) page = Math.floor(data.first / data.per_page);
     draw(isOther || !wasComplete || data.folders.join() !== folder);
     isOther = false;

@@ -16,6 +16,7 @@ from app.captions import Captions, ChangedElsewhere
 from app.dataset import Filter, Item, Show
 from app.scans import ScanResult
 from app.studio import Studio
+from app.web import served_files
 from app.web.answers import Calls
 from app.web.served_files import FULL, address
 from trainer.config import families, titles
@@ -183,8 +184,7 @@ def _shortened(sentence: str, roots: list[Path]) -> str:
 def _card(item: Item, config: RunConfig, found: ScanResult, cut: CutCaption | None) -> dict[str, Any]:
     flaw = found.flaws.get(item.image)
     card: dict[str, Any] = {
-        "image": str(item.image),
-        "name": _shortened(str(item.image), dataset.folders(config.data)),
+        **_shown(item.image, dataset.folders(config.data)),
         "saved": item.saved,
         "caption": item.caption,
         "problem": item.problem,
@@ -211,7 +211,16 @@ def _references(image: Path, config: RunConfig, found: ScanResult) -> list[dict[
         return []
     if config.data.references:
         roots = [*roots, Path(config.data.references).expanduser()]
-    return [{"image": str(one), "name": _shortened(str(one), roots)} for one in framed.references]
+    return [_shown(one, roots) for one in framed.references]
+
+
+def _shown(image: Path, roots: list[Path]) -> dict[str, str]:
+    """How an image is named, and what tells it from a later one of its name, for which the page asks anew."""
+    try:
+        stamp = served_files.stamp(image)
+    except OSError:
+        stamp = ""
+    return {"image": str(image), "name": _shortened(str(image), roots), "stamp": stamp}
 
 
 def _cut(caption: CutCaption) -> dict[str, Any]:
@@ -222,7 +231,7 @@ def _cut(caption: CutCaption) -> dict[str, Any]:
 def _held_out(config: RunConfig, found: ScanResult) -> list[dict[str, str]]:
     roots = dataset.folders(config.data)
     images = [image for image in found.images if image in found.held_out][:MOST_SHOWN] if found.held_out else []
-    return [{"image": str(image), "name": _shortened(str(image), roots)} for image in images]
+    return [_shown(image, roots) for image in images]
 
 
 def _lengths(studio: Studio, config: RunConfig, found: ScanResult, is_fresh: bool) -> LengthsResult | None:

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import re
 import shutil
 import tarfile
 from collections.abc import Iterator
@@ -344,11 +345,15 @@ def test_what_was_deleted_is_not_overwritten_by_an_image_that_has_its_name_now(o
 
 
 @pytest.mark.slow  # the masks that are named are tested in test_masks.py
-def test_an_image_that_inherits_the_mask_of_a_deleted_one_is_named(own_data: Path, data: Page, tmp_path: Path):
+def test_an_image_with_the_name_of_a_deleted_one_is_shown_and_said_to_have_its_mask(
+    own_data: Path, data: Page, tmp_path: Path
+):
     dialog = open_mask(data, "00.png")
     brush(data, 40)
     stroke(data, dialog, (0.2, 0.2), (0.8, 0.8))
     save(data)
+    picture = data.locator(".pc[data-name='00.png'] .fr img")
+    shown = picture.get_attribute("src") or ""
     data.get_by_role("button", name="Delete 00.png").click()
     expect(data.locator(".pc[data-name='00.png']")).to_have_count(0)
     for name in ("00", "99"):
@@ -358,6 +363,11 @@ def test_an_image_that_inherits_the_mask_of_a_deleted_one_is_named(own_data: Pat
     results = data.locator("#upload-results")
     expect(results).to_contain_text("1 image has a mask already, perhaps that of an earlier image")
     expect(results.locator("li")).to_have_text([f"00.png: {own_data.with_name('own-masks') / '00.png'}"])
+    expect(picture).to_have_attribute("src", re.compile(f"^(?!{re.escape(shown)}$)."))
+    shown = picture.get_attribute("src") or ""
+    Image.new("RGB", (40, 40), "teal").save(own_data / "00.png")
+    data.locator("#data-again").click()
+    expect(picture).to_have_attribute("src", re.compile(f"^(?!{re.escape(shown)}$)."))
     shutil.rmtree(own_data.with_name("own-masks"))
 
 
