@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -29,7 +30,7 @@ class Thumbnails:
     def of(self, image: Path, side: int = SMALL) -> Path:
         """Return a copy whose longer side is at most `side` pixels. Raises InputError for other files than images."""
         try:
-            identity = f"{_VERSION} {image.resolve()} {stamp(image)}"
+            identity = f"{_VERSION} {os.path.realpath(image)} {stamp(image)}"
             key = hashlib.sha256(identity.encode()).hexdigest()[:24]
             copy = self.folder / f"{key}-{side}.webp"
             if not copy.exists():
