@@ -75,6 +75,7 @@ def test_a_click_sets_what_stays_in_the_middle_the_arrow_keys_move_it_and_undo_t
     dialog.get_by_role("button", name="Close").click()
 
 
+@pytest.mark.slow
 def test_a_card_shows_the_borders_of_an_image_that_is_trained_whole(
     photos: Path, runs: Path, tab: Page, server: Server
 ):

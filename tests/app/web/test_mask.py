@@ -189,6 +189,7 @@ def test_a_mask_is_painted_by_keys_alone_and_zoomed(own_data: Path, data: Page):
     assert (across[0], across[-1], down[0], down[-1]) == pytest.approx((236, 315, 236, 275), abs=1)
 
 
+@pytest.mark.slow
 def test_one_finger_paints_and_two_zoom(own_data: Path, data: Page):
     dialog = open_mask(data)
     brush(data, 100)
@@ -217,6 +218,7 @@ def test_one_finger_paints_and_two_zoom(own_data: Path, data: Page):
     expect(dialog).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_what_was_painted_is_there_again_after_the_browser_closed_the_dialog(own_data: Path, data: Page):
     dialog = open_mask(data)
     data.keyboard.press("f")
@@ -228,6 +230,7 @@ def test_what_was_painted_is_there_again_after_the_browser_closed_the_dialog(own
     assert levels(own_data.with_name("own-masks") / "00.png").min() == 255
 
 
+@pytest.mark.slow  # test_mask_answers.py asks without a browser
 def test_a_mask_that_was_changed_meanwhile_is_not_overwritten_unasked(own_data: Path, data: Page):
     folder = own_data.with_name("own-masks")
     dialog = open_mask(data)
@@ -252,6 +255,7 @@ def test_a_mask_that_was_changed_meanwhile_is_not_overwritten_unasked(own_data: 
     assert first != (folder / "00.png").read_bytes()
 
 
+@pytest.mark.slow
 def test_cards_show_their_masks_and_a_removed_one_is_gone(own_data: Path, draft: Path, data: Page):
     dialog = open_mask(data)
     brush(data, 200)

@@ -134,6 +134,7 @@ def test_files_of_one_name_size_and_time_are_not_taken_for_each_other(own_data: 
     }
 
 
+@pytest.mark.slow
 def test_a_caption_goes_to_the_image_of_exactly_its_name(own_data: Path, data: Page, tmp_path: Path):
     for name, colour in (("Fox", "teal"), ("fox", "plum")):
         Image.new("RGB", (40, 40), colour).save(tmp_path / f"{name}.png")
@@ -146,6 +147,7 @@ def test_a_caption_goes_to_the_image_of_exactly_its_name(own_data: Path, data: P
         assert image.with_suffix(".txt").read_text() == (tmp_path / f"{stem}.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_dropped_file_that_cannot_be_read_is_named_and_the_others_are_sent(own_data: Path, data: Page):
     data.evaluate(
         """() => {
@@ -166,6 +168,7 @@ def test_a_dropped_file_that_cannot_be_read_is_named_and_the_others_are_sent(own
     assert (own_data / "kept.png").exists()
 
 
+@pytest.mark.slow
 def test_a_selection_that_is_made_during_an_upload_follows_it(own_data: Path, data: Page, photos: Path):
     with only_first(data, 0) as held:
         choose(data, *photos.glob("1*.png"))
@@ -201,6 +204,7 @@ def only_first(page: Page, number: int) -> Iterator[list[Route]]:
     page.unroute(CHUNKS)
 
 
+@pytest.mark.slow  # test_uploads.py goes on without a browser
 def test_an_upload_that_a_reload_interrupts_goes_on(own_data: Path, data: Page, photos: Path):
     files = sorted(photos.glob("*.png"))
     with only_first(data, 6) as held:
@@ -334,6 +338,7 @@ def test_an_image_is_deleted_by_the_keyboard_undone_restored_and_removed_for_goo
     expect(data.locator("#trash")).to_be_hidden()
 
 
+@pytest.mark.slow  # test_trash.py restores without a browser
 def test_what_was_deleted_is_not_overwritten_by_an_image_that_has_its_name_now(own_data: Path, data: Page):
     data.get_by_role("button", name="Delete 00.png").click()
     toast = data.locator(".toast", has_text="00.png is deleted.")
