@@ -140,13 +140,13 @@ def waiting(data: DataConfig, folder: Path, names: Sequence[str]) -> dict[str, P
 
     Args:
         data: The config's section.
-        folder: One of its folders of images; another one has no masks.
+        folder: One of its folders of images, by its absolute path; another one has no masks.
         names: Files in it.
     """
     sources = {"data.path": data.path, "data.validation": data.validation}
     sources |= {f"data.folders.{number}": own.path for number, own in enumerate(data.folders)}
     for source, path in sources.items():
-        if path and isinstance(path, str) and os.path.realpath(_absolute(path)) == os.path.realpath(folder):
+        if path and isinstance(path, str) and _absolute(path) == folder:
             stems = {name: Path(name).stem for name in names if _is_inside(Path(name).stem)}
             places = {name: _place(data, folder / name, source, stem) for name, stem in stems.items()}
             found = {name: _found(place) for name, place in places.items() if place.is_set}

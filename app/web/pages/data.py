@@ -16,9 +16,8 @@ from app.captions import Captions, ChangedElsewhere
 from app.dataset import Filter, Item, Show
 from app.scans import ScanResult
 from app.studio import Studio
-from app.web import served_files
 from app.web.answers import Calls
-from app.web.served_files import FULL, address
+from app.web.served_files import FULL, address, stamp
 from trainer.config import families, titles
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
@@ -217,10 +216,10 @@ def _references(image: Path, config: RunConfig, found: ScanResult) -> list[dict[
 def _shown(image: Path, roots: list[Path]) -> dict[str, str]:
     """How an image is named, and what tells it from a later one of its name, for which the page asks anew."""
     try:
-        stamp = served_files.stamp(image)
+        present = stamp(image)
     except OSError:
-        stamp = ""
-    return {"image": str(image), "name": _shortened(str(image), roots), "stamp": stamp}
+        present = ""
+    return {"image": str(image), "name": _shortened(str(image), roots), "stamp": present}
 
 
 def _cut(caption: CutCaption) -> dict[str, Any]:

@@ -75,8 +75,7 @@ def cancel(studio: Studio, id: str) -> None:
 def masked(studio: Studio, folder: str, names: list[str]) -> dict[str, str]:
     """Return {name: mask} of new images of a folder that have a mask already. A deleted image leaves its own behind."""
     data = form.check(studio.draft()).config.data
-    roots = [root for root in dataset.folders(data) if str(root) == folder]
-    return {name: str(mask) for root in roots for name, mask in masks.waiting(data, root, names).items()}
+    return {name: str(mask) for name, mask in masks.waiting(data, Path(folder), names).items()}
 
 
 def make(studio: Studio, above: str, name: str) -> str:
