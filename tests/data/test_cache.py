@@ -268,12 +268,12 @@ def test_nothing_is_encoded_when_nothing_is_missing(tmp_path: Path) -> None:
     assert encode_missing(WORK, cache, refuse, alone(), no_progress) == {}
 
 
-def add_files(folder: Path, contents: list[bytes]) -> list[Path]:
+def add_files(folder: Path, contents: list[bytes]) -> list[str]:
     folder.mkdir(exist_ok=True)
     files = [folder / f"{index}.png" for index in range(len(contents))]
     for file, content in zip(files, contents, strict=True):
         file.write_bytes(content)
-    return files
+    return list(map(str, files))
 
 
 @pytest.mark.parametrize("sizes", [[1], [2], [4], [2, 1]])
@@ -286,7 +286,7 @@ def test_content_keys_are_the_digests_of_the_bytes_whatever_the_ranks(tmp_path: 
 
 def test_a_file_that_vanished_is_named_on_all_ranks(tmp_path: Path) -> None:
     files = add_files(tmp_path, [b"one", b"two"])
-    files[1].unlink()
+    Path(files[1]).unlink()
     outcome = run_crews([2], lambda number, crew: content_keys(files, crew))
     assert [type(error) for error in outcome] == [InputError] * 2
     assert [str(error) for error in outcome] == [

@@ -180,7 +180,7 @@ def buckets(at: Any = "each", least_kept: float = 0.0) -> Buckets:
 
 
 def image(width: int, height: int) -> ImageFile:
-    return ImageFile(Path("a.png"), width, height)
+    return ImageFile("a.png", width, height)
 
 
 def test_an_image_is_trained_at_each_resolution_in_the_bucket_of_its_shape() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +22,7 @@ from trainer.config.sections import DataConfig
 from trainer.data import known_files
 from trainer.data.cache import Crew, content_keys
 from trainer.data.image_files import scan
-from trainer.data.known_files import KnownFiles
+from trainer.data.known_files import Header, Known, KnownFiles, Stamp
 
 OLD = 1_700_000_000
 ALONE = Crew(0, 1, lambda value: [value])
@@ -55,7 +57,7 @@ def start(folder: Path) -> list[str]:
     cfg = DataConfig(path=str(folder), missing_caption="empty")
     known = KnownFiles.of(cfg, folder.parent / "cache")
     dataset = scan(cfg, known=known)
-    return content_keys([image.path for image in dataset.train], ALONE, known)
+    return content_keys([image.location for image in dataset.train], ALONE, known)
 
 
 def test_a_second_start_opens_no_image(images: Path) -> None:
@@ -107,7 +109,7 @@ def test_what_another_machine_read_of_its_copies_does_not_replace_what_this_one_
     read = {number: theirs.with_digest(copies / f"{number}.png") for number in range(4)}
     cfg = DataConfig(path=str(images), missing_caption="empty")
     known = KnownFiles.of(cfg, images.parent / "cache")
-    paths = [image.path for image in scan(cfg, known=known).train]
+    paths = [image.location for image in scan(cfg, known=known).train]
     assert content_keys(paths, Crew(0, 1, lambda value: [value, (read, None)]), known) == first
     with images_opened() as opened:
         assert start(images) == first
@@ -123,6 +125,45 @@ def test_a_damaged_memory_only_costs_time(images: Path, content: bytes) -> None:
         assert start(images) == first
     assert len(set(opened)) == 4
     assert json.loads(memory.read_bytes()).keys() == {str(file) for file in images.iterdir()}
+
+
+def test_a_damaged_entry_costs_the_reading_of_its_image_alone(images: Path) -> None:
+    Image.new("RGB", (32, 32)).save(images / "2.png")  # of another length: it is compared with none
+    first = start(images)
+    (memory,) = (images.parent / "cache" / "images").iterdir()
+    lines = memory.read_text().splitlines(keepends=True)
+    memory.write_text("".join(line.replace("[", "{", 1) if "/2.png" in line else line for line in lines))
+    with images_opened() as opened:
+        assert start(images) == first
+    assert set(opened) == {"2.png"}
+
+
+def test_a_memory_of_the_former_version_which_has_one_line_is_replaced(images: Path) -> None:
+    first = start(images)
+    (memory,) = (images.parent / "cache" / "images").iterdir()
+    memory.write_text(json.dumps(json.loads(memory.read_text())))
+    assert start(images) == first
+    with images_opened() as opened:
+        assert start(images) == first
+    assert opened == []
+
+
+def test_what_is_known_of_100_000_images_takes_40_mb_before_it_is_asked_for(tmp_path: Path) -> None:
+    count, known = 2000, KnownFiles(tmp_path / "memory.json")
+    header = Header(64, 64, "none", has_frames=False, is_turned=False)
+    for number in range(count):
+        stamp = Stamp(5000 + number, OLD * 10**9 + number, OLD * 10**9 + 2 * number, 10**6 + number)
+        digest = hashlib.sha256(b"%d" % number).hexdigest()
+        known.add(Path(f"/data/images/{number:06d}.png"), Known(stamp, time.time_ns(), header, digest))
+    known.save()
+    tracemalloc.start()
+    try:
+        again = KnownFiles(tmp_path / "memory.json")
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert count * 200 < held < count * 400
+    del again
 
 
 def test_a_memory_that_cannot_be_written_only_costs_time(images: Path) -> None:

@@ -40,7 +40,7 @@ def test_a_mask_lies_where_its_photo_lies_whatever_its_kind_of_file(photos: Path
     mask = add_picture(tmp_path / "masks" / "sub" / "b.webp", size=(20, 10))
     add_picture(tmp_path / "masks" / "a.PNG")
     found = scan(data(photos, masks=str(tmp_path / "masks")))
-    assert by_name(found.train)["b"].mask == ImageFile(mask, 20, 10)
+    assert by_name(found.train)["b"].mask == ImageFile(str(mask), 20, 10)
     assert (len(found.train), found.warnings) == (2, ())
 
 

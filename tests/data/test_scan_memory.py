@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,6 +179,28 @@ def test_a_damaged_memory_is_replaced(everything: DataConfig, tmp_path: Path, co
         kept.write_text(content, encoding="utf-8")
         assert opened(everything, tmp_path / "cache").scan(KnownFiles) == expected
         assert kept.read_text(encoding="utf-8") == whole
+
+
+def test_each_of_many_images_takes_few_bytes(tmp_path: Path) -> None:
+    count = 500
+    files = [
+        [f"/home/someone/data sets/images/{number:06d}.png", 640, 480, "none", False, False] for number in range(count)
+    ]
+    shared = [[1.0, 1.0, True, [512], False, 0.0, None]]
+    rows = [[number, 0, f"image {number}", [], [0.5, 0.5], None, [], None] for number in range(count)]
+    content = {"files": files, "shared": shared, "train": rows, "validation": [], "warnings": []}
+    memory = ScanMemory(data(tmp_path), tmp_path / "cache", "0" * 32)
+    (tmp_path / "cache" / "images").mkdir(parents=True)
+    (tmp_path / "cache" / "images" / f"{'0' * 32}.scan").write_text(json.dumps(content))
+    memory.scan(KnownFiles)  # what a first time alone imports
+    tracemalloc.start()
+    try:
+        found = memory.scan(KnownFiles)
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(found.train) == count and count * 200 < held < count * 500
 
 
 def test_a_file_that_was_changed_just_now_is_not_trusted(tmp_path: Path) -> None:

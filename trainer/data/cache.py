@@ -203,7 +203,7 @@ def encode_missing(
     return {key: messages[key] for key in keys if key in messages}
 
 
-def content_keys(files: Sequence[Path], crew: Crew, known: KnownFiles | None = None) -> list[str]:
+def content_keys(files: Sequence[str], crew: Crew, known: KnownFiles | None = None) -> list[str]:
     """SHA-256 of each file's bytes, in order. Collective; one rank of a crew reads each file.
 
     Args:
@@ -214,16 +214,17 @@ def content_keys(files: Sequence[Path], crew: Crew, known: KnownFiles | None = N
     """
     known = known or KnownFiles()
     own = range(crew.index, len(files), crew.size)
-    parts = _on_all(crew, lambda: {i: known.with_digest(files[i]) for i in own})
-    digests: dict[int, str | None] = {}
+    parts = _on_all(crew, lambda: {i: known.with_digest(Path(files[i])) for i in own})
+    digests: list[str | None] = [None] * len(files)
     for part in parts:
         for index, found in part.items():
-            if digests.setdefault(index, found.digest) != found.digest:
+            if digests[index] not in (None, found.digest):
                 raise InputError(f"{files[index]}: its content differs between machines; copy the dataset again")
-            known.add(files[index], found)
+            digests[index] = found.digest
+            known.add(Path(files[index]), found)
     if crew.index == 0:
         known.save()
-    return [str(digests[index]) for index in range(len(files))]
+    return list(map(str, digests))
 
 
 def _encode_first_usable(

@@ -205,7 +205,8 @@ class _DataEncoder:
             middle = tuple(0.5 if whole >= 1 else point for point, whole in zip(focus, kept, strict=True))
             is_padded = data.fit == "pad" and inner_size(image.width, image.height, size) != size
             framing = Framing(WHOLE.focus if is_padded else (middle[0], middle[1]), is_padded)
-        return replace(framing, background=data.background)
+        framing = replace(framing, background=data.background)
+        return WHOLE if framing == WHOLE else framing  # one for most of 100,000 images
 
     def _picture(self, image: ImageFile, side: int, focus: tuple[float, float] = WHOLE.focus) -> _Picture:
         """An image without a caption in its size at a resolution."""
@@ -218,8 +219,8 @@ class _DataEncoder:
         sized += [(picture.file, picture.size) for one in wanted for picture in one.references]
         in_buckets = [(image, size) for image, size in sized if self._own_size(image, self._largest) is None]
         data = self.context.cfg.data
-        used = {one.image.path for one in wanted}
-        left_out = [image.path for image in (*dataset.train, *dataset.validation) if image.path not in used]
+        used = {one.image.location for one in wanted}
+        left_out = [image.location for image in (*dataset.train, *dataset.validation) if image.location not in used]
         yield from dataset.warnings
         yield from image_warnings.of_buckets(in_buckets, data.fit == "pad")
         yield from image_warnings.of_left_out(left_out, data.most_cropped)
@@ -279,7 +280,7 @@ class _DataEncoder:
         if not pictures:  # what is known of all files would be read for nothing, 100 MB of 100,000
             return {}
         distinct = list(dict.fromkeys(pictures))
-        digests = content_keys([picture.file.path for picture in distinct], self._crew, self._known)
+        digests = content_keys([picture.file.location for picture in distinct], self._crew, self._known)
         keys = {
             picture: key_of(
                 self._origin,
@@ -296,7 +297,7 @@ class _DataEncoder:
         failures: dict[str, str] = {}
         if work:
             self._announce("images")
-            contents = {picture.file.path: digest for digest, picture in zip(digests, distinct, strict=True)}
+            contents = {picture.file.location: digest for digest, picture in zip(digests, distinct, strict=True)}
             invisible: list[Path] = []
             failures = self._encode_with(
                 partial(self._load_and_encode, self.family.image_encoder(self.load), contents, invisible),
@@ -309,7 +310,7 @@ class _DataEncoder:
         return {picture: key for picture, key in keys.items() if key not in failures}
 
     def _load_and_encode(
-        self, encoder: Any, contents: Mapping[Path, str], invisible: list[Path], picture: _Picture
+        self, encoder: Any, contents: Mapping[str, str], invisible: list[Path], picture: _Picture
     ) -> Example:
         """Encode an image. Images without a visible pixel are added to `invisible`.
 
@@ -320,7 +321,7 @@ class _DataEncoder:
         is_framed = self._own_size(image, self._largest) is None
         pixels = load_rgb(image, size, framing) if is_framed else load_resized(image, size, framing.background)
         is_unseen = is_invisible(image, pixels)
-        self._known.require_unchanged(image.path, contents[image.path])
+        self._known.require_unchanged(image.path, contents[image.location])
         if is_unseen:
             invisible.append(image.path)
         return self.family.encode_image(encoder, pixels)
@@ -349,22 +350,22 @@ class _DataEncoder:
                 if picture in latents:
                     height, width = self.cache.shapes(latents[picture])["latents"].shape[-2:]
                     masks[mask] = (width, height)
-        files = list(dict.fromkeys(mask.file.path for mask in masks if mask.file))
+        files = list(dict.fromkeys(mask.file.location for mask in masks if mask.file))
         digests = dict(zip(files, content_keys(files, self._crew, self._known), strict=True))
         keys, work = {}, {}
         for mask, (width, height) in masks.items():
-            content = (digests[mask.file.path], data.mask_background) if mask.file else ("whole",)
+            content = (digests[mask.file.location], data.mask_background) if mask.file else ("whole",)
             keys[mask] = key_of(CACHE_VERSION, "mask", width, height, *content, *mask.content)
             work[keys[mask]] = (mask, (width, height))
         failures = self._encode_with(partial(self._load_mask, digests), "masks", work)
         _report_failures(failures, self.context.cfg, self.context.emit)
         return {mask: key for mask, key in keys.items() if key not in failures}
 
-    def _load_mask(self, contents: Mapping[Path, str], item: tuple[_Mask, tuple[int, int]]) -> Example:
+    def _load_mask(self, contents: Mapping[str, str], item: tuple[_Mask, tuple[int, int]]) -> Example:
         mask = item[0].file
         found = _encode_mask(self.context.cfg.data.mask_background, item)
         if mask is not None:
-            self._known.require_unchanged(mask.path, contents[mask.path])
+            self._known.require_unchanged(mask.path, contents[mask.location])
         return found
 
     def _announce(self, what: str) -> None:

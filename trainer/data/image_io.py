@@ -46,7 +46,7 @@ class ImageFile:
     """An image file.
 
     Attributes:
-        path: The file.
+        location: The file's path as text; a Path of each of 100,000 images takes 50 MB.
         width: Pixels, after the EXIF orientation.
         height: Pixels, after the EXIF orientation.
         profile: Effect of its ICC profile on the colours.
@@ -54,12 +54,16 @@ class ImageFile:
         is_turned: Whether the EXIF orientation swaps width and height.
     """
 
-    path: Path
+    location: str
     width: int
     height: int
     profile: Profile = field(default="none", kw_only=True)
     has_frames: bool = field(default=False, kw_only=True)
     is_turned: bool = field(default=False, kw_only=True)
+
+    @property
+    def path(self) -> Path:
+        return Path(self.location)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -138,7 +142,7 @@ def read_header(path: Path) -> ImageFile:
         profile = colour.effect(image.info.get("icc_profile"), image.mode)
         # MPO, the .jpg of many cameras, does not count: its further frames are previews of the first.
         has_frames = isinstance(image, PngImageFile | TiffImageFile | WebPImageFile) and image.is_animated
-    return ImageFile(path, width, height, profile=profile, has_frames=has_frames, is_turned=is_turned)
+    return ImageFile(str(path), width, height, profile=profile, has_frames=has_frames, is_turned=is_turned)
 
 
 def load_rgb(file: ImageFile, size: tuple[int, int], framing: Framing = WHOLE) -> Image.Image:

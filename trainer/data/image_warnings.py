@@ -84,7 +84,7 @@ def of_buckets(images: Iterable[tuple[ImageFile, tuple[int, int]]], is_padded: b
         )
 
 
-def of_left_out(files: Sequence[Path], most_cropped: float) -> Iterator[str]:
+def of_left_out(files: Sequence[str | Path], most_cropped: float) -> Iterator[str]:
     """Warn of images that `data.fit: drop` leaves out. most_cropped: `data.most_cropped`."""
     if files:
         count = counted(len(files), "image", "images")

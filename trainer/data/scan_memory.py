@@ -44,7 +44,7 @@ _LINKED = ("mask", "references", "rejected")
 """Fields that hold other images."""
 _OWN = ("caption", "more_captions", "focus", *_LINKED)
 """Fields that differ between the images of a folder."""
-_SHARED = tuple(field.name for field in fields(CaptionedImage) if field.name not in ("path", *_FILE, *_OWN))
+_SHARED = tuple(field.name for field in fields(CaptionedImage) if field.name not in ("location", *_FILE, *_OWN))
 """Those that do not: each combination of them is kept once."""
 
 
@@ -99,16 +99,16 @@ class ScanMemory:
         """Look at the stamps of all files."""
         cfg, self.digest = self._cfg, None
         began = time.time_ns()
-        newest, stamps = 0, [f"{VERSION} {PIL.__version__} {cfg.model_dump_json()}"]
+        newest, content = 0, hashlib.sha256(f"{VERSION} {PIL.__version__} {cfg.model_dump_json()}".encode())
         try:
             for path, status in _stamps(cfg):
                 self._walked.add(path)
                 modified, changed = status.st_mtime_ns, status.st_ctime_ns
                 newest = max(newest, modified, changed)
-                stamps.append(f"{path}\0{status.st_size}\0{modified}\0{changed}\0{status.st_ino}")
+                stamp = f"\n{path}\0{status.st_size}\0{modified}\0{changed}\0{status.st_ino}"
+                content.update(stamp.encode("utf-8", "surrogateescape"))
         except (OSError, InputError):  # the scan names what is wrong
             return
-        content = hashlib.sha256("\n".join(stamps).encode("utf-8", "surrogateescape"))
         # A file that was read sooner after its last change may change once more without another time stamp.
         if newest + COARSEST_NS < began:
             self.digest = content.hexdigest()[:32]
@@ -146,6 +146,7 @@ class ScanMemory:
                 self._walk()
             found = scan(self._cfg, known=known())
             self.keep(found)
+        self._walked.clear()
         return found
 
     def _recalled(self) -> Dataset | None:
@@ -203,10 +204,10 @@ def _content(dataset: Dataset) -> dict[str, Any]:
     shared: dict[tuple[Any, ...], int] = {}
 
     def number_of(image: ImageFile) -> int:
-        file = ImageFile(image.path, **{name: getattr(image, name) for name in _FILE})
+        file = ImageFile(image.location, **{name: getattr(image, name) for name in _FILE})
         if file not in numbers:
             numbers[file] = len(numbers)
-            listed.append([str(file.path), *(getattr(file, name) for name in _FILE)])
+            listed.append([file.location, *(getattr(file, name) for name in _FILE)])
         return numbers[file]
 
     def row_of(image: CaptionedImage) -> list[Any]:
@@ -231,13 +232,13 @@ def _dataset(content: Mapping[str, Any]) -> Dataset:
 
     def file_of(number: int) -> ImageFile:
         path, width, height, profile, has_frames, is_turned = listed[number]
-        return ImageFile(Path(path), width, height, profile=profile, has_frames=has_frames, is_turned=is_turned)
+        return ImageFile(path, width, height, profile=profile, has_frames=has_frames, is_turned=is_turned)
 
     def image_of(row: Sequence[Any]) -> CaptionedImage:
         number, common, caption, more_captions, (x, y), mask, references, rejected = row
         path, width, height, profile, has_frames, is_turned = listed[number]
         return CaptionedImage(
-            Path(path),
+            path,
             width,
             height,
             profile=profile,
