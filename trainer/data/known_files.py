@@ -207,9 +207,9 @@ def key_of(path: str | Path) -> str:
 
 
 def _read(memory: Path) -> dict[str, bytes]:
-    """The entries of a memory, {`key_of` the path: JSON}: 100,000 of them take 30 MB so, and three times as much read.
+    """The entries of a memory, {`key_of` the path: JSON}. 100,000 of them take 26 MB; parsed all at once, 140.
 
-    Each has a line of its own; a file that has not gives entries that are none.
+    Each is on a line of its own. Lines that are no entry are found out when they are asked for.
     """
     try:
         content = files.read(memory, at_most=MOST_BYTES)
