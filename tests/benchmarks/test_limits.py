@@ -33,7 +33,8 @@ def ratios_until_within(folder: Path, measure: Callable[[Bench], Ratio]) -> list
 
 
 # Without instructions for bf16 a CPU takes 27 times as long for it.
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_costs_at_most_15_percent_more_than_one_written_by_hand(tmp_path: Path, precision: str) -> None:
     ratios = ratios_until_within(
         tmp_path, lambda bench: step_time.compare_with_hand_written(alone(), bench, precision, pairs=7)

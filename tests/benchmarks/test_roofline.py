@@ -48,6 +48,7 @@ def counted(*argv: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_elementwise_passes_of_a_block_move_no_more_than_measured_and_one_more_pass_would_be_seen(
     tmp_path: Path,
 ) -> None:

@@ -56,6 +56,7 @@ print(len(sources), sum(count > 1 for count in sources))
 """
 
 
+@pytest.mark.slow
 def test_a_rank_does_not_read_the_sources_of_all_models_twice() -> None:
     argv = [sys.executable, "-c", READS]
     done = subprocess.run(argv, env=worker_environment(), capture_output=True, text=True, check=True)

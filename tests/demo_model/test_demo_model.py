@@ -42,6 +42,7 @@ def test_it_is_small_and_comes_with_its_licence() -> None:
     assert {"LICENSE", "SOURCE.md", "model_index.json"} <= {file.name for file in files}
 
 
+@pytest.mark.slow
 def test_a_drawing_is_nearest_to_the_picture_of_its_own_name(pipeline: Any) -> None:
     pictures = subjects()
     pixels = np.stack([np.asarray(picture, dtype=np.float32) for picture in pictures.values()])

@@ -37,6 +37,7 @@ def test_a_slow_step_or_a_few_milliseconds_name_nobody(outlier: tuple[float, ...
     assert not any(map(stragglers.add, steps))
 
 
+@pytest.mark.slow
 def test_a_rank_whose_blocks_take_longer_is_found_in_a_real_run(tmp_path: Path) -> None:
     changes = {"parallel__devices": 2, "parallel__strategy": "full", "train__steps": 50, "train__batch_size": 2}
     cfg = run_config(make_pictures(tmp_path / "pictures", count=4), **changes)

@@ -165,7 +165,9 @@ READERS: dict[str, Callable[[RunDir], Shown]] = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["tensorboard", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "tensorboard")]
+)
 def test_a_run_and_its_resumption_are_one_run_with_every_step_once(run: RunDir, name: str) -> None:
     memory(run, 0, 1, 700)
     memory(run, 1, 1, 800)
@@ -200,6 +202,7 @@ def test_tensorboard_has_the_pictures_the_config_and_what_happened(run: RunDir) 
     assert "cluster" not in text
 
 
+@pytest.mark.slow
 def test_wandb_without_login_writes_files_for_wandb_sync_and_says_so(run: RunDir) -> None:
     write(run, sample(run, 2), WarningEvent(message="hot", step=2))
     send(run, "wandb")
@@ -423,6 +426,7 @@ def test_a_tracker_that_is_killed_is_one_warning_and_the_rest_can_be_sent(run: R
     assert READERS[name](run)["loss"][-1] == (2, 2.0)
 
 
+@pytest.mark.slow
 def test_a_tracker_that_raises_is_one_warning_and_passes_that_thing_over_when_sent_again(run: RunDir) -> None:
     missing = SampleEvent(step=1, prompt="a fox", index=0, path="samples/no.png")
     with rank_0(run, "tensorboard"):
@@ -440,9 +444,8 @@ def test_a_tracker_that_raises_is_one_warning_and_passes_that_thing_over_when_se
     assert in_tensorboard(run)["loss"] == [(1, 3.0), (2, 2.0)]
 
 
-@pytest.mark.parametrize(
-    "is_over", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["while the run goes on", "after its end"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("is_over", [False, True], ids=["while the run goes on", "after its end"])
 def test_a_tracker_that_hangs_ends_with_one_warning(run: RunDir, is_over: bool) -> None:
     os.mkfifo(run.samples / "pipe.png")  # whoever opens it waits for ever
     write(run, SampleEvent(step=1, prompt="a fox", index=0, path="samples/pipe.png"), status("finished"))

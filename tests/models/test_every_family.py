@@ -237,6 +237,15 @@ def test_an_unknown_architecture_is_refused(family: Any, cache: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "image_family",
+    [
+        "flux2",
+        "sdxl",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in IMAGES if name not in ("flux2", "sdxl")),
+    ],
+    indirect=True,
+)
 def test_a_run_on_two_ranks_trains_samples_and_exports_every_layer_of_the_default_targets(
     image_family: Any, tmp_path: Path
 ) -> None:

@@ -342,11 +342,12 @@ def test_every_weight_of_the_three_models_gets_a_gradient_but_those_never_traine
     assert "final_layer_norm.weight" in never and "text_model.final_layer_norm.weight" not in never
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapter", "modes"),
     [
         ("lora", {"text_encoder": "adapter", "text_encoder_2": "adapter"}),
-        pytest.param("none", {name: "full" for name in Sdxl.components}, marks=pytest.mark.slow),
+        ("none", {name: "full" for name in Sdxl.components}),
     ],
 )
 def test_two_ranks_train_the_text_encoders_as_one_process_does(tmp_path, adapter, modes):

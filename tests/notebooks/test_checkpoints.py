@@ -6,9 +6,8 @@ import pytest
 
 from tests.notebooks.lessons import check
 
-NAMES = ("01_quickstart", pytest.param("05_checkpoints", marks=pytest.mark.slow))
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["01_quickstart", "05_checkpoints"])
 def test_the_notebook_runs_and_shows_what_it_promises(name, tmp_path, record_property):
     check(name, tmp_path, record_property)

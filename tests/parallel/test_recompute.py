@@ -89,15 +89,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 CASES: list[tuple[str, str, str, str]] = [
     ("flux2", "lora", "none", "bf16"),
     ("flux2", "lora", "nf4", "bf16"),
-    ("flux2", "dora", "nf4", "fp32"),
-    ("flux2", "full", "none", "bf16"),
-    ("sdxl", "locon", "none", "fp32"),
     ("flux2", "lora with dropout", "none", "bf16"),
-    ("causal_lm", "lora", "none", "bf16"),
 ]
 ALL_CASES = [
     *((family, "lora", base, "bf16") for family in (*IMAGE_FAMILIES, "causal_lm") for base in ("none", "nf4")),
     *(("flux2", method, base, "fp32") for method in ADAPTERS for base in ("none", "int8")),
+    ("flux2", "dora", "nf4", "fp32"),
+    ("flux2", "full", "none", "bf16"),
+    ("sdxl", "locon", "none", "fp32"),
 ]
 
 

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 ROWS = rows(readme("presets").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_the_table_of_what_fits_where_is_what_the_plan_says() -> None:
     assert section("presets", "fits") == fits_table(), "write it again: python -m tests.plan.fits"
 

@@ -107,6 +107,7 @@ def test_weights_in_host_memory_draw_the_same(pictures: Path, tmp_path: Path, of
     assert distance(draw(run, cfg, alone()) / "trained.png", run.samples / "step-000003-0.png") <= 1
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_the_exported_adapter_is_drawn_with(pictures: Path, tmp_path: Path) -> None:
     cfg = run_config(pictures, export__dtype="fp32", **SAMPLES)
     run = trained_run(tmp_path, cfg)

@@ -83,7 +83,7 @@ def step_with_gradients(trainer: Trainer) -> tuple[StepNumbers, list[Tensor]]:
     return numbers, seen
 
 
-@pytest.mark.parametrize("family", ["flux2", "sdxl"])
+@pytest.mark.parametrize("family", ["flux2", pytest.param("sdxl", marks=pytest.mark.slow)])
 def test_three_steps_have_the_losses_and_gradients_of_a_loop_over_single_images(bench: Bench, family: str) -> None:
     cfg, run = bench.run(
         f"steps-{family}",

@@ -92,7 +92,8 @@ def test_a_base_in_four_bits_holds_the_linear_layers_of_the_blocks(bench: Bench)
 # Continued
 
 
-@pytest.mark.parametrize("kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("full", "qlora"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(bench: Bench, kind: str) -> None:
     bench.assert_goes_on_bit_for_bit(kind, train__steps=6)
 

@@ -256,6 +256,7 @@ def embeddings(world: World, cfg: RunConfig, cache: Path) -> Tensor:
     return found
 
 
+@pytest.mark.slow
 def test_captions_are_encoded_by_an_encoder_in_fewer_bits(root: Path, tmp_path: Path) -> None:
     cfg = config(root, quantize__encoders=True, quantize__cache=True)
     in_bytes = embeddings(alone(), cfg, tmp_path)

@@ -65,7 +65,10 @@ def train_unevenly(world: World, cfg: RunConfig, run: RunDir) -> Outcome:
     ("ranks", "changes"),
     [
         (2, {"parallel__strategy": "full", **BUSY}),
-        (2, {"parallel__strategy": "full", "parallel__cpu_offload": True, "optim__ema": 0.9}),
+        pytest.param(
+            *(2, {"parallel__strategy": "full", "parallel__cpu_offload": True, "optim__ema": 0.9}),
+            marks=pytest.mark.slow,
+        ),
         (1, {"optim__type": "schedulefree"}),
         (1, {"adapter__type": "none", "train__micro_batch": 2}),
     ],

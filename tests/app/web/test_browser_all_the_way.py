@@ -61,12 +61,14 @@ def trained(browser: Browser, server: Server) -> RunDir:
     return run
 
 
+@pytest.mark.slow
 def test_one_click_trains_the_quickstart_and_no_mishap_of_the_page_ends_it(trained: RunDir):
     states = [event.state for event in EventReader(trained.events_file).read() if isinstance(event, StatusEvent)]
     assert states.count("starting") == 2
     assert states[-1] == "finished"
 
 
+@pytest.mark.slow
 def test_what_was_exported_is_named_with_its_check_and_downloaded(trained: RunDir, page: Page):
     [file] = trained.export.glob("*.safetensors")
     watch(page, trained.path.name)

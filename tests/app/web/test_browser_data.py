@@ -128,6 +128,7 @@ def test_figures_filters_and_words_choose_images(own_data: Path, page: Page):
     assert re.fullmatch(r"0px [\d.]+px|[\d.]+px 0px", inset), inset  # 48 x 96 in a bucket of 48 x 80
 
 
+@pytest.mark.slow
 def test_a_card_stays_while_its_caption_is_typed_though_it_no_longer_matches(own_data: Path, page: Page):
     (own_data / "02.txt").unlink()
     show(page, "Data")
@@ -155,6 +156,7 @@ def test_of_two_texts_for_one_caption_none_is_overwritten_unasked(own_data: Path
     assert said(own_data, "01.txt") == "from an editor"
 
 
+@pytest.mark.slow
 def test_a_caption_in_conflict_can_be_decided_also_when_its_card_is_not_shown(own_data: Path, data: Page):
     with typed(data, "00.png", "from the page"):
         (own_data / "00.txt").unlink()
@@ -173,6 +175,7 @@ def test_a_caption_in_conflict_can_be_decided_also_when_its_card_is_not_shown(ow
     expect(unsaved).to_be_hidden()
 
 
+@pytest.mark.slow
 def test_undo_waits_for_a_caption_that_is_on_its_way(own_data: Path, data: Page):
     caption(data, "00.png").fill("one")
     card(data, "00.png").get_by_text("saved", exact=True).wait_for()
@@ -222,6 +225,7 @@ def test_a_broken_image_is_named_and_keeps_start_from_starting(own_data: Path, p
     page.locator("#why", has_text="07.png").wait_for()
 
 
+@pytest.mark.slow
 def test_a_folder_that_takes_long_is_waited_for_in_peace(own_data: Path, page: Page):
     slow = own_data / "metadata.jsonl"
     slow.write_bytes(b"\n" * 4 * 10**8)  # minutes to read
@@ -236,6 +240,7 @@ def test_a_folder_that_takes_long_is_waited_for_in_peace(own_data: Path, page: P
     page.locator("#counted", has_text="8 images").wait_for()
 
 
+@pytest.mark.slow
 def test_a_folder_without_images_says_what_to_do(own_data: Path, page: Page, browser: Browser, server: Server):
     aside = own_data.with_name("aside")
     own_data.rename(aside)

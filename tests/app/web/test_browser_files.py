@@ -36,6 +36,7 @@ def downloaded(page: Page) -> str:
     return Path(download.value.path()).read_text()
 
 
+@pytest.mark.slow
 def test_what_is_downloaded_is_of_the_run_that_is_shown(page: Page, runs: Path):
     for name in ("files-one", "files-two"):
         open_files(page, name)

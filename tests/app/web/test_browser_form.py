@@ -82,7 +82,8 @@ def test_settings_are_found_by_words_and_a_changed_one_is_counted(page: Page):
     page.locator("#no-match").wait_for()
 
 
-@pytest.mark.parametrize("delay_ms", [0, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_ms", [0, 40])
 def test_a_value_typed_back_stays_while_two_other_fields_are_wrong(page: Page, draft: Path, delay_ms: int):
     write_over(page, "field-data-trigger", "")
     open_group(page, "Sampling")
@@ -100,7 +101,8 @@ def test_a_value_typed_back_stays_while_two_other_fields_are_wrong(page: Page, d
     page.locator("#why", has_text="Start waits for 2 things").wait_for()
 
 
-@pytest.mark.parametrize("delay_ms", [0, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_ms", [0, 300])
 def test_an_error_goes_with_what_caused_it(page: Page, delay_ms: int):
     """`6` of a half-typed `60` leaves no room for the warm-up."""
     open_group(page, "Training")
@@ -126,6 +128,7 @@ def test_what_keeps_start_from_starting_is_said_below_it_and_leads_to_its_field(
     assert "#/runs" not in page.url
 
 
+@pytest.mark.slow
 def test_another_preset_keeps_the_data_and_says_what_it_leaves_behind(page: Page, runs: Path, draft: Path):
     folder = make_pictures(runs.parent / "carried", count=2)
     write_over(page, "field-data-path", str(folder))
@@ -142,6 +145,7 @@ def test_another_preset_keeps_the_data_and_says_what_it_leaves_behind(page: Page
     assert page.locator("#page-new").get_attribute("data-preset") == "quickstart"
 
 
+@pytest.mark.slow
 def test_a_path_is_glanced_at_while_it_is_typed_and_read_when_the_field_is_left(page: Page, runs: Path):
     folder = make_pictures(runs.parent / "typed", count=3)
     (folder / "broken.png").write_bytes(b"no image")
@@ -230,6 +234,7 @@ def test_a_preset_can_be_saved_and_unfolds_nothing(page: Page, runs: Path):
     (runs / "presets" / "mine.yaml").unlink()
 
 
+@pytest.mark.slow
 def test_what_is_typed_while_a_preset_is_under_way_is_an_edit_of_the_new_one(page: Page, draft: Path):
     with held_back(page, "new_preset") as held:
         page.locator("#model-filter button", has_text="All").click()
@@ -244,6 +249,7 @@ def test_what_is_typed_while_a_preset_is_under_way_is_an_edit_of_the_new_one(pag
     assert page.locator("#page-new").get_attribute("data-preset") != "quickstart"
 
 
+@pytest.mark.slow
 def test_an_old_answer_that_arrives_late_does_not_undo_what_was_typed(page: Page, draft: Path):
     with held_back(page, "new_state") as held:
         ask_again(page)
@@ -257,6 +263,7 @@ def test_an_old_answer_that_arrives_late_does_not_undo_what_was_typed(page: Page
         assert (value(page, "train-steps"), values(draft)) == ("58", {"train.steps": 58})
 
 
+@pytest.mark.slow
 def test_a_page_that_opens_asks_for_the_draft_once(page: Page):
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.post_data or "") if request.method == "POST" else None)
@@ -427,6 +434,7 @@ def test_a_wrong_line_of_the_yaml_is_brought_into_sight_and_each_is_a_link(page:
     page.locator("#discard-yaml").click()
 
 
+@pytest.mark.slow
 def test_the_keyboard_keeps_its_place_when_a_model_a_preset_or_a_method_is_chosen(page: Page):
     page.locator("#tiles .tile").nth(1).wait_for()
     focused = "JSON.stringify({ ...document.activeElement.dataset, value: document.activeElement.value || '' })"
@@ -449,6 +457,7 @@ def test_the_keyboard_keeps_its_place_when_a_model_a_preset_or_a_method_is_chose
     until(page, "document.querySelector('#page-new').dataset.preset === 'quickstart'")
 
 
+@pytest.mark.slow
 def test_back_to_the_preset_can_be_undone_also_for_the_folder(page: Page, runs: Path):
     write_over(page, "field-data-path", str(runs.parent))
     page.keyboard.press("Tab")

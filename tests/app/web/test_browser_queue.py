@@ -80,6 +80,7 @@ def test_a_damaged_queue_is_named(queue: Queue, runs: Path, page: Page):
     file.unlink()
 
 
+@pytest.mark.slow
 def test_what_the_queue_was_told_outlives_answers_that_come_late(queue: Queue, page: Page):
     queue.change(Settings())
     show(page, "Queue")
@@ -113,6 +114,7 @@ def test_two_runs_of_the_queue_train_one_after_the_other(own_data: Path, page: P
     until(page, "location.hash.startsWith('#/runs/own-')")
 
 
+@pytest.mark.slow
 def test_the_machine_says_in_a_sentence_what_it_is_good_for(page: Page):
     visit(page, "machine")
     page.locator("#headline", has_text="CPU only: the demo model trains here").wait_for()

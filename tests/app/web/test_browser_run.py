@@ -126,6 +126,7 @@ def test_samples_open_large_and_a_missing_file_is_a_small_mark(page: Page, finis
     box.wait_for(state="detached")
 
 
+@pytest.mark.slow
 def test_a_failure_names_rank_and_remedy_offers_a_retry_and_shows_its_log(page: Page, failed: RunDir):
     watch(page, failed.path.name)
     card = page.locator("#run-error[role=alert]")
@@ -259,6 +260,7 @@ def test_the_address_is_kept_and_tabs_have_their_own(page: Page, finished: str):
     assert page.locator("#tab-overview").get_attribute("aria-current") == "page"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_deleted_under_the_page_leaves_a_sentence_and_a_way_out(page: Page, server: Server):
     run = recorded(server.runs, "short-lived")
     watch(page, "short-lived")
@@ -284,6 +286,7 @@ def test_what_is_typed_stays_in_the_notes_and_the_log_stays_where_it_was_scrolle
     assert page.evaluate("document.activeElement.id") == "notes"
 
 
+@pytest.mark.slow
 def test_answers_that_come_at_once_are_drawn_once(page: Page, running: RunDir):
     (running.logs / "launch-1.log").write_text("one\n")
     watch(page, running.path.name)

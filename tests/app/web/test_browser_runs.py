@@ -50,6 +50,7 @@ def test_text_of_a_run_is_never_a_script(page: Page):
     assert page.evaluate("window.taken") is None
 
 
+@pytest.mark.slow
 def test_the_chosen_run_is_shown_also_when_an_answer_about_another_comes_late(page: Page):
     watch(page, "drawn")
     state_is(page, "finished")

@@ -96,6 +96,7 @@ def test_a_missing_file_is_a_mark_that_is_found_from_anywhere(page: Page):
     assert mark.bounding_box()["height"] <= 200
 
 
+@pytest.mark.slow
 def test_play_goes_on_by_itself_and_stops_at_the_end(page: Page):
     open_samples(page, "many-samples")
     shows(page, "1,000")

@@ -230,6 +230,7 @@ def test_what_was_painted_is_there_again_after_the_browser_closed_the_dialog(own
     assert levels(own_data.with_name("own-masks") / "00.png").min() == 255
 
 
+@pytest.mark.slow
 @pytest.mark.slow  # test_mask_answers.py asks without a browser
 def test_a_mask_that_was_changed_meanwhile_is_not_overwritten_unasked(own_data: Path, data: Page):
     folder = own_data.with_name("own-masks")
