@@ -80,6 +80,7 @@ FAULTS = (
         'targets = batch["tokens"].flatten()[predicted]',
         "train/test_language_models.py",
         "models/test_causal_models.py",
+        "audit/test_audit.py",
     ),
     _fault(
         "packed documents see each other",
