@@ -360,8 +360,8 @@ FAULTS = (
     _fault(
         "a kept scan is found again though a file has changed",
         "trainer/data/scan_memory.py",
-        '"\\n".join(stamps)',
-        '"\\n".join(stamps[:1])',
+        'content.update(stamp.encode("utf-8", "surrogateescape"))',
+        "",
         "data/test_scan_memory.py",
     ),
     _fault(
