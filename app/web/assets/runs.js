@@ -131,16 +131,17 @@
     const list = found(), part = list.slice(0, shown), body = at('tbody');
     const focused = document.activeElement, place = focused.closest('#runs tr');
     drawHead(list);
+    const kept = new Set(part.map(lineOf));
+    for (const line of [...body.children]) if (!kept.has(line)) line.remove();
     let next = body.firstElementChild;
-    for (const row of part) {
-      const line = lineOf(row);
+    for (const line of kept) {
+      if (line === place) while (next !== place) { // the line with the focus is not moved: it would lose it
+        const other = next;
+        next = next.nextElementSibling;
+        body.append(other);
+      }
       if (line === next) next = next.nextElementSibling;
       else body.insertBefore(line, next);
-    }
-    while (next) {
-      const line = next;
-      next = next.nextElementSibling;
-      line.remove();
     }
     at('#runs').hidden = !part.length;
     at('#runs-more').hidden = part.length === list.length;
@@ -289,7 +290,7 @@
       delete lines.get(row.name)?.querySelector('.c-name').dataset.key; // the chips come back
       if (rows.has(row.name)) lineOf(rows.get(row.name));
       if (isBack) lines.get(row.name)?.querySelector('.add').focus();
-      if (added.trim()) change(row, { added });
+      if (added.trim() && rows.has(row.name)) change(row, { added });
     };
     const list = h('datalist#runs-tags', {}, known.map(tag => h('option', { value: tag })));
     const box = h('input.tag-box', { type: 'text', 'aria-label': `New tag of ${row.title}`, placeholder: 'tag, another', list: 'runs-tags',

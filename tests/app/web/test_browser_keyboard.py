@@ -14,7 +14,7 @@ from playwright.sync_api import Page, expect
 from tests.app.browser import in_training, recorded, settled, show, until, until_so, visit, watch, write_over
 from tests.runs import run_config
 from trainer.launcher.queue import Queue, Settings
-from trainer.run.events import ExportEvent, StatusEvent
+from trainer.run.events import EventWriter, ExportEvent, StatusEvent
 from trainer.run.folder import RunDir
 
 pytestmark = pytest.mark.slow
@@ -180,6 +180,33 @@ def test_the_last_run_that_goes_elsewhere_hands_the_place_on(page: Page, runs: P
     page.locator("tr[data-run=keyed-last]").wait_for(state="detached")
     expect(page.locator("#runs-filter")).to_be_focused()
     page.locator("#runs-filter").fill("")
+
+
+def test_a_tag_is_typed_to_its_end_though_a_row_above_goes_and_others_change_places(page: Page, runs: Path):
+    for letter in "abc":
+        recorded(runs, f"typed-{letter}")
+    show(page, "Runs")
+    page.locator("#runs-filter").fill("typed-")
+    page.locator("th[data-sort=state] button").click()
+    order = "[...document.querySelectorAll('#runs tbody tr')].map(row => row.dataset.run).join()"
+    until(page, f"{order}.split(',').length === 3")
+    above, *rest = page.evaluate(order).split(",")
+    press(page, f"tr[data-run={rest[1]}] .add")
+    page.keyboard.type("po")
+    shutil.rmtree(runs / above)
+    until(page, f"{order} === '{','.join(rest)}'")
+    for letters in ("rt", "ra"):  # the first row goes behind the one that is typed in, then that one behind it
+        page.keyboard.type(letters)
+        with EventWriter(RunDir(runs / rest[0]).events_file) as writer:
+            writer.write(StatusEvent(state="failed", step=40))
+        rest.reverse()
+        until(page, f"{order} === '{','.join(rest)}'")
+    page.keyboard.type("it")
+    page.keyboard.press("Enter")
+    page.locator(f"tr[data-run={rest[1]}] .tag", has_text="portrait").wait_for()
+    page.locator("#runs-filter").fill("")
+    for name in rest:
+        shutil.rmtree(runs / name)
 
 
 def test_the_queue_is_emptied_without_losing_the_place(page: Page, runs: Path):
