@@ -136,7 +136,7 @@ def _place(data: DataConfig, image: Path, source: str, name: str) -> Place:
 def waiting(data: DataConfig, folder: Path, names: Sequence[str]) -> dict[str, Path]:
     """Return {name: mask} of the images of a folder that the config has a mask for, of an earlier image perhaps.
 
-    Opens no file.
+    Opens no file; folders of masks are listed.
 
     Args:
         data: The config's section.
@@ -145,13 +145,24 @@ def waiting(data: DataConfig, folder: Path, names: Sequence[str]) -> dict[str, P
     """
     sources = {"data.path": data.path, "data.validation": data.validation}
     sources |= {f"data.folders.{number}": own.path for number, own in enumerate(data.folders)}
+    present: dict[str, Path] = {}
     for source, path in sources.items():
         if path and isinstance(path, str) and _absolute(path) == folder:
-            stems = {name: Path(name).stem for name in names if _is_inside(Path(name).stem)}
-            places = {name: _place(data, folder / name, source, stem) for name, stem in stems.items()}
-            found = {name: _found(place) for name, place in places.items() if place.is_set}
-            return {name: mask[0] for name, mask in found.items() if mask}
-    return {}
+            place = _place(data, folder, source, "")
+            if place.is_set:
+                present = {**_by_stem(place.folder), **present}
+    stems = {name: os.path.splitext(name)[0] for name in names}
+    return {name: present[stem] for name, stem in stems.items() if stem in present}
+
+
+def _by_stem(folder: Path) -> dict[str, Path]:
+    """{name without suffix: file} of the images in a folder that a run reads; none where it cannot be listed."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return {}
+    parts = [(*os.path.splitext(name), folder / name) for name in names if name[0] != "."]
+    return {stem: file for stem, suffix, file in parts if suffix.lower() in IMAGE_SUFFIXES and os.path.isfile(file)}
 
 
 def _absolute(path: str) -> Path:

@@ -31,7 +31,7 @@ class Thumbnails:
         """Return a copy whose longer side is at most `side` pixels. Raises InputError for other files than images."""
         try:
             identity = f"{_VERSION} {os.path.realpath(image)} {stamp(image)}"
-            key = hashlib.sha256(identity.encode()).hexdigest()[:24]
+            key = hashlib.sha256(os.fsencode(identity)).hexdigest()[:24]
             copy = self.folder / f"{key}-{side}.webp"
             if not copy.exists():
                 self._write(image, copy, side)

@@ -113,14 +113,18 @@ def test_each_folder_has_its_own_masks_and_held_out_images_those_of_data_masks(i
 
 
 def test_a_new_image_that_has_a_mask_already_is_known(images: Path, tmp_path: Path):
-    for folder, name in (("m", "00.png"), ("m", "a.b.JPG"), ("own-m", "02.png")):
+    for folder, name in (("m", "00.png"), ("m", "a.b.JPG"), ("m", "c.Png"), ("m", ".d.png"), ("own-m", "02.png")):
         (tmp_path / folder).mkdir(exist_ok=True)
         Image.new("L", (8, 8)).save(tmp_path / folder / name)
     (tmp_path / "own").mkdir()
-    own = [{"path": str(tmp_path / "own"), "masks": str(tmp_path / "own-m")}]
-    data = run_config(images, data__masks=str(tmp_path / "m"), data__folders=own).data
-    names = ["00.jpg", "01.png", "02.png", "a.b.png", "a\0.png", "", "../m/00/.."]
-    assert waiting(data, images, names) == {"00.jpg": tmp_path / "m/00.png", "a.b.png": tmp_path / "m/a.b.JPG"}
+    (tmp_path / "m" / "folder.png").mkdir()
+    own = [{"path": str(folder), "masks": str(tmp_path / "own-m")} for folder in (tmp_path / "own", images)]
+    data = run_config(images, data__masks=str(tmp_path / "m"), data__folders=own[:1]).data
+    names = ["00.jpg", "01.png", "02.png", "a.b.png", "c.jpg", ".d.png", "folder.png", "a\0.png", "", "../m/00/.."]
+    found = {"00.jpg": tmp_path / "m/00.png", "a.b.png": tmp_path / "m/a.b.JPG", "c.jpg": tmp_path / "m/c.Png"}
+    assert waiting(data, images, names) == found
+    twice = run_config(images, data__masks=str(tmp_path / "m"), data__folders=own).data
+    assert waiting(twice, images, names) == found | {"02.png": tmp_path / "own-m/02.png"}
     assert waiting(data, tmp_path / "own", names) == {"02.png": tmp_path / "own-m/02.png"}
     assert waiting(data, tmp_path, names) == {}
     (tmp_path / "images-masks").mkdir()

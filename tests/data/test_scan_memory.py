@@ -181,6 +181,16 @@ def test_a_damaged_memory_is_replaced(everything: DataConfig, tmp_path: Path, co
         assert kept.read_text(encoding="utf-8") == whole
 
 
+@pytest.mark.parametrize("path", [5, None, [], {}])
+def test_a_memory_with_a_path_that_is_none_is_replaced(everything: DataConfig, tmp_path: Path, path: Any) -> None:
+    expected = ScanMemory(everything, tmp_path / "cache").scan(KnownFiles)
+    (kept,) = (tmp_path / "cache").rglob("*.scan")
+    content = json.loads(kept.read_text(encoding="utf-8"))
+    content["files"][0][0] = path
+    kept.write_text(json.dumps(content), encoding="utf-8")
+    assert ScanMemory(everything, tmp_path / "cache").scan(KnownFiles) == expected
+
+
 def test_each_of_many_images_takes_few_bytes(tmp_path: Path) -> None:
     count = 500
     files = [

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -169,13 +170,13 @@ class KnownFiles:
         if self._memory is None or not self._is_changed:
             return
         entries = (
-            f"{json.dumps(key_of(path))}: {json.dumps((known.stamp, known.read_at, known.header, known.digest))}"
+            (key_of(path), (known.stamp, known.read_at, known.header, known.digest))
             for path, known in self._found.items()
             if known.is_safe
         )
         with contextlib.suppress(OSError):  # a full or read-only disk: the files are read again
             files.make_private_if_new(self._memory.parent)
-            files.replace(self._memory, "{\n" + ",\n".join(entries) + "\n}\n")
+            files.replace(self._memory, _written(entries))
             self._is_changed = False
 
     def _current(self, path: Path) -> Known | None:
@@ -206,14 +207,21 @@ def key_of(path: str | Path) -> str:
     return quote_from_bytes(os.fsencode(path))
 
 
+def _written(entries: Iterable[tuple[str, object]]) -> str:
+    """A memory of (`key_of` the path, what is known): one JSON object with a line for each."""
+    return "{\n" + ",\n".join(f"{json.dumps(path)}: {json.dumps(entry)}" for path, entry in entries) + "\n}\n"
+
+
 def _read(memory: Path) -> dict[str, bytes]:
     """The entries of a memory, {`key_of` the path: JSON}. 100,000 of them take 26 MB; parsed all at once, 140.
 
-    Each is on a line of its own. Lines that are no entry are found out when they are asked for.
+    Lines that are no entry are found out when they are asked for.
     """
     try:
         content = files.read(memory, at_most=MOST_BYTES)
-    except (OSError, InputError):
+        if b"\n" not in content:  # of a former version
+            content = _written(json.loads(content).items()).encode()
+    except (OSError, InputError, ValueError, AttributeError, RecursionError):
         return {}
     lines = (line.strip(b",\n").partition(b'": ') for line in io.BytesIO(content))
     return {path[1:].decode("ascii", "replace"): entry for path, _, entry in lines}

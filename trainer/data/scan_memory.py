@@ -226,6 +226,8 @@ def _linked(name: str, value: Any, number_of: Any) -> Any:
 
 def _dataset(content: Mapping[str, Any]) -> Dataset:
     listed = content["files"]
+    if not all(isinstance(path, str) for path, *_ in listed):
+        raise TypeError("a path is not a text")
     shared = [dict(zip(_SHARED, row, strict=True)) for row in content["shared"]]
     for common in shared:
         common["sides"] = tuple(common["sides"])

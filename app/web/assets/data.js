@@ -130,7 +130,11 @@
       const [next, target] = waiting.shift();
       try {
         if (target.isConnected) {
-          if (!addresses.has(next)) addresses.set(next, await call('data_thumbnail', { image: next }));
+          for (let stamp; !addresses.has(next);) { // a file that was replaced meanwhile is asked for once more
+            stamp = stamps.get(next);
+            const address = await call('data_thumbnail', { image: next });
+            if (stamps.get(next) === stamp) addresses.set(next, address);
+          }
           target.src = addresses.get(next);
         }
       } catch (error) {

@@ -4,7 +4,7 @@
 {
   const { h, fill, say, call, counted } = studio;
   const AT_ONCE = 3, TRIED_AGAIN_MS = 1500, LONGEST_PAUSE_MS = 5000, UNDO_SHOWN_MS = 12000, MOST_LISTED = 500, DRAWN_EVERY_MS = 100;
-  const SAMPLES = 16, SAMPLE = 65536; // what tells files of one name, size and time apart: up to a megabyte of each
+  const NAMES_AT_ONCE = 2000, SAMPLES = 16, SAMPLE = 65536; // what tells files of one name, size and time apart: up to a megabyte of each
   const SYSTEM_FILES = /^(\..*|thumbs\.db|desktop\.ini)$/i;
   const NEW = 'new:'; // before the path of a folder that a new one is made in
   let hooks = null, state = null, root = null, batch = null, isRunning = false, asked = 0, drawn = 0, focusOn = null;
@@ -96,6 +96,7 @@
     try {
       while ((batch = waiting.shift())) {
         const now = batch;
+        now.goesOn = left()?.folder === now.folder;
         $('upload-message').replaceChildren();
         remember();
         draw();
@@ -115,11 +116,18 @@
   }
 
   /** Find the new images that have a mask already: that of a deleted image stays, and would be trained with unseen. */
-  async function findMasks({ folder, items }) {
-    const images = items.filter(item => item.phase === 0 && item.state === 'added');
+  async function findMasks(batch) {
+    const isNew = item => item.state === 'added' || (batch.goesOn && item.state === 'there'); // added before the page was loaded again
+    const images = batch.items.filter(item => item.phase === 0 && isNew(item));
+    const ask = async part => {
+      const masks = await call('upload_masked', { folder: batch.folder, names: part.map(item => item.name) });
+      for (const item of part) item.mask = masks[item.name];
+    };
     try {
-      const masks = images.length ? await call('upload_masked', { folder, names: images.map(item => item.name) }) : {};
-      for (const item of images) item.mask = masks[item.name];
+      for (let at = 0; at < images.length; at += NAMES_AT_ONCE) {
+        const part = images.slice(at, at + NAMES_AT_ONCE);
+        if (batch.isCancelled) await ask(part); else await untilAnswered(batch, () => ask(part));
+      }
     } catch (error) { refused(error); }
   }
 
@@ -136,28 +144,38 @@
     if (studio.shown !== 'data') studio.toast(`Upload: ${sentence}`);
   }
 
-  /** Send one file. It waits while the server does not answer, and goes on where it stopped. */
-  async function sendOne(batch, item) {
-    let pause = TRIED_AGAIN_MS;
-    for (;;) {
+  /** Do something once more, until the server answers or the selection is cancelled. It waits while the selection is paused. */
+  async function untilAnswered(batch, action) {
+    for (let pause = TRIED_AGAIN_MS; ; pause = Math.min(2 * pause, LONGEST_PAUSE_MS)) {
       await gate(batch);
       if (batch.isCancelled) return;
       try {
+        await action();
+        batch.trouble = '';
+        return;
+      } catch (error) {
+        if (batch.isCancelled || !error.lost) throw error;
+      }
+      batch.trouble = 'The server does not answer. Trying again …';
+      drawSoon();
+      await new Promise(resolve => setTimeout(resolve, pause));
+    }
+  }
+
+  /** Send one file, which goes on where it stopped. */
+  async function sendOne(batch, item) {
+    try {
+      await untilAnswered(batch, () => {
         item.state = 'sending';
         drawSoon();
-        await send(batch, item);
-        batch.trouble = '';
-        break;
-      } catch (error) {
-        if (batch.isCancelled) { item.state = 'waiting'; return; }
-        if (!(error instanceof studio.Refused)) throw error;
-        if (!error.lost) { item.state = 'refused'; item.why = error.message; break; }
-        batch.trouble = 'The server does not answer. Trying again …';
-        drawSoon();
-        await new Promise(resolve => setTimeout(resolve, pause));
-        pause = Math.min(2 * pause, LONGEST_PAUSE_MS);
-      }
+        return send(batch, item);
+      });
+    } catch (error) {
+      if (batch.isCancelled) { item.state = 'waiting'; return; }
+      if (!(error instanceof studio.Refused)) throw error;
+      Object.assign(item, { state: 'refused', why: error.message });
     }
+    if (!isOver(item)) return;
     item.file = null; // what is done needs no memory
     drawSoon();
   }
@@ -181,9 +199,11 @@
       }
     }
     if (batch.isCancelled) return;
+    const wasPlaced = begun.placed && item.isSent; // only the answer was lost
+    item.isSent = true;
     const placed = begun.placed || await call('upload_finish', { id: begun.id });
-    Object.assign(item, { state: placed.is_new ? 'added' : 'there', name: placed.name, sent: file.size });
-    if (placed.is_new && placed.name !== item.given) item.note = `is called ${placed.name} here`;
+    Object.assign(item, { state: placed.is_new || wasPlaced ? 'added' : 'there', name: placed.name, sent: file.size });
+    if (item.state === 'added' && placed.name !== item.given) item.note = `is called ${placed.name} here`;
   }
 
   /** The image that a caption of the same selection belongs to: first that of exactly its name, then one that is not refused. */

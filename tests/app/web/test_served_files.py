@@ -105,6 +105,14 @@ def test_the_page_takes_less_than_700_mib_for_the_largest_picture_it_shows(tmp_p
     assert int(done.stdout) * 1024 < 700 * MIB
 
 
+def test_a_link_to_a_name_that_is_not_utf_8_is_shown(tmp_path: Path):
+    target = tmp_path / os.fsdecode(b"\xff.png")
+    Image.new("RGB", (8, 8), "plum").save(tmp_path / "plain.png")
+    (tmp_path / "plain.png").rename(target)
+    (tmp_path / "link.png").symlink_to(target)
+    assert Thumbnails(tmp_path / "thumbnails").of(tmp_path / "link.png").is_file()
+
+
 def test_a_link_that_leads_out_of_an_export_is_not_offered(tmp_path: Path):
     run = RunDir(tmp_path / "run")
     run.export.mkdir(parents=True)

@@ -18,11 +18,12 @@ import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import APIResponse, Browser, Page, Route, expect
 
 from app.uploads import MOST_CHUNK
 from app.web.security import UPLOADS_CLOSED
-from tests.app.browser import Server, opened, serving, show, until_so, visit
+from app.web.served_files import stamp
+from tests.app.browser import HANDLERS, Server, opened, serving, show, until_so, visit
 from tests.app.web.test_mask import brush, open_mask, save, stroke
 from tests.app.web.test_probes import ask
 from tests.runs import make_pictures, write_preset
@@ -374,6 +375,64 @@ def test_an_image_with_the_name_of_a_deleted_one_is_shown_and_said_to_have_its_m
     data.locator("#data-again").click()
     expect(picture).to_have_attribute("src", re.compile(f"^(?!{re.escape(shown)}$)."))
     shutil.rmtree(own_data.with_name("own-masks"))
+
+
+@pytest.mark.slow  # waits before it asks again
+def test_a_mask_is_named_also_where_answers_are_lost(own_data: Path, data: Page, tmp_path: Path):
+    dialog = open_mask(data, "00.png")
+    brush(data, 40)
+    stroke(data, dialog, (0.2, 0.2), (0.8, 0.8))
+    save(data)
+    data.get_by_role("button", name="Delete 00.png").click()
+    expect(data.locator(".pc[data-name='00.png']")).to_have_count(0)
+    lost: list[str] = []
+
+    def lose(route: Route) -> None:
+        found = next(
+            (name for name in ("upload_finish", "upload_masked") if name in (route.request.post_data or "")), ""
+        )
+        if not found or found in lost:
+            route.continue_()
+            return
+        lost.append(found)
+        route.fetch()
+        route.abort()
+
+    Image.new("RGB", (40, 40), "plum").save(tmp_path / "00.png")
+    data.route(HANDLERS, lose)
+    choose(data, tmp_path / "00.png")
+    done(data, "1 file added.")
+    data.unroute(HANDLERS)
+    assert lost == ["upload_finish", "upload_masked"]
+    masks = own_data.with_name("own-masks")
+    expect(data.locator("#upload-results li")).to_have_text([f"00.png: {masks / '00.png'}"])
+    shutil.rmtree(masks)
+
+
+@pytest.mark.slow
+def test_a_thumbnail_that_comes_after_its_image_was_replaced_is_not_kept(own_data: Path, data: Page):
+    for name in ("00", "01", "02"):
+        Image.new("RGB", (40, 40), "teal").save(own_data / f"{name}.png")
+    held: list[tuple[Route, APIResponse]] = []
+
+    def hold(route: Route) -> None:
+        if "data_thumbnail" in (route.request.post_data or "") and len(held) < 3:
+            held.append((route, route.fetch()))
+        else:
+            route.continue_()
+
+    data.route(HANDLERS, hold)
+    data.locator("#data-again").click()
+    until_so(data, lambda: len(held) == 3)
+    Image.new("RGB", (44, 44), "red").save(own_data / "00.png")
+    with data.expect_response(lambda answer: stamp(own_data / "00.png") in answer.text(), timeout=30_000):
+        data.locator("#data-again").click()
+    for route, answer in sorted(held, key=lambda late: "00.png" not in (late[0].request.post_data or "")):
+        with data.expect_event("requestfinished"):  # the replaced image first, before another card has asked anew
+            route.fulfill(response=answer)
+    new = data.evaluate("image => studio.call('data_thumbnail', { image })", str(own_data / "00.png"))
+    expect(data.locator(".pc[data-name='00.png'] .fr img")).to_have_attribute("src", new)
+    data.unroute(HANDLERS)
 
 
 @pytest.mark.slow  # the store's refusals are tested in test_uploads.py
