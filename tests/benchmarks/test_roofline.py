@@ -26,7 +26,7 @@ from trainer.plan.hardware import named
 from trainer.weights.files import give_storage
 
 ROOT = Path(__file__).parents[2]
-QUICK = ("flux2", "sdxl")
+QUICK = ("flux2",)
 slice_backward = torch.ops.aten.slice_backward
 MOST_ELEMENTWISE = {
     "double, forward": 2_826_339_328,

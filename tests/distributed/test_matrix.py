@@ -54,6 +54,7 @@ def test_every_strategy_trains_a_dora_and_a_boft_as_one_process_does(matrix: Mat
     check(matrix, [Cell(method, family, strategy, ranks) for method in THOROUGH for strategy in STRATEGIES[ranks]])
 
 
+@pytest.mark.slow
 def test_rotations_and_dora_on_a_bf16_base_train_on_two_ranks_what_they_train_on_one(matrix: Matrix) -> None:
     check(matrix, [Cell(method, "flux2", "full", 2, "bf16") for method in ON_BF16])
 
@@ -71,6 +72,7 @@ def test_every_adapter_trains_on_quantized_bases_under_every_strategy_what_one_p
     check(matrix, quantized_cells([method]))
 
 
+@pytest.mark.slow
 def test_less_memory_on_each_rank_changes_nothing_that_is_trained(matrix: Matrix) -> None:
     """Each way of saving memory, with some adapters and strategies."""
     methods = [method for method in METHODS if method != "full"]

@@ -189,7 +189,9 @@ CONTINUED = [
 ]
 
 
-@pytest.mark.parametrize(("adapter", "family", "format"), CONTINUED)
+@pytest.mark.parametrize(
+    ("adapter", "family", "format"), [*CONTINUED[::2], *(pytest.param(*case, marks=SLOW) for case in CONTINUED[1::2])]
+)
 def test_a_run_continues_from_an_adapter_file(
     runs: Runs, adapter: str, family: str, format: str, tmp_path: Path
 ) -> None:

@@ -238,6 +238,7 @@ def test_a_scheduler_that_asks_to_leave_again_and_again_does_not_cost_the_checkp
     assert errors_and_end(run) == [vars(StatusEvent(time=0, step=5, state="stopped"))]
 
 
+@pytest.mark.slow
 def test_terminating_ends_ranks_that_ignore_it_and_is_no_failure(start):
     _, run = start("stubborn")
     wait_for(lambda: all((run.path / f"ready{rank}").exists() for rank in range(2)))

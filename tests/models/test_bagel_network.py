@@ -286,6 +286,7 @@ PUBLISHED = {
 """Some tensors of the published file."""
 
 
+@pytest.mark.slow
 def test_the_published_model_is_built_on_the_meta_device_with_its_published_size() -> None:
     with torch.device("meta"):
         model = Bagel(BAGEL_7B_MOT)

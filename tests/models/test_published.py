@@ -52,6 +52,8 @@ COUNTS = {
 }
 """10^9 parameters: the denoiser, the text encoders as they are built (language models without the layers after the last
 state that is read), the autoencoder."""
+ONE_EACH = {name.split()[0]: name for name in COUNTS}.values()
+"""The last one of each family."""
 
 
 def of(family: str, architecture: str | None) -> ModelConfig:
@@ -70,7 +72,9 @@ def test_every_published_architecture_is_counted() -> None:
     )
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize(
+    "name", [name if name in ONE_EACH else pytest.param(name, marks=pytest.mark.slow) for name in COUNTS]
+)
 def test_a_published_model_has_its_number_of_parameters(name: str, tmp_path: Path) -> None:
     family = published(name, tmp_path)
     counts = [_billions(family.build(family.components[0]))]

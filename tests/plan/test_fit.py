@@ -274,6 +274,7 @@ def test_where_nothing_fits_the_least_that_would_help_is_named() -> None:
     )
 
 
+@pytest.mark.slow
 def test_offload_that_the_machines_memory_cannot_hold_is_not_proposed() -> None:
     cfg = preset("flux2-dev-lora-4gpu")
     free = searched(cfg, "1x24gb").proposals[0]

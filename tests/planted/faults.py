@@ -505,7 +505,7 @@ FAULTS = (
     _fault(
         "the mask that an earlier image left behind is not seen by the upload of another one",
         "app/masks.py",
-        "return {name: mask[0] for name, mask in found.items() if mask}",
+        "return {name: present[stem] for name, stem in stems.items() if stem in present}",
         "return {}",
         "app/test_masks.py",
     ),

@@ -95,6 +95,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return RunDir.open(folder / "run")
 
 
+@pytest.mark.slow
 def test_steps_are_counted_through_all_stages_and_each_is_told(straight: RunDir) -> None:
     told = [event for event in EventReader(straight.events_file).read() if isinstance(event, StageEvent)]
     assert [(event.number, event.count, event.name, event.step) for event in told] == [
@@ -104,6 +105,7 @@ def test_steps_are_counted_through_all_stages_and_each_is_told(straight: RunDir)
     assert [step for step, _ in losses(straight)] == list(range(1, 11))
 
 
+@pytest.mark.slow
 def test_each_stage_keeps_its_own_checkpoints_and_the_last_one_exports(straight: RunDir) -> None:
     folders = straight.stage_folders
     assert [folder.name for folder in folders] == ["1-pretrain", "2-tune"]
@@ -112,6 +114,7 @@ def test_each_stage_keeps_its_own_checkpoints_and_the_last_one_exports(straight:
     assert [path.name for path in straight.export.iterdir()] == ["two"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
 def test_the_base_of_an_adapter_is_found_from_its_readme_after_the_run_was_moved(
     straight: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -126,6 +129,7 @@ def test_the_base_of_an_adapter_is_found_from_its_readme_after_the_run_was_moved
     assert {name.replace(".default.", ".") for name in found["model"].state_dict() if ".lora_" in name} == set(names)
 
 
+@pytest.mark.slow
 def test_the_card_of_an_adapter_on_a_stages_result_names_that_as_its_base(straight: RunDir) -> None:
     card = model_card(straight)
     assert "Replace `BASE` with the folder of the base model, the result of stage pretrain of this run." in card

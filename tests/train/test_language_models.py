@@ -232,7 +232,9 @@ def test_the_config_of_an_exported_model_says_how_its_weights_are_stored(bench: 
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
-@pytest.mark.parametrize("adapter", ["lora", "dora", "loha", "lokr"])
+@pytest.mark.parametrize(
+    "adapter", ["lora", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dora", "loha", "lokr"))]
+)
 def test_an_exported_adapter_is_the_trained_one_in_peft(bench: Bench, adapter: str) -> None:
     from peft import AutoPeftModelForCausalLM
 
@@ -242,7 +244,10 @@ def test_an_exported_adapter_is_the_trained_one_in_peft(bench: Bench, adapter: s
     torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(folder)), expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("adapter", [{"type": "lora", "rank": 4}, {"type": "boft"}, {"type": "diag-oft"}])
+@pytest.mark.parametrize(
+    "adapter",
+    [{"type": "lora", "rank": 4}, {"type": "boft"}, pytest.param({"type": "diag-oft"}, marks=pytest.mark.slow)],
+)
 def test_a_merged_model_is_the_trained_one_in_transformers(bench: Bench, adapter: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -195,6 +195,7 @@ def test_a_damaged_request_is_reported_once(tmp_path: Path) -> None:
     assert "prompts.json: damaged" in warning.message
 
 
+@pytest.mark.slow
 def test_machines_with_caches_of_their_own_get_the_embeddings_from_rank_0(pictures: Path, tmp_path: Path) -> None:
     cfg = run_config(pictures, parallel__devices=2, parallel__strategy="full", **SAMPLES)
     run = make_run(tmp_path, cfg, "run")

@@ -189,6 +189,7 @@ def test_a_cached_base_is_read_instead_of_the_original_and_another_reading_of_it
     assert kept.find(other, coded) is None
 
 
+@pytest.mark.slow
 def test_text_encoders_that_are_trained_along_are_stored_in_fewer_bits(root: Path) -> None:
     trained = {"unet": "adapter", "text_encoder": "adapter", "text_encoder_2": "frozen"}
     changes: dict[str, Any] = {"model__family": "sdxl", "model__train": trained, "train__steps": 2}
@@ -268,6 +269,7 @@ def test_captions_are_encoded_by_an_encoder_in_fewer_bits(root: Path, tmp_path: 
         assert torch.allclose(other, in_bytes, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_reading_of_a_large_model_is_told(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("trainer.train.log.SMALL_MODEL_BYTES", 0)
     monkeypatch.setattr("trainer.train.log.HEARTBEAT_SECONDS", 0.0)

@@ -64,7 +64,7 @@ def train_unevenly(world: World, cfg: RunConfig, run: RunDir) -> Outcome:
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
-        (2, {"parallel__strategy": "full", **BUSY}),
+        pytest.param(2, {"parallel__strategy": "full", **BUSY}, marks=pytest.mark.slow),
         pytest.param(
             *(2, {"parallel__strategy": "full", "parallel__cpu_offload": True, "optim__ema": 0.9}),
             marks=pytest.mark.slow,

@@ -198,6 +198,7 @@ def test_a_caption_typed_without_a_server_is_sent_when_it_is_back(own_data: Path
     assert said(own_data, "03.txt") == "typed without a server"
 
 
+@pytest.mark.slow
 def test_a_caption_that_was_not_saved_before_a_reload_is_sent_after_it(own_data: Path, data: Page):
     data.route(HANDLERS, lambda route: route.abort())
     caption(data, "03.png").fill("typed before the reload")
@@ -206,6 +207,7 @@ def test_a_caption_that_was_not_saved_before_a_reload_is_sent_after_it(own_data:
     until_so(data, lambda: said(own_data, "03.txt") == "typed before the reload")
 
 
+@pytest.mark.slow
 def test_a_caption_that_is_refused_says_so_and_stays(own_data: Path, data: Page):
     text = caption(data, "00.png")
     text.evaluate("(box, text) => { box.value = text; box.dispatchEvent(new Event('input')); }", "a" * 70_000)

@@ -13,6 +13,8 @@ from tests.app.browser import Server, ask_again, recorded
 from trainer.run.events import EventWriter, ExportEvent
 from trainer.run.folder import RunDir
 
+pytestmark = pytest.mark.slow  # what is offered, and downloaded, is tested without a browser too
+
 
 @pytest.fixture(scope="module", autouse=True)
 def recordings(server: Server) -> None:
@@ -36,7 +38,6 @@ def downloaded(page: Page) -> str:
     return Path(download.value.path()).read_text()
 
 
-@pytest.mark.slow
 def test_what_is_downloaded_is_of_the_run_that_is_shown(page: Page, runs: Path):
     for name in ("files-one", "files-two"):
         open_files(page, name)

@@ -57,6 +57,7 @@ def test_what_fits_is_searched_taken_and_undone_with_the_keyboard(panel: Page, d
     verdict_is(panel, "does not fit")
 
 
+@pytest.mark.slow
 def test_a_change_of_the_form_takes_the_proposals_away_until_they_are_searched_again(panel: Page):
     panel.locator("#fit-search").click()
     panel.locator("#fit .proposal").first.wait_for()

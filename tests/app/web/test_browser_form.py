@@ -163,6 +163,7 @@ def test_a_path_is_glanced_at_while_it_is_typed_and_read_when_the_field_is_left(
     until(page, "!document.querySelector('#why').textContent.includes('when you leave')")
 
 
+@pytest.mark.slow
 def test_a_folder_is_chosen_from_a_list(page: Page, runs: Path):
     folder = make_pictures(runs.parent / "listed", count=2)
     write_over(page, "field-data-path", str(runs.parent))
@@ -285,6 +286,7 @@ def test_a_folder_whose_images_are_broken_is_shown_as_it_is(page: Page, runs: Pa
     page.locator("#data-tag", has_text="1 problem").wait_for()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named_and_the_page_goes_on(page: Page, server: Server):
     process = psutil.Process(server.process.pid)
     unlimited = process.rlimit(psutil.RLIMIT_FSIZE)

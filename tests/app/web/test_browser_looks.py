@@ -37,9 +37,8 @@ def finished(server: Server) -> str:
     return "looked-at"
 
 
-@pytest.mark.parametrize(
-    ("scheme", "rules"), [("light", {}), pytest.param("dark", {"runOnly": ["color-contrast"]}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "rules"), [("light", {}), ("dark", {"runOnly": ["color-contrast"]})])
 def test_everybody_can_read_and_reach_it(tab: Page, server: Server, finished: str, scheme: str, rules):
     found = []
     with visited(tab, server.url, scheme=scheme) as page:

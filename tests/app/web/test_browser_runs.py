@@ -65,6 +65,7 @@ def test_the_chosen_run_is_shown_also_when_an_answer_about_another_comes_late(pa
     state_is(page, "failed")
 
 
+@pytest.mark.slow
 def test_two_pages_on_one_folder_see_the_same_and_one_resumes(page: Page, browser: Browser, runs: Path):
     run, other_server = RunDir.open(runs / "shared"), Server(runs)
     other_server.start()
