@@ -50,6 +50,7 @@ def test_a_step_on_two_ranks_costs_at_most_15_percent_more_than_one_written_by_h
     assert ratios[-1].cpu <= STEP_LIMIT, ratios
 
 
+@pytest.mark.slow
 def test_loading_on_two_ranks_takes_at_most_60_percent_of_the_models_bytes(tmp_path: Path) -> None:
     bench = prepare(tmp_path, KLEIN_SMALL)
     for loading in run_ranks(2, memory.measure_loading, bench):
@@ -57,6 +58,7 @@ def test_loading_on_two_ranks_takes_at_most_60_percent_of_the_models_bytes(tmp_p
         assert loading.share <= memory.SHARE_LIMITS[2]
 
 
+@pytest.mark.slow
 def test_loading_a_quantized_base_holds_no_more_than_it_keeps_and_what_is_being_encoded(tmp_path: Path) -> None:
     bench = prepare(tmp_path, KLEIN_SMALL)
     for loading in run_ranks(2, memory.measure_loading, bench, "nf4"):

@@ -26,7 +26,6 @@ from trainer.plan.hardware import named
 from trainer.weights.files import give_storage
 
 ROOT = Path(__file__).parents[2]
-QUICK = ("flux2",)
 slice_backward = torch.ops.aten.slice_backward
 MOST_ELEMENTWISE = {
     "double, forward": 2_826_339_328,
@@ -61,9 +60,8 @@ def test_elementwise_passes_of_a_block_move_no_more_than_measured_and_one_more_p
         assert num_bytes > MARGIN * MOST_ELEMENTWISE[part], part
 
 
-@pytest.mark.parametrize(
-    "models", [QUICK, pytest.param(tuple(name for name in TINY if name not in QUICK), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("models", [("flux2",), tuple(name for name in TINY if name != "flux2")])
 def test_matrix_products_convolutions_and_attention_of_a_step_are_those_that_torch_counts_of_a_real_one(
     models: tuple[str, ...], tmp_path: Path
 ) -> None:

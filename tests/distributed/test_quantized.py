@@ -112,6 +112,7 @@ def chosen(world: World, cfgs: list[RunConfig], cache: Path, memory: int) -> lis
     return [load_model(build_model(cfg, family), cfg, family, world).strategy for cfg, family in built]
 
 
+@pytest.mark.slow
 def test_auto_keeps_copies_of_a_base_that_fits_in_fewer_bits_only(root: Path) -> None:
     cfgs = [
         config(root, quantize__format=format, parallel__strategy="auto", train__precision="bf16", adapter__rank=1)
@@ -164,6 +165,7 @@ def test_rows_that_the_ranks_do_not_divide_are_loaded_and_gathered_exactly(tmp_p
         assert found == [(True, True, True)] * len(FORMATS)
 
 
+@pytest.mark.slow
 def test_samples_between_the_steps_change_nothing(root: Path) -> None:
     prompts = {"sample__prompts": ["a", "b"], "sample__steps": 2, "sample__size": [64, 64]}
     drawn = on_two(root, "drawn", sample__every=1, **prompts)

@@ -139,9 +139,8 @@ def test_an_entry_of_an_older_queue_whose_gpu_is_hidden_now_says_so(queue, confi
     assert "GPU 0 was chosen for this run, but the GPUs that it may use are: 1" in entry.error
 
 
-@pytest.mark.parametrize(
-    ("after_failure", "left"), [pytest.param("go on", [], marks=pytest.mark.slow), ("pause", ["b"])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("after_failure", "left"), [("go on", []), ("pause", ["b"])])
 def test_a_failure_lets_the_others_go_on_or_wait_as_is_wanted(queue, config, after_failure, left):
     queue.change(Settings(after_failure=after_failure))
     queue.add(config("a-fails"))
@@ -228,6 +227,7 @@ def test_damaged_settings_start_nothing_until_they_are_changed(queue: Queue, con
     assert queue.problems() == [] and not queue.settings.is_paused
 
 
+@pytest.mark.slow
 def test_a_run_that_was_deleted_or_damaged_keeps_no_other_from_its_turn(queue: Queue, config):
     for name in ("deleted", "damaged"):
         queue.add(config(name))

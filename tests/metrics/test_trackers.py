@@ -468,6 +468,7 @@ def test_a_tracker_that_is_frozen_is_ended_by_rank_0(run: RunDir) -> None:
         until(lambda: not trackers(run))
 
 
+@pytest.mark.slow
 def test_what_asks_the_ranks_to_leave_does_not_end_a_tracker(run: RunDir) -> None:
     with rank_0(run, "tensorboard"):
         process = tracker_of(run, "tensorboard")

@@ -144,6 +144,7 @@ def test_the_blocks_of_sdxl_are_all_compiled(pictures: Path, checkpointing: str)
     assert graphs > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [

@@ -106,7 +106,8 @@ def compared(name: str, machine: str) -> None:
     assert proposals[0].plan.verdict == "fits"
 
 
-@pytest.mark.parametrize(("name", "machine"), [pytest.param(*FEW[0], marks=pytest.mark.slow), *FEW[1:]])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "machine"), FEW)
 def test_no_config_that_fits_is_faster(name: str, machine: str) -> None:
     compared(name, machine)
 

@@ -44,6 +44,7 @@ def test_discrete_diffusion_draws_evenly(pictures: Path):
     assert row.timesteps == pytest.approx([1 / NUM_BINS] * NUM_BINS, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_command_prints_it_or_says_what_is_wrong(pictures: Path, tmp_path: Path, monkeypatch, capsys):
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(run_config(pictures)))

@@ -39,6 +39,7 @@ def test_a_run_that_is_killed_three_times_ends_bit_for_bit_where_it_would_have(
     assert sorted(kill.target for kill in kills) == sorted(target for _, target in KILLS)
 
 
+@pytest.mark.slow
 def test_pictures_that_a_kill_cost_are_drawn_when_the_run_goes_on(tmp_path: Path) -> None:
     pictures = make_pictures(tmp_path / "pictures", 4)
     sample = {"every": 2, "prompts": ("a fox",), "size": (64, 64), "steps": 1}

@@ -141,6 +141,7 @@ def test_the_weights_of_images_and_answers_are_the_configs(bench: Bench) -> None
     assert event.loss == pytest.approx(0.5 * event.losses["images"] + 2 * event.losses["text"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_continues_with_the_questions_and_pictures_it_would_have_had(bench: Bench) -> None:
     whole = bench.trained_here("whole", data__question_share=0.3, train__steps=6)
     cfg, run = bench.run("halves", data__question_share=0.3, train__steps=3)
@@ -156,6 +157,7 @@ def test_one_kind_of_data_is_enough(bench: Bench, field: str) -> None:
     assert {*found[-1].losses} == {"images" if field == "data__questions" else "text"}
 
 
+@pytest.mark.slow
 def test_pictures_and_answers_are_samples_on_every_number_of_ranks(bench: Bench) -> None:
     changes = {
         "sample__every": 2,

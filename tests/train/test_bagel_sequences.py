@@ -156,6 +156,7 @@ def source_of(bench: Bench, **changes: Any) -> MixedSource:
     return trainer.data
 
 
+@pytest.mark.slow
 def test_packs_of_a_mixed_set_give_all_ranks_equal_work(bench: Bench) -> None:
     source, ranks = source_of(bench, data__pack_tokens=BUDGET, train__batch_size=8), 4
     sampler = source.batch_sampler(BatchSizes(8), None)

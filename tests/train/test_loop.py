@@ -116,6 +116,7 @@ def test_one_two_and_four_ranks_draw_the_same_noise(pictures: Path) -> None:
     assert sorted(drawn[0]) == [8, 9, 10, 11]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_with_another_batch_size_takes_the_next_images_and_noise(
     pictures: Path, tmp_path: Path
 ) -> None:
@@ -373,7 +374,8 @@ def evaluate(trainer: Trainer) -> None:
         time.sleep(3)
 
 
-@pytest.mark.parametrize("change", [Trainer.train_step, pytest.param(evaluate, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [Trainer.train_step, evaluate])
 def test_training_waits_until_what_it_changes_is_copied(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Trainer], object]
 ) -> None:

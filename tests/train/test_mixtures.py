@@ -106,6 +106,7 @@ def test_ranks_train_what_one_trains_also_where_they_do_not_divide_the_experts(r
         assert found.local_bytes < 0.8 * one.local_bytes
 
 
+@pytest.mark.slow
 def test_bytes_that_are_kept_on_disk_give_the_same_run(root: Path) -> None:
     first, second = (trained(root, f"kept-{i}", ranks=2, quantize__cache=True) for i in range(2))
     (file,) = (root / "cache" / "base").glob("*.safetensors")

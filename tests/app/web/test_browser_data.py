@@ -187,6 +187,7 @@ def test_undo_waits_for_a_caption_that_is_on_its_way(own_data: Path, data: Page)
     expect(caption(data, "00.png")).to_have_value("one")
 
 
+@pytest.mark.slow
 def test_a_caption_typed_without_a_server_is_sent_when_it_is_back(own_data: Path, data: Page):
     data.route(HANDLERS, lambda route: route.abort())
     caption(data, "03.png").fill("typed without a server")

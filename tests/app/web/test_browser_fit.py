@@ -13,6 +13,8 @@ from tests.app.browser import Server, open_group, settled, until, visited, write
 
 LARGE = "flux2-dev-lora-4gpu"
 
+pytestmark = pytest.mark.slow  # what is proposed and taken is tested without a browser in test_new_run_fit.py
+
 
 @pytest.fixture
 def panel(tab: Page, server: Server, draft: Path) -> Iterator[Page]:
@@ -57,7 +59,6 @@ def test_what_fits_is_searched_taken_and_undone_with_the_keyboard(panel: Page, d
     verdict_is(panel, "does not fit")
 
 
-@pytest.mark.slow
 def test_a_change_of_the_form_takes_the_proposals_away_until_they_are_searched_again(panel: Page):
     panel.locator("#fit-search").click()
     panel.locator("#fit .proposal").first.wait_for()
@@ -87,7 +88,6 @@ def test_a_proposal_that_another_window_has_outdated_is_refused_kindly(panel: Pa
     panel.locator("#fit", has_text="changed after this search").wait_for()
 
 
-@pytest.mark.slow
 def test_undo_leaves_what_was_changed_after_and_goes_with_the_preset(panel: Page, draft: Path):
     panel.locator("#fit-search").click()
     panel.get_by_role("button", name="Take this").first.click()
@@ -131,7 +131,6 @@ HELD = """() => {
 """The next search goes on after `goOn`, as a long one that the first answer does not wait for."""
 
 
-@pytest.mark.slow
 def test_a_change_during_a_search_is_said_to_be_one(panel: Page):
     def change_form() -> None:
         write_over(panel, "field-data-resolution", "512")
@@ -159,7 +158,6 @@ def test_a_fix_that_offloads_all_blocks_is_not_taken_for_one_block(panel: Page, 
     assert repr(values(draft)["parallel.offload_blocks"]) == "1.0"
 
 
-@pytest.mark.slow
 def test_words_are_suggested_where_numbers_and_mixtures_can_be_typed_too(panel: Page, draft: Path):
     open_group(panel, "Hardware")
     row = panel.locator("#row-field-train-checkpointing")

@@ -364,6 +364,7 @@ def test_a_port_that_is_taken_is_named(server: Server, tmp_path: Path):
     assert answer.stderr == said
 
 
+@pytest.mark.slow
 def test_an_error_leads_to_its_row_also_when_the_search_hides_it(page: Page):
     page.locator("#search").fill("warm-up")
     page.locator("#field-optim-warmup").wait_for()
@@ -379,6 +380,7 @@ def test_an_error_leads_to_its_row_also_when_the_search_hides_it(page: Page):
     write_over(page, "field-optim-warmup", "10")
 
 
+@pytest.mark.slow
 def test_a_setting_is_found_by_the_words_of_newcomers_and_of_other_programs(page: Page):
     for words, field in {
         "VRAM": "train-checkpointing",
@@ -399,6 +401,7 @@ def test_a_setting_is_found_by_the_words_of_newcomers_and_of_other_programs(page
     page.locator("#found-above a").wait_for(state="hidden")
 
 
+@pytest.mark.slow
 def test_a_language_model_trains_texts_also_before_its_folder_is_there(page: Page):
     page.locator("#model-filter button", has_text="All").click()
     page.locator("#tiles [data-model='Qwen/Qwen3-8B']").click()
@@ -417,6 +420,7 @@ def test_the_panel_with_start_stays_in_sight(page: Page):
     )
 
 
+@pytest.mark.slow
 def test_a_wrong_line_of_the_yaml_is_brought_into_sight_and_each_is_a_link(page: Page):
     page.locator("#yaml-drawer summary").click()
     text = page.locator("#yaml").input_value().replace("  steps: 100", "  steps: many").replace("  keep: 3", "  kep: 3")

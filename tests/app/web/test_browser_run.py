@@ -176,6 +176,7 @@ def test_stop_asks_first_and_says_so_until_it_has_stopped(page: Page, running: R
     assert page.locator("#run-sentence").inner_text() == "Stopped at step 40 of 40; resume continues it"
 
 
+@pytest.mark.slow
 def test_prompts_of_the_samples_to_come_are_edited_while_it_trains(page: Page, running: RunDir):
     watch(page, running.path.name)
     page.locator("#edit-prompts").click()
@@ -245,6 +246,7 @@ def test_notes_are_kept_and_another_window_does_not_overwrite_them(
     file.unlink()
 
 
+@pytest.mark.slow
 def test_the_address_is_kept_and_tabs_have_their_own(page: Page, finished: str):
     watch(page, finished)
     page.locator("#tab-samples").click()

@@ -164,6 +164,7 @@ def test_every_step_is_undone_and_done_again(own_data: Path, data: Page):
     assert not own_data.with_name("own-masks").joinpath("00.png").exists()
 
 
+@pytest.mark.slow
 def test_a_mask_is_painted_by_keys_alone_and_zoomed(own_data: Path, data: Page):
     dialog = open_mask(data)
     brush(data, 40)
