@@ -58,8 +58,11 @@ def interrupt(world: World, cfg: RunConfig, run: RunDir) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("lora_with_dropout_and_average", "lora_on_nf4", "schedulefree"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("full", "lora", "dora", "boft")),
+        *("lora_on_nf4", "schedulefree"),
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("lora_with_dropout_and_average", "full", "lora", "dora", "boft")
+        ),
     ],
 )
 def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(pictures: Path, kind: str) -> None:

@@ -28,7 +28,7 @@ from trainer.run.events import StatusEvent
 from trainer.train.loop import Trainer
 
 SLOW = pytest.mark.slow
-CONVOLUTIONS = (("sdxl", "locon"), ("sdxl", "lokr"))
+CONVOLUTIONS = (("sdxl", "locon"),)
 """What changes convolutions, of the other families' files."""
 
 

@@ -87,7 +87,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "dense loha": {"type": "loha", "rank": 24},
 }
 CASES: list[tuple[str, str, str, str]] = [
-    ("flux2", "lora", "none", "bf16"),
     ("flux2", "lora", "nf4", "bf16"),
 ]
 ALL_CASES = [

@@ -106,6 +106,7 @@ def test_images_train_two_and_a_half_passes_and_the_cosine_ends_with_them(images
     assert length_of(as_steps.events).epoch_steps == 2.5, "a run in steps has an epoch, too"
 
 
+@pytest.mark.slow
 def test_text_trains_two_passes_and_the_rows_are_counted_once(text: Bench) -> None:
     counts = forget_counts(text)
     cfg, run = text.run("twice", train__epochs=2, **COSINE)

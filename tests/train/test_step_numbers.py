@@ -101,6 +101,7 @@ def resumed_late(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[float]
         return in_two_parts(world, cfg, run)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_and_resumed_with_late_numbers_is_the_same_bit_for_bit(
     pictures: Path, tmp_path: Path
 ) -> None:

@@ -55,7 +55,14 @@ def expected(studio: Studio, target: str) -> Fit:
 
 
 @pytest.mark.parametrize(
-    ("preset", "target"), [(LARGE, "24gb"), ("qwen3-8b-qlora-1x24gb", "12gb"), ("sdxl-full-4gpu", "24gb")]
+    ("preset", "target"),
+    [
+        (LARGE, "24gb"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("qwen3-8b-qlora-1x24gb", "12gb"), ("sdxl-full-4gpu", "24gb")]
+        ),
+    ],
 )
 def test_each_of_the_fastest_settings_can_be_taken_and_gives_the_config_that_was_planned(
     window: Window, studio: Studio, preset: str, target: str
