@@ -25,7 +25,7 @@ from trainer.plan.trace import trace_step
 
 ROOT = Path(__file__).parents[2]
 EXACT, USUAL = 0.003, 0.01
-QUICK = ("flux2-demo",)
+QUICK = ("causal_lm-llama-3.2-1b", "flux2-demo")
 
 
 def compared(folder: Path, *models: str) -> list[dict[str, Any]]:
