@@ -221,7 +221,7 @@ def content_keys(files: Sequence[str], crew: Crew, known: KnownFiles | None = No
             if digests[index] not in (None, found.digest):
                 raise InputError(f"{files[index]}: its content differs between machines; copy the dataset again")
             digests[index] = found.digest
-            known.add(Path(files[index]), found)
+            known.add(files[index], found)
     if crew.index == 0:
         known.save()
     return list(map(str, digests))

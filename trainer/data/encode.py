@@ -205,8 +205,7 @@ class _DataEncoder:
             middle = tuple(0.5 if whole >= 1 else point for point, whole in zip(focus, kept, strict=True))
             is_padded = data.fit == "pad" and inner_size(image.width, image.height, size) != size
             framing = Framing(WHOLE.focus if is_padded else (middle[0], middle[1]), is_padded)
-        framing = replace(framing, background=data.background)
-        return WHOLE if framing == WHOLE else framing  # one for most of 100,000 images
+        return replace(framing, background=data.background)
 
     def _picture(self, image: ImageFile, side: int, focus: tuple[float, float] = WHOLE.focus) -> _Picture:
         """An image without a caption in its size at a resolution."""

@@ -157,13 +157,14 @@ class KnownFiles:
         if is_changed:
             raise InputError(f"{path}: has changed while images were encoded; start again when it no longer changes")
 
-    def add(self, path: Path, known: Known) -> None:
+    def add(self, path: str | Path, known: Known) -> None:
         """Remember what was read, here or on another rank; but not of a copy of the file on another machine."""
-        former = self._found.get(str(path))
+        location = str(path)
+        former = self._found.get(location)
         if former is not None and former.stamp != known.stamp:
             return
         self._is_changed |= former != known
-        self._found[str(path)] = known
+        self._found[location] = known
 
     def save(self) -> None:
         """Keep what was asked for since this object was made, if anything was read."""
@@ -185,10 +186,11 @@ class KnownFiles:
             stamp = Stamp.of(path)
         except OSError:
             return None
-        known = self._found.get(str(path)) or self._recalled(self._saved.pop(key_of(path), b""))
+        location = str(path)
+        known = self._found.get(location) or self._recalled(self._saved.pop(key_of(location), b""))
         if known is None or known.stamp != stamp:
             known = Known(stamp, time.time_ns())
-        self._found[str(path)] = known
+        self._found[location] = known
         return known
 
     def _recalled(self, entry: bytes) -> Known | None:
