@@ -15,7 +15,7 @@ from PIL import Image
 from tests.bench import Bench
 from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
-from tests.runs import alone, difference, make_pictures, run_config, steps_of, train
+from tests.runs import alone, change_manifest, difference, make_pictures, run_config, steps_of, train
 from tests.train.test_bagel import TOLERANCE, seen
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
@@ -288,9 +288,7 @@ def test_a_run_that_began_with_a_former_recipe_keeps_its_loss(bench: Bench) -> N
     changes |= {"data__questions": str(questions)}
     cfg, run = bench.run("former", **changes, train__steps=1)
     train(alone(), cfg, run)
-    file = manifest.complete(run.checkpoints)[-1] / manifest.MANIFEST
-    stored = json.loads(file.read_text())
-    file.write_text(json.dumps({**stored, "recipe": 2}))
+    change_manifest(manifest.complete(run.checkpoints)[-1], recipe=2)
     found = train(alone(), bench.config(**changes, train__steps=2), run)
     (step,) = steps_of(found.events)
     assert step.loss == pytest.approx((step.losses["images"] + 0.25 * step.losses["text"]) / 2, rel=1e-6)

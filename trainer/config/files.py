@@ -288,7 +288,11 @@ def read_json(file: Path, kind: TypeAdapter[T], remedy: str = "repair or remove 
         OSError: It does not exist or cannot be read.
         InputError: It is damaged, too long or not a regular file.
     """
-    content = read(file, at_most)
+    return parsed(file, read(file, at_most), kind, remedy)
+
+
+def parsed(file: Path, content: bytes, kind: TypeAdapter[T], remedy: str = "repair or remove it") -> T:
+    """Validate the content of a JSON file. Raises InputError, naming the file, if it is damaged."""
     try:
         return kind.validate_json(content)
     except ValidationError as error:
