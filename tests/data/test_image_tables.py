@@ -211,7 +211,7 @@ def test_what_was_read_of_a_table_is_not_read_again_and_a_replaced_one_is(
     file = write_tar(tmp_path / "a.tar", {"a.png": encoded(COLOURS[0]), "a.txt": b"a"})
     config, opened = data(file), []
     known = KnownFiles.of(config, tmp_path / "cache")
-    monkeypatch.setattr("trainer.data.known_files.COARSEST_NS", -(10**12))
+    monkeypatch.setattr("trainer.config.files.COARSEST_NS", -(10**12))
     first = scan(config, known=known)
     known.save()
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -30,7 +30,30 @@ MOST_BYTES = 64 * MIB
 MOST_SHOWN = 200
 """Longest location within a file that an error shows, in characters."""
 NOT_REGULAR = "not a regular file; remove it, or put a file in its place"
+COARSEST_NS = 2_000_000_000
+"""Coarsest time stamps of a file system, those of FAT. A file that was read earlier than this after its last change may
+have changed once more without another time stamp; git reads such files again too."""
 T = TypeVar("T")
+
+
+class Stamp(NamedTuple):
+    """Facts of a file that change with its content. Times are in nanoseconds; `changed` is when the inode changed
+    (st_ctime), which programs cannot set back."""
+
+    size: int
+    modified: int
+    changed: int
+    inode: int
+
+    @classmethod
+    def of(cls, file: Path) -> Stamp:
+        """The stamp of a file. Raises OSError if there is none."""
+        status = file.stat()
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+    def is_safe(self, read_at: int) -> bool:
+        """Whether a file read at this time, in nanoseconds, cannot have changed afterwards without another stamp."""
+        return max(self.modified, self.changed) + COARSEST_NS < read_at
 
 
 def replace(file: Path, content: str | bytes, mode: int | None = None) -> None:
@@ -335,6 +358,15 @@ def make_private(folder: Path) -> Path:
         if mode != closed:
             folder.chmod(closed)
     return folder
+
+
+def user_cache() -> Path | None:
+    """Return the folder below the user's own cache where only this program writes; None for a user without a home."""
+    with suppress(RuntimeError):
+        named = os.environ.get("XDG_CACHE_HOME", "")
+        base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+        return base / "shardstudio"
+    return None
 
 
 def private_mode(folder: Path) -> int:

@@ -26,7 +26,7 @@ from trainer.config.sections import DataConfig
 from trainer.data.image_files import CaptionedImage, Dataset, read_folders, scan, separate_folders
 from trainer.data.image_io import WHOLE, ImageFile, entries_below
 from trainer.data.image_members import file_of
-from trainer.data.known_files import COARSEST_NS, FOLDER, MOST_BYTES, KnownFiles
+from trainer.data.known_files import FOLDER, MOST_BYTES, KnownFiles
 
 VERSION = 2
 """Of what is remembered: raise it when a scan of the same files finds something else."""
@@ -110,7 +110,7 @@ class ScanMemory:
         except (OSError, InputError):  # the scan names what is wrong
             return
         # A file that was read sooner after its last change may change once more without another time stamp.
-        if newest + COARSEST_NS < began:
+        if newest + files.COARSEST_NS < began:
             self.digest = content.hexdigest()[:32]
 
     @property

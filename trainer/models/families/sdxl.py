@@ -79,7 +79,8 @@ from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, 
 from trainer.parallel.parallelize import ShardSpec
 from trainer.pinned import send
 from trainer.rng import SampleRng
-from trainer.weights.files import Fused, WeightFiles, digest
+from trainer.weights.files import Fused, WeightFiles
+from trainer.weights.identity import digest
 
 ENCODERS = ("text_encoder", "text_encoder_2")
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}

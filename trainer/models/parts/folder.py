@@ -21,8 +21,9 @@ from trainer.config.errors import InputError
 from trainer.config.files import make_private_if_new, read
 from trainer.config.sections import DEMO, ModelConfig
 from trainer.rng import generator
-from trainer.weights.files import Fused, WeightFiles, digest, give_storage, safetensors_in, stored_tensors
+from trainer.weights.files import Fused, WeightFiles, give_storage, safetensors_in, stored_tensors
 from trainer.weights.hub import find_folder
+from trainer.weights.identity import digest
 
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 TRANSFORMERS_STEM = "model"
