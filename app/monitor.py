@@ -41,14 +41,13 @@ from trainer.run.events import (
     default_decay,
     format_duration,
     format_speed,
-    is_start,
     seconds_waited,
     smoothed,
     step_parts,
 )
 from trainer.run.folder import RunDir, is_run
 from trainer.run.length import RunLength
-from trainer.run.pace import AVERAGED_STEPS, Pace
+from trainer.run.pace import AVERAGED_STEPS, Clock, Pace
 from trainer.run.prompts import prompts_in_force
 from trainer.run.report import Line, Look, loss_lines, metric_lines, seconds_lines
 
@@ -106,7 +105,7 @@ class RunView:
             before the first step and after the last one.
         diverged_at: The first of the last steps, all of which have a loss that is not finite; None if there are none.
         duration_s: Seconds that the run has been running, without the pauses before it was resumed.
-        last_event_s: Unix seconds of the last event; 0 without one.
+        last_event_s: Unix seconds of the last event that it wrote while it was running; 0 without one.
         prompts: The prompts of the next samples, as they were configured or requested: with [trigger].
         imbalance: Largest peak memory of a rank, relative to the mean of all ranks.
         silent_s: Seconds since the run last wrote anything.
@@ -224,7 +223,7 @@ class Follower:
         self._status = StatusEvent(state="created", time=0.0)
         self._error: ErrorEvent | None = None
         self._last_event = 0.0
-        self._duration_s = 0.0
+        self._clock = Clock()
         self._pace = Pace()
         self._length = RunLength(self.config)
         self._derived: _Derived | None = None
@@ -291,7 +290,7 @@ class Follower:
         return (*self._unread.values(), *passed)
 
     def _take(self, event: AnyEvent) -> None:
-        self._duration_s += self._seconds_until(event)
+        self._clock.add(event)
         self._last_event = event.time
         match event:
             case StepEvent():
@@ -318,14 +317,6 @@ class Follower:
         self._length.cfg = self.config
         self._length.add(event)
         self._events.append(event)
-
-    def _seconds_until(self, event: AnyEvent) -> float:
-        """Return the running time between the last event and this one."""
-        if not self._last_event or is_start(event):
-            return 0.0
-        # Whoever finds the process gone records the error, which may be days after a power cut.
-        most = process.MAX_SILENCE_S if isinstance(event, ErrorEvent) else math.inf
-        return min(max(0.0, event.time - self._last_event), most)
 
     def _view(self, state: State, is_alive: bool) -> RunView:
         found = self._derive()
@@ -354,8 +345,8 @@ class Follower:
             waited_s=found.waited_s,
             eta_s=self._eta_s(num_steps - step),
             diverged_at=found.diverged_at,
-            duration_s=self._duration_s,
-            last_event_s=self._last_event,
+            duration_s=self._clock.seconds,
+            last_event_s=self._clock.last,
             ranks=ranks,
             imbalance=max(peaks) / statistics.fmean(peaks) if any(peaks) else 1.0,
             samples=found.samples,
