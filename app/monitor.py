@@ -86,6 +86,7 @@ class _Derived:
     samples: tuple[SampleEvent, ...]
     prompts: tuple[str, ...]
     exports: tuple[ExportEvent, ...]
+    main_export: ExportEvent | None
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class RunView:
         duration_s: Seconds that the run has been running, without the pauses before it was resumed.
         last_event_s: Unix seconds of the last event that it wrote while it was running; 0 without one.
         prompts: The prompts of the next samples, as they were configured or requested: with [trigger].
+        main_export: The export with which the run ended, whatever was exported after it; the newest where it had none.
         imbalance: Largest peak memory of a rank, relative to the mean of all ranks.
         silent_s: Seconds since the run last wrote anything.
         is_alive: Whether processes of the run exist, which may hold for a moment after its end.
@@ -138,6 +140,7 @@ class RunView:
     samples: tuple[SampleEvent, ...]
     prompts: tuple[str, ...]
     exports: tuple[ExportEvent, ...]
+    main_export: ExportEvent | None
     error: ErrorEvent | None
     silent_s: float
     is_alive: bool
@@ -174,7 +177,7 @@ class RunView:
             case "training":
                 return self._training
             case "finished":
-                exported = f"; exported {self.exports[-1].path}" if self.exports else ""
+                exported = f"; exported {self.main_export.path}" if self.main_export else ""
                 return f"Finished after {self.step:,} steps{exported}"
             case "stopped":
                 return f"Stopped at step {self.step:,} of {self.length}; resume continues it"
@@ -224,6 +227,7 @@ class Follower:
         self._error: ErrorEvent | None = None
         self._last_event = 0.0
         self._clock = Clock()
+        self._own_exports: tuple[ExportEvent, ...] = ()
         self._pace = Pace()
         self._length = RunLength(self.config)
         self._derived: _Derived | None = None
@@ -305,6 +309,8 @@ class Follower:
                     self.config, self._error = self.run.config(), None
                     self._lines.clear()
                     self._pace = Pace()
+                if event.state == "finished":
+                    self._own_exports = self._exports()
                 self._status = event
             case StageEvent():
                 self._stage = event
@@ -352,6 +358,7 @@ class Follower:
             samples=found.samples,
             prompts=found.prompts,
             exports=found.exports,
+            main_export=found.main_export,
             error=self._error,
             silent_s=now - last_written if last_written else 0.0,
             is_alive=is_alive,
@@ -379,9 +386,13 @@ class Follower:
                 diverged_at=self._diverged_at(),
                 samples=tuple(sample for _, sample in sorted(self._samples.items())),
                 prompts=prompts_in_force(self._events, self.config),
-                exports=tuple(event for event in self._events if isinstance(event, ExportEvent)),
+                exports=self._exports(),
+                main_export=next(reversed(self._own_exports or self._exports()), None),
             )
         return self._derived
+
+    def _exports(self) -> tuple[ExportEvent, ...]:
+        return tuple(event for event in self._events if isinstance(event, ExportEvent))
 
     def _diverged_at(self) -> int | None:
         found = None
