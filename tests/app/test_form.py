@@ -288,6 +288,20 @@ def test_a_value_typed_back_to_the_presets_own_is_not_an_edit():
     assert boft.values == {"adapter.type": "boft"}
 
 
+def test_companions_of_former_images_go_with_them():
+    companions = {"data.masks": "/a-masks", "data.references": "/before"}
+    a, b = Draft(QUICKSTART, {"data.path": "/a", **companions}), Draft(QUICKSTART, {**companions, "data.path": "/b"})
+    assert form.without_companions(b, a) == Draft(QUICKSTART, {"data.path": "/b"})
+    assert form.without_companions(a, a) == a
+    chosen_with_it = Draft(QUICKSTART, {"data.path": "/b", "data.masks": "/b-masks"})
+    assert form.without_companions(chosen_with_it, a) == chosen_with_it
+    # The first folder of one's own follows masks that were chosen for it, but not those that lie next to the preset's.
+    theirs = str(QUICKSTART.parent / "quickstart-masks")
+    masked = Draft(QUICKSTART, {"data.masks": theirs, "data.references": "/before"})
+    own = Draft(QUICKSTART, {**masked.values, "data.path": "/b"})
+    assert form.without_companions(own, masked).values == {"data.references": "/before", "data.path": "/b"}
+
+
 def test_edits_that_the_other_preset_does_not_take_are_named_with_the_reason():
     found = form.switched(Draft(QUICKSTART, {"data.flip": True, "data.masks": "/m", "name": "fox"}), TEXT)
     unread = "this model does not read it"
