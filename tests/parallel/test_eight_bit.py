@@ -27,7 +27,7 @@ def trained(world: World) -> tuple[dict[str, Tensor], int]:
         assert mesh is not None
         shard_units(model, blocks_of(model, ["Linear"]), mesh, True, torch.float32, OffloadPolicy())
     parameters = dict(model.named_parameters())
-    optimizer = make_optimizer(list(parameters.values()), OptimConfig(type="adamw8bit", lr=LR))
+    optimizer = make_optimizer(parameters, OptimConfig(type="adamw8bit", lr=LR))
     for step in range(STEPS):
         batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
         model(batch.chunk(world.size)[world.rank]).square().mean().backward()

@@ -26,6 +26,7 @@ from trainer.checkpoint.restore import newest_intact, restore
 from trainer.checkpoint.save import Checkpointer, TrainState
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.config.sections import OptimConfig
 from trainer.data.loader import BatchSizes, Loader, MicroBatch, Prepared
 from trainer.data.open import open_data
 from trainer.distributed.context import RankContext
@@ -228,7 +229,7 @@ class Trainer:
         self._dropouts = adapters.dropouts(self.model)
         self._noises = noises(self.model)
         self.parameters = list(self.trainables.values())
-        self.optimizer = make_optimizer(self.parameters, cfg.optim)
+        self.optimizer = make_optimizer(self.trainables, self._optim)
         check_reduced(self.trainables, (p for group in self.optimizer.param_groups for p in group["params"]), world)
         self.ema = Ema(self.trainables, cfg.optim.ema) if cfg.optim.ema else None
         self.checkpointer = Checkpointer(run.checkpoints, world, cfg.checkpoint.keep, cfg.checkpoint.keep_best)
@@ -591,6 +592,12 @@ class Trainer:
         paths = self.sampler.write(drawn, self.step)
         self.log.enter("training", self.step)
         return paths
+
+    @property
+    def _optim(self) -> OptimConfig:
+        """The section `optim`, by the recipe of the run."""
+        optim = self.cfg.optim
+        return optim if self._recipe >= 5 else optim.model_copy(update={"decay_norms": True})
 
     def _drawing(self, events: Sequence[AnyEvent]) -> RunConfig:
         """The config with the prompts that were requested before a run was resumed. events: on rank 0."""
