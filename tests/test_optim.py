@@ -161,7 +161,7 @@ def test_adamw_and_clipping_on_shards_are_those_of_torch_on_distributed_tensors_
         assert ours == theirs
 
 
-@pytest.mark.parametrize("kind", ["adamw", "schedulefree", pytest.param("adamw8bit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["adamw", "schedulefree"])
 @pytest.mark.parametrize("decay_norms", [False, True])
 def test_weight_decay_leaves_norms_and_biases_as_they_are_unless_it_is_asked_to(kind: str, decay_norms: bool) -> None:
     shapes = {

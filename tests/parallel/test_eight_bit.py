@@ -54,3 +54,18 @@ def test_eight_bit_states_on_two_ranks_train_what_they_train_on_one() -> None:
         difference = (alone[name] - shared[name]).abs()
         assert float((difference > 1e-6).float().mean()) <= 1e-4, name
         assert float(difference.max()) <= LR, name
+
+
+def decayed(world: World) -> list[float]:
+    """The mean of a matrix and of a norm that were one, after a step without a gradient."""
+    named = {"up.weight": nn.Parameter(torch.ones(64, 64)), "norm.weight": nn.Parameter(torch.ones(4096))}
+    optimizer = make_optimizer(named, OptimConfig(type="adamw8bit", lr=0.1, weight_decay=0.5))
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return [round(float(parameter.detach().mean()), 4) for parameter in named.values()]
+
+
+@pytest.mark.slow
+def test_weight_decay_leaves_norms_as_they_are() -> None:
+    assert run_ranks(1, decayed) == [[0.95, 1.0]]
