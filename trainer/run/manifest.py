@@ -47,6 +47,7 @@ class Progress:
         recipe: See `RECIPE`; 1 in a checkpoint without one.
         batch_sizes: (batch size, optimizer steps) of the parts of the run in order, which give the position in the
             data; empty in a checkpoint without them.
+        lr: Learning rate of the last step; NaN in a checkpoint without it.
     """
 
     step: int
@@ -58,6 +59,7 @@ class Progress:
     place: Mapping[str, int] = field(default_factory=dict)
     recipe: int = 1
     batch_sizes: tuple[tuple[int, int], ...] = ()
+    lr: float = math.nan
 
 
 class _Manifest(BaseModel, extra="allow"):

@@ -85,6 +85,8 @@ from trainer.train.numbers import NON_FINITE, WEIGHT, LateRead, Sums
 from trainer.train.sampling import Sampler
 
 log = logging.getLogger(__name__)
+RISE = 1.1
+"""A learning rate that is so many times as high after a resume is worth a warning."""
 SKIPS_IN_A_ROW = 20
 """A model without one finite number in so many steps is broken; further steps do not repair it."""
 
@@ -240,6 +242,8 @@ class Trainer:
         self._validated = (-1, math.nan)  # the step, its validation loss
         saved = None if newest is None else self._resume(newest)
         self._batch_sizes, self.num_steps = self._find_length(saved, context)
+        if saved is not None:
+            self._warn_of_a_jump(saved)
         self.loader = self._make_loader(saved)
         self.log.model_loaded(self.loaded, self.parameters, time.perf_counter() - started, self.step)
         self._inside = self._with_attention()
@@ -740,7 +744,28 @@ class Trainer:
             self.log.note("loading", f"changed since it was saved: {'; '.join(map(str, changed))}", self.step)
         if saved.data and saved.data != self.data.digest:
             self.log.warn(self.data.changed_message, self.step)
+        if saved.recipe < 5 and self.data.unit == "images":
+            self.log.warn(
+                "this run began with an earlier version, which trained images of several shapes in another order: some "
+                "images of this epoch may be trained twice, and others not",
+                self.step,
+            )
         return saved
+
+    def _warn_of_a_jump(self, saved: Progress) -> None:
+        """Warn if the learning rate rises where the run continues: a schedule that had fallen ends later now."""
+        optim, before = self.cfg.optim, saved.lr
+        after = learning_rate(self.step, optim, self.num_steps)
+        is_wanted = self.step < optim.warmup or (saved.config and saved.config["optim"]["lr"] != optim.lr)
+        if self.step < self.num_steps and after > RISE * before and not is_wanted:
+            why = (
+                "is constant now" if optim.schedule == "constant" else f"{optim.schedule} now ends at {self.num_steps}"
+            )
+            self.log.warn(
+                f"the learning rate rises from {before:.3g} to {after:.3g}, because optim.schedule {why}; to go on at "
+                f"the former rate, stop and resume with optim.schedule=constant optim.lr={before:.3g}",
+                self.step,
+            )
 
     def _make_loader(self, saved: Progress | None) -> Loader[Any]:
         """The loader of this rank, which begins at the position that was resumed."""
@@ -802,6 +827,7 @@ class Trainer:
             place=self.data.position(self.step),
             recipe=self._recipe,
             batch_sizes=self._batch_sizes.until(self.step),
+            lr=learning_rate(self.step - 1, self.cfg.optim, self.num_steps) if self.step else math.nan,
         )
 
     def _save_last(self) -> None:
