@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,15 @@ def hand_written(cfg: RunConfig, run: RunDir) -> tuple[list[float], dict[str, to
     optimizer = torch.optim.AdamW(trained.values(), lr=cfg.optim.lr, weight_decay=cfg.optim.weight_decay)
     losses = []
     for step in range(cfg.train.steps):
-        (part,) = trainer.loader.micro_batches(step)
-        batch = trainer.family.collate(part.examples) | {"weight": torch.ones(4)}
-        loss = trainer.family.loss(model, batch, SampleRng(cfg.train.seed, part.indices))
-        (loss.total / 4).backward()
+        losses.append(0.0)
+        for part in trainer.loader.micro_batches(step):
+            batch = trainer.family.collate(part.examples) | {"weight": torch.ones(len(part.examples))}
+            loss = trainer.family.loss(model, batch, SampleRng(cfg.train.seed, part.indices))
+            (loss.total / 4).backward()
+            losses[-1] += float(loss.total.detach()) / 4
         torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.total.detach()) / 4)
     trainer.close()
     return losses, {name: parameter.detach() for name, parameter in trained.items()}
 
@@ -151,8 +153,9 @@ def test_a_run_that_goes_on_with_another_batch_size_takes_the_next_images_and_no
 
 def samples_of(trainer: Trainer, step: int) -> list[tuple[int, torch.Tensor]]:
     """(global index, which decides the noise; latents) of each sample of a step."""
-    (part,) = trainer.loader.micro_batches(step)
-    return [(index, example["latents"]) for index, example in zip(part.indices, part.examples, strict=True)]
+    parts = trainer.loader.micro_batches(step)
+    found = [one for part in parts for one in zip(part.indices, part.examples, strict=True)]
+    return [(index, example["latents"]) for index, example in sorted(found, key=itemgetter(0))]
 
 
 def test_a_batch_that_the_ranks_do_not_divide_trains_what_one_process_trains(pictures: Path) -> None:

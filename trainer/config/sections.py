@@ -581,7 +581,9 @@ class OptimConfig(Section):
     eps: Number = option(1e-8, title="Epsilon", gt=0, le=1)
     """Added to the denominator of the update, for numerical stability."""
     weight_decay: Number = option(0.01, ge=0, le=10)
-    """Decoupled weight decay."""
+    """Decoupled weight decay, of matrices and embeddings; norms and biases keep their size."""
+    decay_norms: bool = option(False, title="Decay norms and biases")
+    """Weight decay also shrinks norms, biases and every other trained vector."""
     schedule: Literal["constant", "linear", "cosine"] = option(
         "constant", title="Schedule", keywords="scheduler decay cosine"
     )

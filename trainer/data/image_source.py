@@ -176,15 +176,14 @@ class ImageSource(DataSource):
         with without_collection():
             self.digest = data.digest
         self.num_held_out = len(data.validation)
-        self._cfg, self._family = cfg, family
+        self._cfg = cfg
+        self._batch_key = batch_keys(family, self.data)
         self._keeps_regularization_captions = recipe >= 2
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> ImageBatchSampler:
         made: dict[Choices, Choices] = {}  # one for all images alike: there may be a million
         choices = [made.setdefault(one, one) for one in (self._choices(each.image) for each in self.data.train)]
-        return ImageBatchSampler(
-            batch_keys(self._family, self.data), self._weights, sizes, self._cfg.train.seed, choices
-        )
+        return ImageBatchSampler(self._batch_key, self._weights, sizes, self._cfg.train.seed, choices)
 
     def _choices(self, image: CaptionedImage) -> Choices:
         # Guidance pushes samples away from what a dropped caption gives, which therefore must be the subject that is
@@ -211,6 +210,9 @@ class ImageSource(DataSource):
 
     def micro_batch(self, item: ImageItem) -> int | None:
         return self.data.train[item.index].image.micro_batch
+
+    def batch_key(self, item: ImageItem) -> Hashable:
+        return self._batch_key(item)
 
     def held_out(self, index: int) -> Example:
         return self.data.held_out(index)

@@ -314,7 +314,7 @@ class Sharded:
         self.module, self.cfg, self.family, self.tracker, self.device = built.module, cfg, family, tracker, device
         self.trainables = built.trainables
         self.ema: Ema | None = None
-        self.optimizer = make_optimizer(list(self.trainables.values()), cfg.optim)
+        self.optimizer = make_optimizer(self.trainables, cfg.optim)
         self.moments = MomentRecorder(tracker)
         self._forwards = {module: vars(module).get("forward") for module in built.module.modules()}
 

@@ -19,7 +19,7 @@ from trainer.config.errors import InputError
 from trainer.run.folder import RunDir
 
 MANIFEST = "manifest.json"
-RECIPE = 4
+RECIPE = 5
 """Version of the training recipe for a new run or stage. A resumed run keeps the recipe it began with, so that its
 results do not change. In recipe 1, a lokr layer of two whole matrices is scaled by alpha / rank, `data.caption_dropout`
 also drops captions of regularization images, models that read the original size of an image get the size of its bucket
@@ -29,7 +29,8 @@ prompt and its completion are tokenized apart, rows of `messages` are not read, 
 load-balancing loss of routers does not get it; a third stage that goes on with the adapter of the second does so on the
 run's own model, not on the one that the second was given; a model that draws and answers has one mean over images and
 answers, images in buckets, and samples without the published guidance by images and in one step more. In recipes 1 to
-3, the experts of a mixture stay in bf16 on a quantized base."""
+3, the experts of a mixture stay in bf16 on a quantized base. In recipes 1 to 4, weight decay also shrinks norms and
+biases."""
 REMEDY = "remove this checkpoint, so that the one before it is taken"
 SUM_THREADS = 4
 """Files whose checksums are compared at once: one core sums 1 GB/s, which disks exceed."""
@@ -54,6 +55,7 @@ class Progress:
         recipe: See `RECIPE`; 1 in a checkpoint without one.
         batch_sizes: (batch size, optimizer steps) of the parts of the run in order, which give the position in the
             data; empty in a checkpoint without them.
+        lr: Learning rate of the last step; NaN in a checkpoint without it.
     """
 
     step: int
@@ -65,6 +67,7 @@ class Progress:
     place: Mapping[str, int] = field(default_factory=dict)
     recipe: int = 1
     batch_sizes: tuple[tuple[int, int], ...] = ()
+    lr: float = math.nan
 
 
 class _Manifest(BaseModel, extra="allow"):
