@@ -278,8 +278,8 @@ def test_wrong_rows_are_named_and_the_others_read(tmp_path: Path) -> None:
     )
     empty = write_parquet(tmp_path / "c.parquet", {"image": of_hub(), "text": ["a", "", None]})
     assert problems_of(data(empty)) == [
-        f"{empty}: row {number}: no caption; write it into the row, or set data.missing_caption: empty"
-        for number in (2, 3)
+        f"data.path: 2 of 3 images have no caption: first {empty}: row 2; write it into the row, or set "
+        "data.missing_caption: empty"
     ]
 
 

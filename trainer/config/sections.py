@@ -50,6 +50,16 @@ SINGLE_FILES = ("comfyui", "single_file")
 ADAPTER_FILES = ("auto", "diffusers", "comfyui", "kohya", "lycoris", "peft")
 
 
+def has_trigger_place(text: str) -> bool:
+    """Whether a caption or prompt holds [trigger], in upper or lower case."""
+    return TRIGGER_PLACE in text.lower()
+
+
+def fill_trigger(text: str, trigger: str) -> str:
+    """Return a caption or prompt with the trigger in place of [trigger], in upper or lower case."""
+    return re.sub(re.escape(TRIGGER_PLACE), lambda _: trigger, text, flags=re.IGNORECASE)
+
+
 def half_character(text: str) -> str | None:
     """Return what is wrong with a text that is not valid Unicode, as the end of a sentence; None for valid text.
 

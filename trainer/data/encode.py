@@ -513,9 +513,11 @@ def _conversion(image: ImageFile) -> tuple[str, ...]:
 
 def _report_failures(failures: Mapping[str, str], cfg: RunConfig, emit: Emit) -> None:
     if failures and cfg.data.bad_image == "stop":
-        raise InputError("\n".join(f"{message}, or set data.bad_image: warn" for message in failures.values()))
-    for message in failures.values():
-        emit(WarningEvent(message=f"left out: {message}"))
+        raise InputError(
+            image_warnings.listing(f"{message}, or set data.bad_image: warn" for message in failures.values())
+        )
+    for message in image_warnings.folded(map(image_warnings.left_out, failures.values())):
+        emit(WarningEvent(message=message))
 
 
 def _crew(world: World, folder: Path) -> Crew:

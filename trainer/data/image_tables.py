@@ -10,10 +10,11 @@ import io
 import json
 import os
 import tarfile
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trainer.config.errors import InputError
 from trainer.config.files import opened
@@ -33,6 +34,8 @@ IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "file_name", "image_path
 TAR_IMAGES = (*IMAGE_COLUMNS, "bmp", "tif", "tiff")
 """Suffixes of images in a tar file, in the order in which one is chosen."""
 CAPTION_COLUMNS = ("text", "caption", "captions", "prompt", "txt", "description")
+FORMS: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD")
+"""How systems write accents."""
 ROWS_AT_ONCE, LISTS_AT_ONCE = 1024, 16
 """Rows that are read at a time: of texts, and of lists, which may hold whole images."""
 MOST_TEXT = 2**20
@@ -143,7 +146,12 @@ def _captions(value: Any) -> tuple[str, ...]:
         raise InputError(f"its caption {shortened(str(value))} is not a text or a list of texts; correct it")
     if half := half_character("".join(texts)):
         raise InputError(f"its caption {half}")
-    return tuple(text.strip() for text in texts)
+    return tuple(unix_lines(text).strip() for text in texts)
+
+
+def unix_lines(text: str) -> str:
+    """Return a text with the line ends of Linux: the same caption saved on Windows has the same tokens."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _named(folder: Path, path: Any) -> Path:
@@ -152,7 +160,15 @@ def _named(folder: Path, path: Any) -> Path:
         raise InputError("names no image file; correct or remove the row")
     if "://" in path:
         raise InputError(f"{shortened(path)} is an address; download the image and name its file")
-    return Path(os.path.normpath(folder / path))
+    return named_file(folder, path)
+
+
+def named_file(folder: Path, name: str) -> Path:
+    """Return the file of a name below a folder, also if its accents are written in another way (`same_name`)."""
+    file, *others = (
+        Path(os.path.normpath(folder / form)) for form in (name, *(unicodedata.normalize(form, name) for form in FORMS))
+    )
+    return file if name.isascii() else next((one for one in (file, *others) if one.exists()), file)
 
 
 def _row(place: str, image: Path, name: str, caption: Any, references: tuple[Path, ...]) -> TableRow | InputError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,9 +10,11 @@ from typing import Any
 
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
-from trainer.data.image_files import MAX_SHOWN_PROBLEMS, MOST_WRONG_ROWS
+from trainer.data import image_warnings
+from trainer.data.image_files import MOST_WRONG_ROWS
 from trainer.data.image_io import ImageFile, read_header
 from trainer.data.image_members import SUFFIX, member
+from trainer.data.image_tables import named_file
 from trainer.data.sequence_rows import AnyRow, ImageProblem, parquet_row, parsed
 from trainer.data.text_files import open_parquet, rows
 
@@ -48,9 +49,8 @@ def of_config(cfg: DataConfig) -> Questions:
     found = _Found(leaves_out=cfg.bad_image == "warn")
     for file in _files(source, found):
         (_read_parquet if file.suffix.lower() == SUFFIX else _read_lines)(file, found)
-    problems, hidden = found.problems, len(found.problems) - MAX_SHOWN_PROBLEMS
-    if problems:
-        raise InputError("\n".join(problems[:MAX_SHOWN_PROBLEMS] + ([f"and {hidden} more"] if hidden > 0 else [])))
+    if found.problems:
+        raise InputError(image_warnings.listing(found.problems))
     questions = found.rows
     count = cfg.validation if isinstance(cfg.validation, int) else 0
     if not questions:
@@ -62,7 +62,7 @@ def of_config(cfg: DataConfig) -> Questions:
             f"use at most {len(questions) - 1}"
         )
     border = len(questions) - count
-    return Questions(tuple(questions[:border]), tuple(questions[border:]), tuple(found.warnings))
+    return Questions(tuple(questions[:border]), tuple(questions[border:]), tuple(image_warnings.folded(found.warnings)))
 
 
 @dataclass
@@ -95,7 +95,7 @@ class _Found:
         except ImageProblem as error:
             message = f"{place}: {error}"
             if self.leaves_out:
-                self.warnings.append(f"left out: {message}")
+                self.warnings.append(image_warnings.left_out(message))
             else:
                 self.problems.append(f"{message}, or set data.bad_image: warn")
         except InputError as error:
@@ -138,7 +138,7 @@ def _read_lines(file: Path, found: _Found) -> None:
 
 
 def _image_of_line(found: _Found, folder: Path, path: str) -> ImageFile:
-    return found.header(Path(os.path.normpath(folder / path)))
+    return found.header(named_file(folder, path))
 
 
 def _read_parquet(file: Path, found: _Found) -> None:
