@@ -57,6 +57,8 @@ MAX_CAPTION = 64 * 2**10
 """Limit for a caption, bytes: some 16,000 tokens, more than any encoder reads."""
 
 _FOLDERS = "data.folders."
+_NEEDED = (("file_name",), ("text", "caption"))
+"""Columns of a metadata.csv: one of each."""
 C = TypeVar("C", Masks, References, Rejected)
 
 
@@ -681,7 +683,7 @@ class _Scanner:
 def metadata_lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
     """(number from 1, offset in bytes, JSON) of every row of a metadata.jsonl or metadata.csv."""
     if file.suffix == CSV:
-        return ((number, 0, json.dumps(row).encode()) for number, row in csv_rows(file))
+        return ((number, 0, json.dumps(row).encode()) for number, row in csv_rows(file, needed=_NEEDED))
     return rows(file)
 
 
