@@ -226,3 +226,23 @@ def test_captions_saved_on_windows_are_those_saved_on_linux(tmp_path: Path) -> N
     assert captions_of(data(tmp_path)) == ["one\ntwo\nthree"] * 2
     (tmp_path / "list.csv").write_bytes(b'file_name,text\r\na.png,"one\r\ntwo\rthree"\r\n')
     assert captions_of(data(tmp_path / "list.csv")) == ["one\ntwo\nthree"]
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (
+            "\ufefffile_name;text",
+            "none of its columns file_name;text is called file_name; rename it, or save the file with commas "
+            "between its fields",
+        ),
+        ("image,text", "none of its columns image, text is called file_name; rename it"),
+        ("file_name,words", "none of its columns file_name, words is called text or caption; rename it"),
+    ],
+)
+def test_a_metadata_csv_without_its_columns_is_refused_with_those_it_has(
+    tmp_path: Path, header: str, said: str
+) -> None:
+    add_image(tmp_path / "a.png")
+    (tmp_path / "metadata.csv").write_text(f"{header}\r\na.png;hello\r\n", encoding="utf-8")
+    assert problems_of(data(tmp_path)) == [f"{tmp_path}/metadata.csv: {said}"]

@@ -116,8 +116,8 @@ def csv_rows(file: Path, needed: Sequence[Sequence[str]] = ()) -> Iterator[tuple
             _require_different(file, columns)
             if absent := next((names for names in needed if not set(names) & set(columns)), None):
                 raise InputError(
-                    f"{file}: has the columns {shortened(', '.join(columns)) or 'none'}, but none is called "
-                    f"{' or '.join(absent)}; rename it{_remedy_of_separator(columns)}"
+                    f"{file}: none of its columns {shortened(', '.join(columns))} is called {' or '.join(absent)}; "
+                    f"rename it{_remedy_of_separator(columns)}"
                 )
             for row in reader:
                 if None in row:
