@@ -85,9 +85,9 @@ def test_ranks_walk_through_no_folder_that_their_launcher_just_checked(
     walked: list[DataConfig] = []
     stamps = scan_memory._stamps
 
-    def watched(cfg: DataConfig) -> Any:
+    def watched(cfg: DataConfig, passed: list[str]) -> Any:
         walked.append(cfg)
-        return stamps(cfg)
+        return stamps(cfg, passed)
 
     monkeypatch.setattr(scan_memory, "_stamps", watched)
     found = ScanMemory.of_launcher(everything, tmp_path / "cache")

@@ -248,7 +248,8 @@ class _Group:
         for name, tensor in tensors.items():
             if tensor.dtype not in FLOATS or not tensor.numel():
                 what = f"{str(tensor.dtype).removeprefix('torch.')} ({_sizes(tensor)})"
-                raise self.error(f"'{self.name}': {name} is {what}, not floats of 16 to 64 bits; the file is damaged")
+                remedy = "save it in bf16" if tensor.numel() else "the file is damaged"
+                raise self.error(f"'{self.name}': {name} is {what}, not floats of 16 to 64 bits; {remedy}")
             if not tensor.isfinite().all():
                 raise self.error(f"'{self.name}': {name} holds numbers that are not finite; the file is damaged")
             fits = _is_rotation(tensor.shape) if name == "blocks" else tensor.dim() == 2 or name in KERNELS

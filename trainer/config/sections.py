@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
@@ -44,10 +44,22 @@ Pixels = Annotated[Whole, Field(ge=16, le=8192)]
 Layer = Annotated[Whole, Field(ge=0)]
 Side = Annotated[Whole, Field(ge=16, le=4096)]
 COLOUR = r"^#[0-9a-fA-F]{6}$"
+Colour = Annotated[str, StringConstraints(to_lower=True)]
+"""One spelling for each colour, since it is part of the keys of caches."""
 ExportFormat = Literal["auto", "diffusers", "comfyui", "kohya", "lycoris", "peft", "single_file"]
 BaseFormat = Literal["none", "nf4", "int8", "fp8"]
 SINGLE_FILES = ("comfyui", "single_file")
 ADAPTER_FILES = ("auto", "diffusers", "comfyui", "kohya", "lycoris", "peft")
+
+
+def has_trigger_place(text: str) -> bool:
+    """Whether a caption or prompt holds [trigger], in upper or lower case."""
+    return TRIGGER_PLACE in text.lower()
+
+
+def fill_trigger(text: str, trigger: str) -> str:
+    """Return a caption or prompt with the trigger in place of [trigger], in upper or lower case."""
+    return re.sub(re.escape(TRIGGER_PLACE), lambda _: trigger, text, flags=re.IGNORECASE)
 
 
 def half_character(text: str) -> str | None:
@@ -357,7 +369,9 @@ class DataConfig(Section):
     drop: as crop, but images that lose more than `data.most_cropped` are left out."""
     most_cropped: Number = option(1 / 3, title="Largest crop", ge=0, lt=1)
     """With `data.fit: drop`, the largest share of an image that may be cut off."""
-    background: str = option("#ffffff", title="Background", pattern=COLOUR, keywords="transparency alpha border colour")
+    background: Colour = option(
+        "#ffffff", title="Background", pattern=COLOUR, keywords="transparency alpha border colour"
+    )
     """Colour behind transparent images and of borders, as #rrggbb."""
     flip: bool = option(False, title="Mirrored images", keywords="flip augmentation horizontal mirror")
     """Mirror half of the samples, left to right. Not for text, faces or anything with a left and a right side."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.config.schema import RunConfig
-from trainer.config.sections import TRIGGER_PLACE, DataConfig
+from trainer.config.sections import DataConfig, fill_trigger
 from trainer.data.cache import ExampleCache, key_of_all
 from trainer.data.epochs import num_images
 from trainer.data.image_files import CaptionedImage
@@ -267,7 +267,7 @@ class ImageDrawer(SampleDrawer):
 
 def with_trigger(prompts: Sequence[str], data: DataConfig) -> list[str]:
     """Return prompts with `data.trigger` in place of [trigger]."""
-    return [prompt.replace(TRIGGER_PLACE, data.trigger) for prompt in prompts]
+    return [fill_trigger(prompt, data.trigger) for prompt in prompts]
 
 
 def batch_keys(family: ImageFamily, data: EncodedData) -> Callable[[ImageItem], Hashable]:
