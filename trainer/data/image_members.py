@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.config.errors import InputError
 from trainer.config.files import opened
-from trainer.data.text_files import open_parquet
+from trainer.data.row_files import open_parquet
 
 SUFFIX = ".parquet"
 TAR = ".tar"

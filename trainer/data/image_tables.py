@@ -20,7 +20,7 @@ from trainer.config.files import opened
 from trainer.config.sections import DataConfig, half_character
 from trainer.config.terminal import shortened
 from trainer.data.image_members import SUFFIX, TAR, member, tar_member
-from trainer.data.text_files import open_parquet
+from trainer.data.row_files import open_parquet
 
 CSV = ".csv"
 TABLES = (SUFFIX, CSV, TAR)

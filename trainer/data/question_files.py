@@ -14,8 +14,9 @@ from trainer.config.sections import DataConfig
 from trainer.data.image_files import MAX_SHOWN_PROBLEMS, MOST_WRONG_ROWS
 from trainer.data.image_io import ImageFile, read_header
 from trainer.data.image_members import SUFFIX, member
+from trainer.data.row_files import open_parquet
 from trainer.data.sequence_rows import AnyRow, ImageProblem, parquet_row, parsed
-from trainer.data.text_files import open_parquet, rows
+from trainer.data.text_files import rows
 
 PARQUET = {"image_list": "instruction_list", "image": "captions"}
 """{column of images: column of their texts}, in both published kinds of parquet files."""

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 from trainer.config.errors import InputError, not_one_of
 from trainer.config.sections import half_character
 from trainer.data.image_io import ImageFile
-from trainer.data.text_files import present
+from trainer.data.row_forms import present
 from trainer.models.parts.chat import is_read_only
 
 Pick = Callable[[int], int]
