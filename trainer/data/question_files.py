@@ -126,7 +126,7 @@ def _read_lines(file: Path, found: _Found) -> None:
             if found.has_enough(file):
                 return
             try:
-                text = line.decode().removeprefix("\ufeff")
+                text = line.decode().lstrip("\ufeff")
             except UnicodeDecodeError as error:
                 found.problems.append(f"{file}: byte {offset + error.start} is not UTF-8; save the file as UTF-8")
                 continue

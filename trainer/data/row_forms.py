@@ -132,7 +132,7 @@ def standard(row: Mapping[str, Any]) -> dict[str, Any]:
         return dict(row)
     if kind_of(row) in (TEXT, PAIR):
         return {key: folded(row[key]) if isinstance(row[key], str) else row[key] for key in keys}
-    options = {key: _parsed(row, key) for key in OPTIONS if row.get(key) not in (None, "")}
+    options = {key: as_json(row, key) for key in OPTIONS if row.get(key) not in (None, "")}
     if kind == PREFERENCE:
         return _answers(row) | options
     if keys[0] in TURNS:
@@ -198,7 +198,7 @@ def _question(row: Mapping[str, Any], key: str) -> list[Any]:
     """What is asked, after the turns of its `history`, pairs of a question and an answer."""
     more = [_text(row, name) for name in BEFORE[key][:2] if key == "instruction" and row.get(name)]
     messages = []
-    history = _parsed(row, "history") if key == "instruction" and row.get("history") else []
+    history = as_json(row, "history") if key == "instruction" and row.get("history") else []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise InputError('"history" is not a list of pairs; write [question, answer] for each turn')
     for asked, answered in history:
@@ -208,7 +208,7 @@ def _question(row: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _turns(row: Mapping[str, Any], key: str) -> list[Any]:
-    turns = _parsed(row, key)
+    turns = as_json(row, key)
     if not isinstance(turns, list):
         raise InputError(f'"{key}" is not a list; give a list of objects with "role" and "content"')
     return [_message(turn, number, key) for number, turn in enumerate(present(turns), 1)]
@@ -261,7 +261,7 @@ def _is_answer(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == ASSISTANT
 
 
-def _parsed(row: Mapping[str, Any], key: str) -> Any:
+def as_json(row: Mapping[str, Any], key: str) -> Any:
     """A value that may be a JSON text, as in tables, whose columns hold objects of one shape only."""
     value = row[key]
     if not isinstance(value, str):

@@ -210,7 +210,7 @@ class Chat:
                 message names no file.
         """
         if variables:
-            known = checked_variables(variables, self.template)
+            known = checked_variables(variables, self.template, self._tokenizer.apply_chat_template)
             return Chat(self._tokenizer, self._named, self._system, known).encode(messages, tools)
         checked = checked_messages(messages)
         self._check_roles(checked)

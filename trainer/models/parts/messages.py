@@ -6,6 +6,7 @@ API of OpenAI. A template reads one of them; conversations may have either.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +17,6 @@ from trainer.config.terminal import shortened
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
-RESERVED = frozenset(
-    {
-        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-        *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("return_assistant_tokens_mask", "tokenizer_kwargs", "load_audio_from_video", "processor_kwargs"),
-    }
-)
-"""Arguments of transformers' `apply_chat_template`, which are not variables of a template."""
 CALL = "function_call"
 """Key of a single call, which `tool_calls` replaced in OpenAI's API."""
 
@@ -59,17 +52,23 @@ def as_read(messages: Sequence[Message], render: Render) -> Sequence[Message]:
     return texts if any(arguments and str(arguments) in text for arguments in given) else messages
 
 
-def checked_variables(variables: object, template: str) -> Mapping[str, Any]:
+def checked_variables(variables: object, template: str, apply: Callable[..., Any]) -> Mapping[str, Any]:
     """Check values for variables of a chat template.
+
+    Args:
+        variables: {name: value}.
+        template: Its source.
+        apply: The function of transformers that renders it, which takes arguments of its own by name, too.
 
     Raises:
         InputError: They are not an object, the template does not read one of them, or it is not for data to set.
     """
     if not isinstance(variables, dict):
         raise InputError('"chat_template_kwargs" is not an object; write {"name of a variable": value}')
+    reserved = {"messages", *inspect.signature(apply).parameters}
     for name in variables:
-        if name in RESERVED or not re.search(rf"\b{re.escape(name)}\b", template):
-            why = "is not for rows to set" if name in RESERVED else "is not read by the chat template"
+        if name in reserved or not re.search(rf"\b{re.escape(name)}\b", template):
+            why = "is not for rows to set" if name in reserved else "is not read by the chat template"
             raise InputError(f'"chat_template_kwargs": "{shortened(name, 40)}" {why}; remove it')
     return variables
 
