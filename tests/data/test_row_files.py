@@ -121,6 +121,15 @@ def test_all_kinds_of_files_in_a_folder_are_read_and_others_named_once(tmp_path:
     assert list(warnings_of(DataConfig(path=str(tmp_path / "1")))) == []
 
 
+def test_the_folder_of_a_run_within_the_data_is_not_data(tmp_path: Path) -> None:
+    write(tmp_path, "a.jsonl", ROWS)
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    for name in ("config.yaml", "launch.json", "events.jsonl", "samples.csv"):
+        (tmp_path / "run" / name).write_text("{}")
+    assert find_files(tmp_path) == (tmp_path / "a.jsonl",)
+    assert list(warnings_of(DataConfig(path=str(tmp_path)))) == []
+
+
 def test_texts_of_rows_that_are_not_read_are_named_once(tmp_path: Path) -> None:
     row = {"text": "a text with a part", "part": "with a part", "id": "17", "context": "what it is about"}
     write(tmp_path, "a.jsonl", [row] * 3)

@@ -43,6 +43,7 @@ from trainer.data.row_forms import (
     present,
     without_answers,
 )
+from trainer.run.folder import is_run
 
 SUFFIXES = frozenset({".txt", ".jsonl", ".json", ".csv", ".parquet", ".npy"})
 GIVE = "a .txt, .jsonl, .json, .csv, .parquet or .npy file"
@@ -351,12 +352,12 @@ def too_deep(folder: Path) -> InputError:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """The files below a folder, hidden ones left out. Links to folders are followed, but none is entered twice."""
+    """The files below a folder, but hidden ones and those of runs. Links to folders are followed, none twice."""
     entered: set[Path] = set()
     with reading(folder):
         for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
             resolved = Path(root).resolve()
-            if resolved in entered:
+            if resolved in entered or is_run(resolved):
                 folders.clear()
                 continue
             entered.add(resolved)

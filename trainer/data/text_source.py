@@ -76,7 +76,7 @@ class TextSource(DataSource):
         self.digest = world.gather(_digest(files, self._folders))[0]
         _check_same(files, world)
         check_preferences((*files, *self._held_out_files), cfg.objective.dpo_beta is not None)
-        emit(StatusEvent(state="loading", message=f"texts of {named(files)}"))
+        emit(StatusEvent(state="loading", message=f"texts are read from {named(files)}"))
         for message in warnings_of(cfg.data):
             emit(WarningEvent(message=message))
         self._batch_sampler: TextBatchSampler | None = None

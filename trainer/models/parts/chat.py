@@ -25,6 +25,8 @@ END_MARKER = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
 """The marks in a template around what the assistant writes."""
 OPEN, CLOSE = "\ue0f0", "\ue0f1"
 """Private characters around the numbers of sentinels; no published text holds them."""
+MOST_KEPT = 8
+"""Values for variables of a template whose conversations stay prepared."""
 THINKING, END_OF_THINKING = "<think>", "</think>"
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
@@ -145,6 +147,7 @@ class Chat:
         self._named = named
         self._system = system
         self._variables = variables or {}
+        self._others: dict[str, Chat] = {}
 
     @cached_property
     def template(self) -> str:
@@ -210,8 +213,7 @@ class Chat:
                 message names no file.
         """
         if variables:
-            known = checked_variables(variables, self.template, self._tokenizer.apply_chat_template)
-            return Chat(self._tokenizer, self._named, self._system, known).encode(messages, tools)
+            return self._with(variables).encode(messages, tools)
         checked = checked_messages(messages)
         self._check_roles(checked)
         spoken = [number for number, message in enumerate(checked) if message["role"] == ASSISTANT]
@@ -222,6 +224,16 @@ class Chat:
         described = checked_tools(tools)
         self._check_reads(conversation, described)
         return self._encoded(as_read(conversation, lambda one: self._render(one, described)), described)
+
+    def _with(self, variables: object) -> Chat:
+        """The same conversations with values for variables of the template; those of the last rows are kept."""
+        known = checked_variables(variables, self.template, self._tokenizer.apply_chat_template)
+        key = json.dumps(known, sort_keys=True, default=str)
+        if key not in self._others:
+            for old in list(self._others)[: 1 - MOST_KEPT]:
+                del self._others[old]
+            self._others[key] = Chat(self._tokenizer, self._named, self._system, known)
+        return self._others[key]
 
     def prompt(self, question: str) -> list[int]:
         """Tokenize a question from the user, up to where the assistant's answer begins."""
