@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
 from tests.runs import alone, difference, make_pictures, make_run, run_config, steps_of, train
@@ -190,6 +191,31 @@ def train_on_nan(world: World, cfg: RunConfig, run: RunDir) -> tuple[str, float]
     finally:
         trainer.close()
     return "trained on", 0.0
+
+
+def test_a_loaded_weight_that_is_not_finite_ends_all_ranks_with_its_name(pictures: Path) -> None:
+    for strategy in ("full", "hybrid"):
+        cfg = run_config(pictures, parallel__devices=2, parallel__strategy=strategy, train__non_finite="skip")
+        found = run_ranks(2, train_on_damage, cfg, make_run(pictures.parent, cfg, f"damaged-{strategy}"))
+        assert found[0] == found[1]
+        assert found[0].startswith("model.path: transformer.")
+        assert "holds numbers that are not finite, so that no loss is; the file is damaged, or" in found[0]
+
+
+def train_on_damage(world: World, cfg: RunConfig, run: RunDir) -> str:
+    """A weight of rank 1's part of the frozen model is not a number. Returns the error."""
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", lambda event: None)
+    frozen = next(p for p in trainer.model.parameters() if not p.requires_grad)
+    if world.rank == 1:
+        (frozen.to_local() if isinstance(frozen, DTensor) else frozen).detach().view(-1)[-1] = math.nan
+    try:
+        trainer.train_step()
+        trainer.settle()
+    except InputError as error:
+        return str(error)
+    finally:
+        trainer.close()
+    return "trained on"
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted_where_that_is_allowed(

@@ -346,8 +346,8 @@ class DataConfig(Section):
     """Folder of training images with their captions: a .txt file of the same name next to each image, or one
     metadata.jsonl. Or a .parquet, .csv or .tar file (webdataset) of images with captions, or a folder of such files,
     which are read without being unpacked. For a language model: a folder or file of text, with one document per .txt
-    file, one per line of a .jsonl or .parquet file (text, prompt and completion, or messages), or token ids in a .npy
-    file."""
+    file, one per row of a .jsonl, .json, .csv or .parquet file (text, prompt and completion, a conversation, or a
+    question and its answer), or token ids in a .npy file."""
     folders: tuple[DataFolder, ...] = option((), title="More folders", keywords="dataset concepts mixture")
     """More folders of training data, each with a weight."""
     resolution: Whole = option(1024, ge=16, le=4096, unit="pixels", keywords="image size bucket width height")

@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer.config.errors import InputError
 from trainer.config.files import MIB, opened
-from trainer.data.text_files import open_parquet
+from trainer.data.row_files import open_parquet
 
 SUFFIX = ".parquet"
 TAR = ".tar"

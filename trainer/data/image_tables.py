@@ -29,7 +29,7 @@ from trainer.data.image_members import (
     rows_at_once,
     tar_member,
 )
-from trainer.data.text_files import open_parquet
+from trainer.data.row_files import open_parquet
 
 CSV = ".csv"
 TABLES = (SUFFIX, CSV, TAR)

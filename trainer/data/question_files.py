@@ -15,8 +15,9 @@ from trainer.data.image_files import MOST_WRONG_ROWS
 from trainer.data.image_io import ImageFile, read_header
 from trainer.data.image_members import SUFFIX, member, require_plain, rows_at_once
 from trainer.data.image_tables import LISTS_AT_ONCE, batches, named_file, part_read
+from trainer.data.row_files import open_parquet
 from trainer.data.sequence_rows import AnyRow, ImageProblem, parquet_row, parsed
-from trainer.data.text_files import open_parquet, rows
+from trainer.data.text_files import rows
 
 PARQUET = {"image_list": "instruction_list", "image": "captions"}
 """{column of images: column of their texts}, in both published kinds of parquet files."""
@@ -125,7 +126,7 @@ def _read_lines(file: Path, found: _Found) -> None:
             if found.has_enough(file):
                 return
             try:
-                text = line.decode().removeprefix("\ufeff")
+                text = line.decode().lstrip("\ufeff")
             except UnicodeDecodeError as error:
                 found.problems.append(f"{file}: byte {offset + error.start} is not UTF-8; save the file as UTF-8")
                 continue

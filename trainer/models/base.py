@@ -654,12 +654,15 @@ class TextFamily(ModelFamily):
         """
 
     @abstractmethod
-    def encode_chat(self, messages: object, tools: object = None) -> tuple[list[int], list[bool]]:
+    def encode_chat(
+        self, messages: object, tools: object = None, variables: object = None
+    ) -> tuple[list[int], list[bool]]:
         """Tokenize a conversation with the chat template of the model or of `data.chat_template`.
 
         Args:
             messages: A list of {"role", "content"}, as in transformers, with optional `tool_calls`.
             tools: A list of descriptions of the tools that the assistant may call; None for none.
+            variables: Values for variables of the template, as `enable_thinking`; None for none.
 
         Returns:
             The ids, and for each whether it is learned: the assistant's turns, with the token that ends each. What

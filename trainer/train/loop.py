@@ -490,6 +490,18 @@ class Trainer:
                 self.log.warn(left, numbers.step)
         return numbers
 
+    def _check_weights(self) -> None:
+        """Raise InputError for weights that are not finite: they were loaded so. Collective."""
+        kinds = (torch.float32, torch.bfloat16, torch.float16)
+        weights = ((name, p.detach()) for name, p in self.model.named_parameters() if p.dtype in kinds)
+        local = ((name, one.to_local() if isinstance(one, DTensor) else one) for name, one in weights)
+        own = next((name for name, one in local if not one.isfinite().all()), None)
+        if broken := next(filter(None, self.world.gather(own)), None):
+            raise InputError(
+                f"model.path: {broken} holds numbers that are not finite, so that no loss is; the file is damaged, "
+                "or the model was trained to that: download it again, or name another one"
+            )
+
     def _note_skipped(self, numbers: StepNumbers) -> None:
         """Count a step that left the weights unchanged, or end the run: all ranks see the same loss and norm."""
         reason = (
@@ -497,6 +509,8 @@ class Trainer:
             if numbers.non_finite
             else f"step {numbers.step}: the gradient norm is {numbers.grad_norm}, the loss {numbers.loss}"
         )
+        if not self._skipped_in_a_row:
+            self._check_weights()
         if self.cfg.train.non_finite == "stop":
             raise FloatingPointError(reason)
         self.skipped += 1

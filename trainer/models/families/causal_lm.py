@@ -420,8 +420,8 @@ class CausalLM(TextFamily):
     def _chat(self) -> Chat:
         return Chat(self.tokenizer, self._template, self._system)
 
-    def encode_chat(self, messages: object, tools: object = None) -> Encoded:
-        return self._chat.encode(messages, tools)
+    def encode_chat(self, messages: object, tools: object = None, variables: object = None) -> Encoded:
+        return self._chat.encode(messages, tools, variables)
 
     def encode_pair(self, prompt: str, completion: str) -> Encoded:
         if self.tokenizer.is_fast:
