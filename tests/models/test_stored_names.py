@@ -107,7 +107,7 @@ def test_a_tied_head_with_more_rows_than_the_embedding_is_refused(tmp_path: Path
     stored = load_file(file)
     table = stored["transformer.wte.weight"]
     save_file({**stored, "lm_head.weight": torch.cat([table, table[:1]])}, file)
-    with pytest.raises(InputError, match="hold other numbers, but by config.json they are one tensor"):
+    with pytest.raises(InputError, match="hold other numbers, but by"):
         read(tmp_path, "gpt2")
 
 
@@ -119,7 +119,7 @@ def test_a_head_of_its_own_in_the_text_part_of_a_model_that_sees_is_refused(tmp_
     head = change_a_number(stored["language_model.model.embed_tokens.weight"])
     save_file({**stored, "language_model.lm_head.weight": head}, file)
     text = build_language_model(text_config(model.config))
-    with pytest.raises(InputError, match="hold other numbers, but by config.json they are one tensor"):
+    with pytest.raises(InputError, match="hold other numbers, but by"):
         read_names(text, [file], build_whole(model.config))
 
 

@@ -55,6 +55,7 @@ from trainer.models.parts.random_language_models import (
 from trainer.models.parts.routers import balance_loss, configured_weight, experts_per_token
 from trainer.models.parts.stored_names import TEXT_PART, StoredNames, read_names
 from trainer.models.parts.text_encoder import from_folder
+from trainer.models.recognition import no_row
 from trainer.parallel.parallelize import COMPUTE_DTYPE, ShardSpec
 from trainer.rng import SampleRng
 from trainer.run.manifest import RECIPE
@@ -267,13 +268,21 @@ class CausalLM(TextFamily):
         return {f"{COMPONENT}.{name}": why for name in self._token_tensors} if self._new_ids else {}
 
     def _add_tokens(self) -> range:
-        """Make room for `model.options.new_tokens` in the config. Returns the ids that the tokenizer did not have."""
+        """Make room for `model.options.new_tokens` in the config.
+
+        Returns the ids that the tokenizer did not have, and those up to a named token that had no row.
+        """
         if not self.config.options.new_tokens:
             return range(0)
-        new = self._tokenizer_and_new[1]
+        tokenizer, new = self._tokenizer_and_new
         text = self._config.get_text_config()
-        text.vocab_size = max(text.vocab_size, new.stop)
-        return new
+        rows, named = text.vocab_size, max(tokenizer.convert_tokens_to_ids(self._named_tokens), default=-1)
+        text.vocab_size = max(rows, named + 1)
+        return range(min(new.start, rows), max(new.stop, named + 1)) if named >= rows else new
+
+    @property
+    def _named_tokens(self) -> list[str]:
+        return [token for token in dict.fromkeys(self.config.options.new_tokens) if token]
 
     @cached_property
     def _token_tensors(self) -> tuple[str, ...]:
@@ -386,9 +395,9 @@ class CausalLM(TextFamily):
             raise InputError(f"{self._folder.field} {self.folder}: no tokenizer that can be read ({error})") from error
         # A token that is added again loses its own properties, as that of being special.
         known = tokenizer.get_vocab()
-        new = [token for token in dict.fromkeys(self.config.options.new_tokens) if token and token not in known]
+        new = [token for token in self._named_tokens if token not in known]
         if not new:
-            return tokenizer, range(0)
+            return tokenizer, range(len(tokenizer), len(tokenizer))
         tokenizer.add_tokens([AddedToken(token, normalized=False) for token in new])
         ids = tokenizer.convert_tokens_to_ids(new)
         return tokenizer, range(ids[0], ids[-1] + 1)
@@ -400,7 +409,8 @@ class CausalLM(TextFamily):
     @property
     def begin_of_text(self) -> tuple[int, ...]:
         first = self.tokenizer.bos_token_id
-        return (first,) if first is not None and self.tokenizer("")["input_ids"][:1] == [first] else ()
+        is_written = first is not None and self.tokenizer("")["input_ids"][:1] == [first]
+        return tuple(self._with_rows([first])) if is_written else ()
 
     @property
     def end_of_text(self) -> int:
@@ -410,10 +420,22 @@ class CausalLM(TextFamily):
                 f"{self._folder.field} {self.folder}: its tokenizer has no end-of-text token; "
                 "set eos_token in tokenizer_config.json"
             )
-        return int(end)
+        return self._with_rows([int(end)])[0]
 
     def tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return self._with_rows(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _with_rows(self, ids: list[int]) -> list[int]:
+        """Return the ids, each of which has a row in the model's table of tokens.
+
+        Raises:
+            InputError: One has none, as that of a token that was added to the tokenizer only. A GPU would stop without
+                naming it.
+        """
+        last = max(ids, default=0)
+        if last >= self.vocabulary:
+            token = self.tokenizer.convert_ids_to_tokens(last)
+            raise InputError(no_row(f"{self._folder.field} {self.folder}", token, last, self.vocabulary))
         return ids
 
     @cached_property
@@ -421,11 +443,14 @@ class CausalLM(TextFamily):
         return Chat(self.tokenizer, self._template, self._system)
 
     def encode_chat(self, messages: object, tools: object = None) -> Encoded:
-        return self._chat.encode(messages, tools)
+        ids, learned = self._chat.encode(messages, tools)
+        return self._with_rows(ids), learned
 
     def encode_pair(self, prompt: str, completion: str) -> Encoded:
         if self.tokenizer.is_fast:
-            return encode_spans(self.tokenizer, prompt + completion, [(len(prompt), len(prompt + completion))])
+            text = prompt + completion
+            ids, learned = encode_spans(self.tokenizer, text, [(len(prompt), len(text))])
+            return self._with_rows(ids), learned
         # Without offsets, the border of the two texts can only be kept by a border of tokens.
         before, after = self.tokenize(prompt), self.tokenize(completion)
         return before + after, [False] * len(before) + [True] * len(after)
@@ -497,7 +522,8 @@ class CausalLM(TextFamily):
         return self._continued(model, ids, cfg, rng)
 
     def reply(self, model: nn.ModuleDict, question: str, cfg: SampleConfig, rng: SampleRng) -> str:
-        return self._chat.answer(self._continued(model, self._chat.prompt(question), cfg, rng))
+        ids = self._with_rows(self._chat.prompt(question))
+        return self._chat.answer(self._continued(model, ids, cfg, rng))
 
     def _continued(self, model: nn.ModuleDict, ids: Sequence[int], cfg: SampleConfig, rng: SampleRng) -> str:
         tokens = torch.tensor(ids, device=rng.device)
