@@ -269,7 +269,8 @@ class ModelFamily(ABC):
         return config
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Write `tokenizer_files` to the folder of an exported language model or adapter."""
+        """Write `tokenizer_files` to the folder of an exported language model or adapter, and what else programs read
+        of how its texts begin and end."""
         copy_files(self.folder, self.tokenizer_files, folder)
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -53,6 +54,7 @@ from trainer.models.parts.random_language_models import (
     write_random_weights,
 )
 from trainer.models.parts.routers import balance_loss, configured_weight, experts_per_token
+from trainer.models.parts.stop_tokens import Ends, ends_of_turns
 from trainer.models.parts.stored_names import TEXT_PART, StoredNames, read_names
 from trainer.models.parts.text_encoder import from_folder
 from trainer.models.recognition import no_row
@@ -80,7 +82,8 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-COMPANION_FILES = ("generation_config.json", *TOKENIZER_FILES)
+GENERATION = "generation_config.json"
+COMPANION_FILES = (GENERATION, *TOKENIZER_FILES)
 
 
 class CausalLM(TextFamily):
@@ -99,7 +102,7 @@ class CausalLM(TextFamily):
     weights_stem = TRANSFORMERS_STEM
     diffusers_adapters = frozenset()
     kohya_prefixes: ClassVar = {}
-    companion_files = ("generation_config.json",)
+    companion_files = (GENERATION,)
     tokenizer_files = TOKENIZER_FILES
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
@@ -192,7 +195,7 @@ class CausalLM(TextFamily):
         return longest
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
-        return (*super().warnings(cfg), *self._text_only())
+        return (*super().warnings(cfg), *self._text_only(), *self._endless())
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -229,6 +232,16 @@ class CausalLM(TextFamily):
             + (f"the {kind}" if self._loaded_layout else f"a {part}, which must be loaded alone"),
         )
 
+    def _endless(self) -> tuple[str, ...]:
+        end = self._ends_of_turns.text if self._template is not None else ""
+        if not end:
+            return ()
+        return (
+            f"data.chat_template: {self._template} ends an answer with '{end}', which is not a token of this "
+            "tokenizer. Programs stop at tokens only, so the exported model will write on after its answers; set "
+            f"model.options.new_tokens to ['{end}'], or name a template whose end the tokenizer has",
+        )
+
     @property
     def peft_fields(self) -> Mapping[str, str | bool]:
         path = self.config.path
@@ -261,6 +274,11 @@ class CausalLM(TextFamily):
             super().write_tokenizer(folder)
         if self._template is not None:  # other programs ask the model as it was trained
             (folder / "chat_template.jinja").write_text(without_marks(read_template(self._template)), "utf-8")
+        # Programs read here where a text ends, also for the folder of an adapter.
+        written = self._generation_config
+        if self._stops != _listed(written.get("eos_token_id")):
+            written |= {"eos_token_id": list(self._stops) if len(self._stops) > 1 else self._stops[0]}
+        (folder / GENERATION).write_text(json.dumps(written, indent=2) + "\n", "utf-8")
 
     @property
     def must_train(self) -> Mapping[str, str]:
@@ -528,15 +546,29 @@ class CausalLM(TextFamily):
     def _continued(self, model: nn.ModuleDict, ids: Sequence[int], cfg: SampleConfig, rng: SampleRng) -> str:
         tokens = torch.tensor(ids, device=rng.device)
         is_cached = self._sight is not None and self._sight.is_cached
-        generated = continue_text(model[COMPONENT], tokens, cfg.tokens, cfg.temperature, self._ends, rng, is_cached)
+        generated = continue_text(model[COMPONENT], tokens, cfg.tokens, cfg.temperature, self._stops, rng, is_cached)
         return str(self.tokenizer.decode(generated.tolist()))
 
+    @property
+    def _generation_config(self) -> dict[str, Any]:
+        """generation_config.json; without that file the ids that transformers then takes from config.json."""
+        if (self.folder / GENERATION).is_file():
+            return self._folder.read(GENERATION)
+        config = self._folder.read("config.json")
+        ids = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return {name: number for name, number in ids.items() if number is not None}
+
     @cached_property
-    def _ends(self) -> frozenset[int]:
-        """The ids after which a generated text is complete: end-of-text, and those of generation_config.json."""
-        file = self.folder / "generation_config.json"
-        stored = self._folder.read(file.name).get("eos_token_id") if file.is_file() else None
-        return frozenset({self.end_of_text, *(stored if isinstance(stored, list) else [stored])}) - {None}
+    def _stops(self) -> tuple[int, ...]:
+        """The ids after which a generated text is complete: the model's own, the end of a text, and the ends of the
+        turns that its chat template writes, which a base model gets to know in training."""
+        own = _listed(self._generation_config.get("eos_token_id"))
+        return tuple(dict.fromkeys((*own, self.end_of_text, *self._ends_of_turns.ids)))
+
+    @cached_property
+    def _ends_of_turns(self) -> Ends:
+        has_template = self.tokenizer.is_fast and (self._template is not None or bool(self.tokenizer.chat_template))
+        return ends_of_turns(self.tokenizer, self._chat) if has_template else Ends()
 
     @classmethod
     def published(cls, architecture: str) -> dict[str, Any]:
@@ -635,6 +667,11 @@ def _built(folder: ModelFolder, config: Any, attention: str) -> Any:
         raise InputError(
             f"{file}: {field}transformers cannot build this {config.model_type} ({first_line(error)})"
         ) from error
+
+
+def _listed(ids: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The ids of a field that holds one, several or none."""
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 def _linear_layers(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Linear]:
