@@ -30,17 +30,31 @@ def refused(model: ModelConfig) -> Iterator[Problem]:
     known = families.of(model.family)
     if known is None or model.path in MODEL_WORDS:
         return
-    if model.path.endswith(".safetensors") and model.base is None:
-        yield Problem(
-            "model.path",
-            f"{model.path}: a single file holds neither configs nor tokenizers; "
-            "set model.base to the diffusers folder of the model it was made from",
-        )
+    wrong = list(wrong_files(model))
+    if wrong:
+        yield from wrong
         return
     field, path = ("model.base", model.base) if model.base else ("model.path", model.path)
     reason = _reason(find_folder(field, path), known)
     if reason:
         yield Problem(field, f"{path}: {reason}")
+
+
+def wrong_files(model: ModelConfig) -> Iterator[Problem]:
+    """Yield why a file in place of a folder is not taken: a single file that lacks its folder, or another format."""
+    if model.is_single_file and model.base is None:
+        yield Problem(
+            "model.path",
+            f"{model.path}: a single .safetensors or .sft file holds neither configs nor tokenizers; "
+            "set model.base to the diffusers folder of the model it was made from",
+        )
+    elif not model.is_single_file and Path(model.path).is_file():
+        yield Problem(
+            "model.path",
+            f"{model.path}: only .safetensors and .sft are read as single files; convert it, or name a folder",
+        )
+    if model.base and Path(model.base).is_file():
+        yield Problem("model.base", f"{model.base}: a file; name the diffusers folder that model.path was made from")
 
 
 def _reason(folder: Path, known: FamilyFacts) -> str:

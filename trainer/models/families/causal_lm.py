@@ -585,7 +585,7 @@ class CausalLM(TextFamily):
         path, base = self.config.path, self.config.base
         if path == "random":
             return ModelFolder("model.base" if base else "model.path", self._write_random(), expects=FOLDER)
-        if path.endswith(".safetensors"):
+        if self.config.is_single_file:
             raise InputError(f"model.path {path}: a language model is a folder with config.json and tokenizer; name it")
         return replace(open_folder(self.config, self.architectures, self._write_tiny), expects=FOLDER)
 
