@@ -318,6 +318,16 @@ class ModelFamily(ABC):
         """The tensors of an export's files by the names of `build(component)`."""
         return WeightFiles.read(files)
 
+    def loaded_by_users(self, component: str, folder: Path) -> Mapping[str, Tensor]:
+        """The tensors of a whole model's folder as users' programs load it, by the names of `build(component)`, where
+        their library decides more than names and numbers of the files tell. Empty where it does not, and for a folder
+        too large to load.
+
+        Raises:
+            RuntimeError: What they load is another model.
+        """
+        return {}
+
     @property
     def blocks(self) -> tuple[str, ...]:
         """Class names of the blocks whose linear layers are stored in fewer bits."""

@@ -39,6 +39,7 @@ from trainer.models.parts.language_configs import (
     turn_layers,
     turned_layers,
 )
+from trainer.models.parts.loaded import check_tied, loaded_tensors
 from trainer.models.parts.next_token import (
     block_names,
     build_language_model,
@@ -340,6 +341,22 @@ class CausalLM(TextFamily):
 
     def read_export(self, component: str, files: Sequence[Path]) -> WeightFiles:
         return WeightFiles(read_names(self._empty, files, None, self._transposed).entries)
+
+    def loaded_by_users(self, component: str, folder: Path) -> Mapping[str, Tensor]:
+        source = replace(self._folder, path=folder)
+        kind = causal_class(_read_config(source))
+        if kind is None or "quantization_config" in source.read("config.json"):
+            return {}  # it is not loaded whole; or only by a package for its codes
+        loaded = {name.replace(TEXT_PART, "", 1): tensor for name, tensor in loaded_tensors(kind, folder).items()}
+        own = stored_tensors(self._empty)
+        lost = sorted(own.keys() - loaded.keys())
+        if lost:
+            raise RuntimeError(f"{folder}: transformers loads a {kind.__name__}, which has no '{lost[0]}'")
+        check_tied(self._empty, loaded, folder)
+        # Rows that are added for new tokens are not in the base's files.
+        grown = self._token_tensors if folder == self.folder and self._new_ids else ()
+        kept = {name: loaded[name].detach() for name in own if name not in grown and not loaded[name].is_meta}
+        return {name: tensor.t() if name in self._transposed else tensor for name, tensor in kept.items()}
 
     @cached_property
     def _stored(self) -> StoredNames:

@@ -70,17 +70,17 @@ def read_names(model: Any, files: Sequence[Path], whole: Any = None, transposed:
     if whole is not None:
         found = {name.replace(TEXT_PART, "", 1): tensor for name, tensor in found.items()}
         unknown = [key for key in unknown if TEXT_PART in key]
-    first_names = _first_names(model)
+    firsts = first_names(model)
     entries: dict[str, Tensor] = {}
     for name, tensor in found.items():
         if name in own:
             entries[name] = tensor
-        elif name in first_names:
-            entries.setdefault(first_names[name], tensor)
+        elif name in firsts:
+            entries.setdefault(firsts[name], tensor)
         elif whole is None:
             unknown.append(name)
     _check_known(naming, files, unknown, stored)
-    _check_shared({name: tensor for name, tensor in found.items() if name in first_names}, first_names)
+    _check_shared({name: tensor for name, tensor in found.items() if name in firsts}, firsts)
 
     def written() -> dict[str, Tensor]:
         made = read.written(own, stored) if whole is None else _Conversion.default(model).reverted(own)
@@ -98,20 +98,20 @@ def _own_shapes(model: Any, transposed: Collection[str]) -> dict[str, tuple[int,
     return {name: shape[::-1] if name in transposed else shape for name, shape in shapes.items()}
 
 
-def _first_names(model: Any) -> dict[str, str]:
+def first_names(model: Any) -> dict[str, str]:
     """{other name of a shared tensor: its first}, as of a head that is the embedding."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(t), name) for name, t in model.state_dict(keep_vars=True).items()}
 
 
-def _check_shared(found: Mapping[str, Tensor], first_names: Mapping[str, str]) -> None:
+def _check_shared(found: Mapping[str, Tensor], firsts: Mapping[str, str]) -> None:
     """Refuse two stored tensors with other numbers where config.json says that the model has one.
 
     transformers 5 loads both and shares nothing; other programs drop one of them. Read in pieces: a head may be large.
     """
     first_found: dict[str, str] = {}
     for name, tensor in found.items():
-        other = first_found.setdefault(first_names[name], name)
+        other = first_found.setdefault(firsts[name], name)
         one, two = entry_of(found[other]), entry_of(tensor)
         if other != name and not _are_equal(one, two):
             raise InputError(
