@@ -12,9 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
 
 from tests.models.test_stored_names import small
+from tests.runs import text_config
+from trainer.config.errors import InputError
 from trainer.config.sections import ModelConfig, ObjectiveConfig
+from trainer.export import check_export
 from trainer.export.adapter import verify_base
 from trainer.models import families
+from trainer.models.build import build_model
 from trainer.models.parts import loaded
 from trainer.models.state_dict import BaseWeights
 
@@ -60,6 +64,18 @@ def test_a_base_with_other_numbers_is_found_out(tmp_path: Path) -> None:
     family.loaded_by_users = lambda component, folder: found
     with pytest.raises(RuntimeError, match=r"'model\.norm\.weight' differs from the trained tensor by"):
         verify_base(family, COMPONENT, BaseWeights(family))
+
+
+def test_a_run_whose_adapter_would_be_for_another_base_is_refused_before_it_loads_a_weight(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "gemma2")
+    cfg = text_config(tmp_path, model__path=str(folder), adapter={"type": "lora", "rank": 4})
+    family = opened(folder)
+    built = build_model(cfg, family)
+    assert check_export(cfg, family, built.trainables) == ()
+    change(folder, tie_word_embeddings=False)
+    with pytest.raises(InputError) as caught:
+        check_export(cfg, family, built.trainables)
+    assert str(caught.value) == f"{folder}: transformers finds no 'lm_head.weight' in it and draws it anew"
 
 
 @pytest.mark.parametrize("most_bytes", [loaded.MOST_BYTES, 0])

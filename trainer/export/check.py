@@ -30,7 +30,8 @@ def check_export(cfg: RunConfig, family: ModelFamily, trainables: Mapping[str, n
         Sentences for the log.
 
     Raises:
-        InputError: `export.format` does not fit the family or the adapter's sizes.
+        InputError: `export.format` does not fit the family or the adapter's sizes; or users' programs load another
+            base for the adapter than the one that is trained.
     """
     has_file = bool(family.layout(family.components[0])) and not isinstance(family, TextFamily)
     if cfg.export_what != "adapter" and cfg.export.format in SINGLE_FILES and not has_file:
@@ -40,6 +41,11 @@ def check_export(cfg: RunConfig, family: ModelFamily, trainables: Mapping[str, n
         return notes
     assert not isinstance(cfg.adapter, NoAdapter)
     base = BaseWeights(family)
+    for component in family.live:
+        try:
+            family.loaded_by_users(component, family.component_folder(component), numbers=False)
+        except RuntimeError as error:
+            raise InputError(str(error)) from error
     with torch.device("meta"):
         weights = {name: torch.empty(p.shape) for name, p in trainables.items()}
 

@@ -318,10 +318,10 @@ class ModelFamily(ABC):
         """The tensors of an export's files by the names of `build(component)`."""
         return WeightFiles.read(files)
 
-    def loaded_by_users(self, component: str, folder: Path) -> Mapping[str, Tensor]:
+    def loaded_by_users(self, component: str, folder: Path, numbers: bool = True) -> Mapping[str, Tensor]:
         """The tensors of a whole model's folder as users' programs load it, by the names of `build(component)`, where
-        their library decides more than names and numbers of the files tell. Empty where it does not, and for a folder
-        too large to load.
+        their library decides more than names and numbers of the files tell. Empty where it does not, for a folder too
+        large to load, and without `numbers`: then only which tensors there are is compared.
 
         Raises:
             RuntimeError: What they load is another model.

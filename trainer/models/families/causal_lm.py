@@ -342,12 +342,13 @@ class CausalLM(TextFamily):
     def read_export(self, component: str, files: Sequence[Path]) -> WeightFiles:
         return WeightFiles(read_names(self._empty, files, None, self._transposed).entries)
 
-    def loaded_by_users(self, component: str, folder: Path) -> Mapping[str, Tensor]:
+    def loaded_by_users(self, component: str, folder: Path, numbers: bool = True) -> Mapping[str, Tensor]:
         source = replace(self._folder, path=folder)
         kind = causal_class(_read_config(source))
         if kind is None or "quantization_config" in source.read("config.json"):
             return {}  # it is not loaded whole; or only by a package for its codes
-        loaded = {name.replace(TEXT_PART, "", 1): tensor for name, tensor in loaded_tensors(kind, folder).items()}
+        tensors = loaded_tensors(kind, folder, numbers)
+        loaded = {name.replace(TEXT_PART, "", 1): tensor for name, tensor in tensors.items()}
         own = stored_tensors(self._empty)
         lost = sorted(own.keys() - loaded.keys())
         if lost:

@@ -15,22 +15,23 @@ MOST_BYTES = 8 * 2**30
 take no memory; others, and experts that are joined, do."""
 
 
-def loaded_tensors(kind: Any, folder: Path) -> Mapping[str, Tensor]:
+def loaded_tensors(kind: Any, folder: Path, numbers: bool = True) -> Mapping[str, Tensor]:
     """Load a folder with `from_pretrained`, in the type that its config.json names.
 
     Args:
         kind: transformers' class of the model.
         folder: The folder.
+        numbers: Whether numbers are loaded; else no file but the configs and the headers is read.
 
     Returns:
-        {name in the model: tensor}; tensors that the model shares are one object. On the meta device for a folder above
-        MOST_BYTES.
+        {name in the model: tensor}; tensors that the model shares are one object. On the meta device without numbers,
+        and for a folder above MOST_BYTES.
 
     Raises:
         RuntimeError: transformers finds no value for a tensor, or one of another shape.
     """
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    place = {"device_map": "meta"} if num_bytes > MOST_BYTES else {}
+    place = {} if numbers and num_bytes <= MOST_BYTES else {"device_map": "meta"}
     model, found = kind.from_pretrained(
         folder, dtype="auto", output_loading_info=True, local_files_only=True, trust_remote_code=False, **place
     )
