@@ -26,7 +26,9 @@ TRIGGER_PLACE = "[trigger]"
 DEMO = Path(__file__).parents[1] / "assets" / "demo"
 DEMO_CAPTIONER = DEMO.parent / "captioner"
 """The model of `--caption FOLDER --model demo`."""
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)", re.ASCII)
+WEIGHT_FILES = (".safetensors", ".sft")
+"""Ends of the names of single files with weights. A .sft is a safetensors file: FLUX.1 was first published so."""
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)(?<!\.sft)(?<!\.gguf)(?<!\.ckpt)", re.ASCII)
 HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[^\s:\[\]]+):(?P<port>\d{1,5})")
 
 
@@ -154,9 +156,9 @@ class ModelConfig(Section):
     family: str = option("", title="Model family")
     """Model family: the architecture of the base model. Required."""
     path: str = option("tiny", title="Base model", path="model", keywords="pretrained checkpoint hf hugging face")
-    """Base model: a diffusers folder, a single .safetensors file, a downloaded Hugging Face id, `demo` (a small
-    built-in model that generates pictograms of 64 x 64 pixels), or `tiny` (random weights, trains in seconds on a CPU).
-    For a language model: a transformers folder, or `random` for random weights in the full size of
+    """Base model: a diffusers folder, a single .safetensors or .sft file, a downloaded Hugging Face id, `demo` (a
+    small built-in model that generates pictograms of 64 x 64 pixels), or `tiny` (random weights, trains in seconds on a
+    CPU). For a language model: a transformers folder, or `random` for random weights in the full size of
     `model.options.architecture` or `model.base`."""
     base: str | None = option(None, title="Folder with the other components", path="model")
     """Needed if `model.path` is a single file: a diffusers folder with the configs and the components which that file
@@ -167,6 +169,11 @@ class ModelConfig(Section):
     """How each component of the model is trained: by the adapter, fully, or not at all (frozen). Components not listed
     are frozen. Empty: the denoiser is trained, by the adapter or, without an adapter, fully."""
     options: ModelOptions = ModelOptions()
+
+    @property
+    def is_single_file(self) -> bool:
+        """Whether the path is that of a file with weights, which needs `base`."""
+        return self.path.lower().endswith(WEIGHT_FILES)
 
 
 class NoAdapter(Section):

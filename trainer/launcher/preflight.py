@@ -230,6 +230,7 @@ def _check_model(loaded: ConfigFile) -> None:
     except InputError as error:
         loaded.refuse([Problem(field, str(error).removeprefix(f"{field} "))])
     loaded.refuse([*recognition.refused(model), *distilled.refused(model)])
+    loaded.refuse(list(recognition.without_row(model)))
 
 
 def _check_trackers(loaded: ConfigFile) -> None:

@@ -269,7 +269,8 @@ class ModelFamily(ABC):
         return config
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Write `tokenizer_files` to the folder of an exported language model or adapter."""
+        """Write `tokenizer_files` to the folder of an exported language model or adapter, and what else programs read
+        of how its texts begin and end."""
         copy_files(self.folder, self.tokenizer_files, folder)
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
@@ -316,6 +317,16 @@ class ModelFamily(ABC):
     def read_export(self, component: str, files: Sequence[Path]) -> WeightFiles:
         """The tensors of an export's files by the names of `build(component)`."""
         return WeightFiles.read(files)
+
+    def loaded_by_users(self, component: str, folder: Path, numbers: bool = True) -> Mapping[str, Tensor]:
+        """The tensors of a whole model's folder as users' programs load it, by the names of `build(component)`, where
+        their library decides more than names and numbers of the files tell. Empty where it does not, for a folder too
+        large to load, and without `numbers`: then only which tensors there are is compared.
+
+        Raises:
+            RuntimeError: What they load is another model.
+        """
+        return {}
 
     @property
     def blocks(self) -> tuple[str, ...]:

@@ -188,7 +188,7 @@ def on_this_machine(cfg: RunConfig, cache: Path) -> RunConfig:
     """
     model = cfg.model
     is_away, is_random = HUB_ID.fullmatch(model.path) and not Path(model.path).exists(), model.path == "random"
-    if model.options.architecture is not None and (is_away or model.path.endswith(".safetensors") or is_random):
+    if model.options.architecture is not None and (is_away or model.is_single_file or is_random):
         folder = str(published_folder(model, cache / "models"))
     elif is_random and model.base is not None:
         folder = model.base

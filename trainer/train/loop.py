@@ -225,7 +225,7 @@ class Trainer:
         self.model, self.trainables = self.loaded.module, self.loaded.trainables
         self._shards_gradients = cfg.shards_gradients(self.loaded.strategy)
         newest = self._newest_checkpoint()
-        start_notes = continue_adapter(self.loaded, cfg, self.family) if newest is None else ()
+        start_notes = continue_adapter(self.loaded, cfg, self.family, self.log.warn) if newest is None else ()
         for note in (*built.notes, *self.loaded.adapter.notes, *start_notes, *export_notes):
             self.log.note("loading", note)
         self._dropouts = adapters.dropouts(self.model)

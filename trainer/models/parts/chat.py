@@ -235,6 +235,10 @@ class Chat:
             self._others[key] = Chat(self._tokenizer, self._named, self._system, known)
         return self._others[key]
 
+    def text(self, messages: Sequence[Message]) -> str:
+        """Render a conversation. Raises InputError if there is no template, or if it refuses the conversation."""
+        return self._render(messages, None)
+
     def prompt(self, question: str) -> list[int]:
         """Tokenize a question from the user, up to where the assistant's answer begins."""
         text = self._render(self._with_system([{"role": "user", "content": question}]), None, is_open=True)
