@@ -406,7 +406,11 @@ def test_a_config_with_stages_is_read_back_as_it_was_written(tmp_path: Path) -> 
             "23: stages[1].name: 'pretrain' is the name of two stages; give each its own name",
         ),
         ("train.steps: 6", "train.steps: 0", "27: stages[1].set.train.steps: is 0, must be >= 1 and <= 10000000 steps"),
-        ("train.steps: 6", "train.stepps: 6", "27: stages[1].set.train.stepps: unknown field; did you mean 'train.steps'?"),
+        (
+            "train.steps: 6",
+            "train.stepps: 6",
+            "27: stages[1].set.train.stepps: unknown field; did you mean 'train.steps'?",
+        ),
         (
             "train.steps: 6",
             "parallel.devices: 2",
