@@ -140,6 +140,14 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
                 f"{section}.{name}",
                 f"has no effect for {cfg.model.family}, which is trained on {known.trains_on}; leave it out",
             )
+    references = (cfg.data.references, cfg.data.reference_columns, cfg.sample.references)
+    for field, value in zip(REFERENCES, references, strict=True):
+        if (
+            value
+            and not known.reads_references
+            and field.partition(".")[2] in (*known.data_fields, *known.sample_fields)
+        ):
+            yield Problem(field, f"models of family {cfg.model.family} read no reference images; remove the field")
     yield from unwritable(cfg)
 
 
