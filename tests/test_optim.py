@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
 from trainer.config.errors import InputError
+from trainer.config.installation import EXTRAS
 from trainer.config.sections import OptimConfig
 from trainer.distributed.world import World
 from trainer.optim import (
-    EXTRAS,
     AdamW,
     Ema,
     decays,

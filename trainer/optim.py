@@ -6,13 +6,12 @@ A new optimizer is an entry of `_MAKERS` here, and its name in three other place
 - `STATE_BYTES` in `plan/sizes.py`: bytes of its state per trained number, for the memory plan;
 - `config/aliases.py`: names that other trainers use for it, and `REFUSED_VALUES` if it was refused there until now.
 
-An optimizer of an optional package also goes into `EXTRAS`. One that evaluates other weights than it trains also needs
-the rules that `config/schema.py` and `plan/phases.py` have for `schedulefree`.
+An optimizer of an optional package also goes into `EXTRAS` of `config/installation.py`. One that evaluates other
+weights than it trains also needs the rules that `config/schema.py` and `plan/phases.py` have for `schedulefree`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,21 +24,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer.config.errors import InputError
+from trainer.config.installation import missing_package
 from trainer.config.sections import OptimConfig
-
-# {optimizer: (package, extra)}. Not installed with the project: diffusers and peft import torchao wherever they find
-# it, which takes a second.
-EXTRAS = {"adamw8bit": ("torchao", "eightbit")}
 
 
 def make_optimizer(trainables: Mapping[str, nn.Parameter], cfg: OptimConfig) -> Optimizer:
     """Make the optimizer over this rank's shards, by name. Raises InputError when its package is not installed."""
-    if cfg.type in EXTRAS:
-        package, extra = EXTRAS[cfg.type]
-        if importlib.util.find_spec(package) is None:
-            raise InputError(
-                f"optim.type: {cfg.type} needs the package {package}; pip install 'shardstudio[{extra}]', or use adamw"
-            )
+    if missing := missing_package(cfg.type):
+        raise InputError(f"optim.type: {missing}")
     return _MAKERS[cfg.type](_groups(trainables, cfg.decay_norms), cfg)
 
 

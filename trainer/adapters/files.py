@@ -26,9 +26,9 @@ from trainer.adapters.patterns import find_pattern
 from trainer.config.errors import InputError
 from trainer.config.files import first_problem, read_json
 from trainer.weights.files import ORIGINAL_PREFIX, WeightFiles
+from trainer.weights.headers import PEFT_FILE
 
 PEFT_PREFIX = "base_model.model."
-PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 SETTINGS = TypeAdapter(dict[str, Any])

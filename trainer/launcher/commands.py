@@ -11,7 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from trainer.config.errors import InputError
+from trainer.config import families
+from trainer.config.errors import InputError, RuleError
 from trainer.config.load import ConfigFile, load_config, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig, family_names
@@ -214,8 +215,11 @@ def begin_export(run: RunDir, cfg: RunConfig) -> subprocess.Popen[bytes]:
     """Start an export, as `cfg.export` says, in a separate process. Its exit code is 2 for the user's mistake.
 
     Raises:
-        InputError: The run has no checkpoint, or a folder of it is missing and cannot be made.
+        InputError: The run has no checkpoint, a folder of it is missing and cannot be made, or its family has no file
+            of this format.
     """
+    if problems := tuple(families.unwritable(cfg)):
+        raise RuleError(problems)
     run.complete_folders(cfg)
     manifest.to_export(run)
     argv = [sys.executable, "-m", "trainer", str(run.path)]

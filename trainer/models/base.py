@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,17 +18,15 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config.errors import InputError, not_one_of
+from trainer.config.errors import InputError
 from trainer.config.families import Distilled
 from trainer.config.schema import RunConfig
 from trainer.config.sections import (
-    FORMER_DEFAULTS,
     CompleteSample,
     DataConfig,
     ModelConfig,
     ObjectiveConfig,
     SampleConfig,
-    Section,
 )
 from trainer.models import distilled
 from trainer.models.objectives import Batch, Example, Loss, Shift
@@ -105,7 +103,7 @@ class ModelFamily(ABC):
         cache: A folder shared by runs, where a `tiny` model is written as a diffusers folder.
 
     Raises:
-        InputError: `model.path` does not hold such a model, or a section uses options that the family does not have.
+        InputError: `model.path` does not hold such a model.
     """
 
     components: ClassVar[tuple[str, ...]]
@@ -150,6 +148,9 @@ class ModelFamily(ABC):
     """Fields of the section `objective` that the family reads; the others must keep their defaults."""
     options_read: ClassVar[frozenset[str]] = frozenset({"architecture"})
     """Fields of the section `model.options` that the family reads; the others must keep their defaults."""
+    conditional_fields: ClassVar[Mapping[str, tuple[str, str, bool]]] = {}
+    """Fields of `objective` that only some of the family's models read: {field: (JSON file of the folder, the key in it
+    that is true in those models, its value where the file has no such key)}."""
     optional_encoders: ClassVar[tuple[str, ...]] = ()
     """Text encoders that `model.options.without` may name."""
     architectures: ClassVar[tuple[str, ...]]
@@ -184,10 +185,6 @@ class ModelFamily(ABC):
     """The model's folder; the family's constructor opens it."""
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
-        _check_names("model.train", model.train, self.trained_names())
-        check_unread("model.options", model.options, self.options_read)
-        _check_names("model.options.without", model.options.without, self.optional_encoders)
-        check_unread("objective", objective, self.objective_fields)
         self.config = model
         self.objective = objective
         self.cache = cache
@@ -728,24 +725,7 @@ class TextFamily(ModelFamily):
         return {"tokens": tokens, "learned": learned, "documents": tokens.clone()}
 
 
-def check_unread(section: str, given: Section, read: Collection[str]) -> None:
-    """Refuse fields of a section that are set but not read, since they would be ignored."""
-    for field, value in given:
-        unset = (type(given).model_fields[field].default, FORMER_DEFAULTS.get(f"{section}.{field}"))
-        if field not in read and value not in unset:
-            raise InputError(
-                f"{section}.{field}: is not used by this kind of model; leave it out. "
-                f"It reads {', '.join(f'{section}.{name}' for name in sorted(read)) or 'nothing of this section'}"
-            )
-
-
 def references_of(example: Example | Batch) -> list[Tensor]:
     """Latents of the reference images, in order: "reference_0", "reference_1" and so on."""
     count = sum(key.startswith("reference_") for key in example)
     return [example[f"reference_{number}"] for number in range(count)]
-
-
-def _check_names(field: str, named: Iterable[str], choices: tuple[str, ...]) -> None:
-    for name in named:
-        if name not in choices:
-            raise InputError(f"{field}: {not_one_of(name, choices)}")

@@ -6,13 +6,15 @@ The families list these files (`ModelFamily.model_files`, repeated in config/fam
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from trainer.config import families, files
 from trainer.config.errors import InputError, Problem
 from trainer.config.families import FamilyFacts
-from trainer.config.sections import MODEL_WORDS, ModelConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import DEMO, MODEL_WORDS, ModelConfig
 from trainer.weights.hub import find_folder
 
 MOST_BYTES = 2**20
@@ -55,6 +57,30 @@ def wrong_files(model: ModelConfig) -> Iterator[Problem]:
         )
     if model.base and Path(model.base).is_file():
         yield Problem("model.base", f"{model.base}: a file; name the diffusers folder that model.path was made from")
+
+
+def unread(cfg: RunConfig, folder: Path | None = None) -> Iterator[Problem]:
+    """Yield fields that are set, and that this model does not read though others of its family do.
+
+    Args:
+        cfg: The config.
+        folder: The model's diffusers folder. None looks for the one that the config names; `families.refused` knows of
+            `tiny`.
+
+    Raises:
+        InputError: A hub id is not on this machine.
+    """
+    known, model = families.of(cfg.model.family), cfg.model
+    if known is None or (folder is None and model.path == "tiny"):
+        return
+    if folder is None and model.path == "demo":
+        folder = DEMO / model.family
+    folder = folder or find_folder(*(("model.base", model.base) if model.base else ("model.path", model.path)))
+    marks = {field: _config(folder / name).get(*key) for field, (name, *key) in known.conditional_fields.items()}
+    read = known.objective_read([field for field, is_read in marks.items() if is_read])
+    for problem in families.unread("objective", cfg.objective, read):
+        if problem.field in known.conditional_fields:
+            yield problem
 
 
 def _reason(folder: Path, known: FamilyFacts) -> str:
@@ -106,3 +132,12 @@ def no_row(model: str, token: str, number: int, rows: int) -> str:
         f"was extended and the model was not. Set model.options.new_tokens to ['{token}'], which adds the rows, or "
         "remove the token from texts and tokenizer"
     )
+
+
+def _config(file: Path) -> Mapping[str, Any]:
+    """A config; empty where it cannot be read, about which the loader says more."""
+    try:
+        config = json.loads(files.read(file, MOST_BYTES))
+    except (InputError, OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
