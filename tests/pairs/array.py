@@ -15,6 +15,8 @@ Refuse = Callable[[Row], str | None]
 
 TRIES = 4
 """Rows that are made for a pair, of which the one with most new pairs is kept."""
+MOST_OTHERS = 3
+"""Other values that are tried to find out whether a value is the cause of a refusal."""
 
 
 @dataclass
@@ -24,17 +26,23 @@ class Array:
     Attributes:
         choices: {choice: its values}. The first is the plainest; it is taken where no other brings a new pair.
         refuse: Which rows may not be. A row of first values may.
+        examine: Which of the others may not be either. It is asked about whole rows only, as it takes longer.
         refused: {pair: why it cannot occur}, of those that the rows so far were not made for.
+        causes: What `examine` refused, as the values that matter, and why.
+        examples: The rows that it refused, one for each cause.
     """
 
     choices: Mapping[str, Sequence[str]]
     refuse: Refuse
+    examine: Refuse = field(default=lambda row: None)
     seed: int = 0
     refused: dict[Pair, str] = field(default_factory=dict)
+    causes: list[tuple[Row, str]] = field(default_factory=list)
+    examples: list[dict[str, str]] = field(default_factory=list)
     uncovered: set[Pair] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.uncovered = set(pairs({name: tuple(values) for name, values in self.choices.items()}))
+        self.uncovered = set(pairs(self.choices))
 
     def rows(self) -> Iterator[dict[str, str]]:
         """Make rows until every pair occurs or is refused. Each has a value for every choice."""
@@ -42,18 +50,35 @@ class Array:
         waiting = sorted(self.uncovered)
         draw.shuffle(waiting)
         for pair in waiting:
-            if pair not in self.uncovered:
-                continue
-            begun = self._begun(pair)
-            if begun is None:
-                continue
-            row = max((self._filled(begun, draw) for _ in range(TRIES)), key=self._gain)
-            self.uncovered -= set(pairs_of(row))
-            yield row
+            while pair in self.uncovered and (begun := self._begun(pair)):
+                row = max((self._filled(begun, draw) for _ in range(TRIES)), key=self._gain)
+                why = self.examine(row)
+                if why is None:
+                    self.uncovered -= set(pairs_of(row))
+                    yield row
+                else:
+                    self.causes.append((self._cause(row), why))
+                    self.examples.append(row)
+
+    def _why(self, row: Row) -> str | None:
+        """Why a row may not be, by `refuse` and the causes that are known."""
+        whole = {name: values[0] for name, values in self.choices.items()} | dict(row)
+        known = (why for cause, why in self.causes if cause.items() <= whole.items())
+        return next(known, None) or self.refuse(row)
+
+    def _cause(self, row: Row) -> Row:
+        """The values of a refused row each of which could be another one that is not refused."""
+        cause = {}
+        for name, value in row.items():
+            changed = ({**row, name: other} for other in self.choices[name] if other != value)
+            allowed = [other for other in changed if self.refuse(other) is None]
+            if any(self.examine(other) is None for other in allowed[:MOST_OTHERS]):
+                cause[name] = value
+        return cause or row
 
     def _begun(self, pair: Pair) -> dict[str, str] | None:
         """The pair, with the values that it needs; None for a pair that is refused."""
-        why = self.refuse(dict(pair))
+        why = self._why(dict(pair))
         if why is None:
             return dict(pair)
         row = self._mended(dict(pair), why, 2)
@@ -68,7 +93,7 @@ class Array:
         for name, values in self.choices.items():
             for value in values[1:] if name not in row else ():
                 changed = {**row, name: value}
-                reason = self.refuse(changed)
+                reason = self._why(changed)
                 if reason is None:
                     return changed
                 if reason != why:
@@ -83,7 +108,7 @@ class Array:
         for name in rest:
             gains = {value: self._new(row, name, value) for value in self.choices[name]}
             for value in sorted(gains, key=lambda value: -gains[value]):
-                if self.refuse({**row, name: value}) is None:
+                if self._why({**row, name: value}) is None:
                     row[name] = value
                     break
         return row

@@ -12,9 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from tests.pairs.array import Row
 from tests.pairs.data import MIXTURES
-from trainer.config.schema import RunConfig
+from trainer.config.families import refused
+from trainer.config.schema import RunConfig, start_rules
 from trainer.models import families
 from trainer.models.base import MultimodalFamily
 
@@ -83,6 +86,15 @@ class Kind:
                 section = section.setdefault(name, {})
             section[last] = value
         return RunConfig.model_validate(values)
+
+    def refusal(self, row: Row) -> str | None:
+        """The sentence with which the config of a row is refused by itself, or None."""
+        try:
+            cfg = self.config(row)
+        except ValidationError as error:
+            return str(error.errors()[0])
+        problems = [*start_rules(cfg), *refused(cfg)]
+        return str(problems[0]) if problems else None
 
 
 def kinds(root: Path) -> dict[str, Kind]:
@@ -237,7 +249,9 @@ def _image_choices(root: Path) -> Mapping[str, Mapping[str, Value]]:
             "default": {},
             "windows": {"model__options": {"text_windows": 2}},
             "tokens": {"model__options": {"max_tokens": 16}},
-            "layers": {"model__options": {"text_layers": [1]}},
+            "layers": lambda row: {
+                "model__options": {"text_layers": [0, 1] if row.get("model") == "flux3" else [0, 1, 2]}
+            },
             "without": {"model__options": {"without": ["text_encoder_3"]}},
         },
         "encoders": {"bf16": {}, "quantized": {"quantize__encoders": True}},

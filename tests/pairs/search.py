@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from pydantic import ValidationError
-
 from tests.distributed import run_ranks
 from tests.pairs.array import Array, Row
 from tests.pairs.choices import Kind, kinds
 from tests.pairs.data import make_data
 from tests.pairs.trials import OnRanks, Outcome, tried
-from trainer.config import families
-from trainer.config.schema import start_rules
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.export import check_export
+from trainer.models import families, preferences
+from trainer.models.build import build_model
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Search:
     on_ranks: OnRanks = run_ranks
     kinds: dict[str, Kind] = field(init=False)
     counts: dict[str, str] = field(default_factory=dict)
+    _refusals: dict[str, str | None] = field(default_factory=dict)
     _rows: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -66,17 +69,34 @@ class Search:
 
     def array(self, kind: str) -> Array:
         """The array of a kind of data, without rows."""
-        choices = {name: list(values) for name, values in self.kinds[kind].choices.items()}
-        return Array(choices, lambda row: refusal(self.kinds[kind], row), self.seed)
+        one = self.kinds[kind]
+        choices = {name: list(values) for name, values in one.choices.items()}
+        return Array(choices, one.refusal, lambda row: self._refusal(one.config(row)), self.seed)
 
     def rows(self, kind: str) -> list[dict[str, str]]:
-        """The rows for a kind of data."""
+        """The rows for a kind of data, and one for each reason why a model is refused."""
         if kind not in self._rows:
             array = self.array(kind)
             total = len(array.uncovered)
-            rows = self._rows[kind] = list(array.rows())
-            self.counts[kind] = f"{len(rows)} configs for {total} pairs, of which {len(array.refused)} are refused"
+            rows = list(array.rows())
+            self._rows[kind] = rows + array.examples
+            covered, examples = total - len(array.refused), len(array.examples)
+            self.counts[kind] = (
+                f"{len(rows)} configs hold {covered} pairs; {len(array.refused)} are refused, {examples} configs try it"
+            )
         return self._rows[kind]
+
+    def _refusal(self, cfg: RunConfig) -> str | None:
+        """The sentence with which the model of a config is refused, or None."""
+        asked = cfg.model_dump(include={"model", "adapter", "quantize", "objective", "sample", "export"})
+        key = json.dumps([asked, cfg.data.rejected, cfg.data.questions, cfg.data.references], sort_keys=True)
+        if key not in self._refusals:
+            try:
+                check_model(cfg, self.root / "runs" / "cache")
+                self._refusals[key] = None
+            except InputError as error:
+                self._refusals[key] = str(error)
+        return self._refusals[key]
 
     def trials(self, kind: str, share: int = 1, shares: int = 1, only: Row = MappingProxyType({})) -> Iterator[Tried]:
         """Try the configs of a kind of data.
@@ -101,11 +121,10 @@ class Search:
         return Tried(name, row, chosen, trial.outcome, trial.why, time.monotonic() - began)
 
 
-def refusal(kind: Kind, row: Row) -> str | None:
-    """The sentence with which the config of a row is refused by itself, or None."""
-    try:
-        cfg = kind.config(row)
-    except ValidationError as error:
-        return str(error.errors()[0])
-    problems = [*start_rules(cfg), *families.refused(cfg)]
-    return str(problems[0]) if problems else None
+def check_model(cfg: RunConfig, cache: Path) -> None:
+    """Raise InputError for a model that a rank refuses before it reads data."""
+    family = families.make(cfg, cache)
+    objective = preferences.make(cfg, family)
+    built = build_model(cfg, family)
+    objective.check(built)
+    check_export(cfg, family, built.trainables)
