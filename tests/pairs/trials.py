@@ -61,9 +61,10 @@ def tried(cfg: RunConfig, plain: RunConfig, root: Path, name: str, on_ranks: OnR
         on_ranks: Runs a function on a number of ranks, as `run_ranks`.
     """
     try:
-        run, other = (_started(one, root, f"{name}{end}") for one, end in ((cfg, ""), (plain, "-plain")))
+        run = _started(cfg, root, name)
     except InputError as error:
         return Trial("refused before the start", str(error))
+    other = RunDir.create(root / "runs", plain, at=root / "runs" / f"{name}-plain")
     try:
         for ranks, one, folder, times in ((cfg.parallel.world_size, cfg, run, 2), (1, plain, other, 1)):
             first = min(on_ranks(ranks, trained, one, folder, times), key=lambda ended: ended.when)
@@ -71,9 +72,11 @@ def tried(cfg: RunConfig, plain: RunConfig, root: Path, name: str, on_ranks: OnR
                 return Trial(first.outcome, first.why)
         problems = list(_differences(cfg, run, other))
         return Trial("differs", "; ".join(problems)) if problems else Trial("ran")
+    except RuntimeError as error:  # a rank died
+        return Trial("crashed", str(error))
     finally:
-        for folder in (run.path, other.path):
-            shutil.rmtree(folder)
+        for folder in (run, other):
+            shutil.rmtree(folder.path)
 
 
 def _started(cfg: RunConfig, root: Path, name: str) -> RunDir:
