@@ -46,7 +46,7 @@ def _make_images(root: Path) -> None:
             _half(image.size).save(root / "masks" / file.name)
             ImageOps.invert(image).save(root / "rejected" / file.name)
             ImageOps.mirror(image).save(root / "before" / file.name)
-        rows.append({"image": {"bytes": file.read_bytes(), "path": None}, "text": f"row {file.stem}"})
+        rows.append({"image": {"bytes": file.read_bytes(), "path": file.name}, "text": f"row {file.stem}"})
     (root / "table").mkdir()
     pq.write_table(pa.Table.from_pylist(rows), root / "table" / "rows.parquet")
     names = [file.name for file in files]
