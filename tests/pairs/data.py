@@ -41,12 +41,13 @@ def _make_images(root: Path) -> None:
     for name in ("masks", "rejected", "before"):
         (root / name).mkdir()
     rows = []
-    for file in files:
-        with Image.open(file) as image:
-            _half(image.size).save(root / "masks" / file.name)
-            ImageOps.invert(image).save(root / "rejected" / file.name)
-            ImageOps.mirror(image).save(root / "before" / file.name)
-        rows.append({"image": {"bytes": file.read_bytes(), "path": file.name}, "text": f"row {file.stem}"})
+    for number, file in enumerate(files):
+        for name in (file.name, f"{number}.png"):  # the second names a row of the table
+            with Image.open(file) as image:
+                _half(image.size).save(root / "masks" / name)
+                ImageOps.invert(image).save(root / "rejected" / name)
+                ImageOps.mirror(image).save(root / "before" / name)
+        rows.append({"image": {"bytes": file.read_bytes(), "path": None}, "text": f"row {file.stem}"})
     (root / "table").mkdir()
     pq.write_table(pa.Table.from_pylist(rows), root / "table" / "rows.parquet")
     names = [file.name for file in files]
