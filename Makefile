@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz bench plan roofline peers recorded interop gpu-check gpu-wheels oldest table browser network proxies screenshots eightbit schema demo-base demo-captioner lock clean
+.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz pairs bench plan roofline peers recorded interop gpu-check gpu-wheels oldest table browser network proxies screenshots eightbit schema demo-base demo-captioner lock clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -107,6 +107,10 @@ table: .venv
 # Generated files, texts and requests for every door; MINUTES and SEED take others.
 fuzz: .venv
 	$(BIN)/python -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
+
+# Every pair of values of the fields that decide what a run does, in a real run; SHARE=1/10 tries a tenth, ARGS others.
+pairs: eightbit
+	$(BIN)/python -m tests.pairs $(if $(SHARE),--share $(SHARE)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # What the tests of the page open it with: Debian's Chromium. Elsewhere install one named chromium by hand.
 browser:

@@ -365,7 +365,8 @@ class ModelFamily(ABC):
             batch: A batch on the CPU.
 
         Returns:
-            {pattern of layers: (rows,) index of the item}; other layers get one entry per item.
+            {pattern of layers: (rows,) index of the item}; other layers get one entry per item, or as many of each,
+            all of an item before those of the next.
         """
         return {}
 
