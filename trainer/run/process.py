@@ -26,6 +26,7 @@ from pydantic import TypeAdapter
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.installation import CHECKOUT
+from trainer.run import compiler
 from trainer.run.events import (
     ENDS,
     AnyEvent,
@@ -215,6 +216,7 @@ def worker_environment() -> dict[str, str]:
     folders = [str(folder) for folder in (CHECKOUT, inherited) if folder]
     return {
         "OMP_NUM_THREADS": "1",  # ranks share the cores; without it each rank would use all of them
+        **compiler.cache_environment()[0],
         **os.environ,
         **({"PYTHONPATH": os.pathsep.join(folders)} if folders else {}),
         "PYTHONUNBUFFERED": "1",
