@@ -62,6 +62,7 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     Raises:
         InputError: As `new_run`; or the run is running; or its checkpoint does not allow a change.
     """
+    run.guard()
     process.require_ended(run)
     loaded = load_config(run.config_file, overrides)
     saved = manifest.complete(run.checkpoints)

@@ -138,6 +138,7 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
     """
     # Resolves names and asks nvidia-smi, so not while the lock is held.
     environment = node_environment(cfg.parallel) | _device_environment(cfg.parallel, gpus, pins_exactly(cfg))
+    run.guard()
     compiling, problem = compiler.environment(cfg)
     waits = f"waits for the other nodes: {joining(run, cfg.parallel.nodes)}" if must_be_joined(cfg.parallel) else ""
     with run.locked():
@@ -199,6 +200,7 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "t
         InputError: The run has one node only, or no node of this number, or that node already runs on this machine.
     """
     nodes = parallel.nodes
+    run.guard()
     run.logs.mkdir(parents=True, exist_ok=True)
     if nodes == 1:
         raise InputError(f"{run.path}: is a single-node run; start a run with parallel.nodes above 1 on the first node")

@@ -28,7 +28,7 @@ run's own model, not on the one that the second was given; a model that draws an
 answers, images in buckets, and samples without the published guidance by images and in one step more. In recipes 1 to
 3, the experts of a mixture stay in bf16 on a quantized base."""
 REMEDY = "remove this checkpoint, so that the one before it is taken"
-_NAME = re.compile(r"step-\d{6,}")
+_NAME = re.compile(r"step-[0-9]{6,15}")
 
 
 @dataclass(frozen=True)
