@@ -30,6 +30,7 @@ MOST_BYTES = 64 * MIB
 MOST_SHOWN = 200
 """Longest location within a file that an error shows, in characters."""
 NOT_REGULAR = "not a regular file; remove it, or put a file in its place"
+LEADS_OUT = "a link out of the model's folder, which would be copied into what is exported; put the file in its place"
 T = TypeVar("T")
 
 
@@ -295,7 +296,7 @@ def leads_out(path: Path, folder: Path) -> bool:
     The Hugging Face cache keeps the content of a snapshot's files in the folder `blobs`, which belongs to it.
     """
     root, target = folder.resolve(), path.resolve()
-    blobs = [above.parent / "blobs" for above in (root, *root.parents) if above.name == "snapshots"]
+    blobs = [(above.parent / "blobs").resolve() for above in (root, *root.parents) if above.name == "snapshots"]
     return not any(target.is_relative_to(place) for place in (root, *blobs))
 
 
