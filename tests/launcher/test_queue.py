@@ -199,6 +199,7 @@ def start_until_killed(queue: Queue, at: str) -> None:
     assert done.returncode == 9
 
 
+@pytest.mark.slow
 def test_a_starter_killed_before_it_started_a_run_starts_it_in_the_folder_that_it_made(queue, config):
     queue.add(config("a"))
     start_until_killed(queue, at="_spawn")
@@ -212,6 +213,7 @@ def test_a_starter_killed_before_it_started_a_run_starts_it_in_the_folder_that_i
     assert queue.state_of(entry) == "finished"
 
 
+@pytest.mark.slow
 def test_a_starter_killed_after_it_started_a_run_never_starts_it_twice(queue, config):
     queue.add(config("waits"))
     start_until_killed(queue, at="Launch.of")  # before launch.json is written

@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from app.monitor import Follower
+from app.monitor import Follower, explained
 from app.run_table import Summaries
 from app.studio import Studio
 from app.web.pages import files as files_page
@@ -247,6 +248,59 @@ def test_a_process_that_waited_for_the_lock_of_a_deleted_run_does_nothing(runs: 
         (runs / "again").rename(run.path)
     assert said == [f"{run.path}: the run folder was deleted or moved away"] * 2
     assert not run.launch_file.exists()
+
+
+def test_of_two_windows_that_delete_a_run_one_does_and_the_other_says_why_not(runs: Path) -> None:
+    answers: list[dict[str, Any]] = []
+    at_once = threading.Barrier(8)
+
+    def click() -> None:
+        window = runs_page.calls(Studio(runs))["runs_delete"]
+        at_once.wait()
+        answers.append(window(["fox"]))
+
+    windows = [threading.Thread(target=click) for _ in range(8)]
+    for window in windows:
+        window.start()
+    for window in windows:
+        window.join()
+    refused = [sentence for answer in answers for sentence in answer["refused"]]
+    assert (sum(answer["num_deleted"] for answer in answers), len(refused)) == (1, 7)
+    for sentence in refused:
+        assert sentence.endswith((": the run folder was deleted or moved away", f"name one of the runs in {runs}"))
+    assert sorted(path.name for path in runs.iterdir()) == ["mine"]
+
+
+@pytest.mark.slow  # eight starts
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.6, 1.0])
+def test_a_run_that_is_resumed_in_one_window_and_deleted_in_another_is_never_half_deleted(
+    runs: Path, delay_s: float
+) -> None:
+    run, studio, said = RunDir(runs / "fox"), Studio(runs), []
+    before = content(run.path)
+
+    def resume() -> None:
+        try:
+            studio.resume(studio.run("fox"))
+        except (InputError, OSError) as error:
+            said.append(explained(error))
+
+    first = threading.Thread(target=resume)
+    first.start()
+    time.sleep(delay_s)
+    answer = runs_page.calls(Studio(runs))["runs_delete"](["fox"])
+    first.join()
+    try:
+        if answer["num_deleted"]:
+            assert (len(said), run.path.exists()) == (1, False)
+        else:
+            assert (said, answer["refused"]) == ([], ["fox: is running; stop it first"])
+            assert process.alive(run)
+            assert before.keys() <= content(run.path).keys()
+    finally:
+        if run.path.exists():
+            process.terminate(run)
+    assert [path.name for path in runs.iterdir() if path.name.startswith(".deleted")] == []
 
 
 def test_a_queued_run_whose_folder_was_exchanged_is_shown_as_damaged_and_not_settled(runs: Path, victim: Path) -> None:

@@ -134,7 +134,9 @@ class RunDir:
             (self.stage_folder(number, stage.name) / "checkpoints").mkdir(parents=True, exist_ok=True)
 
     def complete_folders(self, cfg: RunConfig) -> None:
-        """Do the same as `make_folders`, but raise InputError if a folder cannot be made."""
+        """Do the same as `make_folders` in an existing run folder. Raises InputError if a folder cannot be made."""
+        if not self.path.is_dir():
+            raise InputError(self._gone)
         try:
             self.make_folders(cfg)
         except OSError as error:
