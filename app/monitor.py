@@ -208,6 +208,7 @@ class Follower:
     """
 
     def __init__(self, run: RunDir) -> None:
+        run.guard()
         self.run = run
         self.config = run.config()
         self.token = secrets.token_hex(4)
@@ -234,7 +235,7 @@ class Follower:
 
     def view(self) -> RunView:
         """Read what is new and return the run's state. A process that died silently is first recorded as failed."""
-        with self._lock:
+        with self._lock, self.run.boundary():
             self._read()
             is_alive = process.alive(self.run)
             if not is_alive and self._status.state not in (*ENDS, "created"):

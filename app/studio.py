@@ -154,6 +154,7 @@ class Studio:
             self.downloads = Downloads(Path(self._scratch.name) / "downloads")
         else:
             (self._drafts / "probe").unlink()
+            processes.remove_deleted(self.runs)
 
     def presets(self) -> dict[str, Path]:
         """Return {name: file}: the quickstart first, then those saved here, then the others."""
@@ -392,7 +393,13 @@ class Studio:
         return find_runs(self.runs)
 
     def run(self, name: str | None) -> RunDir:
-        """Return the run of this name. Raises InputError when the folder has no such run."""
+        """Return the run of this name. Raises InputError when there is no such run, or as `RunDir.guard` does."""
+        run = self.found(name)
+        run.guard()
+        return run
+
+    def found(self, name: str | None) -> RunDir:
+        """Return the run of this name, whatever is in its folder. Raises InputError when there is none."""
         if not name or Path(name).name != name or name.startswith((".", "-")) or not name.isprintable():
             raise InputError(f"{name!r} is not the name of a run")
         if not is_run(self.runs / name):

@@ -18,10 +18,10 @@ import yaml
 from tests.launcher.hub import TOKEN, Hub, Repository, serving
 from tests.runs import make_pictures, make_text, run_config, text_config
 from trainer.config.errors import InputError
-from trainer.launcher.model_card import model_card
+from trainer.launcher.model_card import model_card, published
 from trainer.launcher.upload import Upload, begin_upload, upload_output
 from trainer.run.events import EventWriter, ExportEvent, SampleEvent, StepEvent
-from trainer.run.folder import RunDir
+from trainer.run.folder import LINK, RunDir
 from trainer.run.process import worker_environment
 
 WEIGHTS, PIXELS = b"the weights", b"the pixels"
@@ -245,3 +245,17 @@ def test_the_card_of_a_language_model_names_the_tokens_at_which_its_texts_end(tm
     assert "```\n\nReplace `BASE`" in card or what == "full"
     assert "\n\nTexts end at `<|im_end|>` or `token 9`.\n" in card
     assert (line in card) == (what == "adapter")
+
+
+def test_a_link_in_an_exported_folder_publishes_no_private_file(run: RunDir, hub: Hub, tmp_path: Path) -> None:
+    """The run folder may come from somebody else, and the question lists the name alone."""
+    (tmp_path / "id_ed25519").write_text("private")
+    (run.export / "assistant").mkdir()
+    (run.export / "assistant" / "merges.txt").symlink_to(tmp_path / "id_ed25519")
+    record(run, ExportEvent(path="export/assistant", what="full", format="auto"))
+    before = hub.commits
+    code, said = uploaded(run, hub, "--repo=ada/fox-linked", "--yes")
+    assert (code, said) == (2, f"{run.export}/assistant/merges.txt: {LINK}")
+    with pytest.raises(InputError, match=r"merges.txt: leads out of the run folder"):
+        published(run).files(run)
+    assert (hub.commits, "ada/fox-linked" in hub.repositories) == (before, False)

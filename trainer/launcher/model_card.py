@@ -53,11 +53,14 @@ class Published:
     samples: tuple[SampleEvent, ...]
 
     def files(self, run: RunDir) -> dict[str, Path]:
-        """{path in the repository: file} of exports and sample images."""
+        """{path in the repository: file} of exports and sample images. Raises InputError for a link out of the run."""
         found: dict[str, Path] = {}
         for export in self.exports:
             inside = sorted(file for file in export.rglob("*") if file.is_file()) if export.is_dir() else [export]
-            found |= {str(file.relative_to(export.parent)): file for file in inside}
+            for file in inside:
+                if files.leads_out(file, run.path):
+                    raise InputError(f"{file}: leads out of the run folder; remove it, and nothing of it is uploaded")
+                found[str(file.relative_to(export.parent))] = file
         return found | {name_of(sample): run.own_file(sample.path) for sample in self.samples if not sample.is_text}
 
 

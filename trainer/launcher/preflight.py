@@ -35,6 +35,8 @@ from trainer.run.manifest import Progress
 from trainer.weights.headers import PEFT_FILE, read_header
 from trainer.weights.hub import find_folder
 
+COPIED = frozenset({".json", ".txt", ".model", ".jinja"})
+"""Suffixes of the small files of a model's folder that are copied into exports."""
 BY_NAME = (".masks", ".references", ".rejected")
 """Ends of the fields of folders whose images are found by their names."""
 OF_LAYERS = frozenset(
@@ -83,6 +85,7 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     Raises:
         InputError: As `new_run`; or the run is running; or its checkpoint does not allow a change.
     """
+    run.guard()
     process.require_ended(run)
     loaded = load_config(run.config_file, overrides)
     saved = manifest.complete(run.checkpoints)
@@ -306,11 +309,21 @@ def _check_model(loaded: ConfigFile) -> None:
     model = loaded.config.model
     field, path = ("model.base", model.base) if model.base else ("model.path", model.path)
     try:
-        find_folder(field, path)
+        folder = find_folder(field, path)
     except InputError as error:
         loaded.refuse([Problem(field, str(error).removeprefix(f"{field} "))])
+    else:
+        loaded.refuse([Problem(field, text) for text in _linked_companions(folder)])
     loaded.refuse([*recognition.refused(model), *distilled.refused(model)])
     loaded.refuse([*recognition.without_row(model), *recognition.unread(loaded.config)])
+
+
+def _linked_companions(folder: Path) -> Iterator[str]:
+    """Problems with the small files of a model's folder that an export copies: links to files elsewhere."""
+    for file in sorted(folder.glob("*")):
+        is_copied = file.suffix in COPIED and file.name not in ("config.json", "model_index.json")
+        if is_copied and file.is_symlink() and files.leads_out(file, folder):
+            yield f"{file}: {files.LEADS_OUT}"
 
 
 def _check_start(loaded: ConfigFile) -> None:

@@ -34,7 +34,7 @@ biases."""
 REMEDY = "remove this checkpoint, so that the one before it is taken"
 SUM_THREADS = 4
 """Files whose checksums are compared at once: one core sums 1 GB/s, which disks exceed."""
-_NAME = re.compile(r"step-\d{6,}")
+_NAME = re.compile(r"step-[0-9]{6,15}")
 _OWN_SUM = re.compile(rb'"checksum": "([^"]*)"')
 _NO_SUM = b"0" * 32
 _CHANGED = "has changed since it was written: its checksum differs"

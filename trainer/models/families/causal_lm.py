@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -27,6 +26,7 @@ from trainer.models.parts.folder import (
     TRANSFORMERS_STEM,
     ModelFolder,
     check_architecture,
+    copy_files,
     open_folder,
     write_random,
     write_tiny,
@@ -647,9 +647,7 @@ class CausalLM(TextFamily):
             if source is None:
                 write_byte_tokenizer(folder, config)
             else:
-                for file in (source.path / name for name in COMPANION_FILES):
-                    if file.is_file():
-                        shutil.copyfile(file, folder / file.name)
+                copy_files(source.path, COMPANION_FILES, folder)
 
         companions = source.digest(*COMPANION_FILES) if source else ""
         return write_tiny(self.cache, "causal-lm-random", TINY_VERSION, {"sizes": sizes, "beside": companions}, write)

@@ -232,9 +232,15 @@ def read_json(field: str, folder: Path, name: str, expects: str = "a diffusers f
 
 
 def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
-    """Copy the files that exist of those named in a folder."""
+    """Copy the files that exist of those named in a folder.
+
+    Raises:
+        InputError: One is a link to a file elsewhere, which would be given away with the copy.
+    """
     for file in (source / name for name in names):
         if file.is_file():
+            if file.suffix != ".safetensors" and files.leads_out(file, source):  # weights were read as weights
+                raise InputError(f"{file}: {files.LEADS_OUT}")
             shutil.copyfile(file, folder / file.name)
 
 
