@@ -242,8 +242,7 @@ class Trainer:
         self._validated = (-1, math.nan)  # the step, its validation loss
         saved = None if newest is None else self._resume(newest)
         self._batch_sizes, self.num_steps = self._find_length(saved, context)
-        if saved is not None:
-            self._warn_of_a_jump(saved)
+        self._warn_of_a_rise(saved)
         self.loader = self._make_loader(saved)
         self.log.model_loaded(self.loaded, self.parameters, time.perf_counter() - started, self.step)
         self._inside = self._with_attention()
@@ -766,8 +765,10 @@ class Trainer:
             )
         return saved
 
-    def _warn_of_a_jump(self, saved: Progress) -> None:
+    def _warn_of_a_rise(self, saved: Progress | None) -> None:
         """Warn if the learning rate rises where the run continues: a schedule that had fallen ends later now."""
+        if saved is None:
+            return
         optim, before = self.cfg.optim, saved.lr
         after = learning_rate(self.step, optim, self.num_steps)
         is_wanted = self.step < optim.warmup or (saved.config and saved.config["optim"]["lr"] != optim.lr)
