@@ -322,6 +322,7 @@ def test_masks_that_leave_almost_nothing_to_learn_are_counted_also_by_a_start_th
     assert not any(isinstance(event, StatusEvent) for event in said)
 
 
+@pytest.mark.slow
 def test_a_fully_transparent_image_is_named_also_by_a_start_that_encodes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from tests.data.test_image_files import add_image, captions_of, data, problems_of
+from trainer.config.sections import DataConfig
+from trainer.data import question_files
 from trainer.data.image_files import scan
+from trainer.data.image_source import with_trigger
 from trainer.data.known_files import KnownFiles
 from trainer.data.scan_memory import ScanMemory
 
@@ -48,14 +51,16 @@ def test_files_with_a_caption_that_are_not_images_that_are_read_are_counted(tmp_
 
 def test_captions_of_no_image_and_captions_in_other_files_are_counted(tmp_path: Path) -> None:
     add_image(tmp_path / "a.png")
-    for name in ("notes.txt", "list.txt", "captions.csv", "meta_cap.json", "sub/rows.jsonl"):
+    (tmp_path / "license.txt").write_text("free")
+    for name in ("a license.txt", "list.txt", "captions.csv", "meta_cap.json", "sub/rows.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("a cat")
     (tmp_path / "b.heic").write_bytes(b"")
     (tmp_path / "b.txt").write_text("its image is named by another sentence")
     assert warnings_of(tmp_path, bad_image="warn") == [
         "left out: b.heic: .heic images are not read; convert it to png or jpg, or remove it",
-        "data.path: 2 captions belong to no image that is read: first list.txt; give a caption the name of its image",
+        "data.path: 2 captions belong to no image that is read: first a license.txt; give a caption the name of its "
+        "image",
         "data.path: 3 files that may hold captions are not read: first captions.csv; write captions into .txt files "
         "named as their images, or into a metadata.jsonl or metadata.csv with file_name and text",
     ]
@@ -118,7 +123,7 @@ def test_images_trained_without_a_caption_are_counted_with_a_file_that_may_hold_
     for name in ("im0.caption", "im1.TXT", "im2.png.txt", "IM3.txt"):
         (tmp_path / name).write_text("a fox")
     assert captions_of(data(tmp_path, missing_caption="empty")) == ["", "a fox", "", ""]
-    hint = "im0.caption is not read, rename it to im0.txt"
+    hint = "im0.caption is not read, a caption is read from im0.txt"
     assert warnings_of(tmp_path, missing_caption="empty") == [
         f"data.path: 3 of 4 images have no caption and are trained without one: first im0.png; {hint}"
     ]
@@ -133,7 +138,7 @@ def test_the_only_image_without_a_caption_is_named_with_the_file_that_may_hold_i
     (tmp_path / "im.png.txt").write_text("a fox")
     assert problems_of(data(tmp_path)) == [
         f"{tmp_path}/im.png: no caption; write it into im.txt, or set data.missing_caption: empty; "
-        f"{tmp_path}/im.png.txt is not read, rename it to im.txt"
+        f"{tmp_path}/im.png.txt is not read, a caption is read from im.txt"
     ]
 
 
@@ -182,6 +187,9 @@ def test_a_table_finds_images_however_their_accents_are_written(tmp_path: Path) 
     add_image(tmp_path / "photos" / f"{APART}.png", caption=None)
     (tmp_path / "list.csv").write_text(f"file_name,text\nphotos/{COMPOSED}.png,a cat\n", encoding="utf-8")
     assert captions_of(data(tmp_path / "list.csv")) == ["a cat"]
+    row = {"image": f"photos/{COMPOSED}.png", "question": "What?", "answer": "A cat."}
+    (tmp_path / "list.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    assert len(question_files.of_config(DataConfig(questions=str(tmp_path / "list.jsonl"))).train) == 1
 
 
 def test_folders_named_as_kohya_s_scripts_name_them_say_how_often_their_images_occur(tmp_path: Path) -> None:
@@ -191,9 +199,19 @@ def test_folders_named_as_kohya_s_scripts_name_them_say_how_often_their_images_o
     for number, name in enumerate(("01_portraits", "2023_trip", "5 apples", "x/7_deep")):
         add_image(tmp_path / name / "d.png", size=(20, 40 + number))
     add_image(tmp_path / "kept" / "10_woman" / "e.png", size=(20, 50))
-    found = scan(data(tmp_path, repeats=2, regularization=str(tmp_path / "kept"), trigger="ohwx"))
+    add_image(tmp_path / "8_f.png", size=(20, 60))
+    add_image(tmp_path / "held" / "9_woman" / "g.png", size=(20, 70))
+    found = scan(
+        data(
+            tmp_path,
+            repeats=2,
+            regularization=str(tmp_path / "kept"),
+            validation=str(tmp_path / "held"),
+            trigger="ohwx",
+        )
+    )
     weights = {one.path.parent.name: one.weight for one in found.train}
-    assert weights.pop("10_woman") == 50
+    assert weights.pop("10_woman") == 52 and weights.pop(tmp_path.name) == 2
     assert weights == {"10_ohwx woman": 20, "sub": 20} | {
         name: 2 for name in ("1_style", "01_portraits", "2023_trip", "5 apples", "7_deep")
     }
@@ -216,6 +234,7 @@ def test_a_trigger_that_stands_in_the_caption_is_not_put_in_front_once_more(tmp_
         "risograph, risographs",
         "risograph, a fox",
     ]
+    assert with_trigger(["[TRIGGER] owl"], DataConfig(trigger=r"\1 risograph")) == [r"\1 risograph owl"]
 
 
 def test_captions_saved_on_windows_are_those_saved_on_linux(tmp_path: Path) -> None:

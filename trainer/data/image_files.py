@@ -356,7 +356,7 @@ class _Scanner:
             return
         place, remedy = missing[0]
         hint = "".join(
-            f"; {file} is not read, rename it to {os.path.basename(_stem(image))}.txt"
+            f"; {file} is not read, a caption is read from {os.path.basename(_stem(image))}.txt"
             for image, file in [*near.items()][:1]
         )
         is_allowed = self.cfg.missing_caption == "empty"
@@ -390,8 +390,9 @@ class _Scanner:
 
     def _warn_of_repeats(self, source: _Source, images: Iterable[CaptionedImage]) -> None:
         """Say which folders are trained more often, and which images without a caption have that of their folder."""
-        names = dict.fromkeys(image.location[len(str(source.root)) :].lstrip("/").partition("/")[0] for image in images)
-        often = [f"{name} {times} times" for name in names if (times := _repeats(source, f"{name}/")[0]) > 1]
+        places = (image.location[len(str(source.root)) :].lstrip("/").partition("/") for image in images)
+        folders = dict.fromkeys(folder for folder, below, _ in places if below)
+        often = [f"{name} {times} times" for name in folders if (times := _repeats(source, f"{name}/")[0]) > 1]
         if often:
             self.findings.warnings.append(
                 f"{source.field}: images occur in an epoch as often as the names of their folders say, as in kohya's "
@@ -772,7 +773,9 @@ def _repeats(source: _Source, name: str) -> tuple[int, str]:
     """
     folder, below, _ = name.partition("/")
     found = REPEATS.fullmatch(folder) if below and source.is_own else None
-    return (int(found[1]), found[2].strip()) if found else (1, "")
+    if found is None:
+        return 1, ""
+    return 1 if source.field == "data.validation" else int(found[1]), found[2].strip()
 
 
 def _stem(path: Path) -> str:

@@ -366,7 +366,7 @@ def _tar_members(file: Path, stream: io.BufferedReader) -> Iterator[tuple[str, _
     try:
         with tarfile.open(fileobj=cast("IO[bytes]", _Headers(stream)), mode="r:") as tar:
             while (one := tar.next()) is not None:
-                tar.members.clear()  # which would hold a kilobyte of each file
+                cast("Any", tar).members.clear()  # which would hold a kilobyte of each file
                 folder, _, base = one.name.rpartition("/")
                 stem, _, suffix = base.partition(".")
                 if one.isreg() and not one.issparse() and stem:

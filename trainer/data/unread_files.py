@@ -13,8 +13,8 @@ from trainer.data.image_warnings import counted
 CAPTION = ".txt"
 OTHER_CAPTIONS = frozenset({".caption", ".captions", ".cap", ".tags", ".json", ".jsonl", CSV, ".tsv"})
 """Suffixes under which other programs keep captions."""
-UNNAMED = (".md", "thumbs.db", "desktop.ini", "readme", "license", "readme.txt", "license.txt")
-"""Ends of the names, in lower case, of files that accompany data and hold none."""
+UNNAMED = frozenset({"thumbs.db", "desktop.ini", "readme", "license", "readme.txt", "license.txt"})
+"""Names, in lower case, of files that accompany data and hold none, as do those that end in .md."""
 MOST_SUFFIXES = 5
 """Suffixes that one sentence names."""
 
@@ -104,7 +104,7 @@ def _of_other_kinds(files: Iterable[Path]) -> list[Path]:
 
 
 def _is_unnamed(file: Path) -> bool:
-    return file.name.lower().endswith(UNNAMED)
+    return file.name.lower() in UNNAMED or file.suffix.lower() == ".md"
 
 
 def _suffixes(files: Iterable[Path]) -> str:
