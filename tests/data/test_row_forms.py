@@ -5,9 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainer.config.errors import InputError
-from trainer.data.row_forms import kind_of, kinds_of, standard, unread
+from trainer.data.row_forms import COLUMNS, kind_of, kinds_of, present, standard, unread
+from trainer.data.text_documents import Encoder
+from trainer.models.parts.chat import checked_messages
+
+NAMES = st.sampled_from(
+    [*COLUMNS, "role", "content", "from", "value", "name", "arguments", "function", "tool_calls", "id"]
+)
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.text(max_size=5),
+    st.sampled_from(["user", "gpt", "function_call", "[{}]"]),
+)
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4), max_leaves=12
+)
 
 
 def said(*turns: str, **extra: Any) -> list[dict[str, Any]]:
@@ -153,3 +171,21 @@ def test_a_text_of_a_row_is_unread_unless_it_is_part_of_what_is_read() -> None:
     assert unread({"text": "Who is it? A fox.", "question": "Who is it?", "answer": "A fox."}) == []
     assert unread({"instruction": "Do it.", "input": "to this", "output": "Done it.", "system": "Be kind."}) == []
     assert unread({"prompt": "Who is it?", "completion": "A fox.", "system": "Be kind."}) == ["system"]
+
+
+@given(st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=5), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_any_row_is_read_or_refused_by_a_sentence(row: dict[str, Any], compares: bool) -> None:
+    def chat(messages: object, tools: object, variables: object) -> tuple[list[int], list[bool]]:
+        return [1, 2][: len(checked_messages(messages))], [True, True][: len(checked_messages(messages))]
+
+    encoder = Encoder(lambda text: list(text.encode()), 0, 300, chat=chat, compares=compares)
+    known = present(row)
+    unread(known)
+    assert kinds_of(known) >= {kind_of(known)}
+    try:
+        document = encoder.row(known, lambda: "row")
+    except InputError as error:
+        assert str(error)
+    else:
+        assert len(document.tokens) == len(document.learned)

@@ -324,7 +324,7 @@ def test_an_answer_is_learned_from_where_the_two_differ(
 def test_a_prompt_as_text_is_the_message_of_a_user(bench: Bench) -> None:
     family = families.make(bench.config(), bench.root / "cache")
     answers = {"chosen": said("assistant", "A"), "rejected": said("assistant", "B")}
-    as_text, as_messages, inside, twice, listed = (
+    as_text, as_messages, inside, twice, listed, *others = (
         encoder_of(family, compares=True).row(row, lambda: "row").tokens.tolist()
         for row in (
             {"prompt": "Q"} | answers,
@@ -333,9 +333,15 @@ def test_a_prompt_as_text_is_the_message_of_a_user(bench: Bench) -> None:
             # As in published datasets, whose answers begin with the prompt.
             {"prompt": " Q"} | {key: said("user", "Q") + answer for key, answer in answers.items()},
             {"prompt": said("user", "Q")} | {key: said("user", "Q") + answer for key, answer in answers.items()},
+            # Other forms: as in ShareGPT, with a question, with a prompt of messages and answers of text.
+            {"conversations": [{"from": "human", "value": "Q"}]}
+            | {key: {"from": "gpt", "value": answer[0]["content"]} for key, answer in answers.items()},
+            {"question": "Q", "chosen": "A", "rejected": "B"},
+            {"prompt": said("user", "Q"), "chosen": "A", "rejected": "B"},
         )
     )
     assert as_text == as_messages == inside == twice == listed
+    assert others == [as_text] * 3
 
 
 def test_pairs_that_are_longer_than_a_row_are_left_out_and_counted(bench: Bench, tmp_path: Path) -> None:

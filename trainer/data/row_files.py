@@ -308,16 +308,20 @@ class _Text:
 
     def read(self, size: int) -> str:
         """Read at most some letters. Raises InputError for a text that is not UTF-8."""
-        with self._decoding():
+        try:
             return self._stream.read(size)
+        except UnicodeDecodeError as error:
+            raise self._not_utf8(error) from error
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
         """The next line. Raises InputError for a row that is too long."""
-        with self._decoding():
+        try:
             line = self._stream.readline(MOST_LINE + 1)
+        except UnicodeDecodeError as error:
+            raise self._not_utf8(error) from error
         self.num_bytes += len(line.encode())
         self.num_letters += len(line)
         if self.num_letters > MOST_LINE:
@@ -326,14 +330,9 @@ class _Text:
             raise StopIteration
         return line
 
-    @contextmanager
-    def _decoding(self) -> Iterator[None]:
-        try:
-            yield
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"{self._path}: not UTF-8 (byte 0x{error.object[error.start]:02x}); save the file as UTF-8"
-            ) from error
+    def _not_utf8(self, error: UnicodeDecodeError) -> InputError:
+        byte = error.object[error.start]
+        return InputError(f"{self._path}: not UTF-8 (byte 0x{byte:02x}); save the file as UTF-8")
 
 
 def _cells(path: Path, offset: int) -> Iterator[FoundRow]:
