@@ -333,12 +333,12 @@ def renamed(example: Example, folder: Path, prefix: str, separator: str = ".", e
     ("family", "prefix"),
     [
         ("z_image", "diffusion_model."),  # ai-toolkit
-        ("flux1", "diffusion_model."),
-        ("sd3", "diffusion_model."),
         ("flux2", "transformer.base_model.model."),  # SimpleTuner
-        ("z_image", "transformer.base_model.model."),
-        ("flux2", "module."),
-        ("qwen_image", "model.diffusion_model."),
+        pytest.param("flux1", "diffusion_model.", marks=pytest.mark.slow),
+        pytest.param("sd3", "diffusion_model.", marks=pytest.mark.slow),
+        pytest.param("z_image", "transformer.base_model.model.", marks=pytest.mark.slow),
+        pytest.param("flux2", "module.", marks=pytest.mark.slow),
+        pytest.param("qwen_image", "model.diffusion_model.", marks=pytest.mark.slow),
     ],
 )
 def test_layers_are_known_by_the_ends_of_their_names(cache: Path, tmp_path: Path, family: str, prefix: str) -> None:
