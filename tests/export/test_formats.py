@@ -24,7 +24,7 @@ from trainer.config.schema import RunConfig
 from trainer.export.adapter import verify_adapter
 from trainer.models import families
 from trainer.models.state_dict import BaseWeights, TrainedModel
-from trainer.run.events import StatusEvent
+from trainer.run.events import StatusEvent, WarningEvent
 from trainer.train.loop import Trainer
 
 SLOW = pytest.mark.slow
@@ -257,6 +257,23 @@ def test_a_file_with_text_encoders_is_for_a_run_that_trains_them(runs: Runs, tmp
         f"adapter.start {file}: changes 18 layers that this run leaves alone, first "
         "'text_encoder.encoder.layers.0.mlp.fc1'; add them to adapter.targets, or to model.train"
     )
+
+
+def test_text_encoders_in_a_file_for_a_model_without_are_left_out_with_a_warning(runs: Runs, tmp_path: Path) -> None:
+    finished = runs.of("lora", "flux2")
+    (file, *_) = finished.export("adapter", "auto", "fp32")
+    name = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
+    encoder = {f"{name}.lora_down.weight": torch.ones(4, 8), f"{name}.lora_up.weight": torch.ones(8, 4)}
+    more = tmp_path / "more.safetensors"
+    save_file({**load_file(file), **encoder}, more)
+    cfg, said = starting(finished, more), []
+    trainer = Trainer(cfg, make_run(tmp_path, cfg, "next"), alone(), finished.cache, said.append)
+    trainer.close()
+    assert difference(updates(finished, trainer.trained_weights()), updates(finished, finished.weights)) <= 1e-5
+    assert [event.message for event in said if isinstance(event, WarningEvent)] == [
+        f"adapter.start {more}: 1 layer of text encoders left out, as '{name}': this kind of model is not trained with "
+        "them, and the exported file will not hold them"
+    ]
 
 
 def test_what_a_file_has_for_a_text_encoders_last_layer_is_left_out_and_told(runs: Runs, tmp_path: Path) -> None:

@@ -80,8 +80,8 @@ def stops(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("template", "adapter"),
     [
-        ("chatml", {"type": "none"}),
         (None, LORA),
+        pytest.param("chatml", {"type": "none"}, marks=pytest.mark.slow),
         pytest.param("chatml", LORA, marks=pytest.mark.slow),
         pytest.param(None, {"type": "none"}, marks=pytest.mark.slow),
     ],

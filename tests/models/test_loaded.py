@@ -22,7 +22,7 @@ from trainer.models.build import build_model
 from trainer.models.parts import loaded
 from trainer.models.state_dict import BaseWeights
 
-KINDS = ["gemma2", "mixtral", "gpt2", "gemma3"]
+KINDS = ["gemma2", "mixtral", "gpt2", pytest.param("gemma3", marks=pytest.mark.slow)]
 COMPONENT = "language_model"
 
 

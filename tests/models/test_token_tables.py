@@ -102,7 +102,13 @@ def test_naming_the_token_gives_it_a_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "tokenizer"),
-    [("sd3", "tokenizer"), ("sd3", "tokenizer_3"), ("flux2", "tokenizer"), ("sdxl", "tokenizer_2"), ("bagel", "")],
+    [
+        ("sd3", "tokenizer_3"),
+        ("bagel", ""),
+        pytest.param("sd3", "tokenizer", marks=pytest.mark.slow),
+        pytest.param("flux2", "tokenizer", marks=pytest.mark.slow),
+        pytest.param("sdxl", "tokenizer_2", marks=pytest.mark.slow),
+    ],
 )
 def test_a_text_encoder_with_fewer_rows_than_its_tokenizer_has_tokens_is_refused(
     tmp_path: Path, family: str, tokenizer: str

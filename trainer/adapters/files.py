@@ -505,8 +505,8 @@ def _unknown_layer(
     path = layer.partition(".")[2]
     if theirs == ours and group.name.replace(".", "_").endswith(f"_{path}".replace(".", "_")):
         return (
-            f"{group.stored.file}: '{group.name}' ({theirs}) ends as the model's '{layer}' and has its size, but the "
-            "names of the file begin in different ways that are not known; rename its tensors to begin with "
+            f"{group.stored.file}: '{group.name}' ({theirs}) ends as the model's '{layer}' and has its size, but how "
+            "it begins is not known, or not the same in the whole file; rename the tensors to begin with "
             f"'{layer.removesuffix(path)}'"
         )
     return (

@@ -217,10 +217,9 @@ class _Card:
         result = f", the result of stage {stage} of this run" if stage else ""
         needs_base = "" if self.base else f"\n\nReplace `BASE` with the folder of the base model{result}."
         if self.is_text:
-            ends = " or ".join(f"`{_code(name)}`" for name in self._stops)
-            return f"```python\n{self._text_code(base)}\n```{needs_base}" + (
-                f"\n\nTexts end at {ends}." if ends else ""
-            )
+            names = " or ".join(f"`{_code(name)}`" for name in self._stops)
+            ends = f"\n\nTexts end at {names}." if names else ""
+            return f"```python\n{self._text_code(base)}\n```{needs_base}{ends}"
         if self.what.what == "adapter" and self._is_read_by_diffusers:
             return (
                 f"```python\n{self._adapter_code(base)}\n```{needs_base}\n\nComfyUI: put `{name}` into `models/loras`."

@@ -33,7 +33,13 @@ def loaded_tensors(kind: Any, folder: Path, numbers: bool = True) -> Mapping[str
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     place = {} if numbers and num_bytes <= MOST_BYTES else {"device_map": "meta"}
     model, found = kind.from_pretrained(
-        folder, dtype="auto", output_loading_info=True, local_files_only=True, trust_remote_code=False, **place
+        folder,
+        dtype="auto",
+        output_loading_info=True,
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        **place,
     )
     if found["missing_keys"]:
         raise RuntimeError(f"{folder}: transformers finds no '{min(found['missing_keys'])}' in it and draws it anew")
