@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +37,7 @@ from trainer.run.manifest import RECIPE
 ROW_FILES = (".jsonl", ".parquet")
 """Files whose rows can be wrong one by one."""
 MOST_CHECKED = 64 * 2**20
-"""Bytes of a file whose rows are read before the first stage: about half a minute. The rest is read when it is
-trained."""
+"""Bytes of a file whose rows are read before the first stage. The rest is read when it is trained."""
 TURN_S = 2.0
 """Seconds for the rows of a stage before a rank starts, and after which rank 0 tells the others that it still reads."""
 _CONFIGS = TypeAdapter(tuple[RunConfig, ...])
@@ -149,9 +149,10 @@ def _read(cfg: RunConfig, cache: Path) -> Iterator[str]:
                 yield f"reading rows: {count:,}"
             if share * size > MOST_CHECKED:
                 break
-    files.make_private_if_new(cache)
-    mark.parent.mkdir(exist_ok=True)
-    files.replace(mark, "")
+    with suppress(OSError):  # without the mark they are read again
+        files.make_private_if_new(cache)
+        mark.parent.mkdir(exist_ok=True)
+        files.replace(mark, "")
 
 
 if __name__ == "__main__":
