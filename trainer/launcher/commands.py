@@ -105,6 +105,7 @@ def join(path: Path, overrides: Sequence[str], node_rank: int | None = None) -> 
         InputError: As `torchrun.join`, and if the node has no number.
     """
     run = RunDir(path.absolute())
+    run.guard()
     parallel = _parallel(run, overrides)
     number = network.scheduled_node_rank() if node_rank is None else node_rank
     if number is None:
@@ -220,6 +221,7 @@ def begin_export(run: RunDir, cfg: RunConfig) -> subprocess.Popen[bytes]:
     """
     if problems := tuple(families.unwritable(cfg)):
         raise RuleError(problems)
+    run.guard()
     run.complete_folders(cfg)
     manifest.to_export(run)
     argv = [sys.executable, "-m", "trainer", str(run.path)]
@@ -250,6 +252,7 @@ def begin_drawing(run: RunDir, request: DrawingRequest, device: str | None = Non
     Raises:
         InputError: Nothing was trained yet, or the request cannot be drawn.
     """
+    run.guard()
     run.complete_folders(check_request(run, request))
     argv = [sys.executable, "-m", "trainer.train.draw", str(run.path), *request.arguments()]
     argv += [f"--device={device}"] if device else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,11 +28,15 @@ from trainer.metrics import trackers
 from trainer.models import distilled, recognition
 from trainer.models.parts import chat
 from trainer.run import manifest, process, stages
+from trainer.run.events import EventReader
 from trainer.run.folder import RunDir, shared_cache
+from trainer.run.length import RunLength
 from trainer.run.manifest import Progress
 from trainer.weights.headers import PEFT_FILE, read_header
 from trainer.weights.hub import find_folder
 
+COPIED = frozenset({".json", ".txt", ".model", ".jinja"})
+"""Suffixes of the small files of a model's folder that are copied into exports."""
 BY_NAME = (".masks", ".references", ".rejected")
 """Ends of the fields of folders whose images are found by their names."""
 OF_LAYERS = frozenset(
@@ -82,11 +87,14 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     Raises:
         InputError: As `new_run`; or the run is running; or its checkpoint does not allow a change.
     """
+    run.guard()
     process.require_ended(run)
     loaded = load_config(run.config_file, overrides)
     saved = manifest.complete(run.checkpoints)
     if saved:
-        _check_changes(loaded, stages.current(run, loaded.config).config, manifest.progress_of(saved[-1]))
+        stage, progress = stages.current(run, loaded.config), manifest.progress_of(saved[-1])
+        _check_changes(loaded, stage.config, progress)
+        loaded.refuse(list(_too_short(loaded, run, stage, progress)))
     scans = check(loaded, is_new=not saved, cache=shared_cache(loaded.config, run.path.parent))
     loaded.refuse(list(capacity.gpu_problems(loaded.config)))
     _prepare_cache(loaded, run.path.parent)
@@ -119,6 +127,21 @@ def _check_changes(loaded: ConfigFile, config: RunConfig, saved: Progress) -> No
     """Raise InputError for every changed field that must equal the saved one. `config` is that of the current stage."""
     changed = config_changes.changes(saved.config, config.model_dump(mode="json")) if saved.config else []
     loaded.refuse(list(config_changes.refused(changed, saved.step)))
+
+
+def _too_short(loaded: ConfigFile, run: RunDir, stage: stages.Stage, saved: Progress) -> Iterator[Problem]:
+    """A problem if a run is to end before the step that it has reached: training does not go back."""
+    train, former = stage.config.train, saved.config["train"].get("epochs") if saved.config else None
+    trained = f"{saved.step} steps"
+    if train.epochs is None:
+        is_short = train.steps < saved.step
+    else:
+        reached = RunLength.of(loaded.config, EventReader(run.events_file).read()).epoch(stage.before + saved.step)
+        reached = min(reached or 0.0, former or math.inf)  # the last step may be a short one
+        is_short, trained = train.epochs < reached, f"{reached:.3g} epochs"
+    if is_short:
+        field, value = ("train.steps", train.steps) if train.epochs is None else ("train.epochs", train.epochs)
+        yield Problem(field, f"{value:g} is less than the {trained} that are trained; raise it, or start a new run")
 
 
 def check(loaded: ConfigFile, is_new: bool = True, cache: Path | None = None) -> list[Keep]:
@@ -290,11 +313,21 @@ def _check_model(loaded: ConfigFile) -> None:
     model = loaded.config.model
     field, path = ("model.base", model.base) if model.base else ("model.path", model.path)
     try:
-        find_folder(field, path)
+        folder = find_folder(field, path)
     except InputError as error:
         loaded.refuse([Problem(field, str(error).removeprefix(f"{field} "))])
+    else:
+        loaded.refuse([Problem(field, text) for text in _linked_companions(folder)])
     loaded.refuse([*recognition.refused(model), *distilled.refused(model)])
-    loaded.refuse(list(recognition.unread(loaded.config)))
+    loaded.refuse([*recognition.without_row(model), *recognition.unread(loaded.config)])
+
+
+def _linked_companions(folder: Path) -> Iterator[str]:
+    """Problems with the small files of a model's folder that an export copies: links to files elsewhere."""
+    for file in sorted(folder.glob("*")):
+        is_copied = file.suffix in COPIED and file.name not in ("config.json", "model_index.json")
+        if is_copied and file.is_symlink() and files.leads_out(file, folder):
+            yield f"{file}: {files.LEADS_OUT}"
 
 
 def _check_start(loaded: ConfigFile) -> None:

@@ -266,7 +266,8 @@ class ModelFamily(ABC):
         return config
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Write `tokenizer_files` to the folder of an exported language model or adapter."""
+        """Write `tokenizer_files` to the folder of an exported language model or adapter, and what else programs read
+        of how its texts begin and end."""
         copy_files(self.folder, self.tokenizer_files, folder)
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
@@ -314,6 +315,16 @@ class ModelFamily(ABC):
         """The tensors of an export's files by the names of `build(component)`."""
         return WeightFiles.read(files)
 
+    def loaded_by_users(self, component: str, folder: Path, numbers: bool = True) -> Mapping[str, Tensor]:
+        """The tensors of a whole model's folder as users' programs load it, by the names of `build(component)`, where
+        their library decides more than names and numbers of the files tell. Empty where it does not, for a folder too
+        large to load, and without `numbers`: then only which tensors there are is compared.
+
+        Raises:
+            RuntimeError: What they load is another model.
+        """
+        return {}
+
     @property
     def blocks(self) -> tuple[str, ...]:
         """Class names of the blocks whose linear layers are stored in fewer bits."""
@@ -354,7 +365,8 @@ class ModelFamily(ABC):
             batch: A batch on the CPU.
 
         Returns:
-            {pattern of layers: (rows,) index of the item}; other layers get one entry per item.
+            {pattern of layers: (rows,) index of the item}; other layers get one entry per item, or as many of each,
+            all of an item before those of the next.
         """
         return {}
 
@@ -651,12 +663,15 @@ class TextFamily(ModelFamily):
         """
 
     @abstractmethod
-    def encode_chat(self, messages: object, tools: object = None) -> tuple[list[int], list[bool]]:
+    def encode_chat(
+        self, messages: object, tools: object = None, variables: object = None
+    ) -> tuple[list[int], list[bool]]:
         """Tokenize a conversation with the chat template of the model or of `data.chat_template`.
 
         Args:
             messages: A list of {"role", "content"}, as in transformers, with optional `tool_calls`.
             tools: A list of descriptions of the tools that the assistant may call; None for none.
+            variables: Values for variables of the template, as `enable_thinking`; None for none.
 
         Returns:
             The ids, and for each whether it is learned: the assistant's turns, with the token that ends each. What

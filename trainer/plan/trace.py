@@ -191,7 +191,7 @@ def on_this_machine(cfg: RunConfig, cache: Path) -> RunConfig:
     """
     model = cfg.model
     is_away, is_random = HUB_ID.fullmatch(model.path) and not Path(model.path).exists(), model.path == "random"
-    if model.options.architecture is not None and (is_away or model.path.endswith(".safetensors") or is_random):
+    if model.options.architecture is not None and (is_away or model.is_single_file or is_random):
         folder = str(published_folder(model, cache / "models"))
     elif is_random and model.base is not None:
         folder = model.base
@@ -358,7 +358,7 @@ class Sharded:
         self.module, self.cfg, self.family, self.tracker, self.device = built.module, cfg, family, tracker, device
         self.trainables = built.trainables
         self.ema: Ema | None = None
-        self.optimizer = make_optimizer(list(self.trainables.values()), cfg.optim)
+        self.optimizer = make_optimizer(self.trainables, cfg.optim)
         self.moments = MomentRecorder(tracker)
         self._forwards = {module: vars(module).get("forward") for module in built.module.modules()}
 

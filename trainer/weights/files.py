@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ from trainer.config.files import read
 from trainer.weights.headers import read_header
 from trainer.weights.tensors import OpenFiles, TensorEntry, without_codings
 
-DIGEST_BYTES = 1 << 20
 ORIGINAL_PREFIX = "model.diffusion_model."
 """Prefix of the denoiser's names in original files that also hold other parts."""
 
@@ -190,23 +188,6 @@ def safetensors_in(folder: Path, stem: str) -> list[Path]:
     if single.is_file():
         return [single]
     raise InputError(f"{folder}: neither {stem}.safetensors nor {index.name}; expected the weights of this component")
-
-
-def digest(paths: Iterable[Path]) -> str:
-    """A digest of files, and of all files in folders, from the name, size, first and last MiB of each, in hex.
-
-    Reading 48 GB of weights takes minutes. Training changes all of a file, so its two ends are enough.
-    """
-    total = hashlib.sha256()
-    for path in paths:
-        for file in sorted(inside for inside in (path, *path.rglob("*")) if inside.is_file()):
-            size = file.stat().st_size
-            total.update(f"{file.relative_to(path.parent)} {size}\n".encode())
-            with file.open("rb") as stream:
-                total.update(stream.read(DIGEST_BYTES))
-                stream.seek(max(0, size - DIGEST_BYTES))
-                total.update(stream.read(DIGEST_BYTES))
-    return total.hexdigest()
 
 
 def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -33,7 +33,7 @@ def read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}); make it readable or name another file") from error
     except (struct.error, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise InputError(f"{file}: not a safetensors file; convert or download it again") from error
+        raise InputError(f"{file}: not a safetensors file; convert it to .safetensors, or download it again") from error
     if end > size:
         raise InputError(f"{file}: truncated, {size} of {end} bytes; download it again")
     return tensors

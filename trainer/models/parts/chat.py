@@ -16,6 +16,7 @@ from typing import Any
 
 from trainer.config.errors import InputError, not_one_of
 from trainer.config.sections import TEMPLATE_SUFFIX, half_character
+from trainer.models.parts.messages import CALL, as_read, checked_variables, with_objects
 
 TEMPLATES = Path(__file__).parents[1] / "chat_templates"
 """Templates of our own, which `data.chat_template` names."""
@@ -24,6 +25,8 @@ END_MARKER = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
 """The marks in a template around what the assistant writes."""
 OPEN, CLOSE = "\ue0f0", "\ue0f1"
 """Private characters around the numbers of sentinels; no published text holds them."""
+MOST_KEPT = 8
+"""Values for variables of a template whose conversations stay prepared."""
 THINKING, END_OF_THINKING = "<think>", "</think>"
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
@@ -134,12 +137,17 @@ class Chat:
         tokenizer: A tokenizer of transformers.
         named: `data.chat_template`; None takes the tokenizer's own template.
         system: Text of the system message that conversations without one get; empty for none.
+        variables: Values for variables of the template.
     """
 
-    def __init__(self, tokenizer: Any, named: str | None = None, system: str = "") -> None:
+    def __init__(
+        self, tokenizer: Any, named: str | None = None, system: str = "", variables: Mapping[str, Any] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._named = named
         self._system = system
+        self._variables = variables or {}
+        self._others: dict[str, Chat] = {}
 
     @cached_property
     def template(self) -> str:
@@ -186,7 +194,7 @@ class Chat:
         header = header or open_end.partition(question)[2]
         return Turns(header, whole.partition(answer)[2].rstrip())
 
-    def encode(self, messages: object, tools: object = None) -> Encoded:
+    def encode(self, messages: object, tools: object = None, variables: object = None) -> Encoded:
         """Tokenize a conversation. Learned are the assistant's turns, each with the token that ends it.
 
         Turns with `weight: 0` or `train: false` are read only. Messages after the last learned turn are left out:
@@ -195,6 +203,7 @@ class Chat:
         Args:
             messages: The conversation, as in transformers.
             tools: Descriptions of the tools the assistant may call, as in transformers; None for none.
+            variables: Values for variables of the template, as TRL's `chat_template_kwargs`; None for none.
 
         Returns:
             No tokens if nothing is learned.
@@ -203,6 +212,8 @@ class Chat:
             InputError: The conversation cannot be used, or the template does not tell what the assistant wrote. The
                 message names no file.
         """
+        if variables:
+            return self._with(variables).encode(messages, tools)
         checked = checked_messages(messages)
         self._check_roles(checked)
         spoken = [number for number, message in enumerate(checked) if message["role"] == ASSISTANT]
@@ -212,7 +223,21 @@ class Chat:
         conversation = self._with_system(checked[: learned[-1] + 1])
         described = checked_tools(tools)
         self._check_reads(conversation, described)
-        return self._encoded(conversation, described)
+        return self._encoded(as_read(conversation, lambda one: self._render(one, described)), described)
+
+    def _with(self, variables: object) -> Chat:
+        """The same conversations with values for variables of the template; those of the last rows are kept."""
+        known = checked_variables(variables, self.template, self._tokenizer.apply_chat_template)
+        key = json.dumps(known, sort_keys=True, default=str)
+        if key not in self._others:
+            for old in list(self._others)[: 1 - MOST_KEPT]:
+                del self._others[old]
+            self._others[key] = Chat(self._tokenizer, self._named, self._system, known)
+        return self._others[key]
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """Render a conversation. Raises InputError if there is no template, or if it refuses the conversation."""
+        return self._render(messages, None)
 
     def prompt(self, question: str) -> list[int]:
         """Tokenize a question from the user, up to where the assistant's answer begins."""
@@ -400,7 +425,7 @@ class Chat:
         template = self.template
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), tools=tools or None, chat_template=template, **options
+                list(messages), tools=tools or None, chat_template=template, **options, **self._variables
             )
         except Exception as error:  # a template is a program, which may raise anything
             raise InputError(f"the chat template refuses this conversation ({error})") from error
@@ -423,11 +448,11 @@ def checked_messages(messages: object) -> list[Message]:
             content = "".join(_text_of(part, number) for part in content)
         if content is not None and not isinstance(content, str):
             raise InputError(f'message {number}: "content" is not a string; write it in quotes')
-        if content is None and not message.get("tool_calls"):
+        if content is None and not message.get("tool_calls") and not message.get(CALL):
             raise InputError(f'message {number}: has no "content"; write it, or remove the message')
         if half := half_character(json.dumps(message, ensure_ascii=False, default=str)):
             raise InputError(f"message {number}: {half}")
-        checked.append({**message, "content": content})
+        checked.append(with_objects({**message, "content": content}))
     return checked
 
 
