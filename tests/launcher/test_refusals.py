@@ -229,7 +229,7 @@ def test_an_adapter_to_start_from_that_is_not_a_safetensors_file_is_refused(
     with pytest.raises(ConfigError) as caught:
         preflight.check(load("flux2", {"adapter.start": str(start)}, pictures))
     assert str(caught.value) == (
-        f"command line: adapter.start: {file}: not a safetensors file; convert or download it again"
+        f"command line: adapter.start: {file}: not a safetensors file; convert it to .safetensors, or download it again"
     )
     preflight.check_machine(load("flux2", {"adapter.start": str(start)}, pictures), is_new=False)
 
