@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,42 @@ def test_an_export_that_the_family_has_no_file_for_starts_no_process(tmp_path: P
         commands.begin_export(make_run(tmp_path, cfg, "run"), cfg)
 
 
+@pytest.mark.parametrize(
+    ("family", "fields", "why"),
+    [
+        ("sdxl", {"data.resolution": 24}, "data.resolution: 24 is below the 32 pixels this model works in; raise it"),
+        (
+            "sd3",
+            {"data.resolution": 4000},
+            "data.resolution: 4000 is more than the 3072 pixels that sd3 supports; lower it",
+        ),
+        (
+            "sd3",
+            {"sample.references": ["PICTURE"]},
+            "sample.references: models of family sd3 read no reference images; remove the field",
+        ),
+        (
+            "flux1",
+            {"model.options.distilled": True},
+            "model.options.distilled: true, but this model has a guidance embedding: it is drawn with one call per "
+            "step at sample.guidance; leave it empty, and set sample.steps",
+        ),
+    ],
+)
+def test_what_one_family_or_model_cannot_do_is_refused_without_it(
+    pictures: Path, family: str, fields: dict[str, Any], why: str
+) -> None:
+    given = json.loads(json.dumps(fields).replace("PICTURE", str(pictures / "00.png")))
+    with pytest.raises(ConfigError) as caught:
+        preflight.check(load(family, given, pictures))
+    assert str(caught.value) == f"command line: {why}"
+
+
+def test_a_small_model_shrinks_its_buckets_to_the_positions_that_it_has(tmp_path: Path, pictures: Path) -> None:
+    cfg = load("sd3", {"data.resolution": 2048, "train.steps": 1}, pictures).config
+    train(alone(), cfg, make_run(tmp_path, cfg, "run"))
+
+
 # This machine
 
 
@@ -192,7 +229,7 @@ def test_an_adapter_to_start_from_that_is_not_a_safetensors_file_is_refused(
     with pytest.raises(ConfigError) as caught:
         preflight.check(load("flux2", {"adapter.start": str(start)}, pictures))
     assert str(caught.value) == (
-        f"command line: adapter.start: {file}: not a safetensors file; convert or download it again"
+        f"command line: adapter.start: {file}: not a safetensors file; convert it to .safetensors, or download it again"
     )
     preflight.check_machine(load("flux2", {"adapter.start": str(start)}, pictures), is_new=False)
 

@@ -44,7 +44,7 @@ def context(cache: Path, emit: Callable[[AnyEvent], None] = lambda event: None, 
 @pytest.mark.parametrize(
     ("rows", "changes", "why"),
     [
-        ([*GOOD, {"prompt": "5"}], {}, ':41: no "text", no "messages", and no "prompt" with "completion"'),
+        ([*GOOD, {"prompt": "5"}], {}, ':41: has only "prompt"; a row has text, '),
         ([*GOOD, {"text": 5}], {}, ':41: "text" is not a string; write it in quotes'),
         (
             [*PAIRS, {"text": "a"}],
@@ -74,12 +74,20 @@ def test_a_row_of_a_table_or_of_held_out_texts_is_refused(tmp_path: Path) -> Non
     good, held_out = write_lines(tmp_path / "good.jsonl", GOOD), tmp_path / "held_out.jsonl"
     held_out.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
     for cfg, why in (
-        (text_config(table), f'{table}: row 41: no "text"'),
+        (text_config(table), f'{table}: row 41: has only "prompt"; a row has text, '),
         (text_config(good, data__validation=str(held_out)), f"{held_out}:2: byte 24 of the file (0xff) is not UTF-8"),
     ):
         with pytest.raises(InputError) as caught:
             check_rows([("", cfg)], context(tmp_path))
         assert str(caught.value).startswith(why)
+
+
+def test_a_row_of_a_csv_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("question,solution\na,b\n", encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        check_rows([("", text_config(file))], context(tmp_path))
+    assert str(caught.value).startswith(f"{file}")
 
 
 def test_rows_that_were_read_are_not_read_again_until_the_file_changes(tmp_path: Path) -> None:
@@ -123,4 +131,4 @@ def on_two_ranks(world: World, cfg: RunConfig, cache: Path) -> str:
 def test_every_rank_is_given_the_sentence(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", [*GOOD, {"no": "text"}])
     answers = run_ranks(2, on_two_ranks, text_config(file), tmp_path)
-    assert len(set(answers)) == 1 and answers[0].startswith(f"stage last: {file}:41: no ")
+    assert len(set(answers)) == 1 and answers[0].startswith(f"stage last: {file}:41: has only ")

@@ -120,7 +120,7 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
         architecture = cfg.model.options.architecture or known.default_architecture
         conditional = known.architectures.get(architecture, conditional)
     yield from unread("objective", cfg.objective, known.objective_read(conditional))
-    yield from _wrong_sizes(cfg, known)
+    yield from wrong_sizes(cfg, known.longest_side, known.size_multiple)
     if cfg.objective.dpo_beta is not None and "rejected" in known.data_fields and not cfg.data.rejected:
         yield Problem(
             "objective.dpo_beta", "needs data.rejected, the folder with the images that are not preferred; name it"
@@ -217,8 +217,14 @@ def _unread_of_folders(cfg: RunConfig, known: FamilyFacts) -> Iterator[Problem]:
                 yield Problem(f"data.folders.{number}.{name}", f"has no effect for {cfg.model.family}; leave it out")
 
 
-def _wrong_sizes(cfg: RunConfig, known: FamilyFacts) -> Iterator[Problem]:
-    longest, multiple = known.longest_side, known.size_multiple
+def wrong_sizes(cfg: RunConfig, longest: int | None, multiple: int) -> Iterator[Problem]:
+    """Yield sizes of images that a model cannot have.
+
+    Args:
+        cfg: The config.
+        longest: Most pixels of the longest side; None for no limit.
+        multiple: Sides are multiples of this many pixels.
+    """
     several = [("data.resolutions", side) for side in cfg.data.resolutions]
     for number, folder in enumerate(cfg.data.folders):
         several += [(f"data.folders.{number}.resolutions", side) for side in folder.resolutions]
@@ -226,6 +232,8 @@ def _wrong_sizes(cfg: RunConfig, known: FamilyFacts) -> Iterator[Problem]:
     for field, side in (*own, *several, ("sample.size", max(cfg.sample.size))):
         if longest is not None and side > longest:
             yield Problem(field, f"{side} is more than the {longest} pixels that {cfg.model.family} supports; lower it")
+        elif side < multiple:
+            yield Problem(field, f"{side} is below the {multiple} pixels this model works in; raise it")
     if any(side % multiple for side in cfg.sample.size):
         given, near = (
             " x ".join(map(str, size))

@@ -50,6 +50,8 @@ OF_LAYERS = frozenset(
 """Fields whose values only the built model can refuse."""
 USUAL_RANK, SMALL_RANK = 64, 16
 """Ranks up to which layers take them, of published models and of small ones."""
+SMALL_SIDE = 512
+"""Pixels of a side up to which small models draw."""
 
 
 def new_run(
@@ -241,6 +243,8 @@ def needs_model(cfg: RunConfig) -> bool:
             if f"{section}.{name}" in OF_LAYERS and value != type(given).model_fields[name].default:
                 return True
     is_small = cfg.model.path in ("tiny", "demo")
+    if is_small and cfg.sample.every and max(cfg.sample.size) > SMALL_SIDE:
+        return True
     if isinstance(cfg.adapter, RankAdapter) and cfg.adapter.rank > (SMALL_RANK if is_small else USUAL_RANK):
         return True
     is_low_rank = cfg.adapter.type in ("lora", "locon", "dora")

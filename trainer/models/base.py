@@ -129,8 +129,8 @@ class ModelFamily(ABC):
     """Width and height of images are multiples of this many pixels."""
     in_buckets: ClassVar[bool] = True
     """Whether images are cropped to the buckets of `data.resolution`; else `ImageFamily.drawn_size` scales each."""
-    longest_side: ClassVar[int | None] = None
-    """Most pixels of the longest side of an image; None for no limit."""
+    longest_side: int | None = None
+    """Most pixels of the longest side of an image; None for no limit. The class has that of the published models."""
     weights_stem: ClassVar[str] = DIFFUSERS_STEM
     """Name of the first component's weight files, without number and suffix."""
     shard: ShardSpec

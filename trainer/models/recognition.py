@@ -76,8 +76,10 @@ def unread(cfg: RunConfig, folder: Path | None = None) -> Iterator[Problem]:
     if folder is None and model.path == "demo":
         folder = DEMO / model.family
     folder = folder or find_folder(*(("model.base", model.base) if model.base else ("model.path", model.path)))
-    marks = {field: _config(folder / name).get(*key) for field, (name, *key) in known.conditional_fields.items()}
-    read = known.objective_read([field for field, is_read in marks.items() if is_read])
+    conditional = known.conditional_fields.items()
+    read = known.objective_read(
+        [field for field, (name, key, usual) in conditional if _config(folder / name).get(key, usual)]
+    )
     for problem in families.unread("objective", cfg.objective, read):
         if problem.field in known.conditional_fields:
             yield problem

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,11 +34,10 @@ from trainer.models.build import build_model
 from trainer.run.events import StatusEvent
 from trainer.run.manifest import RECIPE
 
-ROW_FILES = (".jsonl", ".parquet")
-"""Files whose rows can be wrong one by one."""
+WHOLE_FILES = (".txt", ".npy")
+"""Files without rows that can be wrong one by one."""
 MOST_CHECKED = 64 * 2**20
-"""Bytes of a file whose rows are read before the first stage: about half a minute. The rest is read when it is
-trained."""
+"""Bytes of a file whose rows are read before the first stage. The rest is read when it is trained."""
 TURN_S = 2.0
 """Seconds for the rows of a stage before a rank starts, and after which rank 0 tells the others that it still reads."""
 _CONFIGS = TypeAdapter(tuple[RunConfig, ...])
@@ -128,7 +128,7 @@ def _read(cfg: RunConfig, cache: Path) -> Iterator[str]:
     if trains_on(cfg) != "text":  # all that is wrong with images was said before a rank started
         return
     trained, held_out = of_config(cfg.data)
-    paths = [file for file in (*trained, *held_out) if file.suffix.lower() in ROW_FILES]
+    paths = [file for file in (*trained, *held_out) if file.suffix.lower() not in WHOLE_FILES]
     compares = cfg.objective.dpo_beta is not None
     check_preferences((*trained, *held_out), compares)
     if not paths:
@@ -149,9 +149,10 @@ def _read(cfg: RunConfig, cache: Path) -> Iterator[str]:
                 yield f"reading rows: {count:,}"
             if share * size > MOST_CHECKED:
                 break
-    files.make_private_if_new(cache)
-    mark.parent.mkdir(exist_ok=True)
-    files.replace(mark, "")
+    with suppress(OSError):  # without the mark they are read again
+        files.make_private_if_new(cache)
+        mark.parent.mkdir(exist_ok=True)
+        files.replace(mark, "")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config import families
-from trainer.config.errors import InputError, RuleError
+from trainer.config.errors import InputError, Problem, RuleError
 from trainer.config.imports import light_imports
 from trainer.config.schema import RunConfig
 from trainer.config.sections import family_names
@@ -45,6 +45,13 @@ def make(cfg: RunConfig, cache: Path) -> ModelFamily:
     family = get(cfg.model.family)(cfg.model, cfg.objective, cache / "models")
     family.follow(cfg)
     problems = (*recognition.unread(cfg, family.folder), *distilled.refused(cfg.model, family.folder))
+    problems += _large_samples(cfg, family)
     if problems:
         raise RuleError(problems)
     return family
+
+
+def _large_samples(cfg: RunConfig, family: ModelFamily) -> tuple[Problem, ...]:
+    """Samples that are larger than this model takes, though others of its family do."""
+    problems = families.wrong_sizes(cfg, family.longest_side, family.size_multiple) if cfg.sample.every else ()
+    return tuple(problem for problem in problems if problem.field == "sample.size")

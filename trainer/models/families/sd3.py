@@ -127,6 +127,8 @@ class Sd3(ImageFamily):
         ),
     )
     size_multiple = 16
+    # The positions of all published models but 3.5 medium, which has twice as many.
+    longest_side: int = 192 * size_multiple
     options_read = frozenset({"architecture", "distilled", "max_tokens", "without"})
     shift = Shift(constant=3.0)
     optional_encoders = (T5,)
@@ -143,9 +145,14 @@ class Sd3(ImageFamily):
         # The config as the model reads it: fields that the file leaves out have their defaults.
         self._architecture: Any = self.build("transformer").config
         check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
+        self.longest_side = min(self.longest_side, self._num_positions() * self.size_multiple)
         self._max_tokens = model.options.max_tokens or MAX_TOKENS
         if self._has_t5 or (self.folder / "tokenizer_3").is_dir():
             self._max_tokens = max_tokens(model, self._folder, "tokenizer_3", MAX_TOKENS)
+
+    def _num_positions(self) -> int:
+        """The positions of patches along a side."""
+        return int(self._architecture.pos_embed_max_size)
 
     @property
     def never_trained(self) -> tuple[str, ...]:
