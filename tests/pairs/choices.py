@@ -329,7 +329,7 @@ def _text_choices(root: Path) -> Mapping[str, Mapping[str, Value]]:
             },
         },
         "packing": {name: {"data__packing": name} for name in ("auto", "whole", "split")},
-        "too long": {"drop": {}, "cut": {"data__too_long": "cut", "data__length": 24}},
+        "too long": {"drop": {}, "cut": {"data__too_long": "cut", "data__length": 64}},
         "noise": {"off": {}, "on": {"train__neftune_alpha": 5.0}},
         "router": {"default": {}, "weighted": {"objective__router_weight": 0.01}},
         "samples": {
