@@ -324,6 +324,19 @@ def test_a_dora_on_rows_of_zeros_is_finite_and_computes_what_its_merged_weights_
     assert all(adapted.model.get_parameter(name).grad.isfinite().all() for name in adapted.injected.parameters)
 
 
+@cases
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (2, 0)])
+def test_a_layer_takes_no_rows_at_all_as_of_images_where_a_batch_has_none(case: str, shape: tuple[int, ...]) -> None:
+    adapted = net(CONFIGS[case])
+    x = torch.zeros(*shape, net_inputs()[0].shape[-1], requires_grad=True)
+    found = adapted.model["net"].linear(x)
+    assert found.shape == adapted.model["net"].linear.base_layer(x).shape
+    found.sum().backward()
+    assert x.grad is not None
+    gradients = [adapted.model.get_parameter(name).grad for name in adapted.injected.parameters]
+    assert not any(gradient.any() for gradient in gradients if gradient is not None)
+
+
 @pytest.mark.parametrize("case", WITH_DROPOUT)
 def test_dropout_acts_on_the_adapters_input_only(case: str) -> None:
     cfg = CONFIGS[case].model_copy(update={"dropout": 0.5})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, islice
 
 Row = Mapping[str, str]
 """{choice: its value}; a choice that is missing has its first value."""
@@ -15,7 +15,7 @@ Refuse = Callable[[Row], str | None]
 
 TRIES = 4
 """Rows that are made for a pair, of which the one with most new pairs is kept."""
-MOST_OTHERS = 3
+MOST_OTHERS = 2
 """Other values that are tried to find out whether a value is the cause of a refusal."""
 
 
@@ -67,14 +67,22 @@ class Array:
         return next(known, None) or self.refuse(row)
 
     def _cause(self, row: Row) -> Row:
-        """The values of a refused row each of which could be another one that is not refused."""
-        cause = {}
-        for name, value in row.items():
-            changed = ({**row, name: other} for other in self.choices[name] if other != value)
-            allowed = [other for other in changed if self.refuse(other) is None]
-            if any(self.examine(other) is None for other in allowed[:MOST_OTHERS]):
-                cause[name] = value
-        return cause or row
+        """The values of a row that `examine` refuses which matter: with others it is not refused.
+
+        It may have several reasons. As many values as can be are made the first ones, so that one reason is left.
+        """
+        plain, left = {name: values[0] for name, values in self.choices.items()}, dict(row)
+        for name in row:
+            changed = {**left, name: plain[name]}
+            if left[name] != plain[name] and self.refuse(changed) is None and self.examine(changed) is not None:
+                left = changed
+        return {name: row[name] for name in row if left[name] != plain[name] or self._matters(left, name)}
+
+    def _matters(self, row: Row, name: str) -> bool:
+        """Whether a refused row is not refused with another value of a choice."""
+        changed = ({**row, name: other} for other in self.choices[name] if other != row[name])
+        allowed = (other for other in changed if self.refuse(other) is None)
+        return any(self.examine(other) is None for other in islice(allowed, MOST_OTHERS))
 
     def _begun(self, pair: Pair) -> dict[str, str] | None:
         """The pair, with the values that it needs; None for a pair that is refused."""

@@ -131,9 +131,10 @@ def _mixed_parts(row: Row) -> Changes:
     return {"model__train": {first: first_mode} | ({last: "full"} if last else {})}
 
 
-def _last_part(row: Row) -> Changes:
-    mode = "full" if row.get("adapter") == "none" else "adapter"
-    return {"model__train": {families.get(_family(row)).trained_names()[-1]: mode}}
+def _one_part(row: Row) -> Changes:
+    """Another part than the first one, where there are several."""
+    mode, names = "full" if row.get("adapter") == "none" else "adapter", families.get(_family(row)).trained_names()
+    return {"model__train": {names[1 % len(names)]: mode}}
 
 
 ADAPTERS: Mapping[str, Value] = {
@@ -223,7 +224,7 @@ COMMON: Mapping[str, Mapping[str, Value]] = {
     "adapter's form": FORMS,
     "adapter's dropout": {"0": {}, "0.2": {"adapter__dropout": 0.2}},
     "adapter's targets": TARGETS,
-    "parts": {"default": {}, "every": _every_part, "mixed": _mixed_parts, "last": _last_part},
+    "parts": {"default": {}, "every": _every_part, "mixed": _mixed_parts, "one": _one_part},
     "base": BASES,
     "recompute": RECOMPUTE,
     "strategy": STRATEGIES,
@@ -328,7 +329,7 @@ def _text_choices(root: Path) -> Mapping[str, Mapping[str, Value]]:
             },
         },
         "packing": {name: {"data__packing": name} for name in ("auto", "whole", "split")},
-        "too long": {"drop": {}, "cut": {"data__too_long": "cut", "data__length": 24}},
+        "too long": {"drop": {}, "cut": {"data__too_long": "cut", "data__length": 64}},
         "noise": {"off": {}, "on": {"train__neftune_alpha": 5.0}},
         "router": {"default": {}, "weighted": {"objective__router_weight": 0.01}},
         "samples": {

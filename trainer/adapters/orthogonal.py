@@ -90,10 +90,10 @@ class Boft(_Rotated):
         for run in merged_runs(stages, b):
             # A run of stages mixes `mixed` halves of blocks whose numbers differ by multiples of `apart`.
             mixed, apart = 2**run, 2**first
-            shape = (2 * n // (mixed * apart), mixed, apart, b // 2, -1)
-            groups = rows.reshape(shape).transpose(1, 2).reshape(-1, mixed * b // 2, rows.shape[1])
+            shape = (2 * n // (mixed * apart), mixed, apart, b // 2, rows.shape[1])
+            groups = rows.reshape(shape).transpose(1, 2).reshape(shape[0] * apart, mixed * b // 2, rows.shape[1])
             turned = turn_groups(groups, merged_excess(excess, first, run))
-            rows = turned.view(shape[0], apart, mixed, b // 2, -1).transpose(1, 2).reshape(rows.shape)
+            rows = turned.view(shape[0], apart, mixed, b // 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
             first += run
         return rows
 

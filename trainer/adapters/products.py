@@ -144,7 +144,9 @@ class Lokr(_Product, LoKrLayer):  # type: ignore[misc]
         items = torch.tensordot(first, items, dims=([1], [1])).transpose(0, 1)
         if not split.second_whole:
             items = apply_pointwise(layer, self.lokr_w2_a[adapter_name], items.flatten(0, 1))
-        return items.reshape(*x.shape[:-1], -1) if linear else items.reshape(x.shape[0], -1, *items.shape[-2:])
+        # The width is given: where there are no rows, torch cannot infer it.
+        width = split.a * split.c
+        return items.reshape(*x.shape[:-1], width) if linear else items.reshape(x.shape[0], width, *items.shape[-2:])
 
     def _first(self, adapter_name: str) -> Tensor:
         """Return scale * w1, (a, b)."""
