@@ -201,7 +201,7 @@ def unfinished(run: RunDir, view: RunView) -> list[Unfinished]:
 def _unfinished(draft: Path) -> Unfinished:
     states = [path.lstat() for path in (draft, *draft.rglob("*"))]
     size = sum(state.st_size for state in states if stat.S_ISREG(state.st_mode))
-    return Unfinished(shown_name(Path(draft.name.removeprefix(DRAFT))), size, max(state.st_mtime for state in states))
+    return Unfinished(shown_name(Path(draft.name.removeprefix(DRAFT))), size, max(map(files.written, states)))
 
 
 def shown_name(path: Path) -> str:

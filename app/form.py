@@ -404,7 +404,8 @@ def _model_defaults(config: RunConfig) -> dict[str, str]:
 
 def _slot(name: str) -> Slot:
     spec = slot(tuple(name.split(".")))
-    assert spec is not None, name
+    if spec is None:  # in the draft of another version
+        raise InputError(f"{name!r} is not a field of a config")
     return spec
 
 

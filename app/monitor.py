@@ -361,7 +361,7 @@ class Follower:
             exports=found.exports,
             main_export=found.main_export,
             error=self._error,
-            silent_s=now - last_written if last_written else 0.0,
+            silent_s=max(0.0, now - last_written) if last_written else 0.0,
             is_alive=is_alive,
             curves=(self._num_read // stride * stride, len(self._validations)),
             problems=self._problems(),
@@ -501,7 +501,7 @@ def find_runs(root: Path) -> list[RunDir]:
 def last_start(run: Path) -> float:
     """Return when a run was last started or made, from its folder of logs: unix seconds, 0 where there is none."""
     try:
-        return os.stat(f"{run}/logs").st_mtime
+        return files.written(os.stat(f"{run}/logs"))
     except OSError:
         return 0.0
 

@@ -70,6 +70,15 @@ def test_an_interrupted_export_is_not_taken_for_one_that_goes_on(run: RunDir):
     assert [one.is_recent for one in exports.unfinished(run, view)] == [False]
 
 
+def test_an_interrupted_export_with_a_date_to_come_was_written_when_it_was_copied(run: RunDir):
+    """Else it would be taken for one that goes on until that day."""
+    draft = run.export / "draft-lora.safetensors"
+    draft.write_bytes(b"wei")
+    os.utime(draft, (4e9, 4e9))
+    (one,) = exports.unfinished(run, view_of(run))
+    assert one.written == draft.stat().st_ctime < time.time()
+
+
 def test_a_finished_export_of_a_run_that_is_called_draft_is_listed(run: RunDir):
     (run.export / "draft-one.safetensors").write_bytes(b"weights")
     with EventWriter(run.events_file) as events:

@@ -38,7 +38,16 @@ def test_the_first_draft_is_the_quickstart_and_a_kept_one_outlives_the_page(stud
     assert Studio(studio.runs).draft() == draft
 
 
-@pytest.mark.parametrize("kept", ["", "[]", '{"preset": "gone", "values": {}}', '{"preset": "quickstart"}'])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "",
+        "[]",
+        '{"preset": "gone", "values": {}}',
+        '{"preset": "quickstart"}',
+        '{"preset": "quickstart", "values": {"": 1}}',
+    ],
+)
 def test_a_draft_that_cannot_be_read_is_the_quickstart_again(studio: Studio, kept: str):
     (studio.runs / "drafts").mkdir(parents=True)
     (studio.runs / "drafts" / "draft.json").write_text(kept)

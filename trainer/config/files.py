@@ -303,13 +303,9 @@ def opened_to_append(file: Path) -> int:
     raise InputError(f"{file}: {NOT_REGULAR}")
 
 
-def last_written(path: Path) -> float:
-    """Return when a file was last written, as unix time. Archives may set any date; the later ones are not believed.
-
-    Raises:
-        OSError: It does not exist.
-    """
-    status = path.stat()
+def written(status: os.stat_result) -> float:
+    """Return when a file was last written, as unix time. Archives may set any date: one that is to come counts as that
+    of the unpacking."""
     return min(status.st_mtime, status.st_ctime)  # the second is set by the disk alone
 
 

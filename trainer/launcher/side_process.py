@@ -80,7 +80,7 @@ def last_begun(run: RunDir, kind: str) -> float | None:
     `begin` changes them, also in another program: a process that it started can be running only after that.
     """
     try:
-        return (run.logs / f"{kind}-answer.txt").stat().st_mtime
+        return files.written((run.logs / f"{kind}-answer.txt").stat())
     except OSError:
         return None
 

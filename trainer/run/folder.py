@@ -93,8 +93,8 @@ class RunDir:
     def guard(self) -> None:
         """Close the folder to others, and refuse one that leads elsewhere. It may come from a stranger.
 
-        Whatever reads, writes, exports, uploads or deletes calls it first. It is cheap: folders that have not changed
-        are not read again. A folder that does not exist is not refused.
+        Whatever reads, writes, exports, uploads or deletes in the folder calls it first. It is cheap: folders that have
+        not changed are not read again. A folder that does not exist is not refused.
 
         Raises:
             InputError: Something in the folder is neither a file nor a folder. Through a link, a run would append to

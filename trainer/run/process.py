@@ -247,7 +247,7 @@ def alive(run: RunDir) -> bool:
     if _has_recorded_its_end(run):
         return False
     written = (run.launch_file, run.events_file, *run.ranks.glob("*.jsonl"))
-    return time.time() - max(map(files.last_written, written)) < MAX_SILENCE_S
+    return time.time() - max(files.written(file.stat()) for file in written) < MAX_SILENCE_S
 
 
 def _is_held(output: Path) -> bool:
