@@ -100,6 +100,10 @@ class Started:
         out, err = self._process.communicate(timeout=TIMEOUT_S)
         return self._process.returncode, out.splitlines(), err
 
+    def kill_launcher(self) -> None:
+        """SIGKILL to launch.py alone: the run goes on, and nothing watches it."""
+        self._process.kill()
+
     def lose_power(self) -> None:
         """SIGKILL to launch.py, torchrun and the process groups of all ranks, at one moment."""
         torchrun = psutil.Process(Launch.read(self.run).pid)
@@ -111,6 +115,7 @@ class Started:
 
     def kill(self) -> None:
         """End the run, if it still runs, and everything that belongs to it."""
-        terminate(self.run)
+        if self.run.path.is_dir():
+            terminate(self.run)
         self._process.kill()
         self._process.communicate()

@@ -27,9 +27,9 @@ from trainer.config.sections import DataConfig, ModelConfig, ParallelConfig
 from trainer.launcher import network, torchrun
 from trainer.launcher.commands import attend, explain, watch
 from trainer.launcher.schedulers import FIRST_NODE
-from trainer.run import allocator
+from trainer.run import allocator, failure
 from trainer.run import process as processes
-from trainer.run.events import ErrorEvent, EventReader, EventWriter, StatusEvent
+from trainer.run.events import ErrorEvent, EventReader, EventWriter, StatusEvent, WarningEvent
 from trainer.run.failure import OUT_OF_MEMORY
 from trainer.run.folder import LINK, RunDir
 from trainer.run.preemption import PREEMPTION_SIGNALS
@@ -982,6 +982,31 @@ def test_an_error_file_cut_short_by_a_full_disk_gives_way_to_the_log(make_run):
         "  what to do: free some disk space, then continue with --resume; finished checkpoints are intact\n"
         f"  log: {log}"
     )
+
+
+def test_an_error_that_could_not_be_written_is_that_of_the_disk(make_run, monkeypatch):
+    """The error file and the log are empty, for they lie on the disk that is full."""
+    _, run = make_run("good")
+    pretend_it_ran(run, "")
+    log = rank_log(run, 0, "", error="")
+    unknown = "exited while writing its error file"
+    assert error_of(run) == f"error: rank 1, step 0: {unknown}\n  what to do: read the end of the log\n  log: {log}"
+    warning = "checkpoint of step 4 could not be written (OSError: [Errno 122] Disk quota exceeded); free disk space"
+    found = failure.diagnose(run, [StatusEvent(state="starting"), WarningEvent(step=4, message=warning)])
+    assert (found.message, found.remedy) == (
+        f"{unknown}, after this warning: {warning}",
+        "free some disk space, then continue with --resume; finished checkpoints are intact",
+    )
+    largest = run.logs / "launch-1.log"
+    largest.write_text("x" * 5000 + "\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        found = failure.diagnose(run, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert found.message == f"{run.path}: cannot be written (File too large)"
+    assert found.remedy.startswith("raise the limit of this shell for the size of files (ulimit -f unlimited)")
 
 
 def test_torchrun_that_fails_by_itself_is_told_without_a_rank(make_run):

@@ -7,7 +7,9 @@ import re
 import resource
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,9 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.commands import Started, launch_py, preset_folder
 from trainer.checkpoint.restore import StoredWeights
+from trainer.launcher.commands import SILENT_S
 from trainer.run.events import AnyEvent, CheckpointEvent, ErrorEvent, EventReader, StepEvent, WarningEvent, latest_steps
 from trainer.run.folder import RunDir
 from trainer.run.manifest import complete
+from trainer.run.process import Launch
 
 ENDLESS = "train.steps=1000000"
 
@@ -92,7 +96,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_through_a_full_disk_until_ct
     [step] = map(int, re.findall(r"checkpoint of step (\d+)", warning))
     assert warning == (
         f"{run.checkpoints}/.step-{step:06d}: checkpoint of step {step} could not be written "
-        "(OSError: [Errno 27] File too large); free disk space; the checkpoints before it are untouched"
+        "(OSError: [Errno 27] File too large); raise ulimit -f; the checkpoints before it are untouched"
     )
     assert_intact(saved)
     assert resumed.wait_for(CheckpointEvent).step > step
@@ -182,6 +186,63 @@ def test_a_disk_that_fills_up_costs_a_periodic_checkpoint_and_ends_the_run_at_th
     done = launch_py(folder, "--resume", "runs/fox")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == f"{run.export}/fox.safetensors"
+
+
+@pytest.mark.slow
+def test_a_disk_that_something_else_fills_is_named_at_once_and_at_the_end(folder, small_disk, start):
+    """Events, logs and error files lie on that disk too: only the terminal can still say it."""
+    cache = f"data.cache={folder}/cache"
+    filled = start("--headless", "preset.yaml", ENDLESS, "checkpoint.every=0", cache, "--run-dir", "runs/fox")
+    run = filled.run
+    filled.wait_for(StepEvent)
+    with suppress(OSError), (small_disk / "other").open("wb", buffering=0) as other:
+        while True:
+            other.write(bytes(4096))
+    full = f"the disk of {run.path} is full (No space left on device)"
+    said = f"warning: the run has written nothing for 10 s: {full}. What it reports is lost; free some disk space"
+    size, since = 0, time.monotonic()
+    while time.monotonic() < since + SILENT_S + 3:  # what was allocated is still written into
+        if size != run.events_file.stat().st_size:
+            size, since = run.events_file.stat().st_size, time.monotonic()
+        time.sleep(0.1)
+    for number in range(2):
+        filled.rank(number).terminate()
+    code, out, err = filled.end()
+    assert code == 1, err
+    assert said in out, "\n".join(out)[-1500:]
+    assert f"{full}\n  what to do: free some disk space, then continue with --resume" in err
+
+
+@pytest.mark.slow
+def test_a_run_whose_folder_is_moved_away_ends_with_all_its_processes(folder, start):
+    moved = start("--headless", "preset.yaml", ENDLESS, "--run-dir", "runs/fox")
+    run = moved.run
+    moved.wait_for(StepEvent)
+    launch = Launch.read(run)
+    family = [psutil.Process(launch.pid), *psutil.Process(launch.pid).children(recursive=True)]
+    assert len(family) >= 3
+    run.path.rename(folder / "elsewhere")
+    code, _, err = moved.end()
+    assert (code, err) == (
+        1,
+        f"error: {run.path}: the run folder was deleted or moved away\n"
+        "  what to do: its processes were ended; start it anew, or move the folder back and continue with --resume\n",
+    )
+    psutil.wait_procs(family, timeout=5)
+    assert [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.mark.slow
+def test_a_run_that_nobody_watches_ends_with_its_folder(folder, start):
+    """As one that the page has started, or whose terminal was closed."""
+    watched = start("--headless", "preset.yaml", ENDLESS, "--run-dir", "runs/fox")
+    watched.wait_for(StepEvent)
+    launch = Launch.read(watched.run)
+    family = [psutil.Process(launch.pid), *psutil.Process(launch.pid).children(recursive=True)]
+    watched.kill_launcher()
+    watched.run.path.rename(folder / "elsewhere")
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert alive == []
 
 
 def make_read_only(folder: Path) -> None:

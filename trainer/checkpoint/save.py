@@ -278,7 +278,7 @@ class _SummedStream(io.BufferedIOBase):
 
 def _remedy(failure: str) -> str:
     found = re.search(r"\[Errno (\d+)\]", failure)
-    remedies = {errno.ENOSPC: "free disk space", errno.EDQUOT: "free disk space", errno.EFBIG: "free disk space"}
+    remedies = {errno.ENOSPC: "free disk space", errno.EDQUOT: "free disk space", errno.EFBIG: "raise ulimit -f"}
     remedies |= {errno.EROFS: "make the folder writable", errno.EACCES: "make the folder writable"}
     return remedies.get(int(found[1]) if found else 0, "fix its cause")
 

@@ -27,6 +27,7 @@ from trainer.config.errors import InputError
 MIB = 2**20
 MOST_BYTES = 64 * MIB
 """Largest size of a file that is read whole and that a person or this program wrote."""
+PAGE_BYTES = 64 * 1024
 MOST_SHOWN = 200
 """Longest location within a file that an error shows, in characters."""
 NOT_REGULAR = "not a regular file; remove it, or put a file in its place"
@@ -196,6 +197,26 @@ def _copy_at(source: Path, folder: int, name: str) -> None:
     except BaseException:
         os.unlink(temporary, dir_fd=folder)
         raise
+
+
+def write_problem(folder: Path) -> OSError | None:
+    """Return why nothing can be written into a folder, found by writing a page; None if it can.
+
+    The free space that a file system states does not count quotas.
+    """
+    page = folder / f".{os.getpid()}-{threading.get_ident()}.page"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    try:
+        with open(os.open(page, flags, 0o600), "wb") as stream:
+            stream.write(bytes(PAGE_BYTES))
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        return error
+    finally:
+        with suppress(OSError):
+            page.unlink()
+    return None
 
 
 @contextmanager

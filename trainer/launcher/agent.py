@@ -4,25 +4,48 @@ ARGUMENTS`.
 The ranks start when torchrun has imported torch, of which it uses only the parts that start and watch processes. It
 does without the search for garbage while it imports, and without the operators' rules for tensors without data, the
 export of graphs and nested tensors, which take two fifths of the time. Ranks import all of torch.
+
+It ends with its run folder, the last argument: without one, ranks can report nothing, and torchrun waits for ever.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import threading
+import time
 from types import ModuleType
+
+import psutil
 
 from trainer.config.imports import quick_imports
 
 LEFT_OUT = ("torch._meta_registrations", "torch.export", "torch.nested")
+LOOKS_EVERY_S = 3
+MOST_MISSED = 3
+"""Looks after which a missing folder is gone: a network share may lose it for a moment."""
 
 
 def main() -> None:
     """Run torchrun with the arguments of this process."""
+    if os.path.isdir(sys.argv[-1]):  # else another machine has it
+        threading.Thread(target=_end_with, args=(sys.argv[-1],), daemon=True).start()
     sys.modules.update({name: ModuleType(name) for name in LEFT_OUT})
     with quick_imports():
         torchrun = importlib.import_module("torch.distributed.run")
     torchrun.main()
+
+
+def _end_with(run: str) -> None:
+    """Kill the ranks and this process when the run folder is gone."""
+    missed = 0
+    while missed < MOST_MISSED:
+        time.sleep(LOOKS_EVERY_S)
+        missed = 0 if os.path.isdir(run) else missed + 1
+    for rank in psutil.Process().children(recursive=True):
+        rank.kill()
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ from trainer.run.preemption import PREEMPTION_SIGNALS
 
 EXIT_CODES: dict[State, int] = {"finished": 0, "failed": 1, "stopped": 130}
 POLL_S = 0.2
+SILENT_S = 10
+"""A run that writes nothing for so long is asked whether it can."""
 
 
 def train(preset: Path, overrides: Sequence[str], runs: Path, at: Path | None) -> int:
@@ -301,7 +303,14 @@ def watch(cfg: RunConfig, run: RunDir, events: EventReader) -> int:
     say(f"run folder: {run.path}")
     former = EventReader(run.events_file).read() if None in cfg.stage_steps else []
     with StopRequests() as stops, progress_display(RunLength.of(cfg, former)) as display:
+        launch = process.Launch.read(run)
         shown = _follow(cfg, run, events, display, stops)
+    if not run.path.is_dir():
+        if launch is not None and launch.is_here and launch.process() is not None:
+            process.end_family(launch.pid)
+        trouble = failure.write_trouble(run)
+        complain(explain(ErrorEvent(message=trouble, remedy=failure.remedy_for(trouble)), run))
+        return 1
     return _conclude(run, shown)
 
 
@@ -311,8 +320,10 @@ def _follow(
     """Show events until the run has ended. Returns all of them but the steps."""
     ranks = [RankReader(run.rank_file(rank)) for rank in range(cfg.parallel.world_size)]
     shown: list[MessageEvent] = []
+    silence = _Silence(run, display)
     while process.alive(run):
         shown += _show_new(events, ranks, display)
+        silence.look()
         if stops.count >= 2:
             process.terminate(run)
         elif stops.count == 1 and not stops.is_handled:
@@ -320,8 +331,38 @@ def _follow(
             run.request("stop")
             display.say("stopping after this step, with a checkpoint; Ctrl-C again ends it at once, without one")
         time.sleep(POLL_S)
+    if not run.path.is_dir():
+        return shown
     _attempt(run.events_file, lambda: process.settle(run))
     return shown + _show_new(events, ranks, display)
+
+
+class _Silence:
+    """Says why a run falls silent: it reports by files in its folder, whose disk may be full, read-only or gone."""
+
+    def __init__(self, run: RunDir, display: ProgressDisplay) -> None:
+        self._run, self._display = run, display
+        self._written = 0
+        self._heard_at = time.monotonic()
+        self._said = ""
+
+    def look(self) -> None:
+        """Write into the folder where the run has written nothing for a while, and say what prevents it."""
+        try:  # by size: a write that fails for want of space changes the time of a file too
+            written = self._run.events_file.stat().st_size
+        except OSError:  # it is gone
+            written = self._written
+        if written != self._written or time.monotonic() - self._heard_at < SILENT_S:
+            self._heard_at = time.monotonic() if written != self._written else self._heard_at
+            self._written = written
+            return
+        self._heard_at, trouble = time.monotonic(), failure.write_trouble(self._run)
+        if trouble and trouble != self._said:
+            remedy = failure.remedy_for(trouble).partition(", then")[0]
+            self._display.say(
+                f"warning: the run has written nothing for {SILENT_S} s: {trouble}. What it reports is lost; {remedy}"
+            )
+        self._said = trouble
 
 
 def _show_new(events: EventReader, ranks: Sequence[RankReader], display: ProgressDisplay) -> list[MessageEvent]:

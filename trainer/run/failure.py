@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import math
 import os
 import re
+import resource
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from trainer.config.families import trains_on
-from trainer.config.files import opened
+from trainer.config.files import opened, write_problem
 from trainer.config.schema import RunConfig
-from trainer.run.events import AnyEvent, ErrorEvent
+from trainer.run.events import AnyEvent, ErrorEvent, WarningEvent
 from trainer.run.folder import RunDir
 
 MOST_DIGITS = 10
@@ -49,8 +51,13 @@ def diagnose(run: RunDir, events: Sequence[AnyEvent]) -> ErrorEvent:
     output = output_file(run, number)
     attempts = _last_attempts(run, number)
     failures = [*_reported(output, attempts), *_recorded(attempts)]
-    torchrun_itself = _Failure(None, last_line(output) or "torchrun exited without a message", math.inf, output)
+    last = last_line(output)
+    torchrun_itself = _Failure(None, last or "torchrun exited without a message", math.inf, output, is_cut=not last)
     cause = min(failures, key=lambda failure: (failure.is_consequence, failure.when), default=torchrun_itself)
+    # What reports a failure lies on the disk that may be the cause.
+    trouble = (write_trouble(run) or _warned(events)) if cause.is_cut else ""
+    if trouble:
+        cause = replace(cause, message=trouble)
     return ErrorEvent(
         message=cause.message,
         remedy=remedy_for(cause.message),
@@ -59,6 +66,36 @@ def diagnose(run: RunDir, events: Sequence[AnyEvent]) -> ErrorEvent:
         step=max((event.step for event in events), default=0),
         log=os.path.relpath(cause.log, run.path),
     )
+
+
+def write_trouble(run: RunDir) -> str:
+    """Return why nothing can be written into a run folder, found by writing there; empty if it can.
+
+    Whoever runs in a terminal can say it when the run cannot.
+    """
+    if not run.path.is_dir():
+        return f"{run.path}: the run folder was deleted or moved away"
+    found = write_problem(run.path)
+    if found is not None and found.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk of {run.path} is full ({found.strerror})"
+    if found is not None:
+        return f"{run.path}: cannot be written ({found.strerror})"
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)  # the ranks have inherited that of this process
+    files = (run.events_file, *run.ranks.glob("*.jsonl"), *run.logs.rglob("*.log"))
+    largest = max((file for file in files if file.is_file()), key=lambda file: file.stat().st_size, default=None)
+    if limit != resource.RLIM_INFINITY and largest is not None and largest.stat().st_size >= limit:
+        return f"{largest}: has reached the largest size of a file here, {limit:,} bytes (File too large)"
+    return ""
+
+
+_NOT_WRITTEN = re.compile(r"No space left on device|Disk quota exceeded|Read-only file system|File too large")
+
+
+def _warned(events: Sequence[AnyEvent]) -> str:
+    """The last warning that a file could not be written: there may be space again since then."""
+    texts = (event.message for event in reversed(events) if isinstance(event, WarningEvent))
+    found = next(filter(_NOT_WRITTEN.search, texts), "")
+    return found and f"exited while writing its error file, after this warning: {found}"
 
 
 _LOST_ANOTHER_RANK = re.compile(
@@ -76,12 +113,14 @@ class _Failure:
         message: Its error.
         when: Unix seconds.
         log: File with the details.
+        is_cut: Whether the error could not be written.
     """
 
     rank: int | None
     message: str
     when: float
     log: Path
+    is_cut: bool = False
 
     @property
     def is_consequence(self) -> bool:
@@ -151,9 +190,10 @@ def _from_error_file(file: Path, rank: int | None) -> _Failure:
         message = json.loads(_end_of(file))["message"]["message"]
         if not isinstance(message, str):
             raise TypeError(message)
-    except (ValueError, KeyError, TypeError, RecursionError):  # cut short: the disk was full
-        message = last_line(file.with_name("stderr.log")) or "exited while writing its error file"
-    return _Failure(rank, message, file.stat().st_mtime, file.with_name("stderr.log"))
+        is_cut = False
+    except (ValueError, KeyError, TypeError, RecursionError):
+        message, is_cut = last_line(file.with_name("stderr.log")) or "exited while writing its error file", True
+    return _Failure(rank, message, file.stat().st_mtime, file.with_name("stderr.log"), is_cut)
 
 
 _UNCAUGHT = re.compile(r"^\[rank\d+\]: (\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
@@ -216,7 +256,18 @@ _REMEDIES = (
         "see the system log for why the disk became read-only, make it writable, then continue with --resume; finished "
         "checkpoints are intact",
     ),
-    (r"No space left on device", "free some disk space, then continue with --resume; finished checkpoints are intact"),
+    (
+        r"No space left on device|Disk quota exceeded",
+        "free some disk space, then continue with --resume; finished checkpoints are intact",
+    ),
+    (
+        r"File too large",
+        "raise the limit of this shell for the size of files (ulimit -f unlimited), then continue with --resume",
+    ),
+    (
+        r"the run folder was deleted",
+        "its processes were ended; start it anew, or move the folder back and continue with --resume",
+    ),
     (
         r"[Aa]ddress already in use|EADDRINUSE",
         "another program uses the port: start again, or change parallel.rendezvous",
