@@ -19,7 +19,7 @@ from trainer.data.scan_memory import Keep, checked
 from trainer.launcher import capacity, network
 from trainer.metrics import trackers
 from trainer.models import distilled, recognition
-from trainer.models.parts import chat
+from trainer.models.parts import chat_template
 from trainer.run import manifest, process, stages
 from trainer.run.folder import RunDir, shared_cache
 from trainer.run.manifest import Progress
@@ -192,7 +192,7 @@ def _check_data(cfg: RunConfig, cache: Path | None) -> Keep:
         files, held_out = text_files.of_config(cfg.data)
         text_files.check_preferences((*files, *held_out), cfg.objective.dpo_beta is not None)
         if cfg.data.chat_template:
-            chat.check_template(cfg.data.chat_template)
+            chat_template.check_template(cfg.data.chat_template)
     return keep
 
 
@@ -206,9 +206,11 @@ def _check_model(loaded: ConfigFile) -> None:
     model = loaded.config.model
     field, path = ("model.base", model.base) if model.base else ("model.path", model.path)
     try:
-        find_folder(field, path)
+        folder = find_folder(field, path)
     except InputError as error:
         loaded.refuse([Problem(field, str(error).removeprefix(f"{field} "))])
+    if (named := loaded.config.data.chat_template) and (tokens := chat_template.stored_tokens(folder)):
+        chat_template.check_marks(named, tokens | set(model.options.new_tokens))
     loaded.refuse([*recognition.refused(model), *distilled.refused(model)])
 
 
