@@ -197,7 +197,6 @@ def test_each_answer_of_a_template_with_several_ends_is_learned_up_to_its_own(to
         "<|im_start|>user says Hi<|end|><|im_start|>assistant⟦ says Hello, you<|end|>⟧"
         "<|im_start|>user says How?<|end|><|im_start|>assistant⟦ says So.<|return|>⟧"
     )
-    assert tokenizer.convert_ids_to_tokens(made.end_ids) == ["<|return|>"]
     assert made.take_notes() == []
 
 
@@ -207,7 +206,6 @@ def test_an_answer_that_the_next_message_ends_is_learned_with_the_mark_of_that(t
         '<|user|>Weather?<|assistant|>⟦{"name": "sky", "arguments": {"in": "Ulm"}}<|observation|>⟧sun'
         "<|assistant|>⟦Sunny.<|user|>⟧Hi<|assistant|>⟦Hello, you<|endoftext|>⟧"
     )
-    assert tokenizer.convert_ids_to_tokens(made.end_ids) == ["<|endoftext|>", "<|user|>"]
     assert made.take_notes() == []
 
 
@@ -215,7 +213,6 @@ def test_answers_without_any_end_are_noted(tokenizer: Any, tmp_path: Path) -> No
     made = chat(tokenizer, tmp_path, ENDLESS)
     assert notes(made, TURNS[:2]) == []
     assert notes(made, TURNS) == ["the chat template writes nothing after an answer: those before the last have no end"]
-    assert tokenizer.convert_ids_to_tokens(made.end_ids) == ["<|endoftext|>"]
 
 
 # Templates of our own on a tokenizer without their marks
@@ -239,16 +236,4 @@ def test_a_template_of_ours_is_refused_before_the_start_where_its_marks_are_not_
     )
     preflight.check(load_config(preset, ["data.chat_template=chatml"]))
     preflight.check(load_config(preset, [f"model.options.new_tokens={json.dumps(marks)}", "adapter.type=none"]))
-
-
-def test_an_end_that_is_not_a_token_is_a_warning_for_a_template_that_the_config_names(
-    tokenizer: Any, tmp_path: Path
-) -> None:
-    assert Chat(tokenizer, "chatml").warnings == ()
     check_marks("own.jinja", frozenset())
-    own = chat(tokenizer, tmp_path, MARKED.replace("im_end", "eot"))
-    assert own.warnings == (
-        "data.chat_template: <|eot|>, which ends a turn, is not a token of this model, so that other programs do not "
-        'stop there; set model.options.new_tokens: ["<|eot|>"], or name a template of this model',
-    )
-    assert own.end_ids == ()

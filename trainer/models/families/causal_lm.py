@@ -192,8 +192,7 @@ class CausalLM(TextFamily):
         return longest
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
-        of_chat = self._chat.warnings if cfg.data.chat_template else ()
-        return (*super().warnings(cfg), *self._text_only(), *of_chat)
+        return (*super().warnings(cfg), *self._text_only())
 
     @property
     def notes(self) -> tuple[str, ...]:

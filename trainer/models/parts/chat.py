@@ -8,7 +8,6 @@ used.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -156,37 +155,6 @@ class Chat:
         header = header or open_end.partition(question)[2]
         return Turns(header, whole.partition(answer)[2].rstrip(), question_end, whole.startswith(open_end))
 
-    @cached_property
-    def end_ids(self) -> tuple[int, ...]:
-        """The ids of the tokens that end an answer, for programs that generate; empty where no single token does."""
-        if self.turns.stop:
-            ids = self._tokenizer(self.turns.stop, add_special_tokens=False, verbose=False)["input_ids"]
-            return (ids[-1],) if len(ids) == 1 or ids[-1] in self._tokenizer.added_tokens_decoder else ()
-        end = self._tokenizer.eos_token_id
-        return tuple(one for one in (end, self._next_mark) if one is not None)
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Sentences about a template that the config names, for which this tokenizer was not made."""
-        stop = self.turns.stop if self._named else ""
-        if not stop or self.end_ids:
-            return ()
-        return (
-            f"data.chat_template: {stop}, which ends a turn, is not a token of this model, so that other programs do "
-            f"not stop there; set model.options.new_tokens: {json.dumps([stop])}, or name a template of this model",
-        )
-
-    @property
-    def _next_mark(self) -> int | None:
-        """The id of the token that a question after an answer begins with, where answers have no other end."""
-        asked, answer = {"role": "user", "content": "Q"}, f"{OPEN}1{CLOSE}"
-        try:
-            whole = self._render([asked, {"role": ASSISTANT, "content": answer}, asked], None)
-        except InputError:
-            return None
-        found = self._marks.match(whole.partition(answer)[2]) if self._marks else None
-        return int(self._tokenizer.convert_tokens_to_ids(found[0])) if found else None
-
     def encode(self, messages: object, tools: object = None) -> Encoded:
         """Tokenize a conversation. Learned are the assistant's turns, each with the token that ends it.
 
@@ -233,13 +201,13 @@ class Chat:
 
     def _encoded(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Encoded:
         whole, marked = self._rendered(messages, tools)
-        texts = self._check_written(messages, tools, whole)
+        texts, lost = self._check_written(messages, tools, whole)
         spans = _joined(marked)
-        if _hold(messages, whole, spans):
+        if _hold(messages, whole, spans, lost):
             spans = self._with_marked_ends(whole, spans)
         else:
             spans = self._by_rendering(messages, tools, whole)
-        if not _hold(messages, whole, spans):
+        if not _hold(messages, whole, spans, lost):
             raise InputError(
                 "the chat template changes what the assistant says, so that its tokens cannot be identified; "
                 "set data.chat_template to a template with {% generation %} marks"
@@ -275,12 +243,13 @@ class Chat:
             span = self._by_prefix(messages, tools, whole, number)
             if span is None:
                 places = places or self._contents(messages, tools, whole)
-                span = self._by_contents(number, len(messages), whole, *places)
+                ends = (self._own_end(messages[: number + 1], tools), *self.turns.ends)
+                span = self._by_contents(number, whole, ends, *places)
             start, stop = span
-            end = self._marks.match(whole, stop) if self._marks and not self.turns.end else None
-            if number + 1 < len(messages) and not self.turns.end and end is None:
+            end = "" if self.turns.end else next((one for one in self._added if whole.startswith(one, stop)), "")
+            if number + 1 < len(messages) and not self.turns.end and not end:
                 self._note("the chat template writes nothing after an answer: those before the last have no end")
-            spans.append((start, end.end() if end else stop))
+            spans.append((start, stop + len(end)))
         return spans
 
     def _by_prefix(
@@ -299,17 +268,27 @@ class Chat:
         # Blanks after the token that ends a turn are not learned.
         return len(before), len(after.rstrip()) if self.turns.end else len(after)
 
-    def _by_contents(self, number: int, count: int, whole: str, begins: Sequence[int], ends: Sequence[int]) -> Span:
+    def _own_end(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+        """The token that ends a turn where it is the last: that of a call may be one of its own."""
+        try:
+            text = self._render(messages, tools).rstrip()
+        except InputError:
+            return ""
+        return next((mark for mark in self._added if text.endswith(mark)), "")
+
+    def _by_contents(
+        self, number: int, whole: str, ending: Sequence[str], begins: Sequence[int], ends: Sequence[int]
+    ) -> Span:
         """A turn, by where the contents of all messages begin and end.
 
-        It begins after the header that follows the content before it, and ends with the last end of a turn before the
-        content after it.
+        It begins after the header that follows the content before it, and ends with the last end of a turn (`ending`)
+        before the content after it.
         """
         floor = ends[number - 1] if number else 0
-        ceiling = begins[number + 1] if number + 1 < count else len(whole)
+        ceiling = begins[number + 1] if number + 1 < len(begins) else len(whole)
         start = _after(whole, self.turns.header, floor, ceiling)
         start = begins[number] if start < 0 else start
-        ending = self.turns.ends
+        ending = [end for end in ending if end]
         stop = _until(whole, ending, max(start, ends[number]), ceiling) if ending else ends[number]
         if start < 0 or stop < 0:
             raise InputError(
@@ -354,10 +333,10 @@ class Chat:
         return len(before) if found and before + after == whole else -1
 
     @cached_property
-    def _marks(self) -> re.Pattern[str] | None:
-        """The tokens that were added to the tokenizer, which templates end turns with."""
-        added = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.content.strip()}
-        return re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True)))) if added else None
+    def _added(self) -> list[str]:
+        """The tokens that were added to the tokenizer, which templates end turns with, the longest first."""
+        added = {token.content for token in self._tokenizer.added_tokens_decoder.values()}
+        return sorted(filter(str.strip, added), key=len, reverse=True)
 
     def _with_end(self, encoded: Encoded) -> Encoded:
         """End a conversation of a template without an end of turns with end-of-text: else answers have no end."""
@@ -393,11 +372,12 @@ class Chat:
 
     def _check_written(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str
-    ) -> list[tuple[Text, int]]:
+    ) -> tuple[list[tuple[Text, int]], list[Text]]:
         """Check that the template writes every text, by rendering the conversation with a sentinel in each.
 
         Returns:
-            The texts with their positions in the whole text; none where sentinels change what the template writes.
+            The texts with their positions in the whole text, none where sentinels change what the template writes; and
+            the texts that it leaves out.
 
         Raises:
             InputError: It leaves out what should be learned, or what the answers are about.
@@ -407,7 +387,7 @@ class Chat:
             text = self._render(marked.messages, marked.tools)
         except InputError:  # of a text that is not any text; each is tried alone
             text = ""
-        found = written(text)
+        found, lost = written(text), []
         for number, one in enumerate(marked.texts):
             kind = (one.role, one.key, one.message == len(messages) - 1)
             if number in found or (kind not in self._left_out and self._writes(messages, tools, number)):
@@ -415,10 +395,11 @@ class Chat:
             if kind not in self._left_out and _is_needed(one) and not self._writes_last(messages, tools, number, one):
                 self._refuse(messages, one)
             self._left_out.add(kind)
+            lost.append(one)
             self._note(_omission(one))
         if SENTINEL.sub("", text) != whole:
-            return []
-        return [(marked.texts[number], at) for number, at in positions(text)]
+            return [], lost
+        return [(marked.texts[number], at) for number, at in positions(text)], lost
 
     def _writes(self, messages: Sequence[Message], tools: Sequence[Any] | None, number: int) -> bool:
         """Whether the template writes a text of a conversation, by its number among its texts."""
@@ -605,15 +586,16 @@ def _until(text: str, ends: Sequence[str], floor: int, ceiling: int) -> int:
     return -1
 
 
-def _hold(messages: Sequence[Message], text: str, spans: Collection[Span]) -> bool:
-    """Whether there is a span for each turn of the assistant, in order, that holds what it says."""
-    spoken = [message for message in messages if message["role"] == ASSISTANT]
+def _hold(messages: Sequence[Message], text: str, spans: Collection[Span], lost: Collection[Text]) -> bool:
+    """Whether there is a span for each turn of the assistant, in order, that holds what it says; but for lost texts."""
+    spoken = [(index, message) for index, message in enumerate(messages) if message["role"] == ASSISTANT]
     if len(spans) != len(spoken):
         return False
-    for message, (start, stop) in zip(spoken, spans, strict=True):
+    left_out = {(one.message, one.value) for one in lost}
+    for (index, message), (start, stop) in zip(spoken, spans, strict=True):
         # Templates may drop what the assistant thought before it answered.
         said = (message.get("content") or "").rpartition(END_OF_THINKING)[2].strip()
-        if said not in text[start:stop]:
+        if said not in text[start:stop] and (index, said) not in left_out:
             return False
     return True
 
