@@ -1,4 +1,4 @@
-# Every target sets up .venv by itself when it is missing or older than pyproject.toml.
+# Every target sets up .venv by itself when it is missing or older than pyproject.toml or requirements.lock.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz bench plan roofline peers recorded interop gpu-check gpu-wheels oldest table browser network proxies screenshots eightbit schema demo-base demo-captioner clean
+.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz pairs bench plan roofline peers recorded interop gpu-check gpu-wheels oldest table browser network proxies screenshots eightbit schema demo-base demo-captioner lock clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -108,6 +108,10 @@ table: .venv
 fuzz: .venv
 	$(BIN)/python -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 
+# Every pair of values of the fields that decide what a run does, in a real run; SHARE=1/10 tries a tenth, ARGS others.
+pairs: eightbit
+	$(BIN)/python -m tests.pairs $(if $(SHARE),--share $(SHARE)) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
 # What the tests of the page open it with: Debian's Chromium. Elsewhere install one named chromium by hand.
 browser:
 	@command -v chromium > /dev/null || { $(AS_ROOT) apt-get update -qq && \
@@ -130,7 +134,7 @@ screenshots: .venv browser
 # 8-bit AdamW's package, bitsandbytes and Triton, which only the slow tests need. Of trl they read its chat templates; it
 # is not imported, so that what it needs is not installed.
 eightbit: .venv
-	$(BIN)/python -m pip install --quiet -e '.[test,eightbit,reference]'
+	$(BIN)/python -m pip install --quiet --no-build-isolation -c requirements.lock -e '.[test,eightbit,reference]'
 	$(BIN)/python -m pip install --quiet --no-deps 'trl==1.16.*'
 
 # The model of `model.path: demo` again from nothing, a little over an hour on two cores.
@@ -150,12 +154,21 @@ schema: .venv
 
 # A file, so that make sees when pyproject.toml is newer.
 .venv: $(VENV)/.installed
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ShardStudio needs Python 3.11 or newer; make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[test]'
+	$(BIN)/python -m pip install --quiet -c requirements.lock --upgrade pip setuptools
+	$(BIN)/python -m pip install --quiet --no-build-isolation -c requirements.lock -e '.[test]'
+	@$(BIN)/python -m tests.lock --age
 	touch $@
+
+# The newest versions within the ranges of pyproject.toml become those that are installed, once they pass the tests.
+lock: browser network
+	rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet --upgrade pip
+	.venv-lock/bin/python -m pip install --quiet -e '.[test,eightbit,reference]'
+	.venv-lock/bin/python -m pytest -m "not slow and not gpu" $(PARALLEL)
+	.venv-lock/bin/python -m tests.lock
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

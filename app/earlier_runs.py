@@ -190,11 +190,12 @@ def _stamp(run: RunDir) -> tuple[int, ...]:
 def _read(run: RunDir, stamp: tuple[int, ...], measured: Iterable[tuple[str, str]]) -> _Entry:
     """Read a run; its events only where no newer run of its kind was measured."""
     try:
-        config = run.config()
-        if config.stages:
-            return _Entry(stamp)
-        kind, host = kind_of(config), _host(run)
-        timing = None if {(kind, host), (kind, "")} & set(measured) else _timing(run, config, host)
+        with run.boundary():
+            config = run.config()
+            if config.stages:
+                return _Entry(stamp)
+            kind, host = kind_of(config), _host(run)
+            timing = None if {(kind, host), (kind, "")} & set(measured) else _timing(run, config, host)
     except (InputError, OSError):  # a damaged run, or one of a later version, measures nothing
         return _Entry(stamp)
     return _Entry(stamp, config, kind, timing)

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from trainer.config import files
 from trainer.config.errors import InputError
-from trainer.data.image_io import IMAGE_SUFFIXES
+from trainer.data.image_io import IMAGE_SUFFIXES, same_name
 
 MOST_ENTRIES = 5000
 """Entries of one folder that are looked at; a larger folder is counted up to there."""
@@ -58,12 +58,12 @@ def listed(folder: Path, above: str = "") -> Listing:
                 count += 1
                 if count > MOST_ENTRIES:
                     break
-                stem, suffix = os.path.splitext(entry.name)
+                stem, suffix = os.path.splitext(same_name(entry.name))
                 if entry.is_dir() and not entry.name.startswith("."):
                     folders.append(entry.name)
                 elif suffix.lower() in IMAGE_SUFFIXES:
                     images.add(stem)
-                elif suffix == ".txt":
+                elif suffix.lower() == ".txt":
                     texts.add(stem)
     except OSError as error:
         raise InputError(f"{folder}: cannot be read ({error.strerror})") from error

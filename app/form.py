@@ -6,6 +6,7 @@ A draft is a preset and the values that differ from it. The page and the noteboo
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,7 +65,16 @@ MOST_USED = (
 """Fields that matter in most runs. The page shows them on its cards and all others under "More"."""
 
 CARRIED = ("name", "data", "sample.prompts")
-"""Sections and fields whose edits survive the choice of another preset."""
+"""Sections and fields whose edits survive the choice of another preset, but for OF_THE_MODEL."""
+
+OF_THE_MODEL = (
+    *("data.resolution", "data.resolutions", "data.at_resolutions", "data.max_aspect", "data.seen_resolution"),
+    *("data.length", "data.pack_tokens", "data.chat_template"),
+)
+"""Fields of CARRIED that fit one model rather than one set of data."""
+
+COMPANIONS = ("data.masks", "data.references", "data.rejected")
+"""Folders whose files belong to the images of `data.path`, by their names."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,7 @@ class Checked:
         errors: {field: error}; the empty field stands for the whole config.
         waiting: A sentence about a check that is still running; "" when all are done.
         advice: What this machine's user should know before the start.
+        is_scanned: Whether the images were read, and `errors` has what is wrong with them.
     """
 
     draft: Draft
@@ -138,6 +149,7 @@ class Checked:
     errors: Mapping[str, str]
     waiting: str = ""
     advice: tuple[str, ...] = ()
+    is_scanned: bool = False
 
     @property
     def can_start(self) -> bool:
@@ -192,6 +204,43 @@ def _with_the_rest(draft: Draft, loaded: ConfigFile, valid: Mapping[str, Any], e
             continue
         valid = values
     return loaded
+
+
+def edited(draft: Draft, edits: Mapping[str, str | bool]) -> Draft:
+    """Return the draft after texts were typed into rows: {field: text}. The preset's own value is not an edit."""
+    for name, text in edits.items():
+        draft = draft.typed(name, text)
+    try:
+        own = load_config(draft.preset).config.model_dump(mode="json")
+    except ConfigError:  # the form says so
+        return draft
+    # Fields of a section of another type have other defaults than the preset's.
+    same = {name for name in edits if f"{name.partition('.')[0]}.type" not in {*draft.values} - {name}}
+    same = {name for name in same if name in draft.values and draft.values[name] == value_at(own, name)}
+    return replace(draft, values={name: value for name, value in draft.values.items() if name not in same})
+
+
+def without_companions(draft: Draft, former: Draft) -> Draft:
+    """Return a draft without the companions that it has from `former`, where that has other images: names repeat.
+
+    Where the former images are the preset's, only companions that are called after their folder go with them: any other
+    was chosen for images that were to follow.
+    """
+    before, now = _folder_of(former), _folder_of(draft)
+    if before is None or before == now:
+        return draft
+    is_chosen = "data.path" in former.values
+    same = {name: draft.values[name] for name in COMPANIONS if draft.values.get(name, "") == former.values.get(name)}
+    dropped = {name for name, path in same.items() if is_chosen or str(path).startswith(before)}
+    return replace(draft, values={name: value for name, value in draft.values.items() if name not in dropped})
+
+
+def _folder_of(draft: Draft) -> str | None:
+    try:
+        own = draft.values.get("data.path", load_config(draft.preset).config.data.path)
+    except ConfigError:  # the form says so
+        return None
+    return os.path.abspath(os.path.expanduser(own)) if isinstance(own, str) and own else None
 
 
 def check_with_files(checked: Checked) -> Checked:
@@ -271,12 +320,16 @@ def switched(draft: Draft, preset: Path) -> Switch:
 
     Raises ConfigError when the preset itself is wrong.
     """
-    carried = {name: value for name, value in draft.values.items() if any(_is_below(name, part) for part in CARRIED)}
+    carried = {name: value for name, value in draft.values.items() if _is_carried(name)}
     checked = check(Draft(preset, carried))
     wrong = {name: checked.errors[name] for name in carried if name in checked.errors}
     wrong |= {name: "this model does not read it" for name in carried if not _exists(name, checked.config)}
     kept = {name: value for name, value in carried.items() if name not in wrong}
     return Switch(Draft(preset, kept), tuple(name for name in draft.values if name not in carried), wrong)
+
+
+def _is_carried(name: str) -> bool:
+    return name not in OF_THE_MODEL and any(_is_below(name, part) for part in CARRIED)
 
 
 def _is_below(name: str, part: str) -> bool:

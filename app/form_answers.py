@@ -270,7 +270,7 @@ def earlier(studio: Studio, cfg: RunConfig, steps: Sequence[int | None]) -> dict
 
 def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:
     """Return what was found in the draft's folder; None while it is not known or cannot be read."""
-    if any(name.startswith("data.") for name in checked.errors if name != "data.path"):
+    if not checked.is_scanned and any(name.startswith("data.") for name in checked.errors if name != "data.path"):
         return None
     if "data.path" in checked.errors and not os.path.isdir(checked.config.data.path or ""):
         return None

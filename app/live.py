@@ -47,8 +47,9 @@ class Live:
         if self._idle.get(run.path) == launched or not is_run(run.path):
             return None
         try:
-            if process.alive(run):
-                return self._follower(run).view()
+            with run.boundary():
+                if process.alive(run):
+                    return self._follower(run).view()
         except (InputError, OSError):  # its own page says what is wrong; a file may be written at this moment
             return None
         self._idle[run.path] = launched

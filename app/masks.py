@@ -12,9 +12,10 @@ import os
 import stat
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
 from PIL import Image
@@ -26,7 +27,7 @@ from app.web.served_files import FULL
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
-from trainer.data.image_io import IMAGE_SUFFIXES, ImageFile, files_below, load_mask, png, read_header
+from trainer.data.image_io import IMAGE_SUFFIXES, ImageFile, files_below, load_mask, png, read_header, same_name
 
 MOST_SENT = 3 * 2**20
 """Bytes of a painted mask on its way from the page."""
@@ -34,8 +35,6 @@ MOST_FORMER = 20
 """Former masks of an image that are kept, in addition to the first one: that may come from another program."""
 SUFFIX = ".png"
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_SUFFIXES = (SUFFIX, *(other for other in sorted(IMAGE_SUFFIXES) if other != SUFFIX))
-_NAMES = (*_SUFFIXES, *(suffix.upper() for suffix in _SUFFIXES))
 
 
 class ChangedElsewhere(InputError):
@@ -151,7 +150,7 @@ def waiting(data: DataConfig, folder: Path, names: Sequence[str]) -> dict[str, P
             place = _place(data, folder, source, "")
             if place.is_set:
                 present = {**_by_stem(place.folder), **present}
-    stems = {name: os.path.splitext(name)[0] for name in names}
+    stems = {name: same_name(os.path.splitext(name)[0]) for name in names}
     return {name: present[stem] for name, stem in stems.items() if stem in present}
 
 
@@ -162,7 +161,11 @@ def _by_stem(folder: Path) -> dict[str, Path]:
     except OSError:
         return {}
     parts = [(*os.path.splitext(name), folder / name) for name in names if name[0] != "."]
-    return {stem: file for stem, suffix, file in parts if suffix.lower() in IMAGE_SUFFIXES and os.path.isfile(file)}
+    return {
+        same_name(stem): file
+        for stem, suffix, file in parts
+        if suffix.lower() in IMAGE_SUFFIXES and os.path.isfile(file)
+    }
 
 
 def _absolute(path: str) -> Path:
@@ -191,13 +194,24 @@ def stamp(place: Place) -> str:
 
 def _found(place: Place) -> tuple[Path, os.stat_result] | None:
     """The file that is an image's mask, None where it has none."""
-    for suffix in _NAMES:
-        file = place.folder / f"{place.name}{suffix}"
-        try:
-            return file, os.stat(file)
-        except OSError:
-            continue
+    with suppress(OSError):
+        return place.file, os.stat(place.file)
+    folder, stem = place.file.parent, PurePosixPath(place.name).name
+    with suppress(OSError):
+        if name := _spellings(folder, os.stat(folder).st_mtime_ns).get(stem):
+            return folder / name, os.stat(folder / name)
     return None
+
+
+@lru_cache(maxsize=8)
+def _spellings(folder: Path, changed: int) -> dict[str, str]:
+    """{name without suffix, as a run compares it: name} of the images in a folder. changed: its time."""
+    return _by_spelling(os.listdir(folder))
+
+
+def _by_spelling(names: Iterable[str]) -> dict[str, str]:
+    parts = [(*os.path.splitext(name), name) for name in sorted(names, reverse=True)]
+    return {same_name(stem): name for stem, suffix, name in parts if suffix.lower() in IMAGE_SUFFIXES}
 
 
 class Masks:
@@ -347,21 +361,19 @@ def _opened(place: Place, makes: bool = False) -> Iterator[int | None]:
 
 def _present(folder: int | None, place: Place) -> tuple[str, bytes | None]:
     """The (name, content) of a mask that is there. Raises InputError for what is not a plain file."""
-    stem = PurePosixPath(place.name).name
-    for suffix in _NAMES if folder is not None else ():
-        try:
-            status = os.stat(f"{stem}{suffix}", dir_fd=folder, follow_symlinks=False)
-        except FileNotFoundError:
-            continue
-        file = place.file.with_name(f"{stem}{suffix}")
-        if not stat.S_ISREG(status.st_mode):
-            raise InputError(f"{file}: a link, or {files.NOT_REGULAR}")
-        if status.st_size > files.MOST_BYTES:
-            raise InputError(f"{file}: larger than {files.MOST_BYTES // files.MIB} MiB; edit it with another program")
-        descriptor = os.open(file.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-        with open(descriptor, "rb") as stream:
-            return file.name, stream.read(files.MOST_BYTES)
-    return f"{stem}{SUFFIX}", None
+    names = [] if folder is None else os.listdir(folder)
+    name = place.file.name if place.file.name in names else _by_spelling(names).get(PurePosixPath(place.name).name)
+    if folder is None or name is None:
+        return place.file.name, None
+    file = place.file.with_name(name)
+    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"{file}: a link, or {files.NOT_REGULAR}")
+    if status.st_size > files.MOST_BYTES:
+        raise InputError(f"{file}: larger than {files.MOST_BYTES // files.MIB} MiB; edit it with another program")
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    with open(descriptor, "rb") as stream:
+        return name, stream.read(files.MOST_BYTES)
 
 
 def _write(folder: int | None, name: str, content: bytes | None, former: str | None) -> None:

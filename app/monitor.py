@@ -41,14 +41,13 @@ from trainer.run.events import (
     default_decay,
     format_duration,
     format_speed,
-    is_start,
     seconds_waited,
     smoothed,
     step_parts,
 )
 from trainer.run.folder import RunDir, is_run
 from trainer.run.length import RunLength
-from trainer.run.pace import AVERAGED_STEPS, Pace
+from trainer.run.pace import AVERAGED_STEPS, Clock, Pace
 from trainer.run.prompts import prompts_in_force
 from trainer.run.report import Line, Look, loss_lines, metric_lines, seconds_lines
 
@@ -87,6 +86,7 @@ class _Derived:
     samples: tuple[SampleEvent, ...]
     prompts: tuple[str, ...]
     exports: tuple[ExportEvent, ...]
+    main_export: ExportEvent | None
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,9 @@ class RunView:
             before the first step and after the last one.
         diverged_at: The first of the last steps, all of which have a loss that is not finite; None if there are none.
         duration_s: Seconds that the run has been running, without the pauses before it was resumed.
-        last_event_s: Unix seconds of the last event; 0 without one.
+        last_event_s: Unix seconds of the last event that it wrote while it was running; 0 without one.
         prompts: The prompts of the next samples, as they were configured or requested: with [trigger].
+        main_export: The export with which the run ended, whatever was exported after it; the newest where it had none.
         imbalance: Largest peak memory of a rank, relative to the mean of all ranks.
         silent_s: Seconds since the run last wrote anything.
         is_alive: Whether processes of the run exist, which may hold for a moment after its end.
@@ -139,6 +140,7 @@ class RunView:
     samples: tuple[SampleEvent, ...]
     prompts: tuple[str, ...]
     exports: tuple[ExportEvent, ...]
+    main_export: ExportEvent | None
     error: ErrorEvent | None
     silent_s: float
     is_alive: bool
@@ -175,7 +177,7 @@ class RunView:
             case "training":
                 return self._training
             case "finished":
-                exported = f"; exported {self.exports[-1].path}" if self.exports else ""
+                exported = f"; exported {self.main_export.path}" if self.main_export else ""
                 return f"Finished after {self.step:,} steps{exported}"
             case "stopped":
                 return f"Stopped at step {self.step:,} of {self.length}; resume continues it"
@@ -206,6 +208,7 @@ class Follower:
     """
 
     def __init__(self, run: RunDir) -> None:
+        run.guard()
         self.run = run
         self.config = run.config()
         self.token = secrets.token_hex(4)
@@ -224,14 +227,15 @@ class Follower:
         self._status = StatusEvent(state="created", time=0.0)
         self._error: ErrorEvent | None = None
         self._last_event = 0.0
-        self._duration_s = 0.0
+        self._clock = Clock()
+        self._own_exports: tuple[ExportEvent, ...] = ()
         self._pace = Pace()
         self._length = RunLength(self.config)
         self._derived: _Derived | None = None
 
     def view(self) -> RunView:
         """Read what is new and return the run's state. A process that died silently is first recorded as failed."""
-        with self._lock:
+        with self._lock, self.run.boundary():
             self._read()
             is_alive = process.alive(self.run)
             if not is_alive and self._status.state not in (*ENDS, "created"):
@@ -291,7 +295,7 @@ class Follower:
         return (*self._unread.values(), *passed)
 
     def _take(self, event: AnyEvent) -> None:
-        self._duration_s += self._seconds_until(event)
+        self._clock.add(event)
         self._last_event = event.time
         match event:
             case StepEvent():
@@ -306,6 +310,8 @@ class Follower:
                     self.config, self._error = self.run.config(), None
                     self._lines.clear()
                     self._pace = Pace()
+                if event.state == "finished":
+                    self._own_exports = self._exports()
                 self._status = event
             case StageEvent():
                 self._stage = event
@@ -318,14 +324,6 @@ class Follower:
         self._length.cfg = self.config
         self._length.add(event)
         self._events.append(event)
-
-    def _seconds_until(self, event: AnyEvent) -> float:
-        """Return the running time between the last event and this one."""
-        if not self._last_event or is_start(event):
-            return 0.0
-        # Whoever finds the process gone records the error, which may be days after a power cut.
-        most = process.MAX_SILENCE_S if isinstance(event, ErrorEvent) else math.inf
-        return min(max(0.0, event.time - self._last_event), most)
 
     def _view(self, state: State, is_alive: bool) -> RunView:
         found = self._derive()
@@ -354,13 +352,14 @@ class Follower:
             waited_s=found.waited_s,
             eta_s=self._eta_s(num_steps - step),
             diverged_at=found.diverged_at,
-            duration_s=self._duration_s,
-            last_event_s=self._last_event,
+            duration_s=self._clock.seconds,
+            last_event_s=self._clock.last,
             ranks=ranks,
             imbalance=max(peaks) / statistics.fmean(peaks) if any(peaks) else 1.0,
             samples=found.samples,
             prompts=found.prompts,
             exports=found.exports,
+            main_export=found.main_export,
             error=self._error,
             silent_s=now - last_written if last_written else 0.0,
             is_alive=is_alive,
@@ -388,9 +387,13 @@ class Follower:
                 diverged_at=self._diverged_at(),
                 samples=tuple(sample for _, sample in sorted(self._samples.items())),
                 prompts=prompts_in_force(self._events, self.config),
-                exports=tuple(event for event in self._events if isinstance(event, ExportEvent)),
+                exports=self._exports(),
+                main_export=next(reversed(self._own_exports or self._exports()), None),
             )
         return self._derived
+
+    def _exports(self) -> tuple[ExportEvent, ...]:
+        return tuple(event for event in self._events if isinstance(event, ExportEvent))
 
     def _diverged_at(self) -> int | None:
         found = None

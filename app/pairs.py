@@ -12,7 +12,7 @@ from app.scans import ScanResult
 from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data.image_io import IMAGE_SUFFIXES, files_below
+from trainer.data.image_io import IMAGE_SUFFIXES, files_below, same_name
 
 NAMES = (
     *("control", "controls", "source", "sources", "before", "input", "inputs"),
@@ -82,4 +82,4 @@ def _images(files: Iterable[Path]) -> Iterator[Path]:
 
 
 def _name(image: Path, root: Path) -> str:
-    return image.relative_to(root).with_suffix("").as_posix()
+    return same_name(image.relative_to(root).with_suffix("").as_posix())

@@ -14,7 +14,7 @@ from app.run_table import best_validation
 from trainer.config.fields import all_names, label_with_unit
 from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
-from trainer.config.sections import MODEL_WORDS, TRIGGER_PLACE
+from trainer.config.sections import MODEL_WORDS, fill_trigger
 from trainer.config.titles import METHODS, model_title
 from trainer.models import distilled
 from trainer.run.events import SampleEvent, State
@@ -123,7 +123,7 @@ def same_prompts(views: Sequence[RunView], configs: Sequence[RunConfig]) -> dict
 
 def _template(sample: SampleEvent, prompts: Sequence[str], trigger: str) -> str:
     """The prompt of a sample as it was written; the sample's own when the prompts were changed since."""
-    filled = {prompt.replace(TRIGGER_PLACE, trigger): prompt for prompt in prompts}
+    filled = {fill_trigger(prompt, trigger): prompt for prompt in prompts}
     return filled.get(sample.prompt, sample.prompt)
 
 

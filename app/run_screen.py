@@ -132,7 +132,7 @@ def head(follower: Follower, view: RunView) -> Part:
             "waited_s": _finite(view.waited_s),
             "error": _error(run, view),
             "more": more(run, config, view) if is_ended else None,
-            "export": _export(run, view),
+            "exports": _exports(run, view),
         }
     )
 
@@ -304,11 +304,18 @@ def _error(run: RunDir, view: RunView) -> dict[str, Any] | None:
     }
 
 
-def _export(run: RunDir, view: RunView) -> dict[str, Any] | None:
-    """Return the last export of a finished run; None before, and where its file was removed."""
-    if view.state != "finished" or not view.exports:
-        return None
-    event = view.exports[-1]
+def _exports(run: RunDir, view: RunView) -> list[dict[str, Any]]:
+    """Return the exports of a finished run that are there: the main one, then the others, newest first."""
+    if view.state != "finished":
+        return []
+    newest = {event.path: event for event in view.exports}
+    main = [view.main_export] if view.main_export else []
+    others = [event for event in reversed(newest.values()) if event.path not in {one.path for one in main}]
+    return [found for event in (*main, *others) if (found := _export(run, newest[event.path]))]
+
+
+def _export(run: RunDir, event: ExportEvent) -> dict[str, Any] | None:
+    """Return an export; None where its file was removed."""
     try:
         path = run.own_file(event.path)
         size = sum(file.stat().st_size for file in _files(path))

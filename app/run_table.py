@@ -10,7 +10,6 @@ import json
 import math
 import os
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -295,8 +294,10 @@ class Summaries:
             self._entries.setdefault(name, _Entry((), _bare(run, "unread"), is_settled=True))
             return
         try:
-            is_alive = process.alive(run)
-            summary = summarized(self._studio.follower(run) if is_alive else Follower(run))
+            with run.boundary():
+                run.guard()
+                is_alive = process.alive(run)
+                summary = summarized(self._studio.follower(run) if is_alive else Follower(run))
         except (InputError, OSError) as error:
             if not is_run(run.path):  # deleted a moment ago
                 self._drop(name)
@@ -476,13 +477,6 @@ def _split(text: str) -> tuple[str, ...]:
 
 def _write_tags(runs: Path, tags: Mapping[str, Sequence[str]]) -> None:
     files.replace(runs / "tags.json", json.dumps(tags, indent=1), mode=files.private_mode(runs))
-
-
-def delete(run: RunDir) -> None:
-    """Delete a run's folder. Raises InputError while the run is running."""
-    if process.alive(run):
-        raise InputError(f"{run.path.name}: is running; stop it first")
-    shutil.rmtree(run.path)
 
 
 def size(run: RunDir) -> int:

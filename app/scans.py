@@ -16,7 +16,7 @@ from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.terminal import shortened
-from trainer.data import image_warnings, question_files, text_files
+from trainer.data import image_warnings, question_files, row_files, row_forms, text_files
 from trainer.data.buckets import Buckets, Size
 from trainer.data.image_files import CaptionedImage, Dataset, Watcher, scan
 from trainer.data.image_io import ImageFile
@@ -348,13 +348,20 @@ class _Scan(Watcher):
         except InputError as error:
             return ScanResult(0, problems=(str(error),))
         num_documents = None if None in counts else sum(filter(None, counts))
-        return ScanResult(len(texts), texts=texts, num_documents=num_documents, conversation=conversation)
+        warnings = tuple(text_files.warnings_of(self._config.data))
+        return ScanResult(
+            len(texts), texts=texts, num_documents=num_documents, conversation=conversation, warnings=warnings
+        )
 
 
 def _conversation(file: Path) -> tuple[tuple[str, str], ...]:
     """(role, content) of the first messages of a file's first row, shortened; () for other rows."""
-    with text_files.reading(file):
-        messages = (text_files.first_row(file) or {}).get("messages")
+    with row_files.reading(file):
+        row = row_files.first_row(file) or {}
+    try:
+        messages = row_forms.standard(row).get("messages")
+    except InputError:  # it is named when it is trained
+        return ()
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return ()
     shown = messages[:MOST_MESSAGES]

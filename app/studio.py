@@ -38,6 +38,7 @@ from app.web.served_files import Downloads, Thumbnails
 from trainer import gpus
 from trainer.config import files
 from trainer.config.errors import InputError
+from trainer.config.fields import all_names
 from trainer.config.installation import PRESETS
 from trainer.config.load import dump_config, load_config, stage_configs
 from trainer.config.presets import FIRST_PRESET, find_presets
@@ -75,6 +76,16 @@ class _Kept:
     values: dict[str, Any]
 
 
+def _by_field(problems: Sequence[str]) -> dict[str, str]:
+    """The problems of a scan by the field that a sentence begins with, or that of the images."""
+    found: dict[str, list[str]] = {}
+    for sentence in problems:
+        field, _, rest = sentence.partition(": ")
+        name, text = (field, rest) if field in all_names() else ("data.path", sentence)
+        found.setdefault(name, []).append(text)
+    return {name: "\n".join(texts) for name, texts in found.items()}
+
+
 _KEPT = TypeAdapter(_Kept)
 
 
@@ -106,6 +117,7 @@ class Studio:
         self.picker = Picker((Path.home(), Path.cwd(), self.runs.parent))
         self.uploads = Uploads(DataFolders(self.picker, self.runs), self.runs / "drafts" / "uploads")
         self.unsettled = Unsettled()
+        self._before_typing: Draft | None = None
         self.recent = Recent(self.runs / "drafts" / "folders.json")
         self._drafts = self.runs / "drafts"
         self._lock = threading.Lock()
@@ -142,6 +154,7 @@ class Studio:
             self.downloads = Downloads(Path(self._scratch.name) / "downloads")
         else:
             (self._drafts / "probe").unlink()
+            processes.remove_deleted(self.runs)
 
     def presets(self) -> dict[str, Path]:
         """Return {name: file}: the quickstart first, then those saved here, then the others."""
@@ -197,6 +210,31 @@ class Studio:
             self._save_draft(draft)
         return draft
 
+    def change_images(self, change: Callable[[Draft], Draft], is_typing: bool = False) -> tuple[Draft, Draft]:
+        """Change the draft as `change_draft` does; masks and references of former images go with these.
+
+        Args:
+            change: The change.
+            is_typing: The folder of images may be half typed: its former companions stay until it is not.
+
+        Returns:
+            The drafts before and after. The one before is that of before the typing.
+        """
+        found: list[tuple[Draft, Draft]] = []
+
+        def changed(draft: Draft) -> Draft:
+            before, self._before_typing = self._before_typing or draft, None
+            after = change(draft)
+            if is_typing:
+                self._before_typing = before
+            else:
+                after = form.without_companions(after, before)
+            found.append((before, after))
+            return after
+
+        self.change_draft(changed)
+        return found[0]
+
     def save_draft(self, draft: Draft) -> None:
         """Replace the draft, as `change_draft` does."""
         self.change_draft(lambda _: draft)
@@ -238,9 +276,7 @@ class Studio:
         found = self.scans.of(checked.config, is_fresh)
         if not found.is_complete:
             return replace(checked, waiting=f"Reading the images: {found.num_files} files so far.")
-        if found.problems:
-            return replace(checked, errors={**checked.errors, "data.path": "\n".join(found.problems)})
-        return checked
+        return replace(checked, errors=_by_field(found.problems) | dict(checked.errors), is_scanned=True)
 
     def _formed(self, draft: Draft) -> Checked:
         """`form.check`, done once for a draft that is looked at again. Raises ConfigError as it does."""
@@ -357,7 +393,13 @@ class Studio:
         return find_runs(self.runs)
 
     def run(self, name: str | None) -> RunDir:
-        """Return the run of this name. Raises InputError when the folder has no such run."""
+        """Return the run of this name. Raises InputError when there is no such run, or as `RunDir.guard` does."""
+        run = self.found(name)
+        run.guard()
+        return run
+
+    def found(self, name: str | None) -> RunDir:
+        """Return the run of this name, whatever is in its folder. Raises InputError when there is none."""
         if not name or Path(name).name != name or name.startswith((".", "-")) or not name.isprintable():
             raise InputError(f"{name!r} is not the name of a run")
         if not is_run(self.runs / name):

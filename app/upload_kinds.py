@@ -11,7 +11,7 @@ from pathlib import Path
 from app.upload_names import CAPTION, METADATA, parts
 from trainer.config.errors import InputError
 from trainer.config.files import MOST_BYTES, opened
-from trainer.data.image_files import MAX_CAPTION, metadata_row, too_long
+from trainer.data.image_files import MAX_CAPTION, by_name, metadata_row, too_long
 from trainer.data.image_io import IMAGE_SUFFIXES, MOST_SHOWN, ImageFile, load_preview, read_header
 from trainer.data.text_files import rows
 
@@ -193,7 +193,7 @@ def check_caption(file: Path, name: str) -> None:
 def check_metadata(file: Path, images: frozenset[str]) -> None:
     """Raise InputError, naming the line, for rows that a run would refuse. images: names in the folder."""
     folder = Path("/data")  # a row leads to an image relative to its file
-    known = frozenset(folder / name for name in images)
+    known = by_name(folder / name for name in images)
     found = False
     try:
         for number, _, line in rows(file):

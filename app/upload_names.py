@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from trainer.config.errors import InputError
-from trainer.data.image_files import OTHER_IMAGE_SUFFIXES
-from trainer.data.image_io import IMAGE_SUFFIXES
+from trainer.data.image_io import IMAGE_SUFFIXES, OTHER_IMAGE_SUFFIXES
 from trainer.data.image_tables import CSV, TABLES
 
 MOST_STEM = 180

@@ -61,8 +61,8 @@ notebook.exercise(
 #
 # Backward needs the results of forward. `train.checkpointing: full` keeps only the *input* of each block, and backward
 # runs the forward of a block once more before it needs it. That costs about a third more compute. A number `n` does
-# it for every n-th block only. `selective` keeps what is dear, the outputs of matrix products and of attention, and
-# computes the rest again: norms, activation functions, modulation. `auto` takes the least with which the run fits.
+# it for every n-th block only. `selective` keeps what is expensive, the outputs of matrix products and of attention,
+# and computes the rest again: norms, activation functions, modulation. `auto` takes the least with which the run fits.
 #
 # ## The third lever: fewer images at a time
 #

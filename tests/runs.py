@@ -20,7 +20,7 @@ from trainer.config.schema import RunConfig
 from trainer.distributed.world import World, joined
 from trainer.run.events import AnyEvent, StepEvent
 from trainer.run.folder import RunDir
-from trainer.run.manifest import MANIFEST
+from trainer.run.manifest import MANIFEST, sealed
 from trainer.train.loop import StepNumbers, Trainer
 
 T = TypeVar("T")
@@ -143,18 +143,27 @@ def as_of_an_earlier_version(checkpoint: Path) -> None:
     """Take from the manifest of a checkpoint what versions before recipe 2 did not write."""
     file = checkpoint / MANIFEST
     facts = json.loads(file.read_text(encoding="utf-8"))
-    del facts["recipe"], facts["batch_sizes"]
+    del facts["recipe"], facts["batch_sizes"], facts["checksum"]
     file.write_text(json.dumps(facts), encoding="utf-8")
 
 
 def seal(checkpoint: Path) -> None:
     """Let the manifest of a checkpoint give the sizes and checksums that its files have now."""
+    regular = [path for path in sorted(checkpoint.iterdir()) if path.is_file() and not path.is_symlink()]
+    contents = {path.name: path.read_bytes() for path in regular if path.name != MANIFEST}
+    change_manifest(
+        checkpoint,
+        files={name: len(content) for name, content in contents.items()},
+        checksums={name: hashlib.blake2b(data, digest_size=16).hexdigest() for name, data in contents.items()},
+    )
+
+
+def change_manifest(checkpoint: Path, **changes: Any) -> None:
+    """Give fields of the manifest of a checkpoint other values, and the manifest the checksum that goes with them."""
     file = checkpoint / MANIFEST
     facts = json.loads(file.read_text(encoding="utf-8"))
-    contents = {path.name: path.read_bytes() for path in sorted(checkpoint.iterdir()) if path != file}
-    facts["files"] = {name: len(content) for name, content in contents.items()}
-    facts["checksums"] = {name: hashlib.blake2b(data, digest_size=16).hexdigest() for name, data in contents.items()}
-    file.write_text(json.dumps(facts), encoding="utf-8")
+    del facts["checksum"]
+    file.write_bytes(sealed(facts | changes))
 
 
 def steps_of(events: Sequence[AnyEvent]) -> list[StepEvent]:

@@ -31,6 +31,7 @@ READS_ENVIRONMENT = frozenset(
         "app.web.access",
         "app.web.server",
         "trainer.__main__",
+        "trainer.config.files",
         "trainer.gpus.visible",
         "trainer.launcher.network",
         "trainer.run.allocator",
@@ -43,6 +44,8 @@ MAX_LINES = 60
 STARTS_THREADS = {
     "trainer.distributed.threads": "it is what all others start threads with",
     "trainer.weights.download": "has no torch",
+    "trainer.weights.identity": "has no torch",
+    "trainer.run.manifest": "has no torch",
 }
 # Who may write or rename files by itself: what is lost or torn there is made again, or is flushed as a whole.
 WRITES_BY_ITSELF = {

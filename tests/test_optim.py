@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -11,12 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
 from trainer.config.errors import InputError
+from trainer.config.installation import EXTRAS
 from trainer.config.sections import OptimConfig
 from trainer.distributed.world import World
 from trainer.optim import (
-    EXTRAS,
     AdamW,
     Ema,
+    decays,
     evaluation_weights,
     learning_rate,
     local,
@@ -84,7 +87,7 @@ def test_the_average_is_in_the_model_inside_and_the_trained_weights_are_back_aft
     ema = Ema({"weight": module.weight}, decay=0.9)
     with torch.no_grad():
         module.weight.fill_(3.0)
-    with evaluation_weights(make_optimizer([module.weight], OptimConfig()), [module.weight], ema):
+    with evaluation_weights(make_optimizer({"weight": module.weight}, OptimConfig()), [module.weight], ema):
         assert module.weight.unique().tolist() == [1.0]
     assert module.weight.unique().tolist() == [3.0]
     assert ema.average["weight"].unique().tolist() == [1.0]
@@ -93,7 +96,7 @@ def test_the_average_is_in_the_model_inside_and_the_trained_weights_are_back_aft
 def test_an_optimizer_whose_package_is_missing_names_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EXTRAS, "adamw8bit", ("no_such_package", "eightbit"))
     with pytest.raises(InputError) as error:
-        make_optimizer([layer().weight], OptimConfig(type="adamw8bit"))
+        make_optimizer({"weight": layer().weight}, OptimConfig(type="adamw8bit"))
     assert str(error.value) == (
         "optim.type: adamw8bit needs the package no_such_package; pip install 'shardstudio[eightbit]', or use adamw"
     )
@@ -101,7 +104,7 @@ def test_an_optimizer_whose_package_is_missing_names_what_installs_it(monkeypatc
 
 def test_schedule_free_evaluates_other_weights_and_gives_the_trained_ones_back_bit_for_bit() -> None:
     module = layer()
-    optimizer = make_optimizer([module.weight], OptimConfig(type="schedulefree", lr=0.1))
+    optimizer = make_optimizer({"weight": module.weight}, OptimConfig(type="schedulefree", lr=0.1))
     for _ in range(3):
         module.weight.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
         optimizer.step()
@@ -111,21 +114,24 @@ def test_schedule_free_evaluates_other_weights_and_gives_the_trained_ones_back_b
     assert torch.equal(module.weight, trained)
 
 
-def steps_of_both(world: World) -> tuple[bool, bool, list[float], list[float]]:
+def steps_of_both(world: World, decay_norms: bool) -> tuple[bool, bool, list[float], list[float]]:
     """Two optimizers over the same shards, torch's own and ours. Returns whether weights and states are equal, and the
     norms that torch and we find."""
     mesh = init_device_mesh("cpu", (world.size,))
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))
+        model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 1))
         fully_shard(model, mesh=mesh)
         models.append(model)
     theirs, ours = (list(model.parameters()) for model in models)
-    made = make_optimizer(ours, OptimConfig(lr=0.1))
+    made = make_optimizer(dict(models[1].named_parameters()), OptimConfig(lr=0.1, decay_norms=decay_norms))
     assert isinstance(made, AdamW)
-    settings = {name: made.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
-    usual = torch.optim.AdamW(theirs, **settings, fused=True)
+    groups: list[dict[str, Any]] = [{"params": theirs}]
+    if not decay_norms:
+        matrices, vectors = (theirs[::4], [theirs[i] for i in (1, 2, 3, 5)])
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    usual = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.01, fused=True)
     norms: tuple[list[float], list[float]] = ([], [])
     for step in range(3):
         torch.manual_seed(step + 10 * world.rank)
@@ -146,16 +152,56 @@ def steps_of_both(world: World) -> tuple[bool, bool, list[float], list[float]]:
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_adamw_and_clipping_on_shards_are_those_of_torch_on_distributed_tensors_bit_for_bit(ranks: int) -> None:
-    for weights, states, theirs, ours in run_ranks(ranks, steps_of_both):
+@pytest.mark.parametrize(("ranks", "decay_norms"), [(1, False), (2, False), (2, True)])
+def test_adamw_and_clipping_on_shards_are_those_of_torch_on_distributed_tensors_bit_for_bit(
+    ranks: int, decay_norms: bool
+) -> None:
+    for weights, states, theirs, ours in run_ranks(ranks, steps_of_both, decay_norms):
         assert weights and states
         assert ours == theirs
 
 
+@pytest.mark.parametrize("kind", ["adamw", "schedulefree"])
+@pytest.mark.parametrize("decay_norms", [False, True])
+def test_weight_decay_leaves_norms_and_biases_as_they_are_unless_it_is_asked_to(kind: str, decay_norms: bool) -> None:
+    shapes = {
+        "block.linear.weight": (4, 4),
+        "embed.weight": (6, 4),
+        "block.norm.weight": (4,),
+        "block.linear.bias": (4,),
+    }
+    named = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    optim = {"type": kind, "lr": 0.1, "weight_decay": 0.5, "decay_norms": decay_norms}
+    optimizer = make_optimizer(named, OptimConfig.model_validate(optim))
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    found = {name: round(float(parameter.detach().mean()), 4) for name, parameter in named.items()}
+    vector = 0.95 if decay_norms else 1.0
+    assert list(found.values()) == [0.95, 0.95, vector, vector]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", (8, 4), True),
+        ("model.embed_tokens.weight", (8, 4), True),
+        ("down.0.conv.weight", (8, 4, 3, 3), True),
+        ("transformer.blocks.0.norm1.linear.weight", (24, 4), True),  # a modulation: a matrix inside of a norm's module
+        ("transformer.blocks.0.attn.to_q.lora_A.default.weight", (4, 8), True),
+        ("transformer.blocks.0.attn.to_q.lora_magnitude_vector.default.weight", (8,), False),
+        ("model.layers.0.self_attn.q_norm.weight", (4, 8), False),  # a norm for each head
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", (2, 8), False),  # a bias of each expert
+        ("scale", (), False),
+    ],
+)
+def test_matrices_and_embeddings_decay(name: str, shape: tuple[int, ...], expected: bool) -> None:
+    assert decays(name, torch.zeros(shape)) is expected
+
+
 def test_adamw_changes_nothing_where_the_device_says_so() -> None:
     module = layer()
-    optimizer = make_optimizer([module.weight], OptimConfig(lr=0.1))
+    optimizer = make_optimizer({"weight": module.weight}, OptimConfig(lr=0.1))
     assert isinstance(optimizer, AdamW)
     optimizer.step()
     kept = module.weight.detach().clone(), [tensor.clone() for tensor in optimizer.state[module.weight].values()]

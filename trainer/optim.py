@@ -6,13 +6,12 @@ A new optimizer is an entry of `_MAKERS` here, and its name in three other place
 - `STATE_BYTES` in `plan/sizes.py`: bytes of its state per trained number, for the memory plan;
 - `config/aliases.py`: names that other trainers use for it, and `REFUSED_VALUES` if it was refused there until now.
 
-An optimizer of an optional package also goes into `EXTRAS`. One that evaluates other weights than it trains also needs
-the rules that `config/schema.py` and `plan/phases.py` have for `schedulefree`.
+An optimizer of an optional package also goes into `EXTRAS` of `config/installation.py`. One that evaluates other
+weights than it trains also needs the rules that `config/schema.py` and `plan/phases.py` have for `schedulefree`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,22 +24,33 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer.config.errors import InputError
+from trainer.config.installation import missing_package
 from trainer.config.sections import OptimConfig
 
-# {optimizer: (package, extra)}. Not installed with the project: diffusers and peft import torchao wherever they find
-# it, which takes a second.
-EXTRAS = {"adamw8bit": ("torchao", "eightbit")}
+
+def make_optimizer(trainables: Mapping[str, nn.Parameter], cfg: OptimConfig) -> Optimizer:
+    """Make the optimizer over this rank's shards, by name. Raises InputError when its package is not installed."""
+    if missing := missing_package(cfg.type):
+        raise InputError(f"optim.type: {missing}")
+    return _MAKERS[cfg.type](_groups(trainables, cfg.decay_norms), cfg)
 
 
-def make_optimizer(parameters: Sequence[nn.Parameter], cfg: OptimConfig) -> Optimizer:
-    """Make the optimizer over this rank's shards. Raises InputError when its package is not installed."""
-    if cfg.type in EXTRAS:
-        package, extra = EXTRAS[cfg.type]
-        if importlib.util.find_spec(package) is None:
-            raise InputError(
-                f"optim.type: {cfg.type} needs the package {package}; pip install 'shardstudio[{extra}]', or use adamw"
-            )
-    return _MAKERS[cfg.type](parameters, cfg)
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay shrinks a parameter: a matrix or an embedding, but not a norm, a bias or another vector.
+
+    Decay pulls towards zero, and a norm's neutral value is one. A shard knows the dimensions of the whole tensor. The
+    biases of all experts are one matrix, as are the norms of all heads.
+    """
+    *_, module, kind = ("", *name.split("."))
+    return parameter.ndim > 1 and not kind.endswith("bias") and "norm" not in module
+
+
+def _groups(trainables: Mapping[str, nn.Parameter], decay_norms: bool) -> list[dict[str, Any]]:
+    """One parameter group, or two where some parameters do not decay."""
+    shrinking = [one for name, one in trainables.items() if decay_norms or decays(name, one)]
+    others = [one for name, one in trainables.items() if not (decay_norms or decays(name, one))]
+    groups: list[dict[str, Any]] = [{"params": shrinking}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def learning_rate(step: int, cfg: OptimConfig, steps: int) -> float:
@@ -210,22 +220,22 @@ def _schedule_free_average(optimizer: HasEvaluationWeights, parameters: Sequence
                 parameter.copy_(value)
 
 
-def _adamw(parameters: Sequence[nn.Parameter], cfg: OptimConfig) -> Optimizer:
-    return AdamW(parameters, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay, fused=True)
+def _adamw(groups: Sequence[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
+    return AdamW(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay, fused=True)
 
 
-def _adamw8bit(parameters: Sequence[nn.Parameter], cfg: OptimConfig) -> Optimizer:
+def _adamw8bit(groups: Sequence[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
     from torchao.optim import AdamW8bit
 
-    optimizer: Optimizer = AdamW8bit(parameters, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay)
+    optimizer: Optimizer = AdamW8bit(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay)
     return optimizer
 
 
-def _schedule_free(parameters: Sequence[nn.Parameter], cfg: OptimConfig) -> Optimizer:
+def _schedule_free(groups: Sequence[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
     from schedulefree import AdamWScheduleFree
 
     optimizer: Any = AdamWScheduleFree(
-        parameters, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay, foreach=True
+        groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay, foreach=True
     )
     optimizer.train()
     # Switching leaves an empty state per parameter, which a resume would mistake for an initialised one.

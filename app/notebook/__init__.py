@@ -198,7 +198,7 @@ def attach(run: str | Path | None = None, runs: Path = RUNS) -> RunDir:
     found = find_runs(runs)
     if not found:
         raise InputError(f"{runs}: no run was started here; start one with notebook.start(config)")
-    return found[0]
+    return RunDir.open(found[0].path)
 
 
 def resume(run: RunDir, *overrides: str) -> RunDir:

@@ -128,7 +128,7 @@ class Form:
 
     def _typed(self, name: str, value: str | bool) -> None:
         if not self._is_showing:  # otherwise the form itself sets the value
-            self._draft = self._draft.typed(name, value)
+            self._draft = form.edited(self._draft, {name: value})
             self._show()
 
     def _show(self) -> None:

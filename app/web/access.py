@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.web import security
@@ -49,7 +49,7 @@ class Access:
         user = _user(host, auth, auth_file)
         known = [security.parsed_name(name) for name in names]
         if host not in security.LOCAL:
-            known += security.own_names(host)
+            known += [replace(name, port=str(port)) for name in security.own_names(host)]
         _require_free(host, port)
         return cls(host, port, tuple(known), bool(names), user)
 

@@ -7,6 +7,7 @@ The answer is `{"value": ...}`, or `{"error": sentence}` for what was refused.
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,6 +20,8 @@ from trainer.config.sections import half_character
 
 Calls = Mapping[str, Callable[..., Any]]
 """{name: function}; a function returns what JSON can hold."""
+LONG_NUMBER = re.compile(r"\d{19}")
+"""Digits that may be more than the 64 bits of an integer that can be sent."""
 MOST_DEPTH = 30
 """Levels of nesting of what a script sends: a config has up to 20."""
 
@@ -65,20 +68,24 @@ def _require_plain(value: Any, depth: int = 0) -> None:
 
 
 def _sendable(value: Any) -> Any:
-    """Return an answer as JSON can hold it: bytes of a file's name that are not UTF-8 become U+FFFD.
+    """Return an answer as a browser's JSON can hold it: bytes of a file's name that are not UTF-8 become U+FFFD, and
+    numbers of more than 64 bits text.
 
-    Without this, one such name in a folder would leave the whole screen without an answer.
+    Without this, one such name or number in a folder would leave the whole screen without an answer.
     """
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()
     except UnicodeEncodeError:
         return _replaced(value)
-    return value
+    return _replaced(value) if LONG_NUMBER.search(text) else value
 
 
 def _replaced(value: Any) -> Any:
     if isinstance(value, str):
         return "".join("\ufffd" if half_character(letter) else letter for letter in value)
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return str(value)
     if isinstance(value, dict):
         return {_replaced(key): _replaced(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -222,8 +222,9 @@ class Guard:
         """
         self._app = app
         self._uploads_closed = uploads_closed
-        known = [*(Name(literal(host)) for host in LOCAL), *names]
-        self._hosts = frozenset(name.host for name in known)
+        known = tuple(names)
+        self._hosts = frozenset([*map(literal, LOCAL), *(name.host for name in known)])
+        # For a proxy that does not send the browser's own Host: what the user named, and no port of it that is not.
         self._origins = frozenset(
             f"{scheme}://{given}"
             for name in known
@@ -268,11 +269,12 @@ class Guard:
                 400,
             )
         origin = request.headers.get("origin", "")
-        is_own = origin in self._origins or origin in (f"http://{host}", f"https://{host}")
-        # Browsers send the cookie to every port of a host, so another page of this machine could send it. Links send
-        # no origin.
+        # Scheme, host and port: browsers send the cookie to every port of a host, so another page of this machine could
+        # send it. By https where a proxy says nothing of it, too. Links send no origin.
+        is_own = origin in self._origins or origin in (f"{request.url.scheme}://{host}", f"https://{host}")
         is_linked = request.method in ("GET", "HEAD")
-        if (origin and not is_own) or (not is_linked and request.headers.get("sec-fetch-site") == "cross-site"):
+        site = request.headers.get("sec-fetch-site", "same-origin")
+        if (origin and not is_own) or (not is_linked and site not in ("same-origin", "none")):
             return PlainTextResponse("this page accepts no requests from other sites", 403)
         return None
 

@@ -39,6 +39,18 @@ def test_dropout_refuses_a_batch_it_was_not_told_of() -> None:
         dropout(torch.ones(3, 4))
 
 
+def test_windows_of_a_sample_drop_together_what_they_drop_alone_and_each_something_else() -> None:
+    dropout = SampleDropout(0.25, "layer")
+    windows = torch.ones(6, 50, 40)
+    dropout.set_samples(7, (4, 9))
+    together = dropout(windows)
+    for place, index in enumerate((4, 9)):
+        dropout.set_samples(7, (index,))
+        assert torch.equal(together[3 * place :][:3], dropout(windows[:3]))
+    assert not torch.equal(together[0], together[1])
+    assert torch.equal(together[:1], masks(dropout, (4,)))
+
+
 def rows(*owners: int) -> Rows:
     return Rows.of(torch.tensor(owners), max(owners) + 1)
 

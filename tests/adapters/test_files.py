@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.adapters import consumers
 from tests.adapters.examples import Example, cached_example, saved
+from trainer.adapters.files import encoder_layers
 from trainer.adapters.formats import adapter_files
 from trainer.config.errors import InputError
 
@@ -290,13 +291,122 @@ def test_a_file_for_another_model_is_told_by_the_nearest_layer_and_both_shapes(f
     )
 
 
-def test_a_text_encoders_layer_in_a_file_for_a_model_without_is_called_that(flux2: Example, tmp_path: Path) -> None:
-    name = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
-    tensors = {f"{name}.lora_down.weight": torch.ones(4, 768), f"{name}.lora_up.weight": torch.ones(3072, 4)}
-    file = edited(flux2, "lora", tmp_path, lambda others: others.update(tensors))
+ENCODER = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
+OF_ENCODER = {f"{ENCODER}.lora_down.weight": torch.ones(4, 768), f"{ENCODER}.lora_up.weight": torch.ones(3072, 4)}
+
+
+def test_text_encoders_in_a_file_for_a_model_without_are_left_out_and_named(flux2: Example, tmp_path: Path) -> None:
+    """As kohya and fluxgym write them for FLUX, whose own text encoders are not trained here."""
+    plain = flux2.read(edited(flux2, "lora", tmp_path, lambda tensors: None))
+    (tmp_path / "more").mkdir()
+    file = edited(flux2, "lora", tmp_path / "more", lambda tensors: tensors.update(OF_ENCODER))
+    assert flux2.read(file).keys() == plain.keys()
+    assert encoder_layers(file, flux2.shapes) == (ENCODER,)
+    alone = tmp_path / "alone.safetensors"
+    save_file(OF_ENCODER, alone)
+    assert refusal(flux2, alone) == (
+        f"{alone}: holds layers of text encoders only, which this kind of model is not trained with; name a file with "
+        "layers of the model"
+    )
+
+
+def test_text_encoders_that_a_model_has_are_read(sdxl: Example, tmp_path: Path) -> None:
+    save_file(OF_ENCODER, tmp_path / "a.safetensors")
+    assert encoder_layers(tmp_path / "a.safetensors", sdxl.shapes) == ()
+
+
+# Names that begin with what a program wraps the model in
+
+
+def renamed(example: Example, folder: Path, prefix: str, separator: str = ".", end: str = "{}") -> Path:
+    """The example's lora with other names."""
+    (path,) = saved(example.files(example.adapter("lora"), "diffusers"), folder / "saved")
+    tensors = {}
+    for key, tensor in load_file(path).items():
+        name, _, tensor_name = key.partition(".")[2].rpartition(".lora_")
+        tensors[f"{prefix}{name.replace('.', separator)}.{end.format(f'lora_{tensor_name}')}"] = tensor
+    save_file(tensors, folder / "renamed.safetensors")
+    return folder / "renamed.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix"),
+    [
+        ("z_image", "diffusion_model."),  # ai-toolkit
+        ("flux1", "diffusion_model."),
+        ("sd3", "diffusion_model."),
+        ("flux2", "transformer.base_model.model."),  # SimpleTuner
+        ("z_image", "transformer.base_model.model."),
+        ("flux2", "module."),
+        ("qwen_image", "model.diffusion_model."),
+    ],
+)
+def test_layers_are_known_by_the_ends_of_their_names(cache: Path, tmp_path: Path, family: str, prefix: str) -> None:
+    example = cached_example(family, cache)
+    layers = example.adapter("lora")
+    found = example.read(renamed(example, tmp_path, prefix))
+    assert example.error({name: layer.merged(example.weight(name)) for name, layer in found.items()}, layers) < FP32
+
+
+def test_names_without_dots_are_known_by_their_ends_too(flux2: Example, tmp_path: Path) -> None:
+    """As OneTrainer writes them."""
+    found = flux2.read(renamed(flux2, tmp_path, "lora_transformer_", "_"))
+    merged = {name: layer.merged(flux2.weight(name)) for name, layer in found.items()}
+    assert flux2.error(merged, flux2.adapter("lora")) < FP32
+
+
+def test_keys_of_a_live_peft_model_are_read(flux2: Example, tmp_path: Path) -> None:
+    for adapter, config in (("lora", LoraConfig), ("dora", LoraConfig), ("loha", LoHaConfig), ("lokr", LoKrConfig)):
+        model = nn.ModuleDict({"transformer": flux2.model()["transformer"]})
+        settings = {"r": 4, "target_modules": PATTERN, ("lora_alpha" if config is LoraConfig else "alpha"): 4}
+        model = get_peft_model(model, config(**settings, **({"use_dora": True} if adapter == "dora" else {})))
+        randomize(model)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        file = tmp_path / f"{adapter}.safetensors"
+        save_file({name.removeprefix("base_model.model."): p.detach().clone() for name, p in named.items()}, file)
+        assert all("default" in name for name in named)
+        found = flux2.read(file)
+        model.merge_adapter()
+        assert {layer.kind for layer in found.values()} == {adapter}
+        for name, layer in found.items():
+            wanted = model.get_submodule(f"base_model.model.{name}").base_layer.weight
+            torch.testing.assert_close(layer.merged(flux2.weight(name)), wanted.detach(), atol=1e-5, rtol=0)
+
+
+def test_a_file_with_two_adapters_is_refused(flux2: Example, tmp_path: Path) -> None:
+    file = renamed(flux2, tmp_path, "transformer.")
+    tensors = load_file(file)
+    save_file({**tensors, f"{TO_K}.lora_A.second.weight": tensors[f"{TO_K}.lora_A.weight"].clone()}, file)
+    assert refusal(flux2, file) == f"{file}: has '{TO_K}.lora_A.weight' for several adapters; save one of them"
+    others = {f"diffusion_model.{key.partition('.')[2]}": tensor.clone() for key, tensor in tensors.items()}
+    save_file({**tensors, **others}, file)
+    assert "which the file changes under another name too; keep one" in refusal(flux2, file)
+
+
+@pytest.mark.parametrize("prefix", ["blocks.7.", "one."])
+def test_a_beginning_that_is_not_understood_is_not_called_another_model(
+    flux2: Example, tmp_path: Path, prefix: str
+) -> None:
+    """A number may be that of another model's block; and beginnings that differ are not a program's name."""
+    file = renamed(flux2, tmp_path, "module." if prefix == "one." else prefix)
+    tensors = load_file(file)
+    first = f"{prefix}{TO_K.partition('.')[2]}"
+    if prefix == "one.":
+        for end in ("lora_A.weight", "lora_B.weight"):
+            tensors[f"{first}.{end}"] = tensors.pop(f"module.{TO_K.partition('.')[2]}.{end}")
+    tensors = {key: tensor for key, tensor in tensors.items() if prefix == "one." or key.startswith(first)}
+    save_file(tensors, file)
+    refused = refusal(flux2, file)
+    assert refused.endswith("that are not known; rename its tensors to begin with 'transformer.'")
+    assert " and has its size, but the names of the file begin in different ways" in refused
+
+
+def test_a_layer_of_another_size_is_not_read_by_its_end(flux2: Example, tmp_path: Path) -> None:
+    file = renamed(flux2, tmp_path, "module.")
+    name = f"module.{TO_K.partition('.')[2]}"
+    save_file({**load_file(file), f"{name}.lora_A.weight": torch.ones(4, 32)}, file)
     assert refusal(flux2, file) == (
-        f"{file}: '{name}' is a layer of a text encoder, which this kind of model is not trained with; "
-        "remove such tensors from the file"
+        f"{file}: the adapter of '{TO_K}' is for 64 x 32, but its weight is 64 x 64; use the file's own model"
     )
 
 

@@ -79,7 +79,7 @@ FILES: dict[str, bytes] = {
 ADAPTERS: dict[str, tuple[Tensors, str]] = {
     "zero rank": (lora(down=torch.ones(0, 64), up=torch.ones(64, 0)), "down is float32 (0 x 64), not floats"),
     "whole numbers": (lora(down=torch.ones(4, 64).int()), "down is int32 (4 x 64), not floats"),
-    "eight bits": (lora(up=torch.ones(64, 4).to(torch.float8_e4m3fn)), "up is float8_e4m3fn (64 x 4), not floats"),
+    "eight bits": (lora(up=torch.ones(64, 4).to(torch.float8_e4m3fn)), "not floats of 16 to 64 bits; save it in bf16"),
     "complex": (lora(up=torch.ones(64, 4, dtype=torch.complex64)), "up is complex64 (64 x 4), not floats"),
     "alpha is NaN": (lora(alpha=torch.tensor(torch.nan)), "alpha (one) is not one finite number"),
     "alpha is endless": (lora(alpha=torch.tensor(torch.inf)), "alpha (one) is not one finite number"),

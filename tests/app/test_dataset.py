@@ -50,7 +50,7 @@ def names(view: View) -> list[str]:
 
 def test_a_folder_with_problems_has_its_shapes_what_will_be_held_out_and_what_is_wrong(folder: Path):
     found = scanned(config_of(folder))
-    assert [problem.partition(":")[0] for problem in found.problems] == [f"{folder}/02.png", f"{folder}/03.png"]
+    assert [problem.partition(":")[0] for problem in found.problems] == [f"{folder}/03.png", f"{folder}/02.png"]
     assert {image.stem for image in found.held_out} == {"06", "07"}
     assert found.buckets == {(48, 80): 2, (64, 64): 1, (80, 48): 2}
     assert {image.stem: flaw for image, flaw in found.flaws.items()} == {

@@ -269,14 +269,47 @@ def test_another_preset_takes_edits_of_data_name_and_prompts_along_and_leaves_ot
     assert found == form.Switch(Draft(OTHER, mine), ("optim.lr", "sample.every", "adapter.rank"), {})
 
 
+def test_edits_that_belong_to_the_model_are_left_behind_with_it():
+    of_the_model = {"data.resolution": 48, "data.max_aspect": 1.5}
+    found = form.switched(Draft(QUICKSTART, {**of_the_model, "data.trigger": "sks"}), OTHER)
+    assert found == form.Switch(Draft(OTHER, {"data.trigger": "sks"}), tuple(of_the_model), {})
+    text = form.switched(Draft(TEXT, {"data.length": 64, "data.chat_template": "chatml", "name": "fox"}), TEXT)
+    assert text == form.Switch(Draft(TEXT, {"name": "fox"}), ("data.length", "data.chat_template"), {})
+
+
+def test_a_value_typed_back_to_the_presets_own_is_not_an_edit():
+    draft = form.edited(Draft(QUICKSTART), {"data.resolution": "100", "data.trigger": "sks"})
+    assert draft.values == {"data.resolution": 100, "data.trigger": "sks"}
+    assert form.edited(draft, {"data.resolution": "64"}).values == {"data.trigger": "sks"}
+    assert form.edited(Draft(QUICKSTART), {"adapter.type": "lora"}) == Draft(QUICKSTART)
+    assert form.edited(Draft(QUICKSTART), {"data.resolution": "large"}).values == {"data.resolution": "large"}
+    # The preset's rank is one of its own type: for another type, the same number is an edit.
+    boft = form.edited(Draft(QUICKSTART), {"adapter.type": "boft"})
+    assert boft.values == {"adapter.type": "boft"}
+
+
+def test_companions_of_former_images_go_with_them():
+    companions = {"data.masks": "/a-masks", "data.references": "/before"}
+    a, b = Draft(QUICKSTART, {"data.path": "/a", **companions}), Draft(QUICKSTART, {**companions, "data.path": "/b"})
+    assert form.without_companions(b, a) == Draft(QUICKSTART, {"data.path": "/b"})
+    assert form.without_companions(a, a) == a
+    chosen_with_it = Draft(QUICKSTART, {"data.path": "/b", "data.masks": "/b-masks"})
+    assert form.without_companions(chosen_with_it, a) == chosen_with_it
+    # The first folder of one's own follows masks that were chosen for it, but not those that lie next to the preset's.
+    theirs = str(QUICKSTART.parent / "quickstart-masks")
+    masked = Draft(QUICKSTART, {"data.masks": theirs, "data.references": "/before"})
+    own = Draft(QUICKSTART, {**masked.values, "data.path": "/b"})
+    assert form.without_companions(own, masked).values == {"data.references": "/before", "data.path": "/b"}
+
+
 def test_edits_that_the_other_preset_does_not_take_are_named_with_the_reason():
-    found = form.switched(Draft(QUICKSTART, {"data.resolution": 48, "data.masks": "/m", "name": "fox"}), TEXT)
+    found = form.switched(Draft(QUICKSTART, {"data.flip": True, "data.masks": "/m", "name": "fox"}), TEXT)
     unread = "this model does not read it"
     assert (found.draft, found.left) == (Draft(TEXT, {"name": "fox"}), ())
-    assert found.refused == {"data.resolution": unread, "data.masks": unread}
-    wrong = form.switched(Draft(QUICKSTART, {"name": "a b/c", "data.resolution": "large"}), OTHER)
+    assert found.refused == {"data.flip": unread, "data.masks": unread}
+    wrong = form.switched(Draft(QUICKSTART, {"name": "a b/c", "data.repeats": "many"}), OTHER)
     assert wrong.draft == Draft(OTHER)
-    assert wrong.refused["data.resolution"] == "needs a whole number, not 'large'"
+    assert wrong.refused["data.repeats"] == "needs a whole number, not 'many'"
     assert wrong.refused["name"].startswith("'a b/c' is not 1 to 64 letters")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from app.live import Live
 from app.monitor import Follower
 from tests.app.browser import in_training
 from tests.runs import run_config
+from trainer.run import process
 from trainer.run.events import EventWriter, StatusEvent
 from trainer.run.folder import RunDir
 from trainer.run.process import Launch
@@ -88,6 +90,22 @@ def test_a_run_of_which_one_look_failed_is_shown_again_and_not_taken_for_ended(l
         events.write(StatusEvent(state="stopped", step=5))
     assert names(live) == []
     assert live.ended == {"new": "stopped"}
+
+
+def test_a_run_on_another_machine_with_dates_to_come_has_ended_like_any_other(
+    live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """An archive sets any date, and this run would be shown as running until then, and could not be deleted."""
+    run = make_run(tmp_path / "runs", "far", state="training")
+    Launch(1, 1.0, ["torchrun"], host="another").write(run)
+    (run.ranks / "rank0.jsonl").touch()
+    for file in (run.launch_file, run.events_file, run.ranks / "rank0.jsonl"):
+        os.utime(file, (4e9, 4e9))
+    monkeypatch.setattr(process, "MAX_SILENCE_S", 0.3)
+    time.sleep(0.4)
+    assert names(live) == []
+    process.delete(run)
+    assert not run.path.exists()
 
 
 def test_a_folder_without_runs_has_none_running(tmp_path: Path):

@@ -21,7 +21,6 @@ from tests.data.test_looks import scene
 from tests.runs import make_pictures
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data import looks as measured
 from trainer.data.image_io import read_header
 
 WITHIN_S = 60
@@ -103,7 +102,7 @@ def test_a_regularization_image_that_is_a_copy_is_found(scenes: Path, tmp_path: 
 
 
 def test_a_look_can_be_stopped_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(measured, "COARSEST_NS", 0)  # images that changed just now are remembered
+    monkeypatch.setattr("trainer.config.files.COARSEST_NS", 0)  # images that changed just now are remembered
     folder = make_pictures(tmp_path / "images", 1)
     Image.effect_noise((800, 600), 50).save(folder / "00.png")
     for number in range(1, 60):

@@ -244,6 +244,30 @@ def test_a_mask_of_another_kind_of_file_is_read_as_a_run_reads_it_and_replaced(m
     assert kept.read_bytes() == former
 
 
+@pytest.mark.parametrize(
+    ("image", "mask"),
+    [("00", "00.Png"), ("00", "00.jfif"), ("caf\u00e9", "cafe\u0301.png"), ("cafe\u0301", "caf\u00e9.Webp")],
+)
+def test_a_mask_is_found_as_a_run_finds_it_however_its_name_is_written(
+    masks: Masks, images: Path, image: str, mask: str
+):
+    if image != "00":
+        for suffix in (".png", ".txt"):
+            (images / f"00{suffix}").rename(images / f"{image}{suffix}")
+    folder = images.with_name("own")
+    folder.mkdir()
+    Image.new("L", (64, 64), 90).save(folder / mask, "PNG")
+    config = run_config(images, data__masks=str(folder))
+    (read,) = (one.mask for one in scan(config.data).train if one.mask)
+    assert read.path == folder / mask
+    given = place(config, images / f"{image}.png")
+    loaded = masks.mask_of(given)
+    assert loaded is not None and stamp(given)
+    masks.save(given, png(painted()), loaded.digest)
+    assert [file.name for file in folder.iterdir()] == [given.file.name]
+    assert waiting(config.data, images, [f"{image}.png"]) == {f"{image}.png": given.file}
+
+
 @pytest.mark.parametrize("kind", ["mask", "folder", "default"])
 def test_no_link_is_followed_out_of_the_folder_of_masks(masks: Masks, images: Path, tmp_path: Path, kind: str):
     away = tmp_path / "away"

@@ -252,6 +252,25 @@ def test_a_run_has_run_for_its_time_without_the_pause_before_it_was_resumed(run:
     assert (view.duration_s, view.last_event_s) == (110.0, 9010.0)
 
 
+@pytest.mark.parametrize("end", [StatusEvent(state="finished", time=400.0), ErrorEvent(message="killed", time=400.0)])
+def test_what_is_written_after_the_end_takes_no_time_of_the_run(run: RunDir, living, end: AnyEvent):
+    during = ExportEvent(what="adapter", path="a.safetensors", format="peft", step=9, dtype="fp32", time=390.0)
+    later = ExportEvent(what="merged", path="merged", format="diffusers", step=9, dtype="fp32", time=90_000.0)
+    write(
+        run, StatusEvent(state="starting", time=100.0), StatusEvent(state="exporting", time=300.0), during, end, later
+    )
+    view = Follower(run).view()
+    assert (view.duration_s, view.last_event_s) == (300.0, 400.0)
+    write(run, StatusEvent(state="starting", time=100_000.0), StatusEvent(state="training", time=100_050.0))
+    assert Follower(run).view().duration_s == 350.0
+
+
+def test_an_export_of_a_run_that_was_killed_takes_no_time_of_it(run: RunDir, living):
+    export = ExportEvent(what="adapter", path="a.safetensors", format="peft", step=9, dtype="fp32", time=90_000.0)
+    write(run, StatusEvent(state="starting", time=100.0), StatusEvent(state="training", time=160.0), export)
+    assert (Follower(run).view().duration_s, Follower(run).view().last_event_s) == (60.0, 160.0)
+
+
 def test_the_logs_are_those_of_the_latest_start(run: RunDir):
     for number in (1, 2, 10):
         (run.logs / f"launch-{number}.log").touch()

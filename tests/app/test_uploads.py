@@ -192,7 +192,7 @@ KINDS: list[tuple[str, Callable[[], bytes], str]] = [
     (
         "script.png",
         lambda: b"#!/bin/sh\nid\n",
-        "script.png: not an image; expected bmp jpeg",
+        "script.png: not an image; expected bmp jfif",
     ),
     ("words.png", lambda: b"BMW and other words", "words.png: cannot be read"),
     ("a.png", lambda: b"", "a.png: empty"),

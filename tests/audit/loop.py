@@ -211,18 +211,25 @@ def encoded_pictures(family: ImageFamily, cfg: RunConfig, folder: Path) -> list[
 
 
 def batches(family: ImageFamily, pictures: Sequence[Picture]) -> Iterator[list[Sample]]:
-    """The samples of each step: one waits until there are as many of its batch key as a batch holds."""
-    waiting = defaultdict(list)
-    for sample in samples(pictures):
-        queue = waiting[family.batch_key(sample.example)]
-        queue.append(sample)
-        if len(queue) == BATCH:
-            yield queue.copy()
-            queue.clear()
+    """The samples of each step: one waits until there are as many of its batch key as a batch holds. Those that an
+    epoch leaves go first, by key, and the next epoch's samples fill their last batch."""
+    left: list[Sample] = []
+    for epoch in epochs(pictures):
+        waiting = defaultdict(list)
+        for sample in epoch:
+            queue = left or waiting[family.batch_key(sample.example)]
+            queue.append(sample)
+            if len(queue) == BATCH:
+                yield queue.copy()
+                queue.clear()
+        left += [sample for queue in waiting.values() for sample in queue]
+        while len(left) >= BATCH:
+            yield left[:BATCH]
+            del left[:BATCH]
 
 
-def samples(pictures: Sequence[Picture]) -> Iterator[Sample]:
-    """Epoch after epoch, each in an order of its own. Of a weight of 1.5 the half is an occurrence in every second
+def epochs(pictures: Sequence[Picture]) -> Iterator[list[Sample]]:
+    """The samples of each epoch, in an order of its own. Of a weight of 1.5 the half is an occurrence in every second
     epoch, in turns with other pictures by multiples of the golden ratio."""
     for epoch in count():
         occurrences = []
@@ -230,12 +237,14 @@ def samples(pictures: Sequence[Picture]) -> Iterator[Sample]:
             phase = i * (5**0.5 - 1) / 2 % 1
             before, after = (math.floor(number * picture.weight + phase) for number in (epoch, epoch + 1))
             occurrences += [(i, copy) for copy in range(after - before)]
+        samples = []
         for place in torch.randperm(len(occurrences), generator=generator(SEED, "order", epoch)).tolist():
             i, copy = occurrences[place]
             picture = pictures[i]
             is_dropped = seed_of(SEED, "caption_dropout", epoch, i, copy) / 2**63 < DROPOUT
             uses_caption = picture.keeps_caption or not is_dropped
-            yield Sample(picture.loss_weight, picture.example if uses_caption else picture.uncaptioned)
+            samples.append(Sample(picture.loss_weight, picture.example if uses_caption else picture.uncaptioned))
+        yield samples
 
 
 class PlainAdamW:

@@ -85,7 +85,7 @@ def allocated(cfg: RunConfig, cache: Path, world: World) -> int:
             materialize(built.module, cfg, torch.device("cpu"))
             for tensor in (*built.module.parameters(), *built.module.buffers()):
                 torch.nn.init.zeros_(tensor)
-            optimizer = make_optimizer(list(built.trainables.values()), cfg.optim)
+            optimizer = make_optimizer(built.trainables, cfg.optim)
             for _ in range(2):
                 batch = batch_of(family, SIZE, torch.bfloat16, torch.device("cpu"))
                 family.loss(built.module, batch, SampleRng(0, (0,), torch.device("cpu"))).total.backward()

@@ -180,7 +180,7 @@ def stepping(cfg: RunConfig, device: torch.device, cache: Path) -> Iterator[Call
         materialize(built.module, cfg, device, chosen)
         _fill(built.module)
         offload(built.module, chosen, family, device)
-        optimizer = make_optimizer(list(built.trainables.values()), cfg.optim)
+        optimizer = make_optimizer(built.trainables, cfg.optim)
 
         def step() -> None:
             batch = batch_of(family, size, torch.bfloat16, device)

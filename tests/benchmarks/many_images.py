@@ -20,10 +20,11 @@ from PIL import Image
 from tests.benchmarks.startup import wait_for_run
 from tests.commands import PRESET
 from tests.runs import alone, make_run
+from trainer.config.files import COARSEST_NS
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.data import encoded_memory
-from trainer.data.known_files import COARSEST_NS, KnownFiles
+from trainer.data.known_files import KnownFiles
 from trainer.data.scan_memory import ScanMemory, checked
 from trainer.train.loop import Trainer
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from tests.commands import PRESET, TIMEOUT_S, Started
 from tests.runs import make_pictures
-from trainer.data.known_files import COARSEST_NS
+from trainer.config.files import COARSEST_NS
 from trainer.run import process
 from trainer.run.events import EventReader, EventWriter, StatusEvent, StepEvent
 from trainer.run.folder import RunDir

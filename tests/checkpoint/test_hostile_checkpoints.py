@@ -25,7 +25,7 @@ from app.studio import Studio
 from tests.checkpoint.test_save_and_restore import make_state, save, save_from_ranks
 from tests.commands import launch_py, preset_folder
 from tests.distributed import run_ranks
-from tests.runs import alone, awaited, seal
+from tests.runs import alone, awaited, change_manifest, seal
 from trainer.checkpoint.restore import StoredWeights, newest_intact, restore
 from trainer.config.errors import InputError
 from trainer.config.load import load_config
@@ -83,6 +83,7 @@ def edit_metadata(path: Path, edit: Callable[[Any], None]) -> None:
     metadata = pickle.loads((path / METADATA).read_bytes())
     edit(metadata)
     (path / METADATA).write_bytes(pickle.dumps(metadata))
+    seal(path)
 
 
 def edit_contents(path: Path, edit: Callable[[Any], None]) -> None:
@@ -90,6 +91,7 @@ def edit_contents(path: Path, edit: Callable[[Any], None]) -> None:
         contents = json.loads((path / CONTENTS).read_text())
         edit(contents)
         (path / CONTENTS).write_text(json.dumps(contents))
+        seal(path)
 
 
 def put(path: Path, name: str, content: bytes) -> None:
@@ -267,6 +269,7 @@ def test_a_table_that_leads_out_of_the_checkpoint_or_lies_is_refused(sound: Path
 @pytest.mark.parametrize("content", [b"", b"[]", b"[" * 100_000, b"\xff", b'{"tensors": 1}', b"null"])
 def test_a_table_that_is_no_table_is_refused(sound: Path, content: bytes) -> None:
     (sound / CONTENTS).write_bytes(content)
+    seal(sound)
     assert refused(lambda: StoredWeights(sound), sound / CONTENTS).startswith(": damaged (")
 
 
@@ -306,6 +309,7 @@ def test_a_table_of_torch_that_lies_is_refused(sound: Path, edit: Callable[[Any]
 def test_a_table_of_torch_that_is_no_pickle_is_refused(sound: Path, content: bytes) -> None:
     path = of_before(sound)
     (path / METADATA).write_bytes(content)
+    seal(path)
     refused(lambda: StoredWeights(path), path / METADATA)
 
 
@@ -325,6 +329,7 @@ COLLIDING = {
 def test_a_table_of_torch_whose_keys_have_one_hash_is_refused_at_once(sound: Path, kind: str) -> None:
     path = of_before(sound)
     (path / METADATA).write_bytes(b"\x80\x04" + COLLIDING[kind])
+    seal(path)
     began = time.process_time()
     assert "it is not a table of contents" in refused(lambda: StoredWeights(path), path / METADATA)
     assert time.process_time() - began < 3
@@ -391,8 +396,7 @@ def test_a_manifest_that_names_what_never_ends_is_passed_over(sound: Path, name:
     for place in (sound / "pipe", sound.parent.parent / "pipe"):
         os.mkfifo(place)
     facts = json.loads((sound / "manifest.json").read_text())
-    facts["checksums"][name] = "0"
-    (sound / "manifest.json").write_text(json.dumps(facts))
+    change_manifest(sound, checksums=facts["checksums"] | {name: "0"})
     found, (problem,) = newest_intact(sound.parent, alone())
     assert found is None
     assert problem.endswith(f"'{name}' {LEADS_OUT}")
@@ -413,8 +417,7 @@ def test_a_manifest_that_names_what_never_ends_is_passed_over(sound: Path, name:
     ids=str,
 )
 def test_a_manifest_with_other_values_is_that_of_no_complete_checkpoint(sound: Path, changes: dict[str, Any]) -> None:
-    facts = json.loads((sound / "manifest.json").read_text())
-    (sound / "manifest.json").write_text(json.dumps(facts | changes))
+    change_manifest(sound, **changes)
     assert complete(sound.parent) == []
 
 

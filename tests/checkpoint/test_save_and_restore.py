@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from trainer.checkpoint.restore import StoredWeights, newest_intact, restore
 from trainer.checkpoint.save import Checkpointer, TrainState
 from trainer.config.errors import InputError
 from trainer.distributed.world import World
-from trainer.run.manifest import Progress, complete, progress_of
+from trainer.run.folder import RunDir
+from trainer.run.manifest import Progress, complete, defect, progress_of, to_export, wrong_sum
 
 
 def make_state(width: int = 8, seed: int = 0) -> TrainState:
@@ -60,8 +62,10 @@ def test_the_manifest_tells_how_far_the_run_is_and_sums_up_every_file(tmp_path: 
     path = saver.wait()
     assert path is not None
     assert progress_of(path) == progress
-    manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["config_hash"] == hashlib.sha256(b'{"name": "fox"}').hexdigest()
+    content = (path / "manifest.json").read_bytes()
+    manifest = json.loads(content)
+    unsealed = content.replace(manifest["checksum"].encode(), b"0" * 32)
+    assert manifest["checksum"] == hashlib.blake2b(unsealed, digest_size=16).hexdigest()
     files = {file.name: file.read_bytes() for file in path.iterdir() if file.name != "manifest.json"}
     assert manifest["checksums"] == {
         name: hashlib.blake2b(data, digest_size=16).hexdigest() for name, data in files.items()
@@ -72,6 +76,41 @@ def flip_a_bit(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "contents.json", "manifest.json"])
+def test_a_checkpoint_with_a_flipped_bit_is_neither_exported_nor_resumed(tmp_path: Path, name: str) -> None:
+    run = RunDir(tmp_path)
+    save(run.checkpoints, make_state(), 1)
+    save(run.checkpoints, make_state(seed=1), 2)
+    newest = run.checkpoints / "step-000002"
+    sound = (newest / name).read_bytes()
+    for place in random.Random(name).sample(range(8 * len(sound)), 24):
+        flipped = bytearray(sound)
+        flipped[place // 8] ^= 1 << place % 8
+        (newest / name).write_bytes(bytes(flipped))
+        with pytest.raises(InputError, match="remove this checkpoint, so that the one before it is taken") as refused:
+            StoredWeights(to_export(run))
+        assert f"step-000002: {name}" in str(refused.value), place
+        assert defect(newest) or wrong_sum(newest), place
+    (newest / name).write_bytes(sound)
+    assert to_export(run) == newest
+    assert {*StoredWeights(newest)} == {"weight", "bias"}
+
+
+def test_a_manifest_without_a_checksum_is_taken_only_if_it_has_the_fields_of_an_earlier_version(tmp_path: Path) -> None:
+    save(tmp_path, make_state(), 1)
+    file = tmp_path / "step-000001" / "manifest.json"
+    facts = json.loads(file.read_text())
+    del facts["checksum"]
+    file.write_text(json.dumps(facts))
+    assert [path.name for path in complete(tmp_path)] == ["step-000001"]
+    for name in ("checksu", "sha256"):
+        file.write_text(json.dumps(facts | {name: "0" * 32}))
+        assert defect(file.parent) == (
+            "manifest.json has changed since it was written: its checksum differs; "
+            "remove this checkpoint, so that the one before it is taken"
+        )
 
 
 def cut_short(file: Path) -> None:

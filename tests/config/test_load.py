@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,7 +99,7 @@ sample: 3
             "preset.yaml:22: sample: needs a section of fields, not 3",
             "command line: parallel.timeout: is 1, must be >= 10 and <= 86400 seconds",
             "command line: trackers.tensorboard: needs true or false, not 1.5",
-            "command line: train.stps: unknown field; did you mean 'steps'?",
+            "command line: train.stps: unknown field; did you mean 'train.steps'?",
         ]
 
     @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ sample: 3
             ("train=", "train: is empty; give one of its fields, for example train.steps, or leave it out"),
             ("adapter=null", "adapter: is empty; give one of its fields, for example adapter.type, or leave it out"),
             ("train={seed: 1, seed: 2}", "train.seed: is given twice; remove one"),
-            ("train={stps: 1}", "train.stps: unknown field; did you mean 'steps'?"),
+            ("train={stps: 1}", "train.stps: unknown field; did you mean 'train.steps'?"),
             ("cluster.program=opt", "cluster.program: 'opt' is not a path from the root; begin with /"),
             ("a\nb=1", "'a\\nb': unknown field"),
             (
@@ -487,24 +488,34 @@ class TestForeignSpellings:
 
     @pytest.mark.parametrize(
         "key",
-        [
-            "blocks_to_swap",
-            "block_swap",
-            "low_vram",
-            "lowvram",
-            "split_model_over_gpus",
-            "layer_offloading",
-            "swap_blocks",
-        ],
+        ["blocks_to_swap", "block_swap", "low_vram", "lowvram", "medvram", "layer_offloading_percent", "swap_blocks"],
     )
-    def test_block_swapping_and_low_vram_switches_are_answered_with_what_to_use(self, key: str) -> None:
+    def test_block_swapping_and_low_vram_switches_are_answered_with_the_fields_for_it(self, key: str) -> None:
         answer = (
-            "does not work with FSDP; use parallel.cpu_offload: true with parallel.strategy: full, "
-            "or train.checkpointing: full"
+            "use parallel.offload_blocks: auto, or a number of blocks, for frozen weights; train.checkpointing: full "
+            "for activations; parallel.cpu_offload: true with parallel.strategy: full where the whole model is trained"
         )
         assert refusal(f"{DATA}{key}: 20\n") == [f"preset.yaml:2: {key}: {answer}"]
         assert refusal(f"{DATA}model: {{{key}: true}}\n") == [f"preset.yaml:2: model.{key}: {answer}"]
         assert refusal(DATA, f"train.{key}=5") == [f"command line: train.{key}: {answer}"]
+
+    def test_a_key_for_models_split_over_gpus_is_answered_with_the_strategy(self) -> None:
+        answer = "is what parallel.strategy: full does over all GPUs; set that"
+        assert refusal(f"{DATA}split_model_over_gpus: true\n") == [f"preset.yaml:2: split_model_over_gpus: {answer}"]
+
+    def test_what_an_answer_tells_to_set_can_be_set(self) -> None:
+        keys, values = aliases.REFUSED_KEYS, aliases.REFUSED_VALUES
+        named = [
+            found for _, answer in keys for found in re.findall(r"([a-z_]+\.[a-z_.]+[a-z])(?:: ([a-z]+))?", answer)
+        ]
+        named += [
+            (field, word) for field, of in values.items() for word in re.findall(r"use (\w+)", " ".join(of.values()))
+        ]
+        assert len(named) >= 8
+        for field, value in named:
+            assert field in all_names()
+            if value:
+                assert read(DATA, f"{field}={value}").config
 
     def test_the_table_names_only_fields_that_exist_and_no_key_of_ours(self) -> None:
         fields = set(all_names())

@@ -136,7 +136,9 @@ def test_images_without_a_visible_pixel_are_one_warning_where_they_are_decoded(p
     for number, size in enumerate([(64, 64), (64, 80), (80, 64)]):
         Image.new("RGBA", size, (255, 0, 0, 0)).save(tmp_path / f"{number}.png")
     Image.new("RGB", (64, 64), "white").save(tmp_path / "white.png")
-    _, said = encoded(run_config(tmp_path, data__missing_caption="empty"))
+    for image in tmp_path.glob("*.png"):
+        image.with_suffix(".txt").write_text("a cat")
+    _, said = encoded(run_config(tmp_path))
     assert [event.message for event in said if isinstance(event, WarningEvent)] == [
         f"3 images are fully transparent and trained as white: first {tmp_path}/0.png; remove it"
     ]
@@ -283,3 +285,50 @@ def test_progress_is_written_at_a_rhythm_and_at_the_end(tmp_path: Path, monkeypa
     _, said = encoded(run_config(make_pictures(tmp_path / "pictures", 5)))
     shown = [event for event in said if isinstance(event, StatusEvent) and event.message == "images"]
     assert [(event.done, event.total) for event in shown] == [(1, 5), (5, 5)]
+
+
+def black() -> Image.Image:
+    return Image.new("L", (64, 64), 0)
+
+
+def dotted() -> Image.Image:
+    image = black()
+    image.putpixel((30, 30), 255)
+    return image
+
+
+@pytest.mark.parametrize(("fit", "outside"), [("crop", 0), pytest.param("pad", 0.25, marks=pytest.mark.slow)])
+def test_masks_that_leave_almost_nothing_to_learn_are_counted_also_by_a_start_that_encodes_nothing(
+    tmp_path: Path, fit: str, outside: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.scan_memory.COARSEST_NS", -(10**18))
+    pictures, masks = make_pictures(tmp_path / "pictures", 6), tmp_path / "masks"
+    masks.mkdir()
+    subject = black()
+    subject.paste(255, (0, 0, 8, 8))
+    empty = (black(), Image.new("L", (64, 64), 1), Image.new("RGBA", (64, 64), (255, 255, 255, 0)), dotted())
+    for number, mask in enumerate((subject, *empty)):
+        with Image.open(pictures / f"{number:02}.png") as image:
+            mask.resize(image.size, Image.Resampling.NEAREST).save(masks / f"{number:02}.png")
+    cfg = run_config(pictures, data__masks=str(masks), data__mask_background=outside, data__fit=fit)
+    expected = (
+        f"4 of 5 masks are white in less than 1% of the image, whose other parts have weight {outside:g}: first "
+        f"{masks}/01.png; paint what is learned white, which is 255 and not 1, or opaque"
+    )
+    for _ in range(2):
+        _, said = encoded(cfg)
+        warnings = [event.message for event in said if isinstance(event, WarningEvent)]
+        assert [warning for warning in warnings if "white" in warning] == [expected]
+    assert not any(isinstance(event, StatusEvent) for event in said)
+
+
+def test_a_fully_transparent_image_is_named_also_by_a_start_that_encodes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.scan_memory.COARSEST_NS", -(10**18))
+    pictures = make_pictures(tmp_path / "pictures", 2)
+    Image.new("RGBA", (64, 64), (255, 0, 0, 0)).save(pictures / "00.png")
+    for _ in range(2):
+        _, said = encoded(run_config(pictures))
+        [warning] = [event.message for event in said if isinstance(event, WarningEvent)]
+        assert warning == f"1 image is fully transparent and trained as white: first {pictures}/00.png; remove it"

@@ -55,9 +55,13 @@ def test_a_mixed_epoch_ends_with_its_last_image(images: int, share: float) -> No
     assert kinds.count(True) == math.floor(samples * share)
 
 
-def test_steps_hold_at_least_the_samples_after_any_batch_sizes() -> None:
-    assert BatchSizes(4).steps_for(16) == 4
-    assert BatchSizes(4).steps_for(17) == 5
-    after_eight = BatchSizes(2, ((8, 1),))  # one step of 8, then 2 at a time
-    assert (after_eight.steps_for(16), after_eight.steps_for(9), after_eight.steps_for(8)) == (5, 2, 1)
-    assert after_eight.steps_for(3) == 1, "a run that has trained more is at its end"
+def test_the_last_step_is_as_short_as_the_samples_that_are_left_after_any_batch_sizes() -> None:
+    assert BatchSizes(4, end=16).num_steps == 4
+    longer = BatchSizes(4, end=17)
+    assert (longer.num_steps, longer.of(3), longer.of(4), longer.of(5)) == (5, 4, 1, 0)
+    assert (longer.before(5), longer.before(9)) == (17, 17)
+    assert longer.until(5) == ((4, 4), (1, 1))
+    after_eight = [BatchSizes(2, ((8, 1),), end) for end in (16, 9, 8)]  # one step of 8, then 2 at a time
+    assert [sizes.num_steps for sizes in after_eight] == [5, 2, 1]
+    assert [sizes.until(5) for sizes in after_eight] == [((8, 1), (2, 4)), ((8, 1), (1, 1)), ((8, 1),)]
+    assert BatchSizes(2, ((8, 1),), 3).num_steps == 1, "a run that has trained more is at its end"

@@ -307,3 +307,7 @@ def test_a_mask_s_levels_average_the_pixels_of_a_latent(tmp_path: Path) -> None:
     Image.fromarray((torch.arange(64).reshape(8, 8) * 4).byte().numpy()).save(tmp_path / "m.png")
     levels = np.array(load_mask(read_header(tmp_path / "m.png"), (2, 2)))
     assert levels == pytest.approx(np.array(Image.open(tmp_path / "m.png"), float).reshape(2, 4, 2, 4).mean((1, 3)))
+
+
+def test_a_background_has_one_spelling_so_that_nothing_is_encoded_twice() -> None:
+    assert DataConfig(background="#FFFFFF") == DataConfig() and DataConfig(background="#AbCdEf").background == "#abcdef"

@@ -14,6 +14,7 @@ from PIL import Image
 
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
+from trainer.data import image_warnings
 from trainer.data.image_files import scan
 from trainer.data.image_io import load_rgb, read_header
 
@@ -177,7 +178,8 @@ def test_folders_without_images_are_named_with_their_field(tmp_path: Path) -> No
     assert problems_of(cfg) == [
         f"data.path: {tmp_path}/nowhere: no such folder; give a folder of images with captions",
         f"data.folders.0.path: {tmp_path}/empty: the folder is empty; put images with captions into it",
-        f"data.folders.1.path: {tmp_path}/words: no images in this folder; expected bmp jpeg jpg png tif tiff webp",
+        f"data.folders.1.path: {tmp_path}/words: no images in this folder; expected bmp jfif jpe jpeg jpg pjp pjpeg "
+        "png tif tiff webp",
         f"data.validation: {tmp_path}/words/notes.txt: not a folder; give a folder of images with captions",
     ]
 
@@ -188,9 +190,9 @@ def test_captions_that_are_missing_empty_or_not_utf8_are_all_named(tmp_path: Pat
     add_image(tmp_path / "c.png", caption=None)
     (tmp_path / "c.txt").write_bytes("café".encode("latin-1"))
     assert problems_of(data(tmp_path)) == [
-        f"{tmp_path}/a.png: no caption; write it into a.txt, or set data.missing_caption: empty",
-        f"{tmp_path}/b.png: no caption; write it into b.txt, or set data.missing_caption: empty",
         f"{tmp_path}/c.txt: byte 3 (0xe9) is not UTF-8; save the file as UTF-8",
+        f"data.path: 2 of 3 images have no caption: first {tmp_path}/a.png; write it into a.txt, or set "
+        "data.missing_caption: empty",
     ]
 
 
@@ -248,14 +250,29 @@ def test_leaving_out_every_image_is_refused(tmp_path: Path) -> None:
     assert problems_of(data(tmp_path, bad_image="warn")) == [f"data.path: {tmp_path}: none of its 1 images can be read"]
 
 
-def test_many_problems_are_counted_after_the_twentieth(tmp_path: Path) -> None:
+def test_images_without_a_caption_are_one_sentence(tmp_path: Path) -> None:
     for number in range(23):
-        add_image(tmp_path / f"{number:02}.png", caption=None)
-    shown = problems_of(data(tmp_path))
-    assert shown[19:] == [
-        f"{tmp_path}/19.png: no caption; write it into 19.txt, or set data.missing_caption: empty",
-        "and 3 more",
+        add_image(tmp_path / f"{number:02}.png", caption=None if number else "a cat")
+    assert problems_of(data(tmp_path)) == [
+        f"data.path: 22 of 23 images have no caption: first {tmp_path}/01.png; write it into 01.txt, or set "
+        "data.missing_caption: empty"
     ]
+
+
+@pytest.mark.parametrize("bad_image", ["stop", "warn"])
+def test_of_problems_with_one_remedy_three_are_shown_and_the_others_counted(tmp_path: Path, bad_image: str) -> None:
+    for number in range(23):
+        (tmp_path / f"{number:02}.heic").write_bytes(b"")
+    add_image(tmp_path / "a.png")
+    cfg = data(tmp_path, bad_image=bad_image)
+    shown = scan(cfg).warnings if bad_image == "warn" else problems_of(cfg)
+    assert len(shown) == 4 and f"{tmp_path}/02.heic: .heic images are not read; convert it to" in shown[2]
+    assert shown[3] == f"and 20 more like these: {tmp_path}/03.heic to {tmp_path}/22.heic"
+
+
+def test_problems_of_many_kinds_are_counted_after_the_twentieth() -> None:
+    problems = [f"{number}.png: is wrong; do {number}" for number in range(23)]
+    assert image_warnings.listing(problems).split("\n") == [*problems[:20], "and 3 more"]
 
 
 def test_a_wide_image_is_scaled_to_cover_and_cropped_in_the_centre(tmp_path: Path) -> None:

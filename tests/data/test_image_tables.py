@@ -6,6 +6,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from tests.data.test_image_files import data, problems_of
+from trainer.data import image_members
 from trainer.data.image_files import scan
 from trainer.data.image_io import load_rgb
 from trainer.data.image_tables import Columns, TableRow, read_table
@@ -211,7 +214,7 @@ def test_what_was_read_of_a_table_is_not_read_again_and_a_replaced_one_is(
     file = write_tar(tmp_path / "a.tar", {"a.png": encoded(COLOURS[0]), "a.txt": b"a"})
     config, opened = data(file), []
     known = KnownFiles.of(config, tmp_path / "cache")
-    monkeypatch.setattr("trainer.data.known_files.COARSEST_NS", -(10**12))
+    monkeypatch.setattr("trainer.config.files.COARSEST_NS", -(10**12))
     first = scan(config, known=known)
     known.save()
 
@@ -278,8 +281,8 @@ def test_wrong_rows_are_named_and_the_others_read(tmp_path: Path) -> None:
     )
     empty = write_parquet(tmp_path / "c.parquet", {"image": of_hub(), "text": ["a", "", None]})
     assert problems_of(data(empty)) == [
-        f"{empty}: row {number}: no caption; write it into the row, or set data.missing_caption: empty"
-        for number in (2, 3)
+        f"data.path: 2 of 3 images have no caption: first {empty}: row 2; write it into the row, or set "
+        "data.missing_caption: empty"
     ]
 
 
@@ -395,3 +398,99 @@ def test_a_table_next_to_images_is_not_read_and_said(tmp_path: Path) -> None:
     assert found.warnings == (
         f"data.path: 1 file is not read, since the folder has images of its own: first {file}; name it in data.folders",
     )
+
+
+# --- files that would fill the memory ---------------------------------------------------------------------------------
+
+SCAN_IN_A_SMALL_PROCESS = """
+import sys, tracemalloc
+import pyarrow
+from trainer.config.errors import InputError
+from trainer.config.sections import DataConfig
+from trainer.data import image_files, question_files
+name, path = sys.argv[1:]
+try:
+    cfg = DataConfig(**{name: path})
+    found = image_files.scan(cfg).train if name == "path" else question_files.of_config(cfg).train
+    print(len(found))
+except InputError as error:
+    print(error)
+print(pyarrow.default_memory_pool().max_memory() >> 20)
+"""
+
+
+def read_in_a_small_process(name: str, file: Path) -> list[str]:
+    """What a scan says of a file in a process of 3 GiB of address space, and the MiB that pyarrow held at most."""
+    code = f"import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30)){SCAN_IN_A_SMALL_PROCESS}"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code, name, str(file)], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["path", "questions"])
+def test_a_parquet_file_of_images_that_unpack_to_thousand_times_its_size_is_refused_unread(
+    tmp_path: Path, name: str
+) -> None:
+    images = [{"bytes": bytes([number]) * 2**22, "path": None} for number in range(40)]
+    texts = {"text": ["a"] * 40} if name == "path" else {"captions": ['{"a": "b"}'] * 40}
+    file = write_parquet(tmp_path / "a.parquet", {"image": images, **texts}, compression="zstd")
+    assert file.stat().st_size < 20_000
+    said, most = read_in_a_small_process(name, file)
+    assert said.startswith(f"{file}: row group 1 of the column image has 0.0 MiB that become 160; encoded images")
+    assert int(most) < 10
+
+
+@pytest.mark.slow
+def test_row_groups_of_many_images_do_not_stay_in_memory(tmp_path: Path) -> None:
+    """Four groups of 100 images, of which each is a whole page: a page and its decompressed form, and half of what is
+    kept, are in memory, not four groups."""
+    noise = os.urandom(2**20)
+    images = [{"bytes": encoded(COLOURS[0]) + bytes([number % 256]) + noise, "path": None} for number in range(400)]
+    columns = {"image": images, "text": [str(number) for number in range(400)]}
+    file = write_parquet(tmp_path / "a.parquet", columns, row_group_size=100)
+    count, most = read_in_a_small_process("path", file)
+    assert count == "400" and int(most) < 300
+    assert [row.caption for row in scan(data(file)).train][::133] == ["0", "133", "266", "399"]
+
+
+def test_images_of_a_parquet_file_are_found_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_members, "BYTES_KEPT", 1000)  # a few images, so that groups are read in parts
+    contents = [encoded(COLOURS[number % 3]) + bytes([number]) for number in range(20)]
+    columns = {"image": [{"bytes": one, "path": None} for one in contents], "text": [str(n) for n in range(20)]}
+    file = write_parquet(tmp_path / "a.parquet", columns, row_group_size=8)
+    for order in (range(20), reversed(range(20)), [7, 8, 0, 19, 3, 11, 4, 4]):
+        for row in order:
+            assert image_members.opened_image(image_members.member(file, row, "image")).read() == contents[row]
+
+
+def test_a_tar_file_with_a_name_of_gigabytes_and_a_member_that_is_no_image_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.tar"
+    header = tarfile.TarInfo("x")
+    header.type, header.size = tarfile.GNUTYPE_LONGNAME, 20 * 2**30
+    with file.open("wb") as stream:
+        stream.write(header.tobuf(tarfile.GNU_FORMAT))
+        stream.truncate(20 * 2**30 + 4096)  # takes no room on the disk
+    assert problems_of(data(file)) == [
+        f"{file}: not a tar file, or cut off (a header of 21474836480 bytes); copy it again"
+    ]
+    member = tarfile.TarInfo("large.png")
+    member.size = 30 * 2**30
+    with file.open("wb") as stream:
+        stream.write(member.tobuf(tarfile.GNU_FORMAT))
+        stream.truncate(30 * 2**30 + 2048)
+    assert problems_of(data(file)) == [
+        f"{file}: large: .png: 30720 MiB are too many for an image, the limit is 1024 MiB; remove it"
+    ]
+
+
+def test_thousands_of_samples_without_an_image_are_a_few_sentences(tmp_path: Path) -> None:
+    members = {f"{number:05}.txt": b"a" for number in range(3000)}
+    file = write_tar(tmp_path / "a.tar", {"a.png": encoded(COLOURS[0]), "a.txt": b"a", **members})
+    said = problems_of(data(file))
+    assert len(said) == 5 and said[0] == f"{file}: 00000: has no image, only txt; add it or remove the sample"
+    assert said[3:] == [
+        f"and 997 more like these: {file}",
+        f"{file}: 1000 rows are wrong; the rest of them was not read",
+    ]

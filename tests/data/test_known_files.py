@@ -18,11 +18,11 @@ from PIL import Image
 
 from tests.commands import PRESET, launch_py
 from tests.runs import make_pictures
+from trainer.config.files import Stamp
 from trainer.config.sections import DataConfig
-from trainer.data import known_files
 from trainer.data.cache import Crew, content_keys
 from trainer.data.image_files import scan
-from trainer.data.known_files import Header, Known, KnownFiles, Stamp
+from trainer.data.known_files import Header, Known, KnownFiles
 
 OLD = 1_700_000_000
 ALONE = Crew(0, 1, lambda value: [value])
@@ -44,7 +44,7 @@ def images_opened() -> Iterator[list[str]]:
 @pytest.fixture
 def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Four images, all of them of one length; a change of their inode counts as old."""
-    monkeypatch.setattr(known_files, "COARSEST_NS", -(10**12))
+    monkeypatch.setattr("trainer.config.files.COARSEST_NS", -(10**12))
     folder = tmp_path / "images"
     folder.mkdir()
     for number in range(4):
@@ -92,7 +92,7 @@ def test_a_changed_image_is_read_again_and_no_other(images: Path) -> None:
 def test_an_image_that_was_read_within_two_seconds_of_its_change_is_read_again(
     images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known_files, "COARSEST_NS", 2 * 10**9)
+    monkeypatch.setattr("trainer.config.files.COARSEST_NS", 2 * 10**9)
     for file in images.iterdir():
         os.utime(file, (OLD, OLD))  # the change of the inode is new all the same
     start(images)

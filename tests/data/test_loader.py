@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from math import ceil
 
 import pytest
 import torch
 
 from trainer.config.errors import InputError
-from trainer.data.loader import BatchSizes, Choices, ImageBatchSampler, ImageItem, Loader, MicroBatch
+from trainer.data.epochs import num_images, occurrences
+from trainer.data.loader import BatchSizes, Choices, ImageBatchSampler, ImageItem, Loader, MicroBatch, passes_of
 from trainer.models.objectives import Example
 from trainer.run.manifest import Progress
 
@@ -35,14 +39,19 @@ def example_of(item: ImageItem) -> Example:
     return {"photo": torch.tensor(item.index), "dropped": torch.tensor(item.dropped)}
 
 
-def read(sampler: ImageBatchSampler, world_size: int, micro_batch: int, num_steps: int) -> list[list[MicroBatch]]:
-    """For each step the passes of all ranks, in rank order."""
-    steps: list[list[MicroBatch]] = [[] for _ in range(num_steps)]
+def read(
+    sampler: ImageBatchSampler, world_size: int, micro_batch: int, num_steps: int, buckets: list[int] | None = None
+) -> list[list[MicroBatch]]:
+    """For each step the passes of all ranks, in the order in which they run."""
+    ranks: list[list[list[MicroBatch]]] = []
     for rank in range(world_size):
-        with Loader(sampler, example_of, rank, world_size, micro_batch) as loader:
-            for step in range(num_steps):
-                steps[step] += loader.micro_batches(step)
-    return steps
+        with Loader(sampler, example_of, rank, world_size, micro_batch, batch_key=key_in(buckets)) as loader:
+            ranks.append([loader.micro_batches(step) for step in range(num_steps)])
+    return [[one for together in zip(*parts, strict=True) for one in together] for parts in zip(*ranks, strict=True)]
+
+
+def key_in(buckets: list[int] | None) -> Callable[[ImageItem], Hashable]:
+    return lambda item: None if buckets is None else buckets[item.index]
 
 
 def weighted(passes: list[MicroBatch]) -> list[tuple[int, int]]:
@@ -56,29 +65,23 @@ def weighted(passes: list[MicroBatch]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 16])
-def test_every_batch_is_full_and_of_one_bucket(batch_size: int) -> None:
-    sampler = sampler_of(BUCKETS, batch_size)
-    for step in range(40):
-        items = sampler.batch(step)
-        assert len(items) == batch_size
-        assert len({BUCKETS[item.index] for item in items}) == 1
+def test_the_samples_of_an_epoch_follow_those_of_the_epoch_before(batch_size: int) -> None:
+    photos = photos_of(sampler_of(BUCKETS, batch_size), 60)
+    assert len(photos) == 60 * batch_size
+    epochs = [sorted(photos[start : start + 12]) for start in range(0, len(photos) - 11, 12)]
+    assert epochs == [list(range(12))] * len(epochs)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 16])
-def test_photos_of_one_bucket_are_seen_equally_often_within_one(batch_size: int) -> None:
+def test_a_batch_is_of_one_bucket_unless_it_holds_what_an_epoch_left(batch_size: int) -> None:
+    items = epochs_of(sampler_of(BUCKETS, 1), [1.0] * 12, 20)
     sampler = sampler_of(BUCKETS, batch_size)
-    seen: Counter[int] = Counter()
-    for step in range(60):
-        seen.update(item.index for item in sampler.batch(step))
-        for bucket in set(BUCKETS):
-            counts = [seen[photo] for photo in range(len(BUCKETS)) if BUCKETS[photo] == bucket]
-            assert max(counts) - min(counts) <= 1
-
-
-def test_a_photo_alone_in_its_bucket_is_seen_as_often_as_the_others() -> None:
-    num_epochs, batch_size = 200, 5
-    seen = Counter(photos_of(sampler_of(BUCKETS, batch_size), num_epochs * len(BUCKETS) // batch_size))
-    assert all(abs(seen[photo] - num_epochs) <= batch_size for photo in range(len(BUCKETS)))
+    expected = list(by_hand(items, (batch_size for _ in range(240))))
+    assert [sampler.batch(step) for step in range(len(expected))] == expected
+    assert len(expected) == 240 // batch_size
+    mixed = [batch for batch in expected if len({BUCKETS[item.index] for item in batch}) > 1]
+    # The last one of an epoch holds some of the next, and a batch of more photos than there are all of them.
+    assert len(mixed) <= {1: 0, 2: 2 * 20, 3: 2 * 20, 5: 2 * 20, 16: 15}[batch_size]
 
 
 def test_without_buckets_every_epoch_holds_each_photo_once_in_another_order() -> None:
@@ -105,13 +108,13 @@ def test_a_restart_at_any_step_goes_on_as_the_uninterrupted_run(start: int) -> N
 
 
 def test_the_order_of_a_seed_is_this_one() -> None:
-    assert photos_of(sampler_of(BUCKETS, 3), 4) == [0, 2, 1, 10, 8, 9, 3, 6, 4, 5, 4, 2]
+    assert photos_of(sampler_of(BUCKETS, 3), 4) == [0, 2, 1, 10, 8, 9, 3, 6, 4, 5, 7, 11]
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "digest"), [(1, "92ebe86fa545efc1"), (3, "7bd62e00df49e85d"), (8, "849bc55c1cdf7355")]
+    ("batch_size", "digest"), [(1, "92ebe86fa545efc1"), (3, "cdfa2fba2c9a5c19"), (8, "e58faa5e88f28732")]
 )
-def test_the_items_of_200_steps_are_those_of_every_version_so_far(batch_size: int, digest: str) -> None:
+def test_the_items_of_200_steps_are_those_of_every_version_since_recipe_5(batch_size: int, digest: str) -> None:
     sampler = ImageBatchSampler(
         lambda item: (BUCKETS[item.index], item.dropped), WEIGHTS, BatchSizes(batch_size), 3, [Choices(0.3)] * 12
     )
@@ -129,30 +132,48 @@ def continued(*parts: tuple[int, int]) -> ImageBatchSampler:
     return ImageBatchSampler(lambda item: BUCKETS[item.index], WEIGHTS, sizes, 3, [Choices(0.3)] * 12)
 
 
-def by_hand(items: Iterable[ImageItem], sizes: Iterable[int]) -> Iterator[tuple[ImageItem, ...]]:
-    """A batch per size: from the first bucket of which so many items wait; until there is one, items are read on."""
-    waiting: dict[int, list[ImageItem]] = {}
-    rest = iter(items)
-    for size in sizes:
-        while not any(len(queue) >= size for queue in waiting.values()):
-            item = next(rest)
-            waiting.setdefault(BUCKETS[item.index], []).append(item)
-        queue = next(queue for queue in waiting.values() if len(queue) >= size)
-        yield tuple(queue[:size])
-        del queue[:size]
+def epochs_of(single: ImageBatchSampler, weights: list[float], number: int) -> list[list[ImageItem]]:
+    """The items of each epoch in their order. single: a sampler of batches of one."""
+    ends = [num_images(weights, epoch) if epoch else 0 for epoch in range(number + 1)]
+    return [[single.batch(step)[0] for step in range(*bounds)] for bounds in pairwise(ends)]
+
+
+def by_hand(epochs: list[list[ImageItem]], sizes: Iterator[int]) -> Iterator[tuple[ImageItem, ...]]:
+    """A batch per size: what an epoch left, filled with what comes next, or the first bucket that has so many."""
+    size, rest = next(sizes, 0), list[ImageItem]()
+    for epoch in epochs:
+        todo, buckets = list(epoch), defaultdict[int, list[ImageItem]](list)
+        while size:
+            if rest:
+                while todo and len(rest) < size:
+                    rest.append(todo.pop(0))
+                queue = rest
+            else:
+                queue = next((bucket for bucket in buckets.values() if len(bucket) >= size), [])
+                while todo and len(queue) < size:
+                    queue = buckets[BUCKETS[todo[0].index]]
+                    queue.append(todo.pop(0))
+                if len(queue) < size:
+                    rest = [item for bucket in buckets.values() for item in bucket]
+                    buckets.clear()
+                    queue = rest
+            if len(queue) < size:
+                break
+            yield tuple(queue[:size])
+            del queue[:size]
+            size = next(sizes, 0)
 
 
 def test_a_run_that_goes_on_with_another_batch_size_trains_every_item_once_and_in_order() -> None:
-    items = [continued((1, 0)).batch(step)[0] for step in range(200)]
+    epochs = epochs_of(continued((1, 0)), WEIGHTS, 10)
     found: list[tuple[ImageItem, ...]] = []
     for number, (_, steps) in enumerate(PARTS, 1):
         sampler = continued(*PARTS[:number])
         found += [sampler.batch(step) for step in range(len(found), len(found) + steps)]
-    assert found == list(by_hand(items, (size for size, steps in PARTS for _ in range(steps))))
-    for bucket in set(BUCKETS):
-        trained = [item for batch in found for item in batch if BUCKETS[item.index] == bucket]
-        assert trained == [item for item in items if BUCKETS[item.index] == bucket][: len(trained)]
-    assert sum(map(len, found)) == 129  # of nine epochs
+    assert found == list(by_hand(epochs, (size for size, steps in PARTS for _ in range(steps))))
+    trained, whole = [item for batch in found for item in batch], num_images(WEIGHTS, 9)
+    assert (len(trained), whole) == (129, 128)
+    assert Counter(trained[:whole]) == Counter(item for epoch in epochs[:9] for item in epoch)
 
 
 def test_samples_are_numbered_on_with_another_batch_size() -> None:
@@ -215,7 +236,10 @@ def test_copies_of_a_photo_within_an_epoch_are_dropped_independently() -> None:
 
 def test_a_dropped_caption_may_belong_to_another_batch_key() -> None:
     sampler = ImageBatchSampler(lambda item: item.dropped, [1.0] * 10, BatchSizes(4), 0, [Choices(0.3)] * 10)
-    assert all(len({item.dropped for item in sampler.batch(step)}) == 1 for step in range(50))
+    with Loader(sampler, example_of, 0, 1, 4, batch_key=lambda item: item.dropped) as loader:
+        passes = [one for step in range(50) for one in loader.micro_batches(step)]
+    assert all(len({bool(example["dropped"]) for example in one.examples}) == 1 for one in passes)
+    assert len(passes) > 50, "some steps have both"
 
 
 def test_a_plan_without_photos_is_refused() -> None:
@@ -224,15 +248,92 @@ def test_a_plan_without_photos_is_refused() -> None:
     assert str(caught.value) == "data.path: no image is left to train on; see the warnings above"
 
 
+COUNTS = ((10, 4, 3, 2, 1), (12, 6, 5, 4, 2, 1), (15, 5, 4, 3, 2, 1), (1, 1, 1, 1), (2,))
+"""Photos of each bucket."""
+
+
+@pytest.mark.parametrize("num_epochs", [1, 1.5, 3])
+@pytest.mark.parametrize("batch_size", [4, 8, 16])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_each_photo_is_trained_as_often_as_the_epochs_say_on_any_ranks_and_over_any_restart(
+    counts: tuple[int, ...], batch_size: int, num_epochs: float
+) -> None:
+    buckets = [bucket for bucket, count in enumerate(counts) for _ in range(count)]
+    weights = [1.0 + 0.5 * (number % 3 == 2) for number in range(len(buckets))]  # some occur every second time again
+    end = num_images(weights, num_epochs)
+    whole = BatchSizes(batch_size, end=end)
+
+    def sampler_with(sizes: BatchSizes) -> ImageBatchSampler:
+        return ImageBatchSampler(lambda item: buckets[item.index], weights, sizes, 3, [Choices(0.3)] * len(buckets))
+
+    for ranks in (1, 2, 4):
+        steps = read(sampler_with(whole), ranks, 3, whole.num_steps, buckets)
+        samples = sorted(sample for passes in steps for sample in weighted(passes))
+        assert [index for index, _ in samples] == list(range(end))
+        trained = Counter(photo for _, photo in samples)
+        least, most = (
+            [occurrences(w, i, n) for i, w in enumerate(weights)] for n in (int(num_epochs), ceil(num_epochs))
+        )
+        assert all(low <= trained[photo] <= high for photo, (low, high) in enumerate(zip(least, most, strict=True)))
+        for passes in steps:
+            assert {len({buckets[int(one["photo"])] for one in batch.examples}) for batch in passes} == {1}
+            assert len(passes) % ranks == 0
+    straight = [sampler_with(whole).batch(step) for step in range(whole.num_steps)]
+    for step in range(1, whole.num_steps):
+        rest = sampler_with(BatchSizes(batch_size, ((batch_size, step),), end))
+        assert [rest.batch(number) for number in range(step, whole.num_steps)] == straight[step:]
+        smaller = BatchSizes(3, ((batch_size, step),), end)
+        other = sampler_with(smaller)
+        left = [item.index for number in range(step, smaller.num_steps) for item in other.batch(number)]
+        if isinstance(num_epochs, int):
+            assert Counter(left) == Counter(item.index for batch in straight[step:] for item in batch)
+
+
+def test_a_run_that_ended_with_a_short_step_goes_on_with_the_next_epoch() -> None:
+    first = BatchSizes(8, end=12)
+    ended = Progress(2, batch_sizes=first.until(2))
+    assert ended.batch_sizes == ((8, 1), (4, 1))
+    more = replace(BatchSizes.after(ended, 8), end=36)
+    sampler = ImageBatchSampler(lambda item: BUCKETS[item.index], [1.0] * 12, more, 3)
+    photos = photos_of(sampler, more.num_steps)
+    assert [sorted(photos[start : start + 12]) for start in (0, 12, 24)] == [list(range(12))] * 3
+    fresh = ImageBatchSampler(lambda item: BUCKETS[item.index], [1.0] * 12, first, 3)
+    assert photos[:12] == photos_of(fresh, 2)
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "world_size", "sizes"),
+    [
+        ([3, 2, 1, 1, 1], [8] * 5, 1, [3, 2, 1, 1, 1]),
+        ([3, 2, 1, 1, 1], [8] * 5, 4, [1] * 8),
+        ([6, 2], [4, 4], 2, [2, 2, 2, 2]),
+        ([2, 1], [4, 4], 4, [1, 1, 1, 1]),  # the last rank repeats an item that does not count
+        ([6, 2], [4, 1], 2, [3, 3, 1, 1]),  # a folder's own micro_batch
+        ([1, 1], [4, 4], 4, [1, 1, 1, 1]),
+    ],
+)
+def test_a_batch_of_several_buckets_takes_as_few_passes_as_all_ranks_can_share(
+    groups: list[int], limits: list[int], world_size: int, sizes: list[int]
+) -> None:
+    positions = iter(range(sum(groups)))
+    passes = passes_of([[next(positions) for _ in range(count)] for count in groups], limits, world_size)
+    assert [len(one) for one, _ in passes] == sizes
+    present = [position for one, count in passes for position in one[:count]]
+    assert present == list(range(sum(groups)))
+
+
 @pytest.mark.parametrize("batch_size", [1, 4, 5, 7])
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 100])
-def test_1_2_3_and_4_ranks_train_the_same_samples_in_the_same_order(batch_size: int, micro_batch: int) -> None:
+def test_1_2_3_and_4_ranks_train_the_same_samples(batch_size: int, micro_batch: int) -> None:
     sampler = sampler_of(BUCKETS, batch_size, dropout=0.3)
-    runs = [[weighted(passes) for passes in read(sampler, ranks, micro_batch, 6)] for ranks in (1, 2, 3, 4)]
-    assert runs == [runs[0]] * 4
-    for step, samples in enumerate(runs[0]):
-        photos = [item.index for item in sampler.batch(step)]
-        assert samples == [(step * batch_size + position, photo) for position, photo in enumerate(photos)]
+    for ranks in (1, 2, 3, 4):
+        for step, passes in enumerate(read(sampler, ranks, micro_batch, 12, BUCKETS)):
+            photos = [item.index for item in sampler.batch(step)]
+            assert sorted(weighted(passes)) == [
+                (step * batch_size + place, photo) for place, photo in enumerate(photos)
+            ]
+            assert all(len({BUCKETS[int(one["photo"])] for one in batch.examples}) == 1 for batch in passes)
+            assert all(len(batch.examples) <= micro_batch for batch in passes)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_a_second_look_reads_nothing_and_a_changed_file_is_read_again(
     known.look(kept)
     known.save()
     assert looks._read(next((tmp_path / "images").iterdir())) == {}, "it may change again without another time stamp"
-    monkeypatch.setattr(looks, "COARSEST_NS", 0)
+    monkeypatch.setattr("trainer.config.files.COARSEST_NS", 0)
     known = KnownLooks.of(cfg, tmp_path)
     look = known.look(kept)
     known.look(changed)

@@ -25,7 +25,7 @@ from trainer.data.scan_memory import ScanMemory, checked
 @pytest.fixture
 def everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
     """Images with masks, references, several captions, a focus, regularization and validation images."""
-    monkeypatch.setattr(scan_memory, "COARSEST_NS", -(10**12))  # files of this moment are trusted
+    monkeypatch.setattr("trainer.config.files.COARSEST_NS", -(10**12))  # files of this moment are trusted
     for folder in ("images", "masks", "before", "others", "held", "more"):
         (tmp_path / folder).mkdir()
     for folder, names in (("images", "abc"), ("others", "de"), ("held", "fg"), ("more", "h")):
@@ -85,9 +85,9 @@ def test_ranks_walk_through_no_folder_that_their_launcher_just_checked(
     walked: list[DataConfig] = []
     stamps = scan_memory._stamps
 
-    def watched(cfg: DataConfig) -> Any:
+    def watched(cfg: DataConfig, passed: list[str]) -> Any:
         walked.append(cfg)
-        return stamps(cfg)
+        return stamps(cfg, passed)
 
     monkeypatch.setattr(scan_memory, "_stamps", watched)
     found = ScanMemory.of_launcher(everything, tmp_path / "cache")
@@ -123,7 +123,7 @@ def test_a_check_of_files_that_changed_just_now_takes_back_what_an_earlier_one_h
     everything: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked(everything, tmp_path / "cache")()
-    monkeypatch.setattr(scan_memory, "COARSEST_NS", 2 * 10**9)
+    monkeypatch.setattr("trainer.config.files.COARSEST_NS", 2 * 10**9)
     (tmp_path / "images" / "a.txt").write_text("changed", encoding="utf-8")
     checked(everything, tmp_path / "cache")()
     found = ScanMemory.of_launcher(everything, tmp_path / "cache").scan(KnownFiles)
@@ -222,7 +222,7 @@ def test_a_file_that_was_changed_just_now_is_not_trusted(tmp_path: Path) -> None
 def test_images_that_a_table_names_elsewhere_are_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scan_memory, "COARSEST_NS", -(10**12))
+    monkeypatch.setattr("trainer.config.files.COARSEST_NS", -(10**12))
     for folder in ("images", "lists"):
         (tmp_path / folder).mkdir()
     Image.new("RGB", (32, 48)).save(tmp_path / "images" / "a.png")
@@ -234,7 +234,7 @@ def test_images_that_a_table_names_elsewhere_are_not_remembered(
 
 
 def test_the_scans_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan_memory, "COARSEST_NS", -(10**12))
+    monkeypatch.setattr("trainer.config.files.COARSEST_NS", -(10**12))
     Image.new("RGB", (32, 48)).save(tmp_path / "a.png")
     configs = [data(tmp_path, missing_caption="empty", trigger=f"t{number}") for number in range(12)]
     for number, cfg in enumerate(configs):

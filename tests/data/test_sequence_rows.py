@@ -110,9 +110,76 @@ def test_every_form_of_a_row_becomes_a_sequence(folder: Path) -> None:
     ]
 
 
+def test_nulls_of_a_table_and_line_ends_of_windows_change_no_sequence(folder: Path) -> None:
+    answer = {"from": "gpt", "value": "A.\r\nB.", "name": None, "weight": None}
+    file = written(
+        folder,
+        {
+            "sequence": [
+                {"text": None, "image": "a.png", "as": None},
+                {"text": "x\r\ny", "image": None, "learned": True},
+            ]
+        },
+        {
+            "system": "Be\r\nkind.",
+            "sequence": None,
+            "messages": None,
+            "conversations": json.dumps([answer]),
+            "tools": [],
+        },
+        {"system": "Hm.", "image": "a.png", "question": "Q", "answer": "A"},
+    )
+    with file.open("ab") as stream:  # two files joined, the second with a byte order mark
+        stream.write(b"\xef\xbb\xbf\n\xef\xbb\xbf" + file.read_bytes().splitlines()[2])
+    assert [described(row.sequence(first)) for row in read(file).train] == [
+        [("a.png", "seen"), ("x\ny", "learned")],
+        [("Be\nkind.",), ("A.\nB.", "learned")],
+        [("Hm.",), ("a.png", "seen"), ("Q",), ("A", "learned")],
+        [("Hm.",), ("a.png", "seen"), ("Q",), ("A", "learned")],
+    ]
+
+
+@pytest.mark.parametrize(
+    "form", [("messages", "role", "content", "assistant"), ("conversations", "from", "value", "gpt")]
+)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"reasoning_content": "hm"},
+        {"reasoning": "hm"},
+        {"thinking": "hm"},
+        {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        {"function_call": {"name": "f"}},
+        {"name": "Ada"},
+    ],
+)
+def test_what_a_turn_holds_and_no_sequence_has_a_place_for_is_named(
+    folder: Path, form: tuple[str, ...], extra: dict[str, Any]
+) -> None:
+    name, speaker, said, assistant = form
+    turn = {speaker: assistant, said: "A fox."}
+    file = written(folder, {name: [turn | dict.fromkeys(extra)]}, {name: [turn | extra]})
+    with pytest.raises(InputError) as error:
+        read(file)
+    assert str(error.value) == (
+        f'{file}:2: turn 1 of {name}: "{next(iter(extra))}" is not read by this kind of model; write it into "{said}", '
+        "or remove it"
+    )
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
+        (
+            {"messages": [], "tools": [{"name": "f"}]},
+            '"tools" is not read by this kind of model; write it into the texts',
+        ),
+        (
+            {"messages": [], "chat_template_kwargs": {"a": 1}},
+            '"chat_template_kwargs" is not read by this kind of model',
+        ),
+        ({"messages": "hm"}, '"messages" is not JSON (Expecting value); correct it'),
+        ({"messages": [], "system": 5}, '"system" is not a text; write it in quotes'),
         ({"image": "c.png", "conversations": [{"from": "human", "value": "<image>?"}]}, "c.png: cannot be read"),
         (
             {"image": ["a.png", "b.png"], "conversations": [{"from": "human", "value": "<image>?"}]},

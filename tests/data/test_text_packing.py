@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.test_text_stream import END, VOCABULARY, plain, show, tokenize, write_jsonl
+from tests.data.test_text_stream import END, KEYS, VOCABULARY, plain, show, tokenize, write_jsonl
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig, DataFolder
 from trainer.data.packing import best_fit
@@ -23,15 +23,12 @@ from trainer.data.text_documents import Encoder
 from trainer.data.text_files import TextFolder, find_files, folders_of, kinds
 from trainer.data.text_stream import PADDING, START, PackedRow, StreamPosition, TextStream
 
-KEYS = "text, with prompt and completion, or with messages"
-NO_KEYS = 'no "text", no "messages", and no "prompt" with "completion"'
-
 
 def pair(prompt: str, completion: str) -> tuple[list[int], list[bool]]:
     return tokenize(prompt + completion), [False] * len(prompt) + [True] * len(completion)
 
 
-def chat(messages: Any, tools: Any) -> tuple[list[int], list[bool]]:
+def chat(messages: Any, tools: Any, variables: Any) -> tuple[list[int], list[bool]]:
     """One letter for each role, then the content; nothing where no assistant speaks."""
     if not any(message["role"] == "assistant" for message in messages):
         return [], []
@@ -317,7 +314,6 @@ def test_only_the_row_groups_and_columns_that_are_needed_are_read(tmp_path: Path
     ("row", "wrong"),
     [
         ({"text": 5}, '"text" is not a string; write it in quotes'),
-        ({"caption": "a"}, f"{NO_KEYS}; each row has {KEYS}"),
         ({"messages": [{"role": "user", "content": "a"}], "tools": "{"}, '"tools" is not JSON ('),
     ],
 )
@@ -325,6 +321,11 @@ def test_a_row_of_a_parquet_file_that_cannot_be_used_is_named(tmp_path: Path, ro
     file = tmp_path / "a.parquet"
     write_parquet(file, [row])
     assert refusal(stream(tmp_path)).startswith(f"{file}: row 1: {wrong}")
+
+
+def test_a_parquet_file_without_a_column_that_is_read_is_refused_with_those_that_it_has(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", [{"prompt": "a", "caption": "b"}])
+    assert refusal(stream(tmp_path)) == f"{tmp_path}/a.parquet: has the columns prompt, caption; a row has {KEYS}"
 
 
 def test_a_value_of_a_parquet_file_that_cannot_be_read_is_named_with_its_row(tmp_path: Path) -> None:
@@ -371,10 +372,10 @@ def test_the_first_row_of_a_file_shows_what_it_holds(tmp_path: Path) -> None:
 
 
 def test_a_conversation_that_cannot_be_used_is_named_with_its_line(tmp_path: Path) -> None:
-    def refuse(messages: Any, tools: Any) -> tuple[list[int], list[bool]]:
+    def refuse(messages: Any, tools: Any, variables: Any) -> tuple[list[int], list[bool]]:
         raise InputError("the reason")
 
-    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"messages": "b"}])  # type: ignore[list-item]
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"messages": ["b"]}])  # type: ignore[list-item]
     encoder = Encoder(tokenize, END, VOCABULARY, chat=refuse)
     texts = TextStream([TextFolder(find_files(tmp_path))], encoder, 0, 8, epochs=1)
     assert refusal(texts) == f"{tmp_path}/a.jsonl:2: the reason"

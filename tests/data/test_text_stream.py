@@ -24,8 +24,11 @@ KINDS = ["txt", "jsonl", "npy", "mixed"]
 # Of 1 to 40 bytes, so that some rows hold several and some documents fill several rows.
 TEXTS = [chr(ord("a") + number) * (1 + number * 7 % 40) + str(number) for number in range(13)]
 SAVE_IDS = "save the token ids with numpy.save as one dimension of integers"
-ROW_KEYS = "each line is a JSON object with text, with prompt and completion, or with messages"
-NO_KEYS = 'no "text", no "messages", and no "prompt" with "completion"'
+KEYS = (
+    "text, prompt and completion, messages or conversations, instruction and output, or question and answer; for "
+    "preferences with chosen and rejected"
+)
+ROW_KEYS = f"each row is an object with {KEYS}"
 
 
 def tokenize(text: str) -> list[int]:
@@ -273,27 +276,42 @@ def test_of_a_file_of_4_mb_with_a_window_of_50_documents_less_than_a_mib_is_held
 
 
 def test_files_are_found_below_a_folder_by_relative_path(tmp_path: Path) -> None:
-    names = ["b/a.txt", "a.jsonl", "b.npy", "B.TXT", "README", "a.json", ".hidden/a.txt", "b/._a.txt"]
+    names = [
+        "b/a.txt",
+        "a.jsonl",
+        "b.npy",
+        "B.TXT",
+        "README",
+        "a.json",
+        ".hidden/a.txt",
+        "b/._a.txt",
+        "c.csv",
+        "d.CSV.gz",
+    ]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "b" / "around").symlink_to(tmp_path)
     assert [file.relative_to(tmp_path).as_posix() for file in find_files(tmp_path)] == [
         "B.TXT",
+        "a.json",
         "a.jsonl",
         "b.npy",
         "b/a.txt",
+        "c.csv",
+        "d.CSV.gz",
     ]
     assert find_files(tmp_path / "b" / "a.txt") == (tmp_path / "b" / "a.txt",)
 
 
 def test_where_no_text_is_found_the_error_says_what_to_give(tmp_path: Path) -> None:
-    other = tmp_path / "a.csv"
+    other = tmp_path / "a.docx"
     other.write_bytes(b"")
+    files = "a .txt, .jsonl, .json, .csv, .parquet or .npy file"
     for path, wrong in (
-        (tmp_path / "b", "no such file or folder; give a .txt, .jsonl, .parquet or .npy file, or a folder of them"),
-        (tmp_path, "no text in this folder; put .txt, .jsonl, .parquet or .npy files into it"),
-        (other, "not a supported kind of text; give a .txt, .jsonl, .parquet or .npy file"),
+        (tmp_path / "b", f"no such file or folder; give {files}, or a folder of them"),
+        (tmp_path, "no text in this folder; put .txt, .jsonl, .json, .csv, .parquet or .npy files into it"),
+        (other, f"not a supported kind of text; give {files}; .jsonl, .json and .csv may be packed as .gz"),
     ):
         with pytest.raises(InputError) as raised:
             find_files(path)
@@ -316,10 +334,11 @@ def test_files_without_any_text_are_refused(tmp_path: Path, epochs: int | None) 
         (b'{"text": "a"', f"not a JSON object (Expecting ',' delimiter at column 13); {ROW_KEYS}"),
         (b"[" * 100_000, f"not a JSON object (nested too deep); {ROW_KEYS}"),
         (b'["a"]', f"not a JSON object; {ROW_KEYS}"),
-        (b'{"prompt": "a"}', f"{NO_KEYS}; {ROW_KEYS}"),
-        (b'{"caption": "a"}', f"{NO_KEYS}; {ROW_KEYS}"),
+        (b'{"prompt": "a"}', f'has only "prompt"; a row has {KEYS}'),
+        (b'{"caption": "a", "id": 3}', f'has only "caption", "id"; a row has {KEYS}'),
+        (b"{}", f"holds nothing; a row has {KEYS}"),
         (b'{"text": 5}', '"text" is not a string; write it in quotes'),
-        (b'{"prompt": "a", "completion": null}', f"{NO_KEYS}; {ROW_KEYS}"),
+        (b'{"prompt": "a", "completion": null}', f'has only "prompt"; a row has {KEYS}'),
         (b'{"text": "a\\udc00"}', '"text" holds \\udc00, which is half a character; remove it'),
         (b'{"text": "\xff"}', "byte 45 of the file (0xff) is not UTF-8; save the file as UTF-8"),
     ],

@@ -18,10 +18,12 @@ from tests.runs import alone, as_of_an_earlier_version, difference, make_picture
 from trainer.adapters.layer import LayerAdapter
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.export import export
+from trainer.export import check_export, export
 from trainer.export.adapter import verify_adapter
 from trainer.launcher import commands
+from trainer.models import families
 from trainer.models.base import ModelFamily
+from trainer.models.build import build_model
 from trainer.models.state_dict import BaseWeights, TrainedModel
 from trainer.rng import SampleRng
 from trainer.run.folder import RunDir
@@ -181,6 +183,18 @@ def test_what_was_trained_on_fewer_bits_is_merged_into_the_original_weights(
     original = load_file(next((trained.family.folder / "transformer").glob("*.safetensors")))
     changed = {f"{layer.removeprefix('transformer.')}.weight" for layer in trained.layers}
     assert {name for name in merged if not torch.equal(merged[name], original[name])} == changed
+
+
+@pytest.mark.parametrize(("what", "how"), [("adapter", "for"), ("merged", "merged with")])
+def test_a_run_on_a_base_in_fewer_bits_says_which_base_its_export_is_for(tmp_path: Path, what: str, how: str) -> None:
+    for format, notes in (("none", []), ("nf4", ["nf4"])):
+        cfg = run_config(tmp_path, quantize__format=format, export__what=what)
+        family = families.make(cfg, tmp_path / "cache")
+        assert list(check_export(cfg, family, build_model(cfg, family).trainables)) == [
+            f"the adapter is trained on a base in {note}; the export is {how} the base as its files store it, so that "
+            "its loss differs a little from that of the run"
+            for note in notes
+        ]
 
 
 def test_a_full_fine_tune_is_exported_whole(train_run: Callable[..., Trained]) -> None:

@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from tests.fuzz.caches import CACHES
 from tests.fuzz.configs import CONFIGS
 from tests.fuzz.datasets import DATASETS
 from tests.fuzz.requests import REQUESTS
@@ -23,7 +24,7 @@ from tests.fuzz.run_folders import RUN_FOLDERS
 from tests.fuzz.target import LIMIT_S, Count, Target, attack
 from tests.fuzz.weight_files import WEIGHTS
 
-TARGETS: tuple[Target, ...] = (CONFIGS, WEIGHTS, RUN_FOLDERS, DATASETS, REQUESTS)
+TARGETS: tuple[Target, ...] = (CONFIGS, WEIGHTS, RUN_FOLDERS, CACHES, DATASETS, REQUESTS)
 BATCH = 100
 """Values between two looks at the clock."""
 HANGS_S = 10 * LIMIT_S

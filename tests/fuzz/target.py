@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -111,6 +112,12 @@ ODD_BYTES = st.sampled_from(
 """Whole files that are not what their names say."""
 KINDS = st.sampled_from(["folder", "pipe", "endless", "loop", "missing", "unreadable"])
 """What may lie in the place of a file."""
+WRONG = st.recursive(
+    st.sampled_from([None, True, -1, 0, 2**63, 10**400, 1e308, "", "x", "1e999", "../../home", "/dev/zero"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=4,
+)
+"""Values of JSON that are hardly of the right type anywhere."""
 NUMBERS = st.sampled_from([b"-1", b"0", b"1e999", b"9" * 20, b"null", b'"x"', b"[]"])
 SCALE = st.floats(0, 1, exclude_max=True)
 CHANGES = st.lists(
@@ -149,6 +156,38 @@ def changed(content: bytes, changes: Sequence[Sequence[Any]]) -> bytes:
                     one = found[int(where * len(found))]
                     content = content[: one.start()] + more[0] + content[one.end() :]
     return content
+
+
+def with_wrong_type(content: bytes, where: float, wrong: Any) -> bytes:
+    """A file of JSON, or of lines of JSON, with another value in the place of one. Anything else stays as it is."""
+    lines = content.splitlines()
+    try:
+        values = [json.loads(line) for line in lines]
+        is_lines = len(lines) > 1
+    except ValueError:
+        try:
+            values, is_lines = [json.loads(content)], False
+        except ValueError:
+            return content
+    holders = [(part, key) for part in _parts(values) for key in _keys(part)]
+    if not holders:
+        return content
+    holder, key = holders[int(where * len(holders))]
+    holder[key] = wrong
+    texts = [json.dumps(value) for value in values]
+    return ("\n".join(texts) + "\n" if is_lines else texts[0]).encode()
+
+
+def _keys(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, dict) else [*range(len(value))] if isinstance(value, list) else []
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """A value of JSON and all objects and lists in it."""
+    if isinstance(value, dict | list):
+        yield value
+        for key in _keys(value):
+            yield from _parts(value[key])
 
 
 def put(file: Path, kind: str) -> None:

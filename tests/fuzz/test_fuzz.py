@@ -9,7 +9,7 @@ import pytest
 from tests.fuzz.__main__ import TARGETS
 from tests.fuzz.target import Count, Target, attack
 
-EXAMPLES = {"configs": 60, "weight files": 60, "run folders": 40, "data sets": 60, "requests": 60}
+EXAMPLES = {"configs": 60, "weight files": 60, "run folders": 40, "caches": 60, "data sets": 60, "requests": 60}
 """Values for each, a few seconds altogether."""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -182,6 +184,59 @@ def test_a_starter_killed_between_two_steps_loses_no_run(queue, config):
     waiting = queue.runs / "queue" / "waiting"
     (waiting / "000001.json").rename(queue.runs / "queue" / "taken" / "000001.json")
     assert names(queue.start_next()) == ["a"]
+    wait_for(lambda: ended(queue))
+
+
+def start_until_killed(queue: Queue, at: str) -> None:
+    """Let another process start the queue's runs. It is killed where it calls a function of `torchrun`."""
+    code = (
+        "import os, sys; from pathlib import Path; from trainer.launcher import queue, torchrun\n"
+        f"torchrun.{at} = lambda *_, **__: os._exit(9)\n"
+        "waiting = queue.Queue(Path(sys.argv[1]), 'queueworker')\n"
+        "with waiting.starting(): waiting.start_next()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(queue.runs)], env=process.worker_environment(), check=False)
+    assert done.returncode == 9
+
+
+@pytest.mark.slow
+def test_a_starter_killed_before_it_started_a_run_starts_it_in_the_folder_that_it_made(queue, config):
+    queue.add(config("a"))
+    start_until_killed(queue, at="_spawn")
+    (entry,) = queue.taken()
+    assert (queue.running(), queue.state_of(entry)) == ([], "failed")
+    with queue.starting():
+        assert queue.start_next() == []
+        assert queue.running() == queue.taken() == [entry]
+        wait_for(lambda: ended(queue))
+    assert [path.name for path in queue.runs.glob("a-*")] == [entry.run]
+    assert queue.state_of(entry) == "finished"
+
+
+@pytest.mark.slow
+def test_a_starter_killed_after_it_started_a_run_never_starts_it_twice(queue, config):
+    queue.add(config("waits"))
+    start_until_killed(queue, at="Launch.of")  # before launch.json is written
+    (entry,) = queue.taken()
+    log = queue.run_of(entry).logs / "launch-1.log"
+    with queue.starting():
+        assert queue.start_next() == []
+        assert queue.running() == [entry]  # it was found by its command line
+    assert [path.name for path in queue.runs.glob("waits-*")] == [entry.run]
+    (queue.runs / "go").touch()
+    wait_for(lambda: ended(queue))
+    assert queue.state_of(entry) == "finished"
+    assert list(log.parent.glob("launch-*.log")) == [log]
+
+
+def test_a_starter_killed_before_it_noted_that_a_run_was_started_starts_no_second_one(queue, config):
+    queue.add(config("waits"))
+    start_until_killed(queue, at="_handle")  # the last thing that a start does
+    with queue.starting():
+        assert queue.start_next() == []
+        assert len(queue.running()) == 1
+    assert len(list(queue.runs.glob("waits-*"))) == 1
+    (queue.runs / "go").touch()
     wait_for(lambda: ended(queue))
 
 

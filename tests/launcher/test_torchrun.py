@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from tests.commands import LAUNCH
 from trainer.config.errors import InputError
+from trainer.config.files import NOT_REGULAR
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig, ModelConfig, ParallelConfig
 from trainer.launcher import network, torchrun
@@ -30,7 +31,7 @@ from trainer.run import allocator
 from trainer.run import process as processes
 from trainer.run.events import ErrorEvent, EventReader, EventWriter, StatusEvent
 from trainer.run.failure import OUT_OF_MEMORY
-from trainer.run.folder import RunDir
+from trainer.run.folder import LINK, RunDir
 from trainer.run.preemption import PREEMPTION_SIGNALS
 
 WORKER = '''
@@ -749,7 +750,8 @@ def test_what_lies_in_the_place_of_a_file_that_ranks_write_is_named_before_one_i
     damage(run.path / name)
     with pytest.raises(InputError) as error:
         torchrun.start(cfg, run, module="worker")
-    assert str(error.value) == f"{run.path / name}: not a regular file; remove it, or put a file in its place"
+    sentence = LINK if (run.path / name).is_symlink() else NOT_REGULAR
+    assert str(error.value) == f"{run.path / name}: {sentence}"
     assert not run.launch_file.exists()
 
 

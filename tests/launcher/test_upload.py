@@ -18,10 +18,10 @@ import yaml
 from tests.launcher.hub import TOKEN, Hub, Repository, serving
 from tests.runs import make_pictures, make_text, run_config, text_config
 from trainer.config.errors import InputError
-from trainer.launcher.model_card import model_card
+from trainer.launcher.model_card import model_card, published
 from trainer.launcher.upload import Upload, begin_upload, upload_output
 from trainer.run.events import EventWriter, ExportEvent, SampleEvent, StepEvent
-from trainer.run.folder import RunDir
+from trainer.run.folder import LINK, RunDir
 from trainer.run.process import worker_environment
 
 WEIGHTS, PIXELS = b"the weights", b"the pixels"
@@ -226,3 +226,36 @@ def test_a_language_model_is_loaded_by_peft_and_its_config_names_no_local_path(t
     files = hub.repositories["ada/story"].files
     assert sorted(files) == ["README.md", "story/adapter_config.json", "story/adapter_model.safetensors"]
     assert json.loads(files["story/adapter_config.json"]) == {"base_model_name_or_path": "", "r": 4}
+
+
+@pytest.mark.parametrize("what", ["adapter", "full"])
+def test_the_card_of_a_language_model_names_the_tokens_at_which_its_texts_end(tmp_path: Path, what: str) -> None:
+    cfg = text_config(make_text(tmp_path / "text"), name="story")
+    run = RunDir.create(tmp_path, cfg, at=tmp_path / "run")
+    folder = run.export / "story"
+    folder.mkdir()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}), encoding="utf-8")
+    tokens = {"added_tokens": [{"id": 7, "content": "<|im_end|>"}, {"id": 8, "content": "<|im_start|>"}]}
+    record(run, ExportEvent(path="export/story", what=what, format="auto"))
+    line = 'model.generation_config = GenerationConfig.from_pretrained("ada/story", subfolder="story")'
+    assert "Texts end at" not in model_card(run, "ada/story")
+    assert line not in model_card(run, "ada/story")
+    (folder / "tokenizer.json").write_text(json.dumps(tokens), encoding="utf-8")
+    card = model_card(run, "ada/story")
+    assert "```\n\nReplace `BASE`" in card or what == "full"
+    assert "\n\nTexts end at `<|im_end|>` or `token 9`.\n" in card
+    assert (line in card) == (what == "adapter")
+
+
+def test_a_link_in_an_exported_folder_publishes_no_private_file(run: RunDir, hub: Hub, tmp_path: Path) -> None:
+    """The run folder may come from somebody else, and the question lists the name alone."""
+    (tmp_path / "id_ed25519").write_text("private")
+    (run.export / "assistant").mkdir()
+    (run.export / "assistant" / "merges.txt").symlink_to(tmp_path / "id_ed25519")
+    record(run, ExportEvent(path="export/assistant", what="full", format="auto"))
+    before = hub.commits
+    code, said = uploaded(run, hub, "--repo=ada/fox-linked", "--yes")
+    assert (code, said) == (2, f"{run.export}/assistant/merges.txt: {LINK}")
+    with pytest.raises(InputError, match=r"merges.txt: leads out of the run folder"):
+        published(run).files(run)
+    assert (hub.commits, "ada/fox-linked" in hub.repositories) == (before, False)

@@ -16,7 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig, ModelOptions, ObjectiveConfig, SampleConfig
+from trainer.models import families
 from trainer.models.base import ImageFamily, ModelFamily, MultimodalFamily, SequencePart, TextFamily
 from trainer.models.families import get, names
 from trainer.models.objectives import Batch, Example
@@ -48,7 +50,8 @@ def make(
 ) -> Any:
     """A family. options: those of `model.options`."""
     model = ModelConfig(family=name, path=path, base=base, options=ModelOptions(**options))
-    return get(name)(model, objective or ObjectiveConfig(), cache)
+    sections = {"model": model, "objective": objective or ObjectiveConfig(), "data": {"path": "."}}
+    return families.make(RunConfig.model_validate(sections), cache)
 
 
 def refusal(name: str, cache: Path, *args: Any, **options: Any) -> str:

@@ -16,7 +16,19 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.models.common import batch_of, edit_json, examples, make, picture, question_of
-from tests.runs import alone, difference, make_run, make_text, run_config, step_numbers, steps_of, text_config, train
+from tests.runs import (
+    Outcome,
+    alone,
+    difference,
+    make_pictures,
+    make_run,
+    make_text,
+    run_config,
+    step_numbers,
+    steps_of,
+    text_config,
+    train,
+)
 from trainer import adapters
 from trainer.config.schema import RunConfig
 from trainer.export import export
@@ -291,17 +303,26 @@ def dropping(kind: Kind, checkpointing: str, **changes: Any) -> Dropping:
     return Dropping(*kind.adapted(**changes), [row(number) for number in range(3)])
 
 
+WINDOWS = {"sdxl": {"text_windows": 3}}
+"""Options with which an item has several rows in some of a family's layers."""
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "bagel" else pytest.mark.slow) for name in families.names()]
+    ("name", "options"),
+    [
+        *(pytest.param(name, {}, marks=() if name == "bagel" else pytest.mark.slow) for name in families.names()),
+        *(pytest.param(name, options, id=f"{name}-{options}") for name, options in WINDOWS.items()),
+    ],
 )
-def test_an_adapter_of_every_family_drops_of_an_item_what_it_drops_in_any_batch(
-    name: str, cache: Path, tmp_path: Path
+def test_an_adapter_of_every_part_of_every_family_drops_of_an_item_what_it_drops_in_any_batch(
+    name: str, options: dict[str, Any], cache: Path, tmp_path: Path
 ) -> None:
     config = text_config if families.get(name).trains_on == "text" else run_config
+    model = {"family": name, "options": options, "train": dict.fromkeys(families.get(name).trained_names(), "adapter")}
 
     def dropping(checkpointing: str) -> Dropping:
         changes = {"adapter__dropout": 0.2, "train__checkpointing": checkpointing, "parallel__strategy": "none"}
-        cfg = config(tmp_path, model={"family": name}, **changes)
+        cfg = config(tmp_path, model=model, **changes)
         family = families.make(cfg, cache)
         return Dropping(cfg, family, items_of(family))
 
@@ -402,6 +423,25 @@ def test_two_ranks_train_what_one_trains(text: Path, kind: str) -> None:
     found = run_ranks(2, train, *runs.run("ranks", parallel__devices=2, parallel__strategy="full"))[0]
     assert found.losses == pytest.approx(losses, abs=0, rel=TOLERANCE)
     assert difference(found.weights, weights) <= 10 * TOLERANCE
+
+
+@pytest.mark.slow
+def test_windows_of_a_caption_drop_the_same_in_passes_of_any_size_and_on_any_number_of_ranks(tmp_path: Path) -> None:
+    pictures = make_pictures(tmp_path / "pictures", 4)
+    parts = dict.fromkeys(families.get("sdxl").components, "adapter")
+    model = {"family": "sdxl", "options": {"text_windows": 2}, "train": parts}
+
+    def trained(ranks: int, micro_batch: int) -> Outcome:
+        changes = {"train__micro_batch": micro_batch, "parallel__devices": ranks, "adapter__dropout": 0.1}
+        strategy = "none" if ranks == 1 else "full"
+        cfg = run_config(pictures, model=model, optim__eps=1e-4, parallel__strategy=strategy, **changes)
+        return run_ranks(ranks, train, cfg, make_run(tmp_path, cfg, f"{ranks}-{micro_batch}"))[0]
+
+    expected = trained(1, 1)
+    for ranks, micro_batch in ((1, 4), (2, 1), (2, 2)):
+        found = trained(ranks, micro_batch)
+        assert found.losses == pytest.approx(expected.losses, abs=0, rel=TOLERANCE)
+        assert difference(found.weights, expected.weights) <= 10 * TOLERANCE
 
 
 def test_the_adapters_own_dropout_is_on_in_training_and_off_in_validation(text: Path) -> None:

@@ -300,8 +300,9 @@ def test_a_tokenizer_folder_that_holds_a_processor_gives_its_tokenizer(cache, co
     assert tokenizer("a fox")["input_ids"] == klein.text_encoder(load).tokenizer("a fox")["input_ids"]
 
 
-def test_a_single_transformer_file_beside_a_base_folder_is_the_same_model(cache, copied, klein, tmp_path):
-    file = shutil.move(copied / "transformer" / "diffusion_pytorch_model.safetensors", tmp_path / "mine.safetensors")
+@pytest.mark.parametrize("name", ["mine.safetensors", "flux.sft"])
+def test_a_single_transformer_file_beside_a_base_folder_is_the_same_model(cache, copied, klein, tmp_path, name):
+    file = shutil.move(copied / "transformer" / "diffusion_pytorch_model.safetensors", tmp_path / name)
     made = family(cache, str(file), base=str(copied))
     ours, expected = model_of(made).state_dict(), model_of(klein).state_dict()
     assert made.folder == copied
@@ -434,7 +435,7 @@ def test_a_single_file_without_base_is_refused(cache, tmp_path):
     file = tmp_path / "mine.safetensors"
     save_file({"a": torch.zeros(1)}, file)
     assert error_of(cache, str(file)) == (
-        f"model.path {file}: a single file holds neither configs nor tokenizers; "
+        f"model.path {file}: a single .safetensors or .sft file holds neither configs nor tokenizers; "
         "set model.base to the diffusers folder of the model it was made from"
     )
 

@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 
+from tests.runs import make_text, text_config
 from trainer.config.errors import InputError
+from trainer.config.load import dump_config, load_config_text
 from trainer.config.sections import ModelConfig, ObjectiveConfig
+from trainer.launcher import preflight
 from trainer.models import families
-from trainer.models.parts.folder import read_json
+from trainer.models.families.causal_lm import TOKENIZER_FILES
+from trainer.models.parts.folder import copy_files, read_json
 from trainer.models.parts.text_encoder import load_tokenizer
 
 CODE = """\
@@ -90,3 +94,39 @@ def test_a_config_that_never_ends_or_is_too_deep_is_refused(tmp_path: Path) -> N
         with pytest.raises(InputError) as error:
             read_json("model.path", tmp_path, name)
         assert str(error.value).startswith(f"{tmp_path / name}: not ")
+
+
+def test_a_file_that_an_export_copies_is_no_link_to_a_file_of_the_user(tmp_path: Path) -> None:
+    """A private key in the place of a tokenizer would be published with the model."""
+    model, key = tmp_path / "model", tmp_path / "home" / ".ssh" / "id_ed25519"
+    for folder in (model, key.parent, tmp_path / "export"):
+        folder.mkdir(parents=True)
+    key.write_text("private")
+    (model / "merges.txt").symlink_to(key)
+    with pytest.raises(InputError) as error:
+        copy_files(model, TOKENIZER_FILES, tmp_path / "export")
+    assert str(error.value) == (
+        f"{model}/merges.txt: a link out of the model's folder, which would be copied into what is exported; put the "
+        "file in its place"
+    )
+    assert list((tmp_path / "export").iterdir()) == []
+    cfg = text_config(make_text(tmp_path / "text"), model__path=str(model), model__base=None)
+    loaded = load_config_text(dump_config(cfg), (), tmp_path / "preset.yaml")
+    with pytest.raises(InputError, match=r"merges.txt: a link out of the model's folder"):  # before a rank starts
+        preflight.check_machine(loaded)
+
+
+def test_links_of_the_hugging_face_cache_and_links_within_a_model_are_copied(tmp_path: Path) -> None:
+    repository = tmp_path / "models--me--fox"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    for folder in (snapshot / "tokenizer", repository / "blobs", tmp_path / "export"):
+        folder.mkdir(parents=True)
+    (repository / "blobs" / "aa").write_text("merges")
+    (snapshot / "tokenizer" / "merges.txt").symlink_to("../../../blobs/aa")
+    (snapshot / "tokenizer" / "vocab.json").symlink_to("merges.txt")
+    (tmp_path / "linked").symlink_to(snapshot)
+    copy_files(tmp_path / "linked" / "tokenizer", TOKENIZER_FILES, tmp_path / "export")
+    assert {file.name: file.read_text() for file in (tmp_path / "export").iterdir()} == {
+        "merges.txt": "merges",
+        "vocab.json": "merges",
+    }

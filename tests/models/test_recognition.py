@@ -19,7 +19,7 @@ from trainer.models.recognition import refused
 IMAGES = [name for name in kinds.names() if kinds.get(name).trains_on == "images"]
 
 
-def reasons(**model: str) -> list[str]:
+def reasons(**model: str | None) -> list[str]:
     return [f"{problem.field}: {problem.message}" for problem in refused(ModelConfig(**model))]
 
 
@@ -75,6 +75,30 @@ def test_a_single_file_needs_a_folder_and_that_one_is_looked_at(tmp_path: Path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
     [reason] = reasons(family=IMAGES[-1], path=str(file))
-    assert reason.startswith(f"model.path: {file}: a single file holds neither configs nor tokenizers; set model.base")
+    assert reason.startswith(
+        f"model.path: {file}: a single .safetensors or .sft file holds neither configs nor tokenizers; set model.base"
+    )
     [reason] = reasons(family=IMAGES[-1], path=str(file), base=str(tmp_path))
     assert reason.startswith(f"model.base: {tmp_path}: no ")
+
+
+@pytest.mark.parametrize("family", [IMAGES[-1], "causal_lm"])
+@pytest.mark.parametrize("suffix", [".gguf", ".ckpt", ".pt", ".bin"])
+def test_a_single_file_of_another_format_is_refused_with_those_that_are_read(suffix: str, family: str, tmp_path: Path):
+    file = tmp_path / f"model{suffix}"
+    file.write_bytes(b"")
+    for base in (None, str(tmp_path)):
+        assert reasons(family=family, path=str(file), base=base) == [
+            f"model.path: {file}: only .safetensors and .sft are read as single files; convert it, or name a folder"
+        ]
+
+
+def test_a_file_in_place_of_the_base_folder_is_refused(tmp_path: Path):
+    for name in ("model.sft", "other.sft"):
+        (tmp_path / name).write_bytes(b"")
+    file, base = (str(tmp_path / name) for name in ("model.sft", "other.sft"))
+    assert reasons(family=IMAGES[-1], path=file, base=base) == [
+        f"model.base: {base}: a file; name the diffusers folder that model.path was made from"
+    ]
+    [reason] = reasons(family=IMAGES[-1], path=file)
+    assert reason.startswith(f"model.path: {file}: a single .safetensors or .sft file holds neither configs nor ")

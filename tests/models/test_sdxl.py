@@ -39,7 +39,8 @@ from trainer.config.sections import ModelConfig, ModelOptions, ObjectiveConfig, 
 from trainer.export.metadata import adapter_metadata
 from trainer.models.families.sdxl import ARCHITECTURES, Sdxl
 from trainer.rng import SampleRng, generator
-from trainer.weights.files import digest, read_tensor
+from trainer.weights.files import read_tensor
+from trainer.weights.identity import digest
 
 CAPTIONS = ["a red fox", "", "a long caption " * 40, "100% of <|endoftext|> & é!"]
 MIXES = [("text_encoder",), ("text_encoder_2",), ("text_encoder", "text_encoder_2")]

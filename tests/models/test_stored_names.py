@@ -78,6 +78,51 @@ def test_a_tied_head_that_is_stored_alone_is_the_embedding(tmp_path: Path) -> No
     )
 
 
+def change_a_number(tensor: Tensor) -> Tensor:
+    changed = tensor.clone()
+    changed[-1, -1] += 1
+    return changed
+
+
+def test_a_head_with_numbers_of_its_own_in_a_model_that_ties_it_is_refused(tmp_path: Path) -> None:
+    """transformers 5 does not tie it then, so the base that is trained would not be the one that users load."""
+    saved(tmp_path, "gemma2")
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    save_file({**stored, "lm_head.weight": stored["model.embed_tokens.weight"].clone()}, file)
+    assert "lm_head.weight" not in read(tmp_path, "gemma2").entries
+    save_file({**stored, "lm_head.weight": change_a_number(stored["model.embed_tokens.weight"])}, file)
+    with pytest.raises(InputError) as caught:
+        read(tmp_path, "gemma2")
+    assert str(caught.value) == (
+        f"{file}: 'model.embed_tokens.weight' and 'lm_head.weight' hold other numbers, but by config.json they are one "
+        "tensor (tie_word_embeddings). transformers loads both, other programs drop one: set tie_word_embeddings to "
+        f"false in {tmp_path / 'config.json'}, or remove the one that is not meant from the file"
+    )
+
+
+def test_a_tied_head_with_more_rows_than_the_embedding_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "gpt2")
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    table = stored["transformer.wte.weight"]
+    save_file({**stored, "lm_head.weight": torch.cat([table, table[:1]])}, file)
+    with pytest.raises(InputError, match="hold other numbers, but by"):
+        read(tmp_path, "gpt2")
+
+
+def test_a_head_of_its_own_in_the_text_part_of_a_model_that_sees_is_refused(tmp_path: Path) -> None:
+    model = Gemma3ForConditionalGeneration(small("gemma3"))
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    head = change_a_number(stored["language_model.model.embed_tokens.weight"])
+    save_file({**stored, "language_model.lm_head.weight": head}, file)
+    text = build_language_model(text_config(model.config))
+    with pytest.raises(InputError, match="hold other numbers, but by"):
+        read_names(text, [file], build_whole(model.config))
+
+
 @pytest.mark.parametrize("old", [False, True])
 def test_the_text_part_of_a_model_that_sees_is_read_and_written_as_a_model_of_its_own(
     tmp_path: Path, old: bool

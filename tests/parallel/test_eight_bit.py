@@ -27,7 +27,7 @@ def trained(world: World) -> tuple[dict[str, Tensor], int]:
         assert mesh is not None
         shard_units(model, blocks_of(model, ["Linear"]), mesh, True, torch.float32, OffloadPolicy())
     parameters = dict(model.named_parameters())
-    optimizer = make_optimizer(list(parameters.values()), OptimConfig(type="adamw8bit", lr=LR))
+    optimizer = make_optimizer(parameters, OptimConfig(type="adamw8bit", lr=LR))
     for step in range(STEPS):
         batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
         model(batch.chunk(world.size)[world.rank]).square().mean().backward()
@@ -54,3 +54,18 @@ def test_eight_bit_states_on_two_ranks_train_what_they_train_on_one() -> None:
         difference = (alone[name] - shared[name]).abs()
         assert float((difference > 1e-6).float().mean()) <= 1e-4, name
         assert float(difference.max()) <= LR, name
+
+
+def decayed(world: World) -> list[float]:
+    """The mean of a matrix and of a norm that were one, after a step without a gradient."""
+    named = {"up.weight": nn.Parameter(torch.ones(64, 64)), "norm.weight": nn.Parameter(torch.ones(4096))}
+    optimizer = make_optimizer(named, OptimConfig(type="adamw8bit", lr=0.1, weight_decay=0.5))
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return [round(float(parameter.detach().mean()), 4) for parameter in named.values()]
+
+
+@pytest.mark.slow
+def test_weight_decay_leaves_norms_as_they_are() -> None:
+    assert run_ranks(1, decayed) == [[0.95, 1.0]]

@@ -1,4 +1,4 @@
-"""Selective recompute: the same numbers as without, and nothing dear computed twice."""
+"""Selective recompute: the same numbers as without, and nothing expensive computed twice."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.benchmarks.architectures import write_model
 from tests.distributed import run_ranks
 from tests.distributed.matrix import METHODS
 from tests.runs import alone, difference, make_pictures, make_run, make_text, run_config, text_config, train
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
-from trainer.parallel.recompute import recompute_cheap
+from trainer.parallel.recompute import _expensive_functions, recompute_cheap
 from trainer.plan.memory_tracker import is_quantized
 from trainer.run.folder import RunDir
 from trainer.train.loop import Trainer
@@ -49,7 +50,7 @@ def config(root: Path, family: str = "flux2", **changes: Any) -> RunConfig:
     return run_config(root / "pictures", model={"family": family}, **fields)
 
 
-class Dear(TorchDispatchMode):
+class Expensive(TorchDispatchMode):
     """Counts products with matrices of these shapes, and attention."""
 
     def __init__(self, shapes: set[tuple[int, ...]]) -> None:
@@ -60,13 +61,13 @@ class Dear(TorchDispatchMode):
         packet = func._overloadpacket
         weight = {aten.mm: 1, aten.addmm: 2, aten.convolution: 1}.get(packet)
         is_product = weight is not None and tuple(args[weight].shape) in self._shapes
-        if is_product or is_quantized(func) or "attention" in packet.__name__:
+        if is_product or is_quantized(func) or "attention" in packet.__name__ or "grouped" in packet.__name__:
             self.found[str(packet)] += 1
         return func(*args, **(kwargs or {}))
 
 
 def counted(cfg: RunConfig, run: RunDir) -> Counter[str]:
-    """The dear operations of a step, forward and backward, in this process."""
+    """The expensive operations of a step, forward and backward, in this process."""
     trainer = Trainer(cfg, run, alone(), run.path.parent / "cache", lambda event: None)
     layers = [module for module in trainer.model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
     frozen = [layer.weight for layer in layers if cfg.adapter.type == "none" or not layer.weight.requires_grad]
@@ -74,9 +75,9 @@ def counted(cfg: RunConfig, run: RunDir) -> Counter[str]:
     shapes |= {shape[::-1] for shape in shapes if len(shape) == 2}
     try:
         trainer.train_step()
-        with Dear(shapes) as dear:
+        with Expensive(shapes) as counting:
             trainer.train_step()
-        return dear.found
+        return counting.found
     finally:
         trainer.close()
 
@@ -142,6 +143,41 @@ def test_no_bit_changes_on_two_ranks(root: Path, strategy: str, mode: str) -> No
     assert difference(selective.weights, plain.weights) == 0
 
 
+def mixture(root: Path, kind: str) -> Path:
+    """The folder of a tiny mixture of experts."""
+    if not (root / kind).exists():
+        write_model(kind, root / kind)
+    return root / kind
+
+
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "olmoe", "llama4_text")
+MIXTURES = [
+    *((kind, "lora", base, "selective") for kind in EXPERTS for base in ("nf4", "int8", "fp8")),
+    *(("mixtral", method, "nf4", "selective") for method in ("dora", "boft", "lokr", "lora with dropout")),
+    *((kind, "lora", "nf4", "full 1, selective") for kind in ("qwen3_moe", "gpt_oss")),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "base", "mode"),
+    [MIXTURES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in MIXTURES[1:])],
+)
+def test_no_bit_changes_on_experts_that_are_stored_as_bytes(
+    root: Path, kind: str, method: str, base: str, mode: str
+) -> None:
+    changes = {"model__path": str(mixture(root, kind)), "adapter": ADAPTERS[method], "quantize__format": base}
+    name = re.sub(r"[ ,]+", "-", f"{kind}-{method}-{base}-{mode}")
+    cfgs = [config(root, "causal_lm", **changes, train__checkpointing=value) for value in ("none", mode, "full")]
+    once, kept, twice = (counted(cfg, make_run(root, cfg, f"count-{name}-{number}")) for number, cfg in enumerate(cfgs))
+    assert kept == once if mode == "selective" else once.total() < kept.total()
+    assert kept.total() < twice.total()
+    plain, selective = (
+        train(alone(), cfg, make_run(root, cfg, f"{name}-{number}")) for number, cfg in enumerate(cfgs[:2])
+    )
+    assert (selective.losses, selective.grad_norms) == (plain.losses, plain.grad_norms)
+    assert difference(selective.weights, plain.weights) == 0
+
+
 class Block(nn.Module):
     """A linear layer, what `between` makes of its output, a norm, and another layer."""
 
@@ -166,9 +202,9 @@ def selectively(block: Block) -> Block:
 
 
 def products(block: Block, x: Tensor) -> tuple[list[Tensor], int]:
-    with Dear({(8, 8)}) as dear:
+    with Expensive({(8, 8)}) as counting:
         found = gradients(block, x)
-    return found, dear.found.total()
+    return found, counting.found.total()
 
 
 def test_an_output_that_is_changed_in_place_is_computed_again() -> None:
@@ -192,6 +228,51 @@ def test_attention_runs_once_though_the_bias_made_of_its_mask_is_larger_than_its
     found, again = products(selectively(Block(attend)), x)
     assert all(map(torch.equal, found, expected))
     assert again == count
+
+
+NAMES = [name for _, name in _expensive_functions()]
+
+
+@pytest.mark.parametrize("between", [lambda y: y, lambda y: y.mul_(2)], ids=["kept", "changed"])
+@pytest.mark.parametrize("inner", [*NAMES, "layer"])
+@pytest.mark.parametrize("outer", [*NAMES, "layer"])
+def test_a_kept_call_inside_a_kept_call_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, outer: str, inner: str, between: Callable[[Tensor], Tensor]
+) -> None:
+    """Each function of the list, and a layer, calls each other one: as experts in few bits call a grouped product."""
+    modules = {name: module for module, name in _expensive_functions()}
+
+    def called(name: str, inside: Callable[[Tensor], Tensor]) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+        """A layer, and how it or the function of this name is called; it computes `inside` among others."""
+        layer = Around(inside)
+        if name == "layer":
+            return layer, layer
+        monkeypatch.setattr(modules[name], name, layer.forward)
+        return layer, lambda y: getattr(modules[name], name)(y)
+
+    def block() -> Block:
+        part, call = called(inner, torch.sin)
+        whole, call = called(outer, call if outer != inner or inner == "layer" else torch.sin)
+        made = Block(lambda y: between(call(y)).exp())
+        made.parts = nn.ModuleList([part, whole])
+        return made
+
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    expected, found = gradients(block(), x), gradients(selectively(block()), x)
+    assert len(expected) > 4
+    assert all(map(torch.equal, found, expected))
+
+
+class Around(nn.Linear):
+    """A layer that computes something else between two products."""
+
+    def __init__(self, inside: Callable[[Tensor], Tensor]) -> None:
+        torch.manual_seed(1)
+        super().__init__(8, 8)
+        self._inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._inside(x @ self.weight).sigmoid() @ self.weight + self.bias
 
 
 def test_an_output_that_is_changed_after_the_block_is_computed_again_too() -> None:
@@ -279,20 +360,24 @@ class Graphs:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("base", ["none", "nf4"])
-def test_compiled_blocks_compute_nothing_dear_twice_either(root: Path, base: str) -> None:
+@pytest.mark.parametrize(("family", "base"), [("flux2", "none"), ("flux2", "nf4"), ("causal_lm", "nf4")])
+def test_compiled_blocks_compute_nothing_expensive_twice_either(root: Path, family: str, base: str) -> None:
     rank, found, losses = 5, {}, {}
     changes: dict[str, Any] = {"adapter": {"type": "lora", "rank": rank}, "quantize__format": base}
-    changes |= {"train__precision": "bf16", "train__compile": True, "data__max_aspect": 1}
+    changes |= {"train__precision": "bf16", "train__compile": True}
+    is_mixture = family == "causal_lm"
+    changes |= {"model__path": str(mixture(root, "qwen3_moe"))} if is_mixture else {"data__max_aspect": 1}
     for mode in ("none", "selective", "full"):
-        backend, name = Graphs(rank), f"graphs_{base}_{mode}"
+        backend, name = Graphs(rank), f"graphs_{family}_{base}_{mode}"
         register_backend(backend, name)  # type: ignore[arg-type]
-        cfg = config(root, **changes, train__checkpointing=mode, train__compile_backend=name)
+        cfg = config(root, family, **changes, train__checkpointing=mode, train__compile_backend=name)
         torch._dynamo.reset()
         counters.clear()
         losses[mode] = train(alone(), cfg, make_run(root, cfg, name)).losses
         assert counters["graph_break"] == {}
         found[mode] = backend.found
+        if is_mixture:  # the product of a router is small, and none of a linear layer
+            del found[mode]["aten.mm.default"]
     assert found["selective"] == found["none"]
     assert found["full"].total() > found["none"].total()
     assert losses["selective"] == pytest.approx(losses["none"], rel=1e-3)

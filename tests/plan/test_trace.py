@@ -12,16 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from tests.plan.common import MODELS
+from trainer.config.errors import InputError
 from trainer.config.load import load_config_text
+from trainer.config.schema import RunConfig
 from trainer.models import families
 from trainer.plan.fixes import planned
 from trainer.plan.memory_tracker import is_quantized
 from trainer.plan.sizes import size_of
 from trainer.plan.store import SHIPPED, find_model
 from trainer.plan.tables import decode, encode
-from trainer.plan.trace import trace_step
+from trainer.plan.trace import trace_step, traced_ranks
 
 ROOT = Path(__file__).parents[2]
 EXACT, USUAL = 0.003, 0.01
@@ -84,3 +87,46 @@ def test_a_language_model_is_traced_on_a_cpu_though_where_documents_begin_has_no
 def test_the_operation_of_dropout_is_not_taken_for_one_on_quantized_weights() -> None:
     assert not is_quantized(torch.ops.shardstudio.uniform.default)
     assert is_quantized(torch.ops.shardstudio.linear_backward.default)
+
+
+def narrow(folder: Path, *fields: str) -> RunConfig:
+    """A run of a language model whose smallest layers, those of keys and values, have 16 outputs."""
+    folder.mkdir(exist_ok=True)
+    LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    named = ("model.family=causal_lm", f"model.path={folder}", "parallel.devices=1", "data.length=64")
+    return load_config_text("data: {path: .}", (*named, *fields), Path("run.yaml")).config
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha"])
+def test_narrow_layers_are_traced_with_ranks_that_they_take(tmp_path: Path, kind: str) -> None:
+    cfg = narrow(tmp_path / "model", f"adapter.type={kind}", "adapter.rank=4")
+    assert traced_ranks(cfg, tmp_path) == (8, 16)
+    wide = load_config_text("data: {path: .}", ("model.family=flux2", "model.path=tiny"), Path("run.yaml")).config
+    assert traced_ranks(wide, tmp_path) == (16, 32)
+
+
+def test_a_rank_of_the_run_that_is_too_large_is_refused_with_its_own_number(tmp_path: Path) -> None:
+    cfg = narrow(tmp_path / "model", "adapter.rank=20")
+    with pytest.raises(InputError, match=r"^adapter\.rank: 20 is too large for '.*k_proj', whose weight is 16 x 32"):
+        traced_ranks(cfg, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_plan_of_narrow_layers_takes_what_the_whole_step_takes(tmp_path: Path) -> None:
+    cfg = narrow(tmp_path / "model", "adapter.rank=4", "parallel.strategy=full", "parallel.device=cpu")
+    table = find_model(cfg, tmp_path).table
+    assert table.ranks == (8, 16)
+    small, large = (table.training(size_of(cfg), rank, "none") for rank in (4, 16))
+    bytes_of = [
+        sum(p.rows * p.row for unit in one.units for p in unit.parameters if p.is_trained) for one in (small, large)
+    ]
+    assert 0 < 4 * bytes_of[0] == bytes_of[1]

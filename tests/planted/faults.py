@@ -218,9 +218,9 @@ FAULTS = (
     ),
     _fault(
         "a damaged checkpoint is taken for whole",
-        "trainer/checkpoint/restore.py",
-        "if hashlib.file_digest(stream, checksum).hexdigest() != digest:",
-        "if not hashlib.file_digest(stream, checksum).hexdigest():",
+        "trainer/run/manifest.py",
+        "is_right = hashlib.file_digest(stream, checksum).hexdigest() == expected",
+        "is_right = bool(hashlib.file_digest(stream, checksum).hexdigest())",
         "checkpoint/test_save_and_restore.py",
     ),
     _fault(

@@ -210,6 +210,7 @@ def test_pauses_between_two_starts_do_not_count_as_duration(run):
         StatusEvent(time=9000.0, state="starting"),
         StatusEvent(time=9060.0, state="finished"),
     )
+    record(run, ExportEvent(time=99_000.0, what="merged", path="export/merged", format="diffusers", step=0))
     assert facts_of(page(run))["Duration"] == "2 min"
 
 

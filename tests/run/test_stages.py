@@ -406,7 +406,11 @@ def test_a_config_with_stages_is_read_back_as_it_was_written(tmp_path: Path) -> 
             "23: stages[1].name: 'pretrain' is the name of two stages; give each its own name",
         ),
         ("train.steps: 6", "train.steps: 0", "27: stages[1].set.train.steps: is 0, must be >= 1 and <= 10000000 steps"),
-        ("train.steps: 6", "train.stepps: 6", "27: stages[1].set.train.stepps: unknown field; did you mean 'steps'?"),
+        (
+            "train.steps: 6",
+            "train.stepps: 6",
+            "27: stages[1].set.train.stepps: unknown field; did you mean 'train.steps'?",
+        ),
         (
             "train.steps: 6",
             "parallel.devices: 2",
@@ -473,3 +477,33 @@ def test_the_page_shows_the_command_that_starts_a_run_in_stages(tmp_path: Path) 
     assert form.torchrun_command(loaded(tmp_path), tmp_path).split()[1:] == [
         *("-m", "trainer.launcher.supervisor", "0", "-m", "trainer", f"'{run}'")
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "row", "why"),
+    [
+        (
+            "rank: 2",
+            "rank: 512",
+            "",
+            ":25: stages[1].set.adapter.rank: 512 is too large for 'language_model.model.layers.0.self_attn.k_proj', "
+            "whose weight is 32 x 64; at most 32. Lower it, or give such layers their own in adapter.rank_pattern "
+            "(stage tune)",
+        ),
+        ("rank: 2", "rank: 2, targets: [qq]", "", ":25: stages[1].set.adapter.targets: 'qq' matches no layer of "),
+        ("rank: 2", "rank: 2", '{"prompt": 5}', ": stage tune: other/b.jsonl:8: "),
+    ],
+    ids=["a rank", "a layer", "a row"],
+)
+def test_a_mistake_of_a_later_stage_is_named_before_the_first_one_starts(
+    tmp_path: Path, old: str, new: str, row: str, why: str
+) -> None:
+    file = staged_folder(tmp_path) / "preset.yaml"
+    file.write_text(PRESET.replace(old, new), encoding="utf-8")
+    with (tmp_path / "other" / "b.jsonl").open("a", encoding="utf-8") as rows:
+        rows.write(row)
+    with pytest.raises(InputError) as caught:
+        preflight.new_run(load_config(file), tmp_path / "runs")
+    assert str(caught.value).replace(f"{tmp_path}/", "").startswith(f"preset.yaml{why}")
+    assert not (tmp_path / "runs").exists()

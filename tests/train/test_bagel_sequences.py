@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from PIL import Image
 from tests.bench import Bench
 from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
-from tests.runs import alone, difference, make_pictures, run_config, steps_of, train
+from tests.runs import alone, change_manifest, difference, make_pictures, run_config, steps_of, train
 from tests.train.test_bagel import TOLERANCE, seen
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
@@ -26,7 +27,7 @@ from trainer.distributed.world import World
 from trainer.models import families
 from trainer.models.base import MultimodalFamily
 from trainer.run import manifest
-from trainer.run.events import SampleEvent
+from trainer.run.events import AnyEvent, SampleEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.train.loop import Trainer
 from trainer.train.numbers import Sums
@@ -135,6 +136,23 @@ def test_the_gradients_of_a_packed_step_are_the_same_on_one_two_and_four_ranks(b
     for other in found[1:]:
         assert other.keys() == found[0].keys()
         assert difference(other, found[0]) <= 1e-6 * max(1.0, largest)
+
+
+def test_sequences_that_are_longer_than_a_pack_are_said_once_with_their_number(bench: Bench) -> None:
+    events: list[AnyEvent] = []
+    cfg, run = bench.run("longer", data__pack_tokens=40, train__batch_size=30)
+    trainer = Trainer(cfg, run, alone(), bench.root / "cache", events.append)
+    trainer.close()
+    sampler = trainer.data.batch_sampler(BatchSizes(30), None)
+    packs = [pack for step in range(4) for pack in sampler.batch(step)]
+    assert any(len(pack.items) > 1 for pack in packs if isinstance(pack, Pack))
+    said = [event.message for event in events if isinstance(event, WarningEvent) and "pack_tokens" in event.message]
+    assert re.fullmatch(
+        r".+: a sequence of \d+ tokens is longer than data.pack_tokens 40; it is trained by itself and takes more "
+        "memory than planned: raise data.pack_tokens, or cut it",
+        said[0],
+    )
+    assert said[1:] == ["10 sequences so far are longer than data.pack_tokens 40"]
 
 
 @pytest.mark.slow
@@ -288,9 +306,7 @@ def test_a_run_that_began_with_a_former_recipe_keeps_its_loss(bench: Bench) -> N
     changes |= {"data__questions": str(questions)}
     cfg, run = bench.run("former", **changes, train__steps=1)
     train(alone(), cfg, run)
-    file = manifest.complete(run.checkpoints)[-1] / manifest.MANIFEST
-    stored = json.loads(file.read_text())
-    file.write_text(json.dumps({**stored, "recipe": 2}))
+    change_manifest(manifest.complete(run.checkpoints)[-1], recipe=2)
     found = train(alone(), bench.config(**changes, train__steps=2), run)
     (step,) = steps_of(found.events)
     assert step.loss == pytest.approx((step.losses["images"] + 0.25 * step.losses["text"]) / 2, rel=1e-6)

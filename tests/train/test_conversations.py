@@ -13,7 +13,7 @@ import torch
 
 from tests.bench import Bench
 from tests.distributed import run_ranks
-from tests.runs import alone, make_run, text_config, train
+from tests.runs import alone, change_manifest, make_run, text_config, train
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.text_source import TextSource
@@ -22,7 +22,7 @@ from trainer.export import export
 from trainer.models import families
 from trainer.run.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
-from trainer.run.manifest import MANIFEST, RECIPE
+from trainer.run.manifest import RECIPE, progress_of
 from trainer.train.loop import Trainer
 
 TALK = {"chat": {}}
@@ -130,10 +130,9 @@ def test_a_run_of_an_earlier_recipe_goes_on_as_it_began(bench: Bench, tmp_path: 
     split, today = (text_config(tmp_path / "a.jsonl", data__packing=one, **changes) for one in ("split", "auto"))
     run = make_run(tmp_path, split, "run")
     rows_of_a_part(alone(), split, run, 3)
-    file = run.checkpoints / "step-000003" / MANIFEST
-    facts = json.loads(file.read_text(encoding="utf-8"))
-    assert facts["recipe"] == RECIPE
-    file.write_text(json.dumps(facts | {"recipe": 2}), encoding="utf-8")
+    checkpoint = run.checkpoints / "step-000003"
+    assert progress_of(checkpoint).recipe == RECIPE
+    change_manifest(checkpoint, recipe=2)
     old = Trainer(today, run, alone(), tmp_path / "cache", lambda event: None)
     as_split = Trainer(split, make_run(tmp_path, split, "split"), alone(), tmp_path / "cache", lambda event: None)
     as_whole = Trainer(today, make_run(tmp_path, today, "whole"), alone(), tmp_path / "cache", lambda event: None)

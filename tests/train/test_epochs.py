@@ -101,8 +101,8 @@ def test_images_train_two_and_a_half_passes_and_the_cosine_ends_with_them(images
     assert (length_of(outcome.events).steps, length_of(outcome.events).epoch_steps) == (7, 2.5)  # 25 images, 4 a step
     assert rates(outcome.events) == pytest.approx(cosine(7, 1e-4, 2))
     as_steps = images.trained_here("as-steps", train__steps=7, **COSINE)
-    assert outcome.losses == as_steps.losses
-    assert all(torch.equal(outcome.weights[name], as_steps.weights[name]) for name in as_steps.weights)
+    assert outcome.losses[:-1] == as_steps.losses[:-1]
+    assert outcome.losses[-1] != as_steps.losses[-1], "the last step holds the one image that is left"
     assert length_of(as_steps.events).epoch_steps == 2.5, "a run in steps has an epoch, too"
 
 

@@ -168,8 +168,8 @@ def test_each_image_occurs_once_at_each_resolution_and_half_of_them_are_mirrored
     assert Counter(one.image.path.name for one in images) == {f"{number:02d}.png": 2 for number in range(8)}
     assert sorted({one.size for one in images if one.image.path.name == "00.png"}) == [(32, 32), (64, 64)]
     items = drawn(source, 100)
-    for batch in (items[first : first + 4] for first in range(0, 400, 4)):
-        assert len({images[item.index].size for item in batch}) == 1
+    epochs = [sorted(item.index for item in items[first : first + 16]) for first in range(0, 400, 16)]
+    assert epochs == [list(range(16))] * 25
     assert 150 <= sum(item.is_mirrored for item in items) <= 250
     assert len({(item.index, item.is_mirrored) for item in items}) == 32
 

@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
 from tests.runs import alone, difference, make_pictures, make_run, run_config, steps_of, train
@@ -80,14 +82,15 @@ def hand_written(cfg: RunConfig, run: RunDir) -> tuple[list[float], dict[str, to
     optimizer = torch.optim.AdamW(trained.values(), lr=cfg.optim.lr, weight_decay=cfg.optim.weight_decay)
     losses = []
     for step in range(cfg.train.steps):
-        (part,) = trainer.loader.micro_batches(step)
-        batch = trainer.family.collate(part.examples) | {"weight": torch.ones(4)}
-        loss = trainer.family.loss(model, batch, SampleRng(cfg.train.seed, part.indices))
-        (loss.total / 4).backward()
+        losses.append(0.0)
+        for part in trainer.loader.micro_batches(step):
+            batch = trainer.family.collate(part.examples) | {"weight": torch.ones(len(part.examples))}
+            loss = trainer.family.loss(model, batch, SampleRng(cfg.train.seed, part.indices))
+            (loss.total / 4).backward()
+            losses[-1] += float(loss.total.detach()) / 4
         torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.total.detach()) / 4)
     trainer.close()
     return losses, {name: parameter.detach() for name, parameter in trained.items()}
 
@@ -151,8 +154,9 @@ def test_a_run_that_goes_on_with_another_batch_size_takes_the_next_images_and_no
 
 def samples_of(trainer: Trainer, step: int) -> list[tuple[int, torch.Tensor]]:
     """(global index, which decides the noise; latents) of each sample of a step."""
-    (part,) = trainer.loader.micro_batches(step)
-    return [(index, example["latents"]) for index, example in zip(part.indices, part.examples, strict=True)]
+    parts = trainer.loader.micro_batches(step)
+    found = [one for part in parts for one in zip(part.indices, part.examples, strict=True)]
+    return [(index, example["latents"]) for index, example in sorted(found, key=itemgetter(0))]
 
 
 def test_a_batch_that_the_ranks_do_not_divide_trains_what_one_process_trains(pictures: Path) -> None:
@@ -187,6 +191,31 @@ def train_on_nan(world: World, cfg: RunConfig, run: RunDir) -> tuple[str, float]
     finally:
         trainer.close()
     return "trained on", 0.0
+
+
+def test_a_loaded_weight_that_is_not_finite_ends_all_ranks_with_its_name(pictures: Path) -> None:
+    for strategy in ("full", "hybrid"):
+        cfg = run_config(pictures, parallel__devices=2, parallel__strategy=strategy, train__non_finite="skip")
+        found = run_ranks(2, train_on_damage, cfg, make_run(pictures.parent, cfg, f"damaged-{strategy}"))
+        assert found[0] == found[1]
+        assert found[0].startswith("model.path: transformer.")
+        assert "holds numbers that are not finite, so that no loss is; the file is damaged, or" in found[0]
+
+
+def train_on_damage(world: World, cfg: RunConfig, run: RunDir) -> str:
+    """A weight of rank 1's part of the frozen model is not a number. Returns the error."""
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", lambda event: None)
+    frozen = next(p for p in trainer.model.parameters() if not p.requires_grad)
+    if world.rank == 1:
+        (frozen.to_local() if isinstance(frozen, DTensor) else frozen).detach().view(-1)[-1] = math.nan
+    try:
+        trainer.train_step()
+        trainer.settle()
+    except InputError as error:
+        return str(error)
+    finally:
+        trainer.close()
+    return "trained on"
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted_where_that_is_allowed(

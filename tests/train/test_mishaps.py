@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.launcher import commands, preflight, torchrun
 from trainer.run import process as processes
-from trainer.run.events import AnyEvent, StatusEvent, WarningEvent
+from trainer.run.events import AnyEvent, LossyWriter, StatusEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.train.loop import Trainer
 
@@ -40,6 +41,9 @@ def cfg(tmp_path: Path) -> RunConfig:
 @pytest.fixture
 def run(tmp_path: Path, cfg: RunConfig) -> RunDir:
     return make_run(tmp_path, cfg, "run")
+
+
+COSINE: dict[str, Any] = {"schedule": "cosine"}
 
 
 def go_on(cfg: RunConfig, run: RunDir, steps: int) -> list[AnyEvent]:
@@ -133,6 +137,84 @@ def test_what_is_changed_when_a_run_continues_is_told_or_refused_before_a_rank_i
         "changed since it was saved: optim.lr: 0.0001 -> 0.0002; train.batch_size: 4 -> 2 (the data go on at the next "
         "sample, and none is skipped or repeated; optim.lr and train.steps stay as they are)"
     ) in messages(go_on(changed, run, 3), StatusEvent)
+
+
+def test_a_run_does_not_go_on_to_a_step_or_epoch_that_it_has_passed(cfg: RunConfig, run: RunDir) -> None:
+    events = LossyWriter(run.events_file)
+    for event in go_on(cfg, run, 3):
+        events.write(event)
+    kept = run.config_file.read_bytes()
+    for change, said in (
+        ("train.steps=2", "train.steps: 2 is less than the 3 steps that are trained; raise it, or start a new run"),
+        (
+            "train.epochs=2.5",
+            "train.epochs: 2.5 is less than the 3 epochs that are trained; raise it, or start a new run",
+        ),
+    ):
+        with pytest.raises(InputError) as error:
+            preflight.continued_run(run, [change])
+        assert str(error.value) == f"command line: {said}"
+        assert run.config_file.read_bytes() == kept
+    for change in ("train.steps=3", "train.epochs=3"):
+        assert preflight.continued_run(run, [change]).config.optim == cfg.optim
+
+
+@pytest.mark.parametrize(
+    ("before", "trained", "after", "said"),
+    [
+        pytest.param(COSINE, 4, {"steps": 8}, ("0.000146", "0.0005", "cosine now ends at 8"), marks=pytest.mark.slow),
+        pytest.param(COSINE, 3, {"steps": 400}, ("0.0005", "0.001", "cosine now ends at 400"), marks=pytest.mark.slow),
+        (COSINE, 4, {"epochs": 10}, ("0.000146", "0.000655", "cosine now ends at 10")),
+        pytest.param(
+            {"schedule": "linear"},
+            4,
+            {"steps": 8},
+            ("0.00025", "0.0005", "linear now ends at 8"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            COSINE,
+            4,
+            {"steps": 8, "schedule": "constant"},
+            ("0.000146", "0.001", "is constant now"),
+            marks=pytest.mark.slow,
+        ),
+        (COSINE, 2, {"steps": 5}, None),  # rises by less than a tenth
+        pytest.param(COSINE | {"warmup": 3}, 1, {}, None, marks=pytest.mark.slow),
+        pytest.param(COSINE, 4, {"steps": 8, "lr": 2e-3}, None, marks=pytest.mark.slow),  # as was asked
+        pytest.param({"schedule": "constant"}, 4, {"steps": 8}, None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_learning_rate_that_rises_when_a_run_goes_on_is_said_with_both_figures(
+    cfg: RunConfig,
+    run: RunDir,
+    before: dict[str, Any],
+    trained: int,
+    after: dict[str, Any],
+    said: tuple[str, str, str] | None,
+) -> None:
+    begun = changed(cfg, before | {"lr": 1e-3})
+    go_on(begun, run, trained)
+    warnings = messages(go_on(changed(begun, after), run, trained + 1), WarningEvent)
+    assert warnings == ([] if said is None else [rise(*said)])
+
+
+def rise(before: str, after: str, why: str) -> str:
+    return (
+        f"the learning rate rises from {before} to {after}, because optim.schedule {why}; to go on at the former rate, "
+        f"stop and resume with optim.schedule=constant optim.lr={before}"
+    )
+
+
+def changed(cfg: RunConfig, values: dict[str, Any]) -> RunConfig:
+    """The config with other values of `train` and `optim`."""
+    parts = {
+        name: section.model_copy(
+            update={key: value for key, value in values.items() if key in type(section).model_fields}
+        )
+        for name, section in (("train", cfg.train), ("optim", cfg.optim))
+    }
+    return cfg.model_copy(update=parts)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -17,7 +16,17 @@ from transformers import AutoModelForCausalLM
 from tests.benchmarks.architectures import write_model
 from tests.distributed import run_ranks
 from tests.distributed.test_quantized import load_unlike
-from tests.runs import Outcome, alone, difference, in_two_parts, make_run, make_text, text_config, train
+from tests.runs import (
+    Outcome,
+    alone,
+    change_manifest,
+    difference,
+    in_two_parts,
+    make_run,
+    make_text,
+    text_config,
+    train,
+)
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.export import export
@@ -140,9 +149,7 @@ def test_a_run_that_began_with_a_former_recipe_goes_on_with_whole_experts(root: 
     cfg = config(root, quantize__keep=["experts"], train__steps=1)  # as recipe 3 stored them
     run = make_run(root, cfg, "former")
     train(alone(), cfg, run)
-    file = manifest.complete(run.checkpoints)[-1] / manifest.MANIFEST
-    facts = json.loads(file.read_text())
-    file.write_text(json.dumps({**facts, "recipe": 3}))
+    change_manifest(manifest.complete(run.checkpoints)[-1], recipe=3)
     found = train(alone(), config(root), run)
     kept = config(root, quantize__keep=["experts"])
     whole = train(alone(), kept, make_run(root, kept, "whole"))

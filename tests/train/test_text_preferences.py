@@ -356,7 +356,7 @@ def test_pairs_that_are_longer_than_a_row_are_left_out_and_counted(bench: Bench,
             '"chosen" and "rejected" are equal, so that neither is preferred; remove the row',
         ),
         ({"prompt": "a", "chosen": 2, "rejected": 3}, '"chosen" is neither a string nor a list of messages'),
-        ({"prompt": 1, "chosen": "b", "rejected": "c"}, '"prompt" is not a string; write it in quotes'),
+        ({"prompt": 1, "chosen": "b", "rejected": "c"}, '"prompt" is neither a string nor a list of messages'),
         (
             {"prompt": "a", "chosen": [], "rejected": said("assistant", "c")},
             '"chosen" has no message of the assistant that is learned',

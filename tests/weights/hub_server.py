@@ -24,6 +24,8 @@ class Hub:
         is_gated: Whether files need a token; `token` is one whose owner accepted the licence.
         hold_after: Bytes of LFS files that are sent before everything stands still until `released` is set.
         sizes: {path: size in the listing}, where it differs from the content's.
+        checksums: {path: checksum in the listing}, where it differs from the content's.
+        commit: The commit that it names.
         bytes_sent: Of LFS files.
         ranges: The Range header of each request for an LFS file.
         paths: What was asked for.
@@ -40,6 +42,8 @@ class Hub:
     hold_after: int | None = None
     released: threading.Event = field(default_factory=threading.Event)
     sizes: Mapping[str, int] = field(default_factory=dict)
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    commit: str = COMMIT
     bytes_sent: int = 0
     ranges: list[str | None] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
@@ -55,7 +59,7 @@ class Hub:
         size = self.sizes.get(path, len(self.files[path]))
         entry: dict[str, object] = {"type": "file", "path": path, "size": size, "oid": oid(self.files[path])}
         if is_lfs(path):
-            entry["lfs"] = {"oid": sha256(self.files[path]), "size": size, "pointerSize": 134}
+            entry["lfs"] = {"oid": self.checksums.get(path, sha256(self.files[path])), "size": size, "pointerSize": 134}
         return entry
 
 
@@ -103,8 +107,8 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.is_down:
             self._answer(503, b"")
         elif path == f"{api}/revision/main":
-            self._json({"id": hub.model_id, "sha": COMMIT, "siblings": [{"rfilename": name} for name in hub.files]})
-        elif path == f"{api}/tree/{COMMIT}":
+            self._json({"id": hub.model_id, "sha": hub.commit, "siblings": [{"rfilename": name} for name in hub.files]})
+        elif path == f"{api}/tree/{hub.commit}":
             self._json([hub.entry(name) for name in hub.files])
         elif path.startswith(files):
             self._resolve(path.removeprefix(files).partition("/")[2])
@@ -120,10 +124,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif is_lfs(name):
             content = hub.files[name]
             linked = {"X-Linked-Etag": f'"{sha256(content)}"', "X-Linked-Size": str(len(content))}
-            self._answer(302, b"", {"X-Repo-Commit": COMMIT, "Location": f"{self.server.cdn}/cdn/{name}", **linked})
+            self._answer(302, b"", {"X-Repo-Commit": hub.commit, "Location": f"{self.server.cdn}/cdn/{name}", **linked})
         else:
             content = hub.files[name]
-            self._answer(200, content, {"X-Repo-Commit": COMMIT, "ETag": f'"{oid(content)}"'})
+            self._answer(200, content, {"X-Repo-Commit": hub.commit, "ETag": f'"{oid(content)}"'})
 
     def _send_large(self, name: str) -> None:
         hub, content = self.server.hub, self.server.hub.files[name]

@@ -18,8 +18,9 @@ import pytest
 from huggingface_hub import constants
 
 from tests.weights.hub_server import COMMIT, PIECE, Hub, HubServer, sha256
+from trainer.config.errors import InputError
 from trainer.config.models import published_models
-from trainer.weights.download import CHUNK, DownloadState
+from trainer.weights.download import CHUNK, DownloadState, RemoteFile, require_plain
 from trainer.weights.hub import cached, find_folder
 
 FLUX2 = "black-forest-labs/FLUX.2-dev"
@@ -308,3 +309,60 @@ def test_a_model_that_is_not_published_is_refused(tmp_path):
     done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2 and done.stderr.startswith("'demo' is not one of black-forest-labs/FLUX.2-dev, ")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "checksum"),
+    [
+        (WEIGHTS, "../../../../outside"), (WEIGHTS, "/tmp/outside"), (WEIGHTS, "A" * 64), (WEIGHTS, "0" * 63),
+        (WEIGHTS, f"{'0' * 64}\n"), ("../outside", "0" * 64), ("/tmp/outside", ""), ("a//b", ""), ("a/\0b", ""),
+    ],
+)  # fmt: skip
+def test_a_file_that_the_hub_never_lists_is_refused(path, checksum):
+    """Both become names in the cache."""
+    with pytest.raises(InputError, match="which the hub never does"):
+        require_plain(RemoteFile(path, 1, checksum))
+    require_plain(RemoteFile(WEIGHTS, 1, sha256(b"")))
+    require_plain(RemoteFile("model_index.json", 1, ""))
+
+
+@pytest.mark.slow  # three processes
+@pytest.mark.parametrize("checksum", ["../../../../outside"])
+def test_a_checksum_that_is_none_names_no_file(here, checksum):
+    """It is the name of the file in the cache."""
+    here.hub.checksums = {WEIGHTS: checksum}
+    code, state, _ = here.end(here.start())
+    assert (code, state.state) == (1, "failed")
+    assert state.message.startswith(f"The server lists '{WEIGHTS}' with the checksum '{checksum}', which the hub never")
+    assert files_outside(here) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["transformer/../../../../../outside.json", "transformer/../../../../../outside.safetensors"]
+)
+def test_a_name_in_the_listing_leads_out_of_no_folder(here, name):
+    here.hub.files = {**FILES, name: b"{}"}
+    code, state, _ = here.end(here.start())
+    assert (code, state.state) == (1, "failed")
+    assert "cannot contain a '..'" in state.message or state.message.startswith(f"The server lists '{name}' with")
+    assert files_outside(here) == set()
+
+
+def files_outside(here: Here) -> set[str]:
+    """Files that are not in the folder of the model, of its locks, or of the test itself."""
+    own = [
+        here.cache / f"models--{FLUX2.replace('/', '--')}",
+        here.cache / ".locks",
+        here.cache / "CACHEDIR.TAG",
+        here.progress,
+    ]
+    files = [file for file in here.folder.rglob("*") if file.is_file()]
+    return {str(file) for file in files if not any(file.is_relative_to(place) for place in own)}
+
+
+@pytest.mark.slow
+def test_a_commit_that_the_server_names_leads_out_of_no_folder(here):
+    here.hub.commit = "../../../../outside"
+    code, state, _ = here.end(here.start())
+    assert (code, state.state, files_outside(here)) == (1, "failed", set())

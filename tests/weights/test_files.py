@@ -111,7 +111,7 @@ def with_header(header: bytes) -> bytes:
 def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path, content):
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
-    assert error_of(file) == f"{file}: not a safetensors file; convert or download it again"
+    assert error_of(file) == f"{file}: not a safetensors file; convert it to .safetensors, or download it again"
 
 
 @pytest.fixture

@@ -64,16 +64,20 @@ class SampleDropout(nn.Module):
         self._rows = rows
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop numbers of x: (B, ...), one item per sample, or (rows, features) with the rows of all samples."""
+        """Drop numbers of x: (B * n, ...), n items of a sample after those of the one before, as windows of a text are,
+        or (rows, features) with the rows of all samples.
+        """
         if not self.training:
             return x
         draws = self._by_item(x) if self._rows is None or x.dim() != 2 else self._by_row(x, self._rows)
         return x * (draws >= self.p).to(x.dtype) / (1 - self.p)
 
     def _by_item(self, x: Tensor) -> Tensor:
-        if len(self._seeds) != x.shape[0]:
-            raise RuntimeError(f"{self.name}: dropout of {x.shape[0]} items, but {len(self._seeds)} samples are set")
-        draws: Tensor = uniform(x.detach(), self._seeds, self._ones)
+        items, samples = x.shape[0], len(self._seeds)
+        if not samples or items % samples:
+            raise RuntimeError(f"{self.name}: dropout of {items} items, but {samples} samples are set")
+        counts = self._ones if items == samples else self._ones * (items // samples)
+        draws: Tensor = uniform(x.detach(), self._seeds, counts)
         return draws
 
     def _by_row(self, x: Tensor, rows: Rows) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,9 +26,9 @@ from trainer.adapters.patterns import find_pattern
 from trainer.config.errors import InputError
 from trainer.config.files import first_problem, read_json
 from trainer.weights.files import ORIGINAL_PREFIX, WeightFiles
+from trainer.weights.headers import PEFT_FILE
 
 PEFT_PREFIX = "base_model.model."
-PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 SETTINGS = TypeAdapter(dict[str, Any])
@@ -51,6 +51,10 @@ TENSOR_NAMES: Mapping[str, tuple[Kind, str]] = {
 }
 """{end of a key: (kind, tensor)}. A lora with a magnitude is a dora; a rotation in stages is a boft."""
 KEY = re.compile(rf"(?P<layer>.+)\.(?P<end>alpha|{'|'.join(map(re.escape, TENSOR_NAMES))})")
+LIVE_KEY = re.compile(
+    r"(?P<tensor>.+\.(?:lora_[AB]|lora_magnitude_vector|hada_w\w+|lokr_w\w+))\.(?P<adapter>\w+)(?P<end>\.weight)?"
+)
+"""A key as peft's modules have it, with the name of the adapter, which peft leaves out of its files."""
 PRODUCTS = (("up", "down"), ("w1_a", "w1_b"), ("w2_a", "w2_b"))
 """Pairs of tensors that are multiplied: the first has as many columns as the second has rows."""
 KERNELS = ("down", "up", "w2")
@@ -78,17 +82,38 @@ def read_adapter(
     """
     stored = _Stored.open(file / PEFT_FILE if file.is_dir() else file)
     known = _model_layers(shapes, naming)
+    groups = {name: tensors for name, tensors in stored.groups().items() if not _is_left_out(name, shapes)}
+    if not groups and not stored.whole:
+        raise InputError(
+            f"{stored.file}: holds layers of text encoders only, which this kind of model is not trained with; name a "
+            "file with layers of the model"
+        )
+    prefix = _common_prefix(groups, known)
     layers: dict[str, LayerAdapter] = {}
-    for name, tensors in stored.groups().items():
+    for name, tensors in groups.items():
         group = _Group(stored, name, tensors)
         whole = group.adapter()
-        if name not in known:
+        target = known.get(name) or (known.get(name.removeprefix(prefix)) if prefix else None)
+        if target is None:
             raise InputError(_unknown_layer(group, whole, known, shapes))
-        for layer, part in _parts(group, whole, known[name], shapes):
+        for layer, part in _parts(group, whole, target, shapes):
             fitted = _fitted(group, layer, part, shapes[layer])
+            if layer in layers:
+                raise group.error(f"'{name}' is '{layer}', which the file changes under another name too; keep one")
             layers[layer] = _uncorrected(fitted, base(layer)) if group.is_corrected else fitted
     _check_one_kind(stored.file, layers)
     return layers
+
+
+def encoder_layers(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """Return the text encoders' layers in a file that `read_adapter` leaves out, as the model's are not trained."""
+    stored = WeightFiles.read([file / PEFT_FILE if file.is_dir() else file]).entries
+    names = dict.fromkeys(found[0] for key in stored if (found := _layer_and_end(key)))
+    return tuple(name for name in names if _is_left_out(name, shapes))
+
+
+def _is_left_out(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    return name.startswith(ENCODER_PREFIXES) and not any(layer.startswith("text_encoder") for layer in shapes)
 
 
 def read_modules(file: Path, naming: Naming, components: Sequence[str]) -> dict[str, Tensor]:
@@ -149,14 +174,26 @@ class _Stored:
         for key, tensor in self.tensors.items():
             if key in self.whole:
                 continue
-            found = KEY.fullmatch(key) if key.isprintable() and len(key) <= LONGEST_NAME else None
+            found = _layer_and_end(key)
             if found is None:
                 raise InputError(
                     f"{self.file}: {key!r:.80} is not understood; supported are lora, locon, dora, loha and lokr "
                     "without tucker factors, and diag-oft and boft without rescaling"
                 )
-            groups.setdefault(found["layer"], {})[found["end"]] = tensor
+            layer, end = found
+            if end in groups.setdefault(layer, {}):
+                raise InputError(f"{self.file}: has '{layer}.{end}' for several adapters; save one of them")
+            groups[layer][end] = tensor
         return groups
+
+
+def _layer_and_end(key: str) -> tuple[str, str] | None:
+    """Split a key into the layer's name and the end that names the tensor; None for one that is not understood."""
+    if not key.isprintable() or len(key) > LONGEST_NAME:
+        return None
+    live = LIVE_KEY.fullmatch(key)
+    found = KEY.fullmatch(key) or (KEY.fullmatch(f"{live['tensor']}{live['end'] or ''}") if live else None)
+    return (found["layer"], found["end"]) if found else None
 
 
 def _settings(file: Path, metadata: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
@@ -248,7 +285,8 @@ class _Group:
         for name, tensor in tensors.items():
             if tensor.dtype not in FLOATS or not tensor.numel():
                 what = f"{str(tensor.dtype).removeprefix('torch.')} ({_sizes(tensor)})"
-                raise self.error(f"'{self.name}': {name} is {what}, not floats of 16 to 64 bits; the file is damaged")
+                remedy = "save it in bf16" if tensor.numel() else "the file is damaged"
+                raise self.error(f"'{self.name}': {name} is {what}, not floats of 16 to 64 bits; {remedy}")
             if not tensor.isfinite().all():
                 raise self.error(f"'{self.name}': {name} holds numbers that are not finite; the file is damaged")
             fits = _is_rotation(tensor.shape) if name == "blocks" else tensor.dim() == 2 or name in KERNELS
@@ -263,8 +301,9 @@ class _Group:
             # LyCORIS does not scale a lokr of two whole factors.
             return 1.0 if rank is None else self._alpha() / rank
         for prefix, settings in self.stored.settings.items():
-            if self.name.startswith(prefix):
-                return self._scale_in(settings, self.name.removeprefix(prefix))
+            before, found, path = self.name.partition(prefix)
+            if found and (not before or before.endswith(".")):
+                return self._scale_in(settings, path)
         if self.name.startswith(PEFT_PREFIX):
             raise self.error(f"was saved by peft, but {PEFT_CONFIG}, which holds its alpha, is missing next to it")
         return 1.0
@@ -337,12 +376,28 @@ def _model_layers(shapes: Mapping[str, tuple[int, ...]], naming: Naming) -> dict
     return known
 
 
+def _common_prefix(names: Iterable[str], known: Mapping[str, _ModelLayers]) -> str:
+    """Return what stands before the names of layers that are not known, where it is the same for all of them.
+
+    Programs put the names of what they wrap a model in before its layers' names: `diffusion_model.`, `module.`,
+    `lora_transformer_`. A number in it would be that of another model's block. Empty where there is none.
+    """
+    found: set[str] = set()
+    for name in names:
+        if name not in known:
+            separator = "." if "." in name else "_"
+            ends = (at for at, letter in enumerate(name, 1) if letter == separator and name[at:] in known)
+            found.add(name[: next(ends, 0)])
+    prefix = found.pop() if len(found) == 1 else ""
+    return "" if any(character.isdigit() for character in prefix) else prefix
+
+
 def _names(layer: str, naming: Naming) -> Iterator[str]:
     """Yield the names that programs give a layer which they do not join with others."""
     component, _, path = layer.partition(".")
     yield from (layer, f"{PEFT_PREFIX}{path}", path, *_kohya_names(component, path, naming))
     if not component.startswith("text_encoder"):
-        yield f"lycoris_{path}".replace(".", "_")
+        yield from (f"lycoris_{path}".replace(".", "_"), path.replace(".", "_"))
 
 
 def _older_names(layer: str, naming: Naming) -> Iterator[str]:
@@ -444,14 +499,16 @@ def _uncorrected(adapter: LayerAdapter, weight: Tensor) -> LayerAdapter:
 def _unknown_layer(
     group: _Group, adapter: LayerAdapter, known: Mapping[str, _ModelLayers], shapes: Mapping[str, tuple[int, ...]]
 ) -> str:
-    if group.name.startswith(ENCODER_PREFIXES) and not any(layer.startswith("text_encoder") for layer in shapes):
-        return (
-            f"{group.stored.file}: '{group.name}' is a layer of a text encoder, which this kind of model is not "
-            "trained with; remove such tensors from the file"
-        )
     (near,) = difflib.get_close_matches(group.name, known, 1, cutoff=0.0)
     layer = known[near].layers[0]
     theirs, ours = _text(_size(adapter)), _text((shapes[layer][0], math.prod(shapes[layer][1:])))
+    path = layer.partition(".")[2]
+    if theirs == ours and group.name.replace(".", "_").endswith(f"_{path}".replace(".", "_")):
+        return (
+            f"{group.stored.file}: '{group.name}' ({theirs}) ends as the model's '{layer}' and has its size, but the "
+            "names of the file begin in different ways that are not known; rename its tensors to begin with "
+            f"'{layer.removesuffix(path)}'"
+        )
     return (
         f"{group.stored.file}: '{group.name}' ({theirs}) is not a layer of this model, nearest: '{layer}' ({ours}); "
         "the file was made for another model"

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping
 
-from trainer.config.sections import TRIGGER_PLACE
+from trainer.config.sections import TRIGGER_PLACE, has_trigger_place
 from trainer.run.captioning import CaptionRequest, Style
 
 INSTRUCTIONS: Mapping[Style, str] = {
@@ -87,7 +87,7 @@ def cleaned(answer: str, request: CaptionRequest, is_complete: bool, most_bytes:
     text = _HEADING.sub("", _FENCE.sub("", text))
     text = _BULLET.sub("\n" if request.style == "tags" else "", text.strip())
     text = _opened(text.replace("**", "").strip())
-    front = f"{TRIGGER_PLACE}, " if request.trigger and TRIGGER_PLACE not in text else ""
+    front = f"{TRIGGER_PLACE}, " if request.trigger and not has_trigger_place(text) else ""
     kept = most_bytes - len(front.encode())
     if request.style == "tags":
         parts = [part.strip(" .\"'*") for part in split_list(text)]

@@ -20,6 +20,7 @@ FIXED = {
     "model.train": "the checkpoint holds what was trained so far, no more and no less; start a new run",
     "model.options": "the model that is trained would be another one; start a new run",
     "optim.type": "the checkpoint holds the state of that optimizer; start a new run",
+    "optim.decay_norms": "the checkpoint holds the optimizer's state in other groups; start a new run",
 }
 """{field or section: why a checkpoint does not fit another value}; the first match counts, "" means that it fits."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import itertools
 import os
@@ -31,7 +30,7 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint import contents
 from trainer.checkpoint.contents import ATTACK, Chunk, Contents, Piece, StoredTensor
-from trainer.checkpoint.save import TRAINABLE_ONLY, TrainState, checksum, described, tensors_of
+from trainer.checkpoint.save import TRAINABLE_ONLY, TrainState, tensors_of
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.distributed import transfer
@@ -39,11 +38,13 @@ from trainer.distributed.world import World
 from trainer.run.manifest import (
     REMEDY,
     Progress,
+    damaged,
     defect,
     manifest_of,
     named,
     part,
     progress_of,
+    wrong_sum,
 )
 
 
@@ -63,7 +64,7 @@ def newest_intact(folder: Path, world: World) -> tuple[Path | None, list[str]]:
         checkpoint = folder / name
         mine = None
         if world.rank in readers:
-            mine = defect(checkpoint) or _wrong_sum(checkpoint, readers.index(world.rank), len(readers))
+            mine = defect(checkpoint) or wrong_sum(checkpoint, readers.index(world.rank), len(readers))
         found = next(filter(None, world.gather(mine)), None)
         if found is None:
             _send_to_guests(checkpoint, world)
@@ -129,10 +130,17 @@ class StoredWeights(Mapping[str, Tensor]):
     """The trained weights of a checkpoint for export, by name: each is read whole when it is looked up.
 
     One process, no collectives. Nothing is kept, so a model larger than memory can be iterated over.
+
+    Raises:
+        InputError: A file is not as it was written.
+        OSError: There is no manifest.
     """
 
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
+        found = wrong_sum(checkpoint)
+        if found is not None:
+            raise damaged(checkpoint, found)
         tensors = contents.read(checkpoint).tensors
         self._part = "evaluation." if any(name.startswith("evaluation.") for name in tensors) else "trainables."
         self._entries = _part(tensors, self._part)
@@ -337,18 +345,3 @@ def _check_same_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
             f"{checkpoint}: holds the state of {stored}, the config's optimizer is {wanted}; "
             "resume with the optim.type of the run, or start a new run"
         )
-
-
-def _wrong_sum(checkpoint: Path, rank: int, num_ranks: int) -> str | None:
-    """Compare the checksums of this rank's share of the files. Returns what is wrong, or None."""
-    sums = sorted(manifest_of(checkpoint)["checksums"].items())
-    for name, digest in sums[rank::num_ranks]:
-        try:
-            with files.opened(part(checkpoint, name)) as stream:
-                if hashlib.file_digest(stream, checksum).hexdigest() != digest:
-                    return f"{name} has changed since it was written: its checksum differs"
-        except InputError as error:
-            return str(error)
-        except OSError as error:
-            return described(error)
-    return None

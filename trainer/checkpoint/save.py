@@ -10,9 +10,7 @@ before it changes the state.
 from __future__ import annotations
 
 import errno
-import hashlib
 import io
-import json
 import logging
 import math
 import os
@@ -51,9 +49,11 @@ from trainer.distributed.world import World
 from trainer.run.manifest import (
     MANIFEST,
     Progress,
+    checksum,
     complete,
     name_of,
     progress_of,
+    sealed,
 )
 
 log = logging.getLogger(__name__)
@@ -225,11 +225,6 @@ def tensors_of(state: TrainState) -> dict[str, Any]:
     }
 
 
-def checksum(data: bytes = b"") -> hashlib.blake2b:
-    """A running checksum, of the kind that the manifest holds for each file."""
-    return hashlib.blake2b(data, digest_size=16)
-
-
 class _Writer(dcp.FileSystemWriter):
     """Notes where everything lies in the table that `dcp.save` returns, as torch does since 2.13."""
 
@@ -307,8 +302,7 @@ def _finish(draft: Path, facts: dict[str, Any], table: Metadata) -> None:
     facts["files"] = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
     if not math.isfinite(facts["validation_loss"]):
         facts["validation_loss"] = None
-    facts["config_hash"] = hashlib.sha256(json.dumps(facts["config"], sort_keys=True).encode()).hexdigest()
-    files.replace(draft / MANIFEST, json.dumps(facts, indent=1))
+    files.replace(draft / MANIFEST, sealed(facts))
     files.rename(draft, final)
 
 

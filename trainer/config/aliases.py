@@ -65,10 +65,11 @@ REFUSED_KEYS = (
     (r"use_orig_params", "FSDP2 always keeps the original parameters; remove it"),
     (r"sync_module_states|cpu_ram_efficient_loading", "every rank reads only its own slices; remove it"),
     (r"sync_batch_?norm", "no model here has batch norm to train; remove it"),
+    (r"split_model_over_gpus", "is what parallel.strategy: full does over all GPUs; set that"),
     (
-        r".*blocks?_(to_)?swap.*|swap_blocks|low_?vram|medvram|split_model_over_gpus|layer_offloading.*",
-        "does not work with FSDP; use parallel.cpu_offload: true with parallel.strategy: full, "
-        "or train.checkpointing: full",
+        r".*blocks?_(to_)?swap.*|swap_blocks|low_?vram|medvram|layer_offloading.*",
+        "use parallel.offload_blocks: auto, or a number of blocks, for frozen weights; train.checkpointing: full for "
+        "activations; parallel.cpu_offload: true with parallel.strategy: full where the whole model is trained",
     ),
 )
 """(pattern of a key of another trainer, in any section; why it is refused)"""

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from trainer.config.errors import Problem
+from trainer.config.errors import Problem, not_one_of
 from trainer.config.schema import RunConfig
-from trainer.config.sections import FORMER_DEFAULTS, Section
+from trainer.config.sections import FORMER_DEFAULTS, SINGLE_FILES, AdapterSection, RankAdapter, Section
 
 FACTS = Path(__file__).with_suffix(".json")
 
@@ -46,11 +46,20 @@ class Distilled:
 
 @dataclass(frozen=True)
 class FamilyFacts:
-    """The class attributes of a `ModelFamily` that have the same names. `components` are the keys of `model.train`."""
+    """The class attributes of a `ModelFamily` that have the same names.
+
+    Attributes:
+        components: The keys of `model.train`.
+        architectures: {architecture: those of `conditional_fields` that its model reads}.
+        only_peft: Whether only peft reads the family's adapters.
+    """
 
     trains_on: Literal["images", "text"]
     components: tuple[str, ...]
     optional_encoders: tuple[str, ...]
+    architectures: Mapping[str, tuple[str, ...]]
+    default_architecture: str
+    conditional_fields: Mapping[str, tuple[str, str, bool]]
     objective_fields: tuple[str, ...]
     options_read: tuple[str, ...]
     data_fields: tuple[str, ...]
@@ -61,6 +70,8 @@ class FamilyFacts:
     longest_side: int | None
     distilled: tuple[Distilled, ...]
     model_files: Mapping[str, tuple[str, str]]
+    only_peft: bool
+    kohya_by_path: bool
 
     def reads(self, field: str) -> bool:
         """Whether models of this family use a field of the config, for example `objective.shift`."""
@@ -80,6 +91,11 @@ class FamilyFacts:
             return False
         return self.reads_references or field not in REFERENCES
 
+    def objective_read(self, conditional: Collection[str]) -> list[str]:
+        """Return the fields of `objective` that a model reads. conditional: those of `conditional_fields` it reads."""
+        unread = {field for field in self.conditional_fields if field not in conditional}
+        return [name for name in self.objective_fields if f"objective.{name}" not in unread]
+
 
 def trains_on(cfg: RunConfig) -> Literal["images", "text"]:
     """Return whether a run trains on images or text. An unknown family counts as images."""
@@ -93,11 +109,18 @@ def size_field(cfg: RunConfig) -> str:
 
 
 def refused(cfg: RunConfig) -> Iterator[Problem]:
-    """Yield values in the sections `data` and `sample` that the family does not support or would ignore."""
+    """Yield what a config asks of its family, and the family does not have, does not support or would ignore."""
     known = of(cfg.model.family)
     if known is None:
         return
-    yield from _too_large(cfg, known.longest_side)
+    yield from _unknown_names(cfg, known)
+    yield from unread("model.options", cfg.model.options, known.options_read)
+    conditional = tuple(known.conditional_fields)
+    if cfg.model.path == "tiny":
+        architecture = cfg.model.options.architecture or known.default_architecture
+        conditional = known.architectures.get(architecture, conditional)
+    yield from unread("objective", cfg.objective, known.objective_read(conditional))
+    yield from _wrong_sizes(cfg, known)
     if cfg.objective.dpo_beta is not None and "rejected" in known.data_fields and not cfg.data.rejected:
         yield Problem(
             "objective.dpo_beta", "needs data.rejected, the folder with the images that are not preferred; name it"
@@ -112,14 +135,75 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
         ("sample", cfg.sample, known.sample_fields),
     )
     for section, given, read in sections:
-        for name, value in given:
-            field = f"{section}.{name}"
-            unset = (type(given).model_fields[name].default, FORMER_DEFAULTS.get(field))
-            if name not in read and value not in unset:
-                yield Problem(
-                    field,
-                    f"has no effect for {cfg.model.family}, which is trained on {known.trains_on}; leave it out",
-                )
+        for name in _set_but_unread(section, given, read):
+            yield Problem(
+                f"{section}.{name}",
+                f"has no effect for {cfg.model.family}, which is trained on {known.trains_on}; leave it out",
+            )
+    references = (cfg.data.references, cfg.data.reference_columns, cfg.sample.references)
+    for field, value in zip(REFERENCES, references, strict=True):
+        if (
+            value
+            and not known.reads_references
+            and field.partition(".")[2] in (*known.data_fields, *known.sample_fields)
+        ):
+            yield Problem(field, f"models of family {cfg.model.family} read no reference images; remove the field")
+    yield from unwritable(cfg)
+
+
+def unread(section: str, given: Section, read: Collection[str]) -> Iterator[Problem]:
+    """Yield fields of a section that are set but not among those that are read, since they would be ignored."""
+    for name in _set_but_unread(section, given, read):
+        reads = ", ".join(f"{section}.{one}" for one in sorted(read)) or "nothing of this section"
+        yield Problem(f"{section}.{name}", f"is not used by this kind of model; leave it out. It reads {reads}")
+
+
+def _set_but_unread(section: str, given: Section, read: Collection[str]) -> Iterator[str]:
+    for name, value in given:
+        unset = (type(given).model_fields[name].default, FORMER_DEFAULTS.get(f"{section}.{name}"))
+        if name not in read and value not in unset:
+            yield name
+
+
+def _unknown_names(cfg: RunConfig, known: FamilyFacts) -> Iterator[Problem]:
+    options = cfg.model.options
+    named = [("model.train", name, known.components) for name in cfg.model.train]
+    if known.optional_encoders:
+        named += [("model.options.without", name, known.optional_encoders) for name in options.without]
+    if options.architecture is not None:
+        named.append(("model.options.architecture", options.architecture, tuple(known.architectures)))
+    for field, name, choices in named:
+        if name not in choices:
+            yield Problem(field, not_one_of(name, choices))
+
+
+def unwritable(cfg: RunConfig) -> Iterator[Problem]:
+    """Yield why `export.format` has no file for what the run exports, as far as that does not depend on its layers."""
+    known, format, adapter = of(cfg.model.family), cfg.export.format, cfg.adapter
+    if known is None:
+        return
+    if cfg.export_what in ("merged", "full") and format in SINGLE_FILES and known.trains_on == "text":
+        yield Problem("export.format", f"models of {cfg.model.family} have no {format}; use auto")
+    if cfg.export_what != "adapter" or not isinstance(adapter, AdapterSection):
+        return
+    if known.only_peft and format not in ("auto", "peft"):
+        yield Problem(
+            "export.format", f"{format} is for programs that do not support this model; use auto or peft, which does"
+        )
+    elif known.only_peft and not isinstance(adapter, RankAdapter):
+        yield Problem("export.format", f"peft cannot carry a {adapter.type} adapter; use export.what: merged")
+    elif not known.only_peft and adapter.modules_to_save and format != "peft":
+        yield Problem(
+            "export.format",
+            f"{format} has no place for whole modules, which adapter.modules_to_save trains; use peft, or "
+            "export.what: merged",
+        )
+    elif format == "kohya" and not known.kohya_by_path and adapter.type not in ("lora", "locon"):
+        yield Problem(
+            "export.format",
+            f"kohya cannot carry a {adapter.type} adapter of this kind of model, only lora and locon; use auto, "
+            "comfyui, lycoris, peft",
+        )
 
 
 READ_WITH = {"micro_batch": "resolutions", "caption_prefix": "caption_lines"}
@@ -133,7 +217,8 @@ def _unread_of_folders(cfg: RunConfig, known: FamilyFacts) -> Iterator[Problem]:
                 yield Problem(f"data.folders.{number}.{name}", f"has no effect for {cfg.model.family}; leave it out")
 
 
-def _too_large(cfg: RunConfig, longest: int | None) -> Iterator[Problem]:
+def _wrong_sizes(cfg: RunConfig, known: FamilyFacts) -> Iterator[Problem]:
+    longest, multiple = known.longest_side, known.size_multiple
     several = [("data.resolutions", side) for side in cfg.data.resolutions]
     for number, folder in enumerate(cfg.data.folders):
         several += [(f"data.folders.{number}.resolutions", side) for side in folder.resolutions]
@@ -141,6 +226,12 @@ def _too_large(cfg: RunConfig, longest: int | None) -> Iterator[Problem]:
     for field, side in (*own, *several, ("sample.size", max(cfg.sample.size))):
         if longest is not None and side > longest:
             yield Problem(field, f"{side} is more than the {longest} pixels that {cfg.model.family} supports; lower it")
+    if any(side % multiple for side in cfg.sample.size):
+        given, near = (
+            " x ".join(map(str, size))
+            for size in (cfg.sample.size, [max(1, round(side / multiple)) * multiple for side in cfg.sample.size])
+        )
+        yield Problem("sample.size", f"{given} is not in multiples of {multiple} pixels; use {near}")
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -30,7 +30,31 @@ MOST_BYTES = 64 * MIB
 MOST_SHOWN = 200
 """Longest location within a file that an error shows, in characters."""
 NOT_REGULAR = "not a regular file; remove it, or put a file in its place"
+LEADS_OUT = "a link out of the model's folder, which would be copied into what is exported; put the file in its place"
+COARSEST_NS = 2_000_000_000
+"""Coarsest time stamps of a file system, those of FAT. A file that was read earlier than this after its last change may
+have changed once more without another time stamp; git reads such files again too."""
 T = TypeVar("T")
+
+
+class Stamp(NamedTuple):
+    """Facts of a file that change with its content. Times are in nanoseconds; `changed` is when the inode changed
+    (st_ctime), which programs cannot set back."""
+
+    size: int
+    modified: int
+    changed: int
+    inode: int
+
+    @classmethod
+    def of(cls, file: Path) -> Stamp:
+        """The stamp of a file. Raises OSError if there is none."""
+        status = file.stat()
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+    def is_safe(self, read_at: int) -> bool:
+        """Whether a file read at this time, in nanoseconds, cannot have changed afterwards without another stamp."""
+        return max(self.modified, self.changed) + COARSEST_NS < read_at
 
 
 def replace(file: Path, content: str | bytes, mode: int | None = None) -> None:
@@ -253,6 +277,52 @@ def opened(file: Path) -> BufferedReader:
     return open(descriptor, "rb")
 
 
+def opened_to_append(file: Path) -> int:
+    """Open a file of a run folder for reading and appending, and return its descriptor. It is made if it is missing.
+
+    The folder may come from a stranger: nothing is written through a link, nor into a file with a second name, which
+    an archive can make as well.
+
+    Raises:
+        OSError: It cannot be opened.
+        InputError: It is not a regular file of this one name.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(file, flags, 0o600)
+    except OSError as error:
+        if error.errno in (errno.EISDIR, errno.ELOOP):
+            raise InputError(f"{file}: {NOT_REGULAR}") from error
+        raise
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISREG(status.st_mode):
+        raise InputError(f"{file}: has a second name (a hard link), under which it would change, too; put a copy here")
+    raise InputError(f"{file}: {NOT_REGULAR}")
+
+
+def last_written(path: Path) -> float:
+    """Return when a file was last written, as unix time. Archives may set any date; the later ones are not believed.
+
+    Raises:
+        OSError: It does not exist.
+    """
+    status = path.stat()
+    return min(status.st_mtime, status.st_ctime)  # the second is set by the disk alone
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Whether a path below a folder leads out of it through a link.
+
+    The Hugging Face cache keeps the content of a snapshot's files in the folder `blobs`, which belongs to it.
+    """
+    root, target = folder.resolve(), path.resolve()
+    blobs = [(above.parent / "blobs").resolve() for above in (root, *root.parents) if above.name == "snapshots"]
+    return not any(target.is_relative_to(place) for place in (root, *blobs))
+
+
 def unreadable(file: Path | str, error: OSError) -> InputError:
     """Return the InputError for a file that exists but cannot be read."""
     return InputError(f"{file}: cannot be read ({error.strerror}); repair or remove it")
@@ -288,7 +358,11 @@ def read_json(file: Path, kind: TypeAdapter[T], remedy: str = "repair or remove 
         OSError: It does not exist or cannot be read.
         InputError: It is damaged, too long or not a regular file.
     """
-    content = read(file, at_most)
+    return parsed(file, read(file, at_most), kind, remedy)
+
+
+def parsed(file: Path, content: bytes, kind: TypeAdapter[T], remedy: str = "repair or remove it") -> T:
+    """Validate the content of a JSON file. Raises InputError, naming the file, if it is damaged."""
     try:
         return kind.validate_json(content)
     except ValidationError as error:
@@ -324,13 +398,37 @@ def make_private(folder: Path) -> Path:
         OSError: The folder cannot be made or changed.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    _close(folder, is_shared=False)
+    return folder
+
+
+def close_to_others(folder: Path) -> None:
+    """Remove the access of others to an existing folder, as `make_private` does, wherever it came from.
+
+    The group keeps what it may do where it shares the folder around it.
+
+    Raises:
+        OSError: The folder cannot be changed.
+    """
+    _close(folder, is_shared=_is_shared(folder.parent.stat().st_mode))
+
+
+def _close(folder: Path, is_shared: bool) -> None:
     status = folder.lstat()
     if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
         mode = stat.S_IMODE(status.st_mode)
-        closed = mode & ~0o007 if _is_shared(mode) else mode & ~0o077
+        closed = mode & ~0o007 if is_shared or _is_shared(mode) else mode & ~0o077
         if mode != closed:
             folder.chmod(closed)
-    return folder
+
+
+def user_cache() -> Path | None:
+    """Return the folder below the user's own cache where only this program writes; None for a user without a home."""
+    with suppress(RuntimeError):
+        named = os.environ.get("XDG_CACHE_HOME", "")
+        base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+        return base / "shardstudio"
+    return None
 
 
 def private_mode(folder: Path) -> int:

@@ -6,6 +6,7 @@ install counts as a checkout. An installation may be read-only, so nothing is wr
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -15,6 +16,18 @@ _INSTALLED_PRESETS = Path(__file__).parents[1] / "presets"
 CHECKOUT = None if _INSTALLED_PRESETS.is_dir() else Path(__file__).parents[2]
 """The root of the checkout; None if the program is installed from a wheel."""
 PRESETS = CHECKOUT / "presets" if CHECKOUT else _INSTALLED_PRESETS
+
+EXTRAS = {"adamw8bit": ("torchao", "eightbit")}
+"""{value of `optim.type`: (package, extra that installs it)}. Not installed with the project: diffusers and peft import
+torchao wherever they find it, which takes a second."""
+
+
+def missing_package(optimizer: str) -> str:
+    """Return why an optimizer cannot be used here: its package is not installed; "" if nothing is missing."""
+    package, extra = EXTRAS.get(optimizer, ("", ""))
+    if not package or importlib.util.find_spec(package):
+        return ""
+    return f"{optimizer} needs the package {package}; pip install 'shardstudio[{extra}]', or use adamw"
 
 
 def program() -> str:

@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 Recompute = Literal["none", "selective", "full"]
-"""What backward computes again in a block: nothing, all but what is dear, or everything."""
+"""What backward computes again in a block: nothing, all but what is expensive, or everything."""
 MODES: tuple[Recompute, ...] = ("full", "selective", "none")
 _PART = re.compile(r"(?P<mode>full|selective|none)(?: (?P<count>[1-9]\d{0,5}))?")
 

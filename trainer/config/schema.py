@@ -20,7 +20,6 @@ from trainer.config.sections import (
     HOST_PORT,
     NAME_PATTERN,
     SINGLE_FILES,
-    TRIGGER_PLACE,
     Adapter,
     AdapterSection,
     CheckpointConfig,
@@ -45,6 +44,7 @@ from trainer.config.sections import (
     TrainConfig,
     demo_families,
     family_names,
+    has_trigger_place,
     option,
 )
 
@@ -586,7 +586,7 @@ def _sample_rules(cfg: RunConfig) -> Iterator[Problem]:
             f"{len(sample.images)} files for {len(sample.questions)} questions; give one for each",
             depends_on=("sample.questions",),
         )
-    if not cfg.data.trigger and any(TRIGGER_PLACE in prompt for prompt in sample.prompts):
+    if not cfg.data.trigger and any(has_trigger_place(prompt) for prompt in sample.prompts):
         yield Problem(
             "sample.prompts",
             "[trigger] stands for data.trigger, which is empty; set it or remove [trigger]",

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
@@ -26,7 +26,9 @@ TRIGGER_PLACE = "[trigger]"
 DEMO = Path(__file__).parents[1] / "assets" / "demo"
 DEMO_CAPTIONER = DEMO.parent / "captioner"
 """The model of `--caption FOLDER --model demo`."""
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)", re.ASCII)
+WEIGHT_FILES = (".safetensors", ".sft")
+"""Ends of the names of single files with weights. A .sft is a safetensors file: FLUX.1 was first published so."""
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)(?<!\.sft)(?<!\.gguf)(?<!\.ckpt)", re.ASCII)
 HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[^\s:\[\]]+):(?P<port>\d{1,5})")
 
 
@@ -44,10 +46,22 @@ Pixels = Annotated[Whole, Field(ge=16, le=8192)]
 Layer = Annotated[Whole, Field(ge=0)]
 Side = Annotated[Whole, Field(ge=16, le=4096)]
 COLOUR = r"^#[0-9a-fA-F]{6}$"
+Colour = Annotated[str, StringConstraints(to_lower=True)]
+"""One spelling for each colour, since it is part of the keys of caches."""
 ExportFormat = Literal["auto", "diffusers", "comfyui", "kohya", "lycoris", "peft", "single_file"]
 BaseFormat = Literal["none", "nf4", "int8", "fp8"]
 SINGLE_FILES = ("comfyui", "single_file")
 ADAPTER_FILES = ("auto", "diffusers", "comfyui", "kohya", "lycoris", "peft")
+
+
+def has_trigger_place(text: str) -> bool:
+    """Whether a caption or prompt holds [trigger], in upper or lower case."""
+    return TRIGGER_PLACE in text.lower()
+
+
+def fill_trigger(text: str, trigger: str) -> str:
+    """Return a caption or prompt with the trigger in place of [trigger], in upper or lower case."""
+    return re.sub(re.escape(TRIGGER_PLACE), lambda _: trigger, text, flags=re.IGNORECASE)
 
 
 def half_character(text: str) -> str | None:
@@ -142,9 +156,9 @@ class ModelConfig(Section):
     family: str = option("", title="Model family")
     """Model family: the architecture of the base model. Required."""
     path: str = option("tiny", title="Base model", path="model", keywords="pretrained checkpoint hf hugging face")
-    """Base model: a diffusers folder, a single .safetensors file, a downloaded Hugging Face id, `demo` (a small
-    built-in model that generates pictograms of 64 x 64 pixels), or `tiny` (random weights, trains in seconds on a CPU).
-    For a language model: a transformers folder, or `random` for random weights in the full size of
+    """Base model: a diffusers folder, a single .safetensors or .sft file, a downloaded Hugging Face id, `demo` (a
+    small built-in model that generates pictograms of 64 x 64 pixels), or `tiny` (random weights, trains in seconds on a
+    CPU). For a language model: a transformers folder, or `random` for random weights in the full size of
     `model.options.architecture` or `model.base`."""
     base: str | None = option(None, title="Folder with the other components", path="model")
     """Needed if `model.path` is a single file: a diffusers folder with the configs and the components which that file
@@ -155,6 +169,11 @@ class ModelConfig(Section):
     """How each component of the model is trained: by the adapter, fully, or not at all (frozen). Components not listed
     are frozen. Empty: the denoiser is trained, by the adapter or, without an adapter, fully."""
     options: ModelOptions = ModelOptions()
+
+    @property
+    def is_single_file(self) -> bool:
+        """Whether the path is that of a file with weights, which needs `base`."""
+        return self.path.lower().endswith(WEIGHT_FILES)
 
 
 class NoAdapter(Section):
@@ -334,8 +353,8 @@ class DataConfig(Section):
     """Folder of training images with their captions: a .txt file of the same name next to each image, or one
     metadata.jsonl. Or a .parquet, .csv or .tar file (webdataset) of images with captions, or a folder of such files,
     which are read without being unpacked. For a language model: a folder or file of text, with one document per .txt
-    file, one per line of a .jsonl or .parquet file (text, prompt and completion, or messages), or token ids in a .npy
-    file."""
+    file, one per row of a .jsonl, .json, .csv or .parquet file (text, prompt and completion, a conversation, or a
+    question and its answer), or token ids in a .npy file."""
     folders: tuple[DataFolder, ...] = option((), title="More folders", keywords="dataset concepts mixture")
     """More folders of training data, each with a weight."""
     resolution: Whole = option(1024, ge=16, le=4096, unit="pixels", keywords="image size bucket width height")
@@ -357,7 +376,9 @@ class DataConfig(Section):
     drop: as crop, but images that lose more than `data.most_cropped` are left out."""
     most_cropped: Number = option(1 / 3, title="Largest crop", ge=0, lt=1)
     """With `data.fit: drop`, the largest share of an image that may be cut off."""
-    background: str = option("#ffffff", title="Background", pattern=COLOUR, keywords="transparency alpha border colour")
+    background: Colour = option(
+        "#ffffff", title="Background", pattern=COLOUR, keywords="transparency alpha border colour"
+    )
     """Colour behind transparent images and of borders, as #rrggbb."""
     flip: bool = option(False, title="Mirrored images", keywords="flip augmentation horizontal mirror")
     """Mirror half of the samples, left to right. Not for text, faces or anything with a left and a right side."""
@@ -581,7 +602,9 @@ class OptimConfig(Section):
     eps: Number = option(1e-8, title="Epsilon", gt=0, le=1)
     """Added to the denominator of the update, for numerical stability."""
     weight_decay: Number = option(0.01, ge=0, le=10)
-    """Decoupled weight decay."""
+    """Decoupled weight decay, of matrices and embeddings; norms and biases keep their size."""
+    decay_norms: bool = option(False, title="Decay norms and biases")
+    """Weight decay also shrinks norms, biases and every other trained vector."""
     schedule: Literal["constant", "linear", "cosine"] = option(
         "constant", title="Schedule", keywords="scheduler decay cosine"
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
-from trainer.config.sections import TRIGGER_PLACE
+from trainer.config.sections import fill_trigger
 from trainer.config.terminal import say
 from trainer.data.image_files import CaptionedImage, scan
 from trainer.data.measured import Answer, CutCaption, Measured
@@ -94,7 +94,7 @@ def _partly_read(texts: Sequence[Sequence[TextLength]]) -> str:
 def _sample_texts(cfg: RunConfig) -> Mapping[str, str]:
     """{field: text} of the prompts, with their trigger filled in, and the negative prompt."""
     prompts = {f"sample.prompts.{number}": text for number, text in enumerate(cfg.sample.prompts)}
-    filled = {field: text.replace(TRIGGER_PLACE, cfg.data.trigger) for field, text in prompts.items()}
+    filled = {field: fill_trigger(text, cfg.data.trigger) for field, text in prompts.items()}
     return filled | {"sample.negative": cfg.sample.negative}
 
 

@@ -48,6 +48,8 @@ from trainer.run.events import Emit, StatusEvent, WarningEvent
 
 T = TypeVar("T")
 
+LEAST_WHITE = 0.01
+"""Share of an image below which its mask is probably empty, inverted, or of a program that writes 1 for white."""
 PROGRESS_S = 0.25
 """Shortest time between two events about the number of encoded items; the last one is always written."""
 
@@ -121,7 +123,7 @@ class _DataEncoder:
         texts = self._encode_texts(["", self.context.cfg.sample.negative, *self._prompts])
         samples = [self._known.header(Path(file)) for file in self.context.cfg.sample.references]
         alone = {image.path: self._picture(image, self._largest) for image in (*samples, *others)}
-        latents = self._encode_images(list(alone.values()))
+        latents, _ = self._encode_images(list(alone.values()))
         return EncodedData(
             self.cache,
             encoded.train,
@@ -168,12 +170,14 @@ class _DataEncoder:
         warnings = (*self._warnings(dataset, wanted), *measured)
         self._warn(warnings)
         texts = self._encode_texts([*self._prompts, *(caption for image in images for caption in image.captions)])
-        latents = self._encode_images([picture for one in wanted for picture in one.pictures])
+        latents, invisible = self._encode_images([picture for one in wanted for picture in one.pictures])
         masks = self._encode_masks(wanted, latents)
+        faint = tuple(self._of_faint_masks(masks))
+        self._warn(faint)
         encoded = Encoded(
             tuple(filter(None, (one.encoded(latents, masks, texts) for one in train))),
             tuple(filter(None, (one.encoded(latents, masks, texts) for one in validation))),
-            warnings,
+            (*warnings, *invisible, *faint),
         )
         return encoded, len(encoded.train) + len(encoded.validation) == len(wanted)
 
@@ -274,10 +278,10 @@ class _DataEncoder:
         own = self._own_size(picture.file, self._largest) is not None
         return (*["whole"] * own, *picture.framing.content)
 
-    def _encode_images(self, pictures: Sequence[_Picture]) -> dict[_Picture, str]:
-        """Encode images. Returns {image: key} of those that can be used."""
+    def _encode_images(self, pictures: Sequence[_Picture]) -> tuple[dict[_Picture, str], tuple[str, ...]]:
+        """Encode images. Returns {image: key} of those that can be used, and what was said of them."""
         if not pictures:  # what is known of all files would be read for nothing, 26 MB of 100,000
-            return {}
+            return {}, ()
         distinct = list(dict.fromkeys(pictures))
         digests = content_keys([picture.file.location for picture in distinct], self._crew, self._known)
         keys = {
@@ -294,6 +298,7 @@ class _DataEncoder:
         lacking = set(missing(keys.values(), self.cache, self._crew))
         work = {key: picture for picture, key in keys.items() if key in lacking}
         failures: dict[str, str] = {}
+        warnings: tuple[str, ...] = ()
         if work:
             self._announce("images")
             contents = {picture.file.location: digest for digest, picture in zip(digests, distinct, strict=True)}
@@ -305,8 +310,9 @@ class _DataEncoder:
             )
             self._release()
             _report_failures(failures, self.context.cfg, self.context.emit)
-            self._warn_of_invisible(invisible)
-        return {picture: key for picture, key in keys.items() if key not in failures}
+            warnings = tuple(self._of_invisible(invisible))
+            self._warn(warnings)
+        return {picture: key for picture, key in keys.items() if key not in failures}, warnings
 
     def _load_and_encode(
         self, encoder: Any, contents: Mapping[str, str], invisible: list[Path], picture: _Picture
@@ -325,15 +331,14 @@ class _DataEncoder:
             invisible.append(image.path)
         return self.family.encode_image(encoder, pixels)
 
-    def _warn_of_invisible(self, files: Sequence[Path]) -> None:
+    def _of_invisible(self, files: Sequence[Path]) -> Iterator[str]:
         """Warn of fully transparent images. files: the ones that this rank encoded. Collective."""
         invisible = sorted({file for part in self.context.world.gather(files) for file in part})
         if invisible:
             count = image_warnings.counted(len(invisible), "image is", "images are")
             colour = self.context.cfg.data.background
             seen = "white" if colour == WHOLE.background else colour
-            message = f"{count} fully transparent and trained as {seen}: first {invisible[0]}; remove it"
-            self.context.emit(WarningEvent(message=message))
+            yield f"{count} fully transparent and trained as {seen}: first {invisible[0]}; remove it"
 
     def _encode_masks(self, wanted: Sequence[_Wanted], latents: Mapping[_Picture, str]) -> dict[_Mask, str]:
         """Encode masks where any of the data have them; an image without a mask is learned whole.
@@ -359,6 +364,26 @@ class _DataEncoder:
         failures = self._encode_with(partial(self._load_mask, digests), "masks", work)
         _report_failures(failures, self.context.cfg, self.context.emit)
         return {mask: key for mask, key in keys.items() if key not in failures}
+
+    def _of_faint_masks(self, masks: Mapping[_Mask, str]) -> Iterator[str]:
+        """Warn of masks that leave almost nothing to learn. masks: {mask: its key}. Collective."""
+        outside = self.context.cfg.data.mask_background
+        if outside == 1:
+            return
+        own = {mask.file.location: (mask, key) for mask, key in masks.items() if mask.file}
+        crew, places = self._crew, list(own)
+        shares = {
+            place: (float(self.cache.read(own[place][1])["mask"].mean()) / own[place][0].area - outside) / (1 - outside)
+            for place in places[crew.index :: crew.size]
+        }
+        found = {place: share for part in crew.gather(shares) for place, share in part.items()}
+        faint = [place for place in places if found[place] < LEAST_WHITE]
+        if faint:
+            count = f"{len(faint)} of {len(places)} masks {'is' if len(faint) == 1 else 'are'}"
+            yield (
+                f"{count} white in less than {LEAST_WHITE:.0%} of the image, whose other parts have weight "
+                f"{outside:g}: first {faint[0]}; paint what is learned white, which is 255 and not 1, or opaque"
+            )
 
     def _load_mask(self, contents: Mapping[str, str], item: tuple[_Mask, tuple[int, int]]) -> Example:
         mask = item[0].file
@@ -428,6 +453,13 @@ class _Mask:
         if framing.is_padded:
             return (*framing.content, image.size, image.file.width, image.file.height)
         return framing.content if self.file else ()
+
+    @property
+    def area(self) -> float:
+        """The share of the example that shows the image: all but borders."""
+        image = self.image
+        width, height = inner_size(image.file.width, image.file.height, image.size)
+        return width * height / math.prod(image.size) if image.framing.is_padded else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,9 +545,11 @@ def _conversion(image: ImageFile) -> tuple[str, ...]:
 
 def _report_failures(failures: Mapping[str, str], cfg: RunConfig, emit: Emit) -> None:
     if failures and cfg.data.bad_image == "stop":
-        raise InputError("\n".join(f"{message}, or set data.bad_image: warn" for message in failures.values()))
-    for message in failures.values():
-        emit(WarningEvent(message=f"left out: {message}"))
+        raise InputError(
+            image_warnings.listing(f"{message}, or set data.bad_image: warn" for message in failures.values())
+        )
+    for message in image_warnings.folded(map(image_warnings.left_out, failures.values())):
+        emit(WarningEvent(message=message))
 
 
 def _crew(world: World, folder: Path) -> Crew:

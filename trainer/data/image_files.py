@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,25 +13,52 @@ from typing import Any, TypeVar
 
 from trainer.config.errors import InputError
 from trainer.config.files import opened
-from trainer.config.sections import TRIGGER_PLACE, DataConfig, DataFolder, half_character
+from trainer.config.sections import (
+    TRIGGER_PLACE,
+    DataConfig,
+    DataFolder,
+    fill_trigger,
+    half_character,
+    has_trigger_place,
+)
 from trainer.config.terminal import shortened
-from trainer.data import image_warnings
-from trainer.data.image_io import IMAGE_SUFFIXES, WHOLE, ImageFile, files_below
-from trainer.data.image_tables import COMPRESSED, CSV, IS_COMPRESSED, TABLES, Columns, TableRow, csv_rows, read_table
+from trainer.data import image_warnings, unread_files
+from trainer.data.image_io import (
+    IMAGE_SUFFIXES,
+    OTHER_IMAGE_SUFFIXES,
+    WHOLE,
+    ImageFile,
+    entries_below,
+    same_name,
+)
+from trainer.data.image_tables import (
+    COMPRESSED,
+    CSV,
+    IS_COMPRESSED,
+    TABLES,
+    Columns,
+    TableRow,
+    csv_rows,
+    read_table,
+    unix_lines,
+)
 from trainer.data.known_files import KnownFiles
 from trainer.data.masks_references import Findings, Masks, References, Rejected
 from trainer.data.text_files import rows
 
-OTHER_IMAGE_SUFFIXES = frozenset({".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".psd", ".exr", ".dng"})
 METADATA = ("metadata.jsonl", "metadata.csv")
 """Files that list the captions of the images next to and below them."""
-MAX_SHOWN_PROBLEMS = 20
+REPEATS = re.compile(r"([1-9]\d{0,2})_(.*\S.*)")
+"""Names of folders as kohya's scripts read them: how often their images occur, and their caption where they have none.
+Not 01_portraits, which is a number in a list, nor 2023_holiday, a year."""
 MOST_WRONG_ROWS = 1000
 """Wrong rows after which the rest of a .jsonl is not read."""
 MAX_CAPTION = 64 * 2**10
 """Limit for a caption, bytes: some 16,000 tokens, more than any encoder reads."""
 
 _FOLDERS = "data.folders."
+_NEEDED = (("file_name",), ("text", "caption"))
+"""Columns of a metadata.csv: one of each."""
 C = TypeVar("C", Masks, References, Rejected)
 
 
@@ -141,9 +169,10 @@ class Watcher:
 def scan(cfg: DataConfig, watcher: Watcher | None = None, known: KnownFiles | None = None) -> Dataset:
     """Find the images of all folders of the config, with captions, masks and references; only headers are read.
 
-    Folders are searched recursively. Hidden ones, `cache`, `*_cache` and `data.cache` are skipped, and a folder that
-    the config lists separately counts only there. A caption is the .txt next to the image, else a row of a
-    metadata.jsonl whose `file_name` leads to the image, and which may have several captions and a focus point.
+    Folders are searched recursively. Hidden ones, `cache`, `*_cache`, runs and `data.cache` are skipped, and a folder
+    that the config lists separately counts only there. A caption is the .txt next to the image, else a row of a
+    metadata.jsonl whose `file_name` leads to the image, and which may have several captions and a focus point, else
+    the text of a folder `REPEATS_TEXT`. Names are compared with composed accents (NFC).
     `data.validation: n` sets aside the last n images of the order.
     Regularization images are the last of `train`, without masks and references. The result is empty where only
     questions are trained.
@@ -169,7 +198,7 @@ def scan(cfg: DataConfig, watcher: Watcher | None = None, known: KnownFiles | No
     if isinstance(cfg.validation, int):
         images, held_out = _set_aside(images, cfg.validation)
     images += _as_frequent(others, images, cfg.regularization_weight)
-    dataset = Dataset(tuple(images), tuple(held_out), tuple(scanner.findings.warnings))
+    dataset = Dataset(tuple(images), tuple(held_out), tuple(image_warnings.folded(scanner.findings.warnings)))
     copies = image_warnings.of_copies((image.path for image in (*images, *held_out)), known.digest)
     return replace(dataset, warnings=(*dataset.warnings, *image_warnings.of_files(dataset.images), *copies))
 
@@ -204,13 +233,13 @@ def _training_sources(cfg: DataConfig) -> Iterator[_Source]:
         yield _Source(f"{_FOLDERS}{index}.path", _absolute(folder.path), weight, folder=folder)
 
 
-def _settings(cfg: DataConfig, source: _Source) -> dict[str, Any]:
+def _settings(cfg: DataConfig, source: _Source, repeats: int) -> dict[str, Any]:
     """The fields of `CaptionedImage` that are the same for all images of a folder."""
     own = source.folder
     sides = tuple(sorted(set(own.resolutions))) if own else ()
     dropout = own.caption_dropout if own and own.caption_dropout is not None else cfg.caption_dropout
     return {
-        "weight": source.weight,
+        "weight": source.weight * repeats,
         "sides": sides or cfg.sides,
         "may_flip": own.flip if own and own.flip is not None else cfg.flip,
         "caption_dropout": dropout,
@@ -262,7 +291,11 @@ class _Scanner:
         self._watcher, self._known = watcher, known
         self._separate_folders = separate_folders(cfg)
         self._captioned: dict[str, list[Path]] = {}
-        self._texts: set[str] = set()
+        self._texts: dict[str, str] = {}
+        self._uncaptioned: list[tuple[str, str]] = []
+        self._twice: list[Path] = []
+        self._relisted: list[Path] = []
+        self._named_by_folder: list[Path] = []
         self._masks = self._companions(Masks, "data.masks", cfg.masks)
         self._own_masks: dict[str, Masks | None] = {
             f"{_FOLDERS}{number}.path": self._companions(Masks, f"{_FOLDERS}{number}.masks", folder.masks)
@@ -279,18 +312,98 @@ class _Scanner:
         if tables:
             return self._of_tables(source, tables)
         paths = self._paths(source, files)
-        self._texts.update(str(file) for file in files if file.suffix == ".txt")
-        listed = self._metadata([file for file in files if file.name in METADATA], frozenset(paths))
+        self._texts |= _text_files(files)
+        listed = self._metadata([file for file in files if file.name in METADATA], by_name(paths))
         self._watcher.listed({image: row.captions[0] for image, row in listed.items() if row.captions})
         images = [image for path in paths if (image := self._of_file(path, listed.get(path), source)) is not None]
-        self._check(source, len(paths), images)
+        self._check(source, len(paths), images, files)
         return images
 
-    def _check(self, source: _Source, count: int, images: list[CaptionedImage]) -> None:
-        """Collect what concerns all of a folder's images. count: those that were found."""
+    def _check(self, source: _Source, count: int, images: list[CaptionedImage], files: Sequence[Path] = ()) -> None:
+        """Collect what concerns all of a folder's images.
+
+        Args:
+            source: The folder.
+            count: The images that were found.
+            images: Those that are used.
+            files: All files of a folder of images; none of tables.
+        """
+        unread = [file for file in files if file.suffix.lower() not in IMAGE_SUFFIXES and not self._is_read(file)]
+        near = unread_files.nearest(unread, [Path(place) for place, _ in self._uncaptioned]) if files else {}
+        texts = [file for file in unread if file.suffix.lower() == ".txt"]
+        rivals = [file for file in texts if self._texts[f"{unread_files.stem_of(file)}.txt"] != str(file)]
+        self._name_uncaptioned(source, count, near)
+        self._warn_of_second_captions(source, rivals)
+        self._warn_of_repeats(source, images)
+        self.findings.warnings += unread_files.of_captioned(source.field, unread, {*near.values(), *rivals})
         if count and not images and not self.findings.problems:
             self.findings.problems.append(f"{source.field}: {source.root}: none of its {count} images can be read")
         self._warn_of_open_trigger(source, images)
+
+    def _is_read(self, file: Path) -> bool:
+        return file.name in METADATA or str(file) in self._captioned
+
+    def _name_uncaptioned(self, source: _Source, count: int, near: Mapping[Path, Path]) -> None:
+        """Name the images of a folder that have no caption, as a problem or, where that is allowed, as a warning.
+
+        Args:
+            source: The folder.
+            count: Its images.
+            near: {image: a file that probably is its caption}.
+        """
+        missing, self._uncaptioned = self._uncaptioned, []
+        if not missing:
+            return
+        place, remedy = missing[0]
+        hint = "".join(
+            f"; {file} is not read, rename it to {os.path.basename(_stem(image))}.txt"
+            for image, file in [*near.items()][:1]
+        )
+        is_allowed = self.cfg.missing_caption == "empty"
+        done = f"{'has' if len(missing) == 1 else 'have'} no caption"
+        if is_allowed:
+            done += f" and {'is' if len(missing) == 1 else 'are'} trained without one"
+        sentence = f"{source.field}: {len(missing)} of {count} images {done}: first {place}"
+        if is_allowed:
+            self.findings.warnings.append(f"{sentence}{hint}")
+            return
+        if len(missing) == 1:
+            sentence = f"{place}: no caption"
+        self.findings.problems.append(f"{sentence}; {remedy}, or set data.missing_caption: empty{hint}")
+
+    def _warn_of_second_captions(self, source: _Source, rivals: Sequence[Path]) -> None:
+        """Warn of captions that another one of the same image keeps from being used. rivals: their files."""
+        twice, self._twice = [*rivals, *self._twice], []
+        if twice:
+            count = image_warnings.counted(len(twice), "image has", "images have")
+            self.findings.warnings.append(
+                f"{source.field}: {count} another caption than the .txt, which is not used: first {twice[0]}; remove "
+                "one of them"
+            )
+        relisted, self._relisted = self._relisted, []
+        if relisted:
+            count = image_warnings.counted(len(relisted), "image is", "images are")
+            self.findings.warnings.append(
+                f"{source.field}: {count} listed again with another caption, and the last one is used: first "
+                f"{relisted[0]}; remove the other rows"
+            )
+
+    def _warn_of_repeats(self, source: _Source, images: Iterable[CaptionedImage]) -> None:
+        """Say which folders are trained more often, and which images without a caption have that of their folder."""
+        names = dict.fromkeys(image.location[len(str(source.root)) :].lstrip("/").partition("/")[0] for image in images)
+        often = [f"{name} {times} times" for name in names if (times := _repeats(source, f"{name}/")[0]) > 1]
+        if often:
+            self.findings.warnings.append(
+                f"{source.field}: images occur in an epoch as often as the names of their folders say, as in kohya's "
+                f"scripts: {', '.join(often)}; rename a folder to change this"
+            )
+        named, self._named_by_folder = self._named_by_folder, []
+        if named:
+            count = image_warnings.counted(len(named), "image has", "images have")
+            self.findings.warnings.append(
+                f"{source.field}: {count} no caption but the text of the folder's name, as in kohya's scripts: first "
+                f"{named[0]}"
+            )
 
     def _tables(self, source: _Source, files: Sequence[Path]) -> list[Path]:
         """The files of several images each that are read: that which the config names, or those of a folder that has
@@ -335,7 +448,7 @@ class _Scanner:
         return images
 
     def _of_row(self, source: _Source, row: TableRow, prefix: str) -> CaptionedImage | None:
-        captions = self._complete(row.captions, f"{row.place}: no caption; write it into the row")
+        captions = self._complete(row.captions, row.place, "write it into the row")
         return self._image(row.image, f"{prefix}{row.name}", captions, WHOLE.focus, source, row.references)
 
     def finish(self) -> None:
@@ -344,17 +457,17 @@ class _Scanner:
             if companions:
                 companions.finish()
         self._warn_of_shared_captions()
-        problems = self.findings.problems
-        if problems:
-            hidden = len(problems) - MAX_SHOWN_PROBLEMS
-            more = [f"and {hidden} more"] if hidden > 0 else []
-            raise InputError("\n".join(problems[:MAX_SHOWN_PROBLEMS] + more))
+        if self.findings.problems:
+            raise InputError(image_warnings.listing(self.findings.problems))
 
     def _companions(self, kind: type[C], field: str, folder: str | None) -> C | None:
         if folder is None:
             return None
         source = _Source(field, _absolute(folder), holds="images named as those of the data")
-        paths = self._paths(source, self._files(source))
+        files = self._files(source)
+        paths = self._paths(source, files)
+        used = frozenset(paths)
+        self.findings.warnings += unread_files.of_others(field, [file for file in files if file not in used])
         return kind(field, source.root, paths, self.findings, self._known) if paths else None
 
     def _files(self, source: _Source) -> list[Path]:
@@ -367,10 +480,12 @@ class _Scanner:
                 kind = "not a folder" if root.exists() else "no such folder"
                 self.findings.problems.append(f"{source.field}: {root}: {kind}; give a folder of {source.holds}")
                 return []
-            files = []
-            for file in files_below(root, self._separate_folders):
+            files, passed = [], list[str]()
+            for entry in entries_below(root, self._separate_folders, passed):
+                file = Path(entry.path)
                 self._watcher.found(file)
                 files.append(file)
+            self.findings.warnings += unread_files.of_folders(source.field, passed)
         except OSError as error:
             wrong = f"{source.field}: {shortened(str(error.filename), 500)}: cannot be read ({error.strerror})"
             self.findings.problems.append(f"{wrong}; change its permissions, or name a folder without it")
@@ -396,7 +511,9 @@ class _Scanner:
 
     def _of_file(self, path: Path, row: Row | None, source: _Source) -> CaptionedImage | None:
         name = _stem(path)[len(str(source.root)) :].lstrip("/")
-        return self._image(path, name, self._captions(path, row), row.focus if row else WHOLE.focus, source)
+        repeats, text = _repeats(source, name)
+        captions = self._captions(path, row, text)
+        return self._image(path, name, captions, row.focus if row else WHOLE.focus, source, repeats=repeats)
 
     def _image(
         self,
@@ -406,6 +523,7 @@ class _Scanner:
         focus: tuple[float, float],
         source: _Source,
         own_references: Sequence[Path] = (),
+        repeats: int = 1,
     ) -> CaptionedImage | None:
         """The image; None if it, its captions, mask or a reference has a problem, which is collected.
 
@@ -416,7 +534,9 @@ class _Scanner:
             focus: Its focus point.
             source: Its folder.
             own_references: References that its row names.
+            repeats: How much more often than others it occurs.
         """
+        name = same_name(name)
         self._watcher.reading(path)
         if source.is_own:
             self._watcher.named(path, source.field, name)
@@ -434,7 +554,7 @@ class _Scanner:
         image = CaptionedImage(
             **file.values,
             caption="",
-            **_settings(self.cfg, source),
+            **_settings(self.cfg, source, repeats),
             mask=mask,
             references=references,
             rejected=rejected,
@@ -453,29 +573,38 @@ class _Scanner:
         caption = " ".join(filter(None, (prefix.strip(), caption)))
         return _with_trigger(caption, self.cfg.trigger) if is_own else caption
 
-    def _captions(self, path: Path, row: Row | None) -> tuple[str, ...] | None:
-        """All captions of an image, at least one; None where they have a problem, which is collected."""
-        file = f"{_stem(path)}.txt"
-        if file in self._texts:
+    def _captions(self, path: Path, row: Row | None, of_folder: str) -> tuple[str, ...] | None:
+        """All captions of an image, at least one; None where they have a problem, which is collected.
+
+        of_folder: its caption where it has none of its own.
+        """
+        wanted = f"{_stem(path)}.txt"
+        captions = row.captions if row else ()
+        if file := self._texts.get(wanted) or self._texts.get(same_name(wanted)):
             self._captioned.setdefault(file, []).append(path)
             text = self._text(Path(file))
             if text is None:
                 return None
             lines = text.splitlines() if self.cfg.caption_lines else [text]
-            captions = tuple(line.strip() for line in lines if line.strip())
-        else:
-            captions = row.captions if row else ()
-        return self._complete(captions, f"{path}: no caption; write it into {os.path.basename(file)}")
+            written = tuple(line.strip() for line in lines if line.strip())
+            self._twice += [path] if captions not in ((), written) else []
+            if file != wanted and written:
+                self._watcher.listed({path: written[0]})
+            captions = written
+        elif of_folder and not captions:
+            self._named_by_folder.append(path)
+            captions = (of_folder,)
+        return self._complete(captions, str(path), f"write it into {os.path.basename(wanted)}")
 
-    def _complete(self, captions: Sequence[str], missing: str) -> tuple[str, ...] | None:
-        """Captions that are not empty, or a single empty one, if that may be; else None, and `missing` is collected."""
-        captions = tuple(caption for caption in captions if caption) or ("",)
-        if captions == ("",) and self.cfg.missing_caption == "stop":
-            self.findings.problems.append(f"{missing}, or set data.missing_caption: empty")
-            return None
-        return captions
+    def _complete(self, captions: Sequence[str], place: str, remedy: str) -> tuple[str, ...] | None:
+        """Captions that are not empty, or a single empty one, if that may be; else None. Missing ones are collected."""
+        captions = tuple(caption for caption in captions if caption)
+        if captions:
+            return captions
+        self._uncaptioned.append((place, remedy))
+        return ("",) if self.cfg.missing_caption == "empty" else None
 
-    def _metadata(self, files: Iterable[Path], images: frozenset[Path]) -> dict[Path, Row]:
+    def _metadata(self, files: Iterable[Path], images: Mapping[str, Path]) -> dict[Path, Row]:
         """{image: its row} of all metadata files."""
         listed: dict[Path, Row] = {}
         for file in files:
@@ -490,7 +619,10 @@ class _Scanner:
                         except StalePoint as error:
                             self.findings.warnings.append(f"{file}:{number}: {error}")
                         else:
-                            listed[image] = _joined(listed.get(image), row)
+                            former = listed.get(image)
+                            if former and former.captions and row.captions not in ((), former.captions):
+                                self._relisted.append(image)
+                            listed[image] = _joined(former, row)
         return listed
 
     def _text(self, path: Path) -> str | None:
@@ -501,7 +633,7 @@ class _Scanner:
             if len(data) > MAX_CAPTION:
                 raise InputError(f"{path}: {too_long(os.fstat(stream.fileno()).st_size)}")
             # Windows editors write a byte order mark before the text.
-            return data.decode("utf-8").removeprefix("\ufeff").strip()
+            return unix_lines(data.decode("utf-8").removeprefix("\ufeff")).strip()
         return None
 
     @contextmanager
@@ -525,7 +657,7 @@ class _Scanner:
 
     def _bad_image(self, message: str) -> None:
         if self.cfg.bad_image == "warn":
-            self.findings.warnings.append(f"left out: {message}")
+            self.findings.warnings.append(image_warnings.left_out(message))
         else:
             self.findings.problems.append(f"{message}, or set data.bad_image: warn")
 
@@ -540,7 +672,7 @@ class _Scanner:
             )
 
     def _warn_of_open_trigger(self, source: _Source, images: list[CaptionedImage]) -> None:
-        count = sum(TRIGGER_PLACE in image.caption for image in images)
+        count = sum(has_trigger_place(image.caption) for image in images)
         if count:
             remedy = "set data.trigger" if source.is_own else "remove it: the trigger is not for these images"
             self.findings.warnings.append(
@@ -551,7 +683,7 @@ class _Scanner:
 def metadata_lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
     """(number from 1, offset in bytes, JSON) of every row of a metadata.jsonl or metadata.csv."""
     if file.suffix == CSV:
-        return ((number, 0, json.dumps(row).encode()) for number, row in csv_rows(file))
+        return ((number, 0, json.dumps(row).encode()) for number, row in csv_rows(file, needed=_NEEDED))
     return rows(file)
 
 
@@ -568,8 +700,11 @@ def named_images(file: Path) -> frozenset[Path]:
     return frozenset(named)
 
 
-def metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path, Row]:
-    """The image of a row and the row. Raises InputError with the reason and the remedy, without file and line."""
+def metadata_row(line: str, folder: Path, images: Mapping[str, Path]) -> tuple[Path, Row]:
+    """The image of a row and the row. Raises InputError with the reason and the remedy, without file and line.
+
+    images: {path, as it is and as it is compared: image}.
+    """
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -587,10 +722,11 @@ def metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path
         raise InputError(f"a text {half}")
     if (size := max((len(caption.encode()) for caption in captions), default=0)) > MAX_CAPTION:
         raise InputError(f"{name}: {too_long(size)}")
-    image = Path(os.path.normpath(folder / row["file_name"]))
-    if image not in images:
+    path = os.path.normpath(folder / row["file_name"])
+    image = images.get(path) or images.get(same_name(path))
+    if image is None:
         raise (StalePoint if is_point else InputError)(f"no such image: {name}; correct file_name or remove the line")
-    return image, Row(tuple(caption.strip() for caption in captions), focus)
+    return image, Row(tuple(unix_lines(caption).strip() for caption in captions), focus)
 
 
 def _joined(former: Row | None, row: Row) -> Row:
@@ -616,6 +752,29 @@ def focus_of(value: Any, name: str) -> tuple[float, float]:
     return float(value[0]), float(value[1])
 
 
+def by_name(paths: Iterable[Path]) -> dict[str, Path]:
+    """Return {path, as it is and as it is compared: image}."""
+    found = {str(path): path for path in paths}
+    return {same_name(name): path for name, path in found.items()} | found
+
+
+def _text_files(files: Sequence[Path]) -> dict[str, str]:
+    """{path of a .txt: that file}; a path also leads to a .TXT, or one with other accents, if there is nothing else."""
+    texts = [str(file) for file in files if file.suffix.lower() == ".txt"]
+    others = {same_name(f"{os.path.splitext(text)[0]}.txt"): text for text in reversed(texts)}
+    return others | {text: text for text in texts if text.endswith(".txt")}
+
+
+def _repeats(source: _Source, name: str) -> tuple[int, str]:
+    """(repeats, caption) of the images of a folder `10_ohwx woman` directly in that of the data; else 1 and "".
+
+    name: the path of an image below the folder of the data.
+    """
+    folder, below, _ = name.partition("/")
+    found = REPEATS.fullmatch(folder) if below and source.is_own else None
+    return (int(found[1]), found[2].strip()) if found else (1, "")
+
+
 def _stem(path: Path) -> str:
     """A file's path without its suffix."""
     return os.path.splitext(path)[0]
@@ -629,6 +788,8 @@ def too_long(size: int) -> str:
 def _with_trigger(caption: str, trigger: str) -> str:
     if not trigger:
         return caption
-    if TRIGGER_PLACE in caption:
-        return caption.replace(TRIGGER_PLACE, trigger)
+    if has_trigger_place(caption):
+        return fill_trigger(caption, trigger)
+    if re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption, re.IGNORECASE):
+        return caption
     return f"{trigger}, {caption}" if caption else trigger

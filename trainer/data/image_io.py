@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import os
 import struct
-from collections.abc import Callable, Iterator
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, cast
@@ -25,7 +27,15 @@ from trainer.data.colour import Profile
 from trainer.data.image_members import opened_image
 from trainer.data.text_files import MOST_DEEP, too_deep
 
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
+JPEG_SUFFIXES = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".pjpeg", ".pjp"})
+"""The names that browsers and Windows give a JPEG."""
+IMAGE_SUFFIXES = JPEG_SUFFIXES | {".png", ".webp", ".bmp", ".tif", ".tiff"}
+OTHER_IMAGE_SUFFIXES = frozenset({".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".psd", ".exr", ".dng"})
+"""Images that are not read, and stop a run."""
+RUN_FILES = frozenset({"config.yaml", "events.jsonl"})
+"""A folder with both is a run: its samples, drawings and exports are not data."""
+MOST_LOOKED = 1000
+"""Files of a folder that is passed over among which an image is looked for."""
 MAX_PIXELS = 2**28
 """16384 x 16384; phones take 200 megapixels. Decoding takes at most 1.1 GiB of memory, 3.1 with transparency.
 
@@ -118,7 +128,7 @@ def crop_start(focus: float, kept: float) -> float:
 def files_below(folder: Path, skipped: frozenset[Path]) -> Iterator[Path]:
     """The files below a folder. Links to folders are followed, but no folder is entered twice.
 
-    Hidden folders, `cache`, `*_cache` and those of `skipped` (resolved paths) are left out.
+    Hidden folders, `cache`, `*_cache`, folders of runs and those of `skipped` (resolved paths) are left out.
 
     Raises:
         OSError: A folder cannot be read.
@@ -127,9 +137,34 @@ def files_below(folder: Path, skipped: frozenset[Path]) -> Iterator[Path]:
     return (Path(entry.path) for entry in entries_below(folder, skipped))
 
 
-def entries_below(folder: Path, skipped: frozenset[Path]) -> Iterator[os.DirEntry[str]]:
-    """The same as `files_below`, as `os.scandir` has them."""
-    yield from _walk(folder, str(folder), 0, os.path.realpath(folder), set(map(str, skipped)))
+def entries_below(
+    folder: Path, skipped: frozenset[Path], passed: list[str] | None = None
+) -> Iterator[os.DirEntry[str]]:
+    """The same as `files_below`, as `os.scandir` has them.
+
+    passed: takes the folders that are left out, those of `skipped` excepted.
+    """
+    found = passed if passed is not None else []
+    yield from _walk(folder, str(folder), 0, os.path.realpath(folder), set(map(str, skipped)), found)
+
+
+def folders_with_images(folders: Iterable[str]) -> list[str]:
+    """Those of some folders in which an image is soon found. The trash of the page, or of a desktop, does not count."""
+    return [
+        folder
+        for folder in folders
+        if not os.path.basename(folder).lower().startswith(".trash") and _holds_images(folder)
+    ]
+
+
+def is_passed_over(name: str) -> bool:
+    """Whether a folder of this name is not searched for images."""
+    return name[0] == "." or name == "cache" or name.endswith("_cache")
+
+
+def same_name(path: str) -> str:
+    """A path as it is compared: macOS writes accents as characters of their own (NFD), other systems do not (NFC)."""
+    return unicodedata.normalize("NFC", path)
 
 
 def read_header(path: Path) -> ImageFile:
@@ -258,26 +293,39 @@ def load_bordered_mask(
     return ImageOps.mirror(whole) if framing.is_mirrored else whole
 
 
-def _walk(root: Path, folder: str, depth: int, real: str, seen: set[str]) -> Iterator[os.DirEntry[str]]:
+def _walk(
+    root: Path, folder: str, depth: int, real: str, seen: set[str], passed: list[str]
+) -> Iterator[os.DirEntry[str]]:
     """The files below a folder that was reached from `root`. real: the folder's path without links."""
     if depth > MOST_DEEP:
         raise too_deep(root)
     with os.scandir(folder) as found:
         entries = sorted(found, key=attrgetter("name"))
+    if depth and sum(entry.name in RUN_FILES for entry in entries) == len(RUN_FILES):
+        passed.append(folder)
+        return
     for entry in entries:
-        if entry.name[0] == ".":
-            continue
         try:
             is_folder = entry.is_dir()
         except OSError:  # a link to itself, which is named when it is read as a file
             is_folder = False
         if not is_folder:
-            yield entry
+            if entry.name[0] != ".":
+                yield entry
             continue
         real_entry = os.path.realpath(entry.path) if entry.is_symlink() else os.path.join(real, entry.name)
-        if not (entry.name == "cache" or entry.name.endswith("_cache")) and real_entry not in seen:
-            seen.add(real_entry)
-            yield from _walk(root, entry.path, depth + 1, real_entry, seen)
+        if real_entry in seen:
+            continue
+        if is_passed_over(entry.name):
+            passed.append(entry.path)
+            continue
+        seen.add(real_entry)
+        yield from _walk(root, entry.path, depth + 1, real_entry, seen, passed)
+
+
+def _holds_images(folder: str) -> bool:
+    names = (name for _, _, found in os.walk(folder) for name in sorted(found))
+    return any(os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES for name in islice(names, MOST_LOOKED))
 
 
 def _stored_size(image: Image.Image) -> tuple[int, int]:

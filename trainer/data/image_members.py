@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import InputError
-from trainer.config.files import opened
-from trainer.data.text_files import open_parquet
+from trainer.config.files import MIB, opened
+from trainer.data.row_files import open_parquet
 
 SUFFIX = ".parquet"
 TAR = ".tar"
-GROUPS_KEPT = 4
-"""Row groups of one column that stay in memory."""
+BYTES_KEPT = 256 * MIB
+"""Cells of parquet columns that stay in memory; half of them are read at a time."""
+MOST_IMAGE = 1024 * MIB
+"""Limit for the file of an image inside another file, bytes: 268 megapixels without any compression are less."""
+LEAST_SUSPICIOUS, MOST_PACKED = 64 * MIB, 50
+"""A column of images is refused where more bytes than this become more than 50 times as many: images are compressed."""
 
 
 def member(file: Path, row: int, column: str, number: int = 0) -> Path:
@@ -58,6 +64,7 @@ def opened_image(path: Path) -> io.BufferedReader | io.BytesIO:
 
 def _in_tar(path: Path) -> io.BytesIO:
     offset, size = map(int, path.parts[-3:-1])
+    require_size(path, size)
     with opened(file_of(path)) as stream:
         stream.seek(offset)
         content = stream.read(size)
@@ -68,7 +75,7 @@ def _in_tar(path: Path) -> io.BytesIO:
 
 def _in_parquet(path: Path) -> io.BytesIO:
     row, column, number = path.parts[-3:]
-    value = _value(file_of(path), int(row), column)
+    value = _CELLS.value(file_of(path), int(row), column)
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         value = value[int(number)]
     # The datasets of the hub hold {bytes, path}.
@@ -78,13 +85,93 @@ def _in_parquet(path: Path) -> io.BytesIO:
         raise InputError(f"{path}: the column {column} has the path of an image without its bytes; {remedy}")
     if not isinstance(content, bytes):
         raise InputError(f"{path}: holds no image; the column {column} must have the bytes of an encoded image")
+    require_size(path, len(content))
     return io.BytesIO(content)
 
 
-def _value(file: Path, row: int, column: str) -> Any:
-    starts = _starts(file, file.stat().st_mtime_ns)
-    group = max(number for number, start in enumerate(starts) if start <= row)
-    return _column(file, file.stat().st_mtime_ns, group, column)[row - starts[group]].as_py()
+def require_size(path: Path | str, size: int) -> None:
+    """Raise InputError for an image file of more than MOST_IMAGE bytes inside another file."""
+    if size > MOST_IMAGE:
+        limit = f"{MOST_IMAGE // MIB} MiB"
+        raise InputError(f"{path}: {size // MIB} MiB are too many for an image, the limit is {limit}; remove it")
+
+
+def require_plain(file: Path, metadata: Any, columns: Iterable[str]) -> None:
+    """Raise InputError for a parquet file whose images take little room on the disk and would fill the memory.
+
+    Args:
+        file: The file.
+        metadata: Its `pyarrow.parquet.FileMetaData`.
+        columns: Its columns of images.
+    """
+    for group in range(metadata.num_row_groups):
+        row_group = metadata.row_group(group)
+        for chunk in map(row_group.column, range(row_group.num_columns)):
+            name = chunk.path_in_schema.partition(".")[0]
+            size, packed = chunk.total_uncompressed_size, chunk.total_compressed_size
+            if name in columns and size > max(LEAST_SUSPICIOUS, MOST_PACKED * packed):
+                raise InputError(
+                    f"{file}: row group {group + 1} of the column {name} has {packed / MIB:.1f} MiB that become "
+                    f"{size / MIB:.0f}; encoded images do not shrink so much, write the file again"
+                )
+
+
+def rows_at_once(metadata: Any, columns: Sequence[str], at_most: int) -> int:
+    """Return how many rows can be decoded at a time, even where each has the largest value of its row group."""
+    largest = 1
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            if chunk.path_in_schema.partition(".")[0] in columns:
+                largest = max(largest, chunk.total_uncompressed_size)
+    return max(1, min(at_most, BYTES_KEPT // 2 // largest))
+
+
+class _Cells:
+    """The cells of parquet columns that were read last: for each row group a part of it, from its first row on."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[Path, int, int, str], tuple[int, list[Any], int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def value(self, file: Path, row: int, column: str) -> Any:
+        changed = file.stat().st_mtime_ns
+        starts = _starts(file, changed)
+        group = max(number for number, start in enumerate(starts) if start <= row)
+        key, place = (file, changed, group, column), row - starts[group]
+        with self._lock:
+            first, cells, _ = self._kept.get(key, (0, [], 0))
+            if not first <= place < first + len(cells):
+                self._kept.pop(key, None)
+                first, cells, size = place, *_read(file, group, column, place)
+                self._kept[key] = (first, cells, size)
+                while sum(size for *_, size in self._kept.values()) > BYTES_KEPT and len(self._kept) > 1:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(key)
+        return cells[place - first].as_py()
+
+
+_CELLS = _Cells()
+
+
+def _read(file: Path, group: int, column: str, first: int) -> tuple[list[Any], int]:
+    """The cells of a row group from a row on, as many as BYTES_KEPT has room for, and their bytes.
+
+    A page of a parquet file is decoded as a whole, so that single rows are expensive, and so are open pages.
+    """
+    cells: list[Any] = []
+    place = size = 0
+    with open_parquet(file) as found:
+        require_plain(file, found.metadata, [column])
+        at_once = rows_at_once(found.metadata, [column], 1024)
+        for batch in found.iter_batches(at_once, row_groups=[group], columns=[column]):
+            if place + batch.num_rows > first:
+                new = batch.column(column).slice(max(0, first - place))
+                cells += list(new)
+                size += new.nbytes
+            place += batch.num_rows
+            if size >= BYTES_KEPT // 2:
+                break
+    return cells, size
 
 
 @functools.lru_cache(maxsize=256)
@@ -93,9 +180,3 @@ def _starts(file: Path, changed: int) -> tuple[int, ...]:
     with open_parquet(file) as found:
         counts = [found.metadata.row_group(number).num_rows for number in range(found.num_row_groups)]
     return tuple(sum(counts[:number]) for number in range(len(counts)))
-
-
-@functools.lru_cache(maxsize=GROUPS_KEPT)
-def _column(file: Path, changed: int, group: int, column: str) -> Any:
-    with open_parquet(file) as found:
-        return found.read_row_group(group, columns=[column]).column(column)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.config.schema import RunConfig
-from trainer.config.sections import TRIGGER_PLACE, DataConfig
+from trainer.config.sections import DataConfig, fill_trigger
 from trainer.data.cache import ExampleCache, key_of_all
 from trainer.data.epochs import num_images
 from trainer.data.image_files import CaptionedImage
@@ -176,15 +176,14 @@ class ImageSource(DataSource):
         with without_collection():
             self.digest = data.digest
         self.num_held_out = len(data.validation)
-        self._cfg, self._family = cfg, family
+        self._cfg = cfg
+        self._batch_key = batch_keys(family, self.data)
         self._keeps_regularization_captions = recipe >= 2
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> ImageBatchSampler:
         made: dict[Choices, Choices] = {}  # one for all images alike: there may be a million
         choices = [made.setdefault(one, one) for one in (self._choices(each.image) for each in self.data.train)]
-        return ImageBatchSampler(
-            batch_keys(self._family, self.data), self._weights, sizes, self._cfg.train.seed, choices
-        )
+        return ImageBatchSampler(self._batch_key, self._weights, sizes, self._cfg.train.seed, choices)
 
     def _choices(self, image: CaptionedImage) -> Choices:
         # Guidance pushes samples away from what a dropped caption gives, which therefore must be the subject that is
@@ -211,6 +210,9 @@ class ImageSource(DataSource):
 
     def micro_batch(self, item: ImageItem) -> int | None:
         return self.data.train[item.index].image.micro_batch
+
+    def batch_key(self, item: ImageItem) -> Hashable:
+        return self._batch_key(item)
 
     def held_out(self, index: int) -> Example:
         return self.data.held_out(index)
@@ -265,7 +267,7 @@ class ImageDrawer(SampleDrawer):
 
 def with_trigger(prompts: Sequence[str], data: DataConfig) -> list[str]:
     """Return prompts with `data.trigger` in place of [trigger]."""
-    return [prompt.replace(TRIGGER_PLACE, data.trigger) for prompt in prompts]
+    return [fill_trigger(prompt, data.trigger) for prompt in prompts]
 
 
 def batch_keys(family: ImageFamily, data: EncodedData) -> Callable[[ImageItem], Hashable]:

@@ -10,17 +10,26 @@ import io
 import json
 import os
 import tarfile
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal, cast
 
 from trainer.config.errors import InputError
 from trainer.config.files import opened
 from trainer.config.sections import DataConfig, half_character
 from trainer.config.terminal import shortened
-from trainer.data.image_members import SUFFIX, TAR, member, tar_member
-from trainer.data.text_files import open_parquet
+from trainer.data.image_members import (
+    SUFFIX,
+    TAR,
+    member,
+    require_plain,
+    require_size,
+    rows_at_once,
+    tar_member,
+)
+from trainer.data.row_files import open_parquet
 
 CSV = ".csv"
 TABLES = (SUFFIX, CSV, TAR)
@@ -30,13 +39,15 @@ COMPRESSED_MARKS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 """First bytes of gzip, bzip2, xz and zstd."""
 IS_COMPRESSED = "is compressed, and images are read from their place in it; unpack it to a .tar"
 IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "file_name", "image_path", "path", "file", "img")
-TAR_IMAGES = (*IMAGE_COLUMNS, "bmp", "tif", "tiff")
+TAR_IMAGES = (*IMAGE_COLUMNS, "bmp", "tif", "tiff", "jfif", "jpe", "pjpeg", "pjp")
 """Suffixes of images in a tar file, in the order in which one is chosen."""
 CAPTION_COLUMNS = ("text", "caption", "captions", "prompt", "txt", "description")
+FORMS: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD")
+"""How systems write accents."""
 ROWS_AT_ONCE, LISTS_AT_ONCE = 1024, 16
 """Rows that are read at a time: of texts, and of lists, which may hold whole images."""
 MOST_TEXT = 2**20
-"""Bytes of a text in a tar file that are read."""
+"""Bytes of a text, or of a name, in a tar file that are read."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +98,27 @@ def read_table(file: Path, columns: Columns) -> Iterator[TableRow | InputError]:
     return read(file, columns)
 
 
-def csv_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
+def csv_rows(file: Path, needed: Sequence[Sequence[str]] = ()) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield (line from 1, {column: value}) of every row of a csv file with a header.
+
+    Args:
+        file: The file.
+        needed: Columns that it must have, one of each.
 
     Raises:
         OSError: The file cannot be read.
-        InputError: It is not a csv file in UTF-8.
+        InputError: It is not a csv file in UTF-8, or lacks a column.
     """
     with opened(file) as stream:
         reader = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), strict=True)
         try:
-            _require_different(file, reader.fieldnames or ())
+            columns = reader.fieldnames or ()
+            _require_different(file, columns)
+            if absent := next((names for names in needed if not set(names) & set(columns)), None):
+                raise InputError(
+                    f"{file}: none of its columns {shortened(', '.join(columns))} is called {' or '.join(absent)}; "
+                    f"rename it{_remedy_of_separator(columns)}"
+                )
             for row in reader:
                 if None in row:
                     raise InputError(f"{file}:{reader.line_num}: has more fields than the header; put texts in quotes")
@@ -120,15 +141,19 @@ def _chosen(file: Path, known: Sequence[str], columns: Columns) -> Columns:
             raise InputError(f"{field}: {file} has no column '{name}'; it has {', '.join(known) or 'none'}")
     image = columns.image or next((name for name in IMAGE_COLUMNS if name in known), "")
     if not image:
-        is_divided = any(mark in name for name in known for mark in ";\t|")
         raise InputError(
             f"{file}: none of its columns {', '.join(known)} is called {', '.join(IMAGE_COLUMNS[:4])} or "
-            f"{IMAGE_COLUMNS[5]}; name the one with the images in data.image_column"
-            + (", or save the file with commas between its fields" if is_divided else "")
+            f"{IMAGE_COLUMNS[5]}; name the one with the images in data.image_column{_remedy_of_separator(known)}"
         )
     caption = columns.caption or next((name for name in CAPTION_COLUMNS if name in known), "")
     _require_different(file, [name for name in known if name in (image, caption, *columns.references)])
     return Columns(image, caption, columns.references)
+
+
+def _remedy_of_separator(columns: Sequence[str]) -> str:
+    """The end of a remedy for a csv file whose fields other signs divide, as Excel writes them in Europe."""
+    is_divided = any(mark in name for name in columns for mark in ";\t|")
+    return ", or save the file with commas between its fields" if is_divided else ""
 
 
 def _require_different(file: Path, names: Sequence[str]) -> None:
@@ -143,7 +168,12 @@ def _captions(value: Any) -> tuple[str, ...]:
         raise InputError(f"its caption {shortened(str(value))} is not a text or a list of texts; correct it")
     if half := half_character("".join(texts)):
         raise InputError(f"its caption {half}")
-    return tuple(text.strip() for text in texts)
+    return tuple(unix_lines(text).strip() for text in texts)
+
+
+def unix_lines(text: str) -> str:
+    """Return a text with the line ends of Linux: the same caption saved on Windows has the same tokens."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _named(folder: Path, path: Any) -> Path:
@@ -152,7 +182,15 @@ def _named(folder: Path, path: Any) -> Path:
         raise InputError("names no image file; correct or remove the row")
     if "://" in path:
         raise InputError(f"{shortened(path)} is an address; download the image and name its file")
-    return Path(os.path.normpath(folder / path))
+    return named_file(folder, path)
+
+
+def named_file(folder: Path, name: str) -> Path:
+    """Return the file of a name below a folder, also if its accents are written in another way (`same_name`)."""
+    file, *others = (
+        Path(os.path.normpath(folder / form)) for form in (name, *(unicodedata.normalize(form, name) for form in FORMS))
+    )
+    return file if name.isascii() else next((one for one in (file, *others) if one.exists()), file)
 
 
 def _row(place: str, image: Path, name: str, caption: Any, references: tuple[Path, ...]) -> TableRow | InputError:
@@ -197,17 +235,19 @@ def _parquet_rows(file: Path, columns: Columns) -> Iterator[TableRow | InputErro
             raise InputError(f"{file}: images in a column with / in its name, {odd[0]}, are not found; rename it")
         # Encoded images stay where they are: only texts, names of files and lists, for their lengths, are read here.
         read = {name for name in (chosen.image, *chosen.references) if _is_read(schema.field(name).type)}
-        names = sorted({_part_read(table, name) for name in read} | ({chosen.caption} - {""}))
+        names = sorted({part_read(table, name) for name in read} | ({chosen.caption} - {""}))
+        require_plain(file, table.metadata, [chosen.image, *chosen.references])
         number = 0
         has_lists = any(hasattr(schema.field(name).type, "value_field") for name in read)
-        for count, values in _batches(table, names, LISTS_AT_ONCE if has_lists else ROWS_AT_ONCE):
+        at_once = rows_at_once(table.metadata, list(read), LISTS_AT_ONCE if has_lists else ROWS_AT_ONCE)
+        for count, values in batches(table, names, at_once):
             for place in range(count):
                 row = {name: cells[place] for name, cells in values.items()}
                 yield _parquet_row(file, number, row, chosen)
                 number += 1
 
 
-def _batches(table: Any, names: list[str], at_once: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def batches(table: Any, names: list[str], at_once: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield (number of rows, {column: its cells}) of a table, some rows at a time."""
     if not names:
         yield table.metadata.num_rows, {}
@@ -227,7 +267,7 @@ def _is_read(kind: Any) -> bool:
     return any(test(kind) for test in (*names, *lists))
 
 
-def _part_read(table: Any, name: str) -> str:
+def part_read(table: Any, name: str) -> str:
     """The part of a column that tells how long its lists are: of {bytes, path}, as the hub has them, only the path."""
     parts = [table.schema.column(number).path for number in range(len(table.schema))]
     return next((part for part in parts if part.startswith(f"{name}.") and part.endswith(".path")), name)
@@ -275,25 +315,21 @@ def _images(file: Path, number: int, column: str, row: Mapping[str, Any]) -> lis
 
 @dataclass(frozen=True)
 class _Member:
-    """A file in a tar file. sample: its name up to the first dot of its last part.  suffix: what follows, in lower
-    case."""
+    """A file in a tar file. suffix: what follows the first dot of its name's last part, in lower case."""
 
-    sample: str
+    name: str
     suffix: str
-    path: Path
     offset: int
     size: int
 
 
 def _tar_rows(file: Path, columns: Columns) -> Iterator[TableRow | InputError]:
     with opened(file) as stream:
-        members = list(_tar_members(file, stream))
-        known = list(dict.fromkeys(one.suffix for one in members))
-        _require_images(file, known, columns)
         # By name, not by neighbours: tar itself packs a folder in the order of its disk.
         samples: dict[str, dict[str, _Member]] = {}
-        for one in members:
-            samples.setdefault(one.sample, {})[one.suffix] = one
+        for sample, one in _tar_members(file, stream):
+            samples.setdefault(sample, {})[one.suffix] = one
+        _require_images(file, list(dict.fromkeys(suffix for group in samples.values() for suffix in group)), columns)
         for sample, group in samples.items():
             yield _sample(file, stream, sample, group, columns)
 
@@ -308,18 +344,34 @@ def _require_images(file: Path, known: Sequence[str], columns: Columns) -> None:
         )
 
 
-def _tar_members(file: Path, stream: io.BufferedReader) -> Iterator[_Member]:
-    """Yield the regular files of a tar file. Only their headers are read."""
+class _Headers:
+    """A tar file of which `tarfile` reads headers only. It would read a name of any length that a header claims."""
+
+    def __init__(self, stream: io.BufferedReader) -> None:
+        self._stream = stream
+        self.seek, self.tell = stream.seek, stream.tell
+
+    def read(self, size: int) -> bytes:
+        if size > MOST_TEXT:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return self._stream.read(size)
+
+
+def _tar_members(file: Path, stream: io.BufferedReader) -> Iterator[tuple[str, _Member]]:
+    """Yield (sample, file) of the regular files of a tar file. Only their headers are read.
+
+    A sample is the name up to the first dot of its last part.
+    """
     _require_plain(file, stream)
     try:
-        with tarfile.open(fileobj=stream, mode="r:") as tar:
-            for one in tar:
+        with tarfile.open(fileobj=cast("IO[bytes]", _Headers(stream)), mode="r:") as tar:
+            while (one := tar.next()) is not None:
+                tar.members.clear()  # which would hold a kilobyte of each file
                 folder, _, base = one.name.rpartition("/")
                 stem, _, suffix = base.partition(".")
                 if one.isreg() and not one.issparse() and stem:
-                    path = tar_member(file, one.offset_data, one.size, one.name)
                     sample = os.path.normpath(f"{folder}/{stem}").lstrip("/")  # tar writes ./ before all names
-                    yield _Member(sample, suffix.lower(), path, one.offset_data, one.size)
+                    yield sample, _Member(one.name, suffix.lower(), one.offset_data, one.size)
             stream.seek(tar.offset)
             is_whole = len(stream.read(tarfile.BLOCKSIZE)) == tarfile.BLOCKSIZE
     except tarfile.TarError as error:
@@ -347,11 +399,15 @@ def _sample(
     absent = [suffix for suffix in columns.references if suffix not in members]
     if absent:
         return InputError(f"{place}: has no {absent[0]}, which data.reference_columns names; add it")
+    images = [image, *(members[suffix] for suffix in columns.references)]
+    paths = [tar_member(file, one.offset, one.size, one.name) for one in images]
     try:
+        for one in images:
+            require_size(f".{one.suffix}", one.size)
         caption = _tar_caption(stream, members, columns)
     except InputError as error:
         return InputError(f"{place}: {error}")
-    return _row(place, image.path, name, caption, tuple(members[suffix].path for suffix in columns.references))
+    return _row(place, paths[0], name, caption, tuple(paths[1:]))
 
 
 def _tar_caption(stream: io.BufferedReader, members: Mapping[str, _Member], columns: Columns) -> Any:

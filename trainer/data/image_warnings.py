@@ -18,6 +18,10 @@ MOST_ENLARGED = 1.5
 LEAST_KEPT = 2 / 3
 """Share of an image's pixels that the crop to its bucket should keep."""
 TAIL_BYTES = 4096
+MAX_SHOWN_PROBLEMS = 20
+MOST_ALIKE = 3
+"""Messages with one remedy that are shown whole."""
+_LEFT_OUT = "left out: "
 
 
 def of_files(images: Sequence[ImageFile]) -> Iterator[str]:
@@ -100,6 +104,39 @@ def fit(image: ImageFile, size: tuple[int, int], is_padded: bool = False) -> tup
         return min(size[0] / image.width, size[1] / image.height), 1.0
     kept_x, kept_y = kept_part(image.width, image.height, size)
     return max(size[0] / image.width, size[1] / image.height), kept_x * kept_y
+
+
+def left_out(message: str) -> str:
+    """Return the warning about a file that is left out. message: what is wrong with it."""
+    return f"{_LEFT_OUT}{message}"
+
+
+def folded(messages: Iterable[str]) -> list[str]:
+    """Fold messages about files, as `FILE: what is wrong; remedy`.
+
+    Of those with one remedy the first MOST_ALIKE stay as they are, followed by one line about all others.
+    """
+    alike: dict[str, list[str]] = {}
+    lines = []
+    for message in messages:
+        same = alike.setdefault(message.rpartition("; ")[2], [])
+        same.append(message.removeprefix(_LEFT_OUT).partition(": ")[0])
+        if len(same) <= MOST_ALIKE:
+            lines.append((message, same if len(same) == MOST_ALIKE else []))
+    return [line for message, same in lines for line in (message, *_rest(same[MOST_ALIKE:]))]
+
+
+def _rest(places: Sequence[str]) -> Iterator[str]:
+    """A line about messages that are not shown. places: the files that they are about."""
+    if places:
+        yield f"and {len(places)} more like these: {' to '.join(dict.fromkeys((places[0], places[-1])))}"
+
+
+def listing(problems: Iterable[str]) -> str:
+    """Return the text of an error with all problems, one a line, the first MAX_SHOWN_PROBLEMS of them in words."""
+    lines = folded(problems)
+    hidden = len(lines) - MAX_SHOWN_PROBLEMS
+    return "\n".join(lines[:MAX_SHOWN_PROBLEMS] + ([f"and {hidden} more"] if hidden > 0 else []))
 
 
 def counted(number: int, one: str, more: str) -> str:

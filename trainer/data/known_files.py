@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from trainer.config import files
 from trainer.config.errors import InputError
+from trainer.config.files import Stamp
 from trainer.config.sections import DataConfig
 from trainer.data.colour import Profile
 from trainer.data.image_io import ImageFile, read_header
@@ -28,26 +29,7 @@ VERSION = 1
 """Of what is remembered: raise it when `read_header` finds something else in the same file."""
 FOLDER = "images"
 """In the cache that runs share."""
-COARSEST_NS = 2_000_000_000
-"""Coarsest time stamps of a file system, those of FAT. A file that was read earlier than this after its last change may
-have changed once more without another time stamp; git reads such files again too."""
 MOST_BYTES = 1 << 30
-
-
-class Stamp(NamedTuple):
-    """What changes with a file's content. Times are in nanoseconds; `changed` is when the inode changed (st_ctime),
-    which programs cannot set back."""
-
-    size: int
-    modified: int
-    changed: int
-    inode: int
-
-    @classmethod
-    def of(cls, path: Path) -> Stamp:
-        """The stamp of a file, or of the parquet file that the image is in. Raises OSError if there is none."""
-        status = file_of(path).stat()
-        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 class Header(NamedTuple):
@@ -79,7 +61,7 @@ class Known:
     @property
     def is_safe(self) -> bool:
         """Whether the file cannot have changed after the reading without another stamp."""
-        return max(self.stamp.modified, self.stamp.changed) + COARSEST_NS < self.read_at
+        return self.stamp.is_safe(self.read_at)
 
 
 def memory_of(cfg: DataConfig, cache: Path) -> Path:
@@ -128,7 +110,7 @@ class KnownFiles:
         """What is known with its digest, which is read only if it is not known. Raises InputError if it cannot be."""
         known = self._current(path)
         try:
-            known = known or Known(Stamp.of(path), 0)
+            known = known or Known(Stamp.of(file_of(path)), 0)
             if known.digest is None:
                 with opened_image(path) as stream:
                     known = replace(known, digest=hashlib.file_digest(stream, "sha256").hexdigest())
@@ -183,7 +165,7 @@ class KnownFiles:
     def _current(self, path: Path) -> Known | None:
         """What was read of the file in its present state, with empty fields if nothing was; None if it is missing."""
         try:
-            stamp = Stamp.of(path)
+            stamp = Stamp.of(file_of(path))
         except OSError:
             return None
         location = str(path)

@@ -7,11 +7,10 @@ ranks with the examples that the uninterrupted run would have read, and with ano
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
@@ -68,10 +67,13 @@ class BatchSizes:
     Attributes:
         now: The batch size of every step after those of `former`.
         former: (batch size, optimizer steps) of the parts of the run that had other sizes, in order.
+        end: Number of samples of the run: the step that reaches it is as short as need be, and the last one. None for
+            a run that is given in steps.
     """
 
     now: int
     former: tuple[tuple[int, int], ...] = ()
+    end: int | None = None
 
     @classmethod
     def after(cls, saved: Progress | None, now: int) -> BatchSizes:
@@ -85,22 +87,29 @@ class BatchSizes:
         return cls(now, saved.batch_sizes or ((size, saved.step),))
 
     def of(self, step: int) -> int:
-        """Number of samples of a step, counted from 0."""
+        """Number of samples of a step, counted from 0; 0 after the last one."""
         return self.before(step + 1) - self.before(step)
 
     def before(self, step: int) -> int:
         """Number of samples of all steps before this one: the global index of its first sample."""
         return sum(size * steps for size, steps in self.until(step))
 
-    def steps_for(self, samples: int) -> int:
-        """Number of steps that train the first `samples` samples: at least those of `former`."""
-        former = sum(steps for _, steps in self.former)
-        return former + max(0, math.ceil((samples - self.before(former)) / self.now))
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of a run with an `end`: at least those of `former`."""
+        assert self.end is not None, "a run in steps knows its steps"
+        left = self.end - sum(size * steps for size, steps in self.former)
+        return sum(steps for _, steps in self.former) + max(0, math.ceil(left / self.now))
 
     def until(self, step: int) -> tuple[tuple[int, int], ...]:
         """(batch size, optimizer steps) of the parts of the first `step` steps, for `Progress.batch_sizes`."""
+        rest = [(self.now, step)]
+        if self.end is not None:
+            left = self.end - sum(size * steps for size, steps in self.former)
+            full, last = divmod(max(0, left), self.now)
+            rest = [(self.now, full), (last, int(last > 0))]
         parts: list[tuple[int, int]] = []
-        for size, steps in (*self.former, (self.now, step)):
+        for size, steps in (*self.former, *rest):
             if parts and parts[-1][0] == size:
                 steps += parts.pop()[1]
             taken = min(steps, step - sum(steps for _, steps in parts))
@@ -119,13 +128,15 @@ class BatchSampler(Protocol[ItemT_co]):
 
 
 class ImageBatchSampler:
-    """An endless sequence of full batches whose items share a batch key: a function of the arguments and the step.
+    """An endless sequence of batches: a function of the arguments and the step.
 
-    Each epoch is shuffled. An item waits until a batch of its key is full, past the end of an epoch or a change of the
-    batch size if need be: nothing is left out, and odd bucket sizes make no short batch.
+    Each epoch is shuffled, and its samples follow those of the epoch before: an image is trained in each epoch as often
+    as its weight says, also where no other has its shape. Within an epoch, an item waits until a batch of its key is
+    full. The items that are left at the end of the epoch make batches of several keys, of which the last is filled with
+    the first items of the next epoch.
 
     Args:
-        batch_key: batch_key(item) returns a key; items with equal keys may share a batch.
+        batch_key: batch_key(item) returns a key; items with equal keys may share a pass.
         weights: Occurrences of each image per epoch, > 0; the half in 1.5 is an occurrence in every second epoch,
             alternating with other images.
         sizes: The batch sizes.
@@ -166,30 +177,28 @@ class ImageBatchSampler:
         return self._batch
 
     def _all_batches(self) -> Iterator[tuple[ImageItem, ...]]:
-        waiting: defaultdict[Hashable, list[ImageItem]] = defaultdict(list)
+        waiting: dict[Hashable, list[ImageItem]] = {}
+        left: list[ImageItem] = []  # of the epoch before; while there are some, no other item waits
         items = self._all_items()
-        for size, steps in self.sizes.former:
-            yield from islice(self._filled(size, waiting, items), steps)
-        yield from self._filled(self.sizes.now, waiting, items)
+        for step in count():
+            size = self.sizes.of(step)
+            # After a larger size, waiting items may fill a batch.
+            queue = next((queue for queue in waiting.values() if len(queue) >= size), left)
+            while len(queue) < size:
+                item = next(items)
+                if item is None:
+                    left += [one for key in waiting for one in waiting[key]]
+                    waiting.clear()
+                    queue = left
+                else:
+                    queue = left or waiting.setdefault(self._batch_key(item), [])
+                    queue.append(item)
+            batch = tuple(queue[:size])
+            del queue[:size]  # before the yield: the consumer may stop after this batch
+            yield batch
 
-    def _filled(
-        self, size: int, waiting: defaultdict[Hashable, list[ImageItem]], items: Iterator[ImageItem]
-    ) -> Iterator[tuple[ImageItem, ...]]:
-        """Full batches of one size. After a larger size, waiting items may fill some batches: they come first."""
-        for queue in waiting.values():
-            while len(queue) >= size:
-                batch = tuple(queue[:size])
-                del queue[:size]  # before the yield: the consumer may stop after this batch
-                yield batch
-        for item in items:
-            queue = waiting[self._batch_key(item)]
-            queue.append(item)
-            if len(queue) == size:
-                batch = tuple(queue)
-                queue.clear()
-                yield batch
-
-    def _all_items(self) -> Iterator[ImageItem]:
+    def _all_items(self) -> Iterator[ImageItem | None]:
+        """The items of all epochs in order, with None after each epoch."""
         for epoch in count():
             occurrences = [
                 (index, copy) for index in range(len(self._weights)) for copy in range(self._num_copies(index, epoch))
@@ -198,6 +207,7 @@ class ImageBatchSampler:
             for position in order.tolist():
                 index, copy = occurrences[position]
                 yield self._drawn(self._choices[index], index, epoch, copy)
+            yield None
 
     def _num_copies(self, index: int, epoch: int) -> int:
         """Occurrences in this epoch. Over the epochs they add up to epochs x weight, rounded up or down."""
@@ -251,9 +261,9 @@ class MicroBatch:
 class Loader(Generic[ItemT]):
     """The examples of each step for one rank. A thread reads the next step while the current one is trained.
 
-    The batch is split contiguously over the ranks, and each part into equal passes, as few as `micro_batch` allows.
-    Number and size of the passes are the same on every rank, since all know the whole batch; the last positions repeat
-    the last item with weight 0 where the batch size does not divide. Use as a context manager, or call `close`.
+    A pass holds items of one batch key. `passes_of` divides the batch into equally many passes for every rank, since
+    all know the whole batch; the rest of a pass repeats an item with weight 0. Use as a context manager, or call
+    `close`.
 
     Args:
         batch_sampler: The items of each step.
@@ -266,6 +276,7 @@ class Loader(Generic[ItemT]):
         loss_weight: loss_weight(item) returns the weight of the item's loss, > 0.
         device: Of this rank.
         prepare: Called on the thread.
+        batch_key: batch_key(item) returns a key; items with equal keys may share a pass.
     """
 
     def __init__(
@@ -279,13 +290,14 @@ class Loader(Generic[ItemT]):
         device: torch.device = CPU,
         prepare: Prepare | None = None,
         own_micro_batch: Callable[[ItemT], int | None] = lambda item: None,
+        batch_key: Callable[[ItemT], Hashable] = lambda item: None,
     ) -> None:
         self._batch_sampler = batch_sampler
         self._fetch = fetch
         self._loss_weight = loss_weight
         self._prepare = prepare
-        self._rank = rank
-        self._per_rank = math.ceil(batch_sampler.sizes.now / world_size)
+        self._batch_key = batch_key
+        self._rank, self._world_size = rank, world_size
         self._micro_batch, self._own_micro_batch = micro_batch, own_micro_batch
         self._thread = worker_threads(1, "loader", device)
         self._ahead: dict[int, Future[list[MicroBatch]]] = {}
@@ -293,7 +305,8 @@ class Loader(Generic[ItemT]):
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's passes of an optimizer step, counted from 0. Raises the errors of `fetch`."""
         current = self._ahead.get(step) or self._thread.submit(self._load, step)
-        self._ahead = {step + 1: self._thread.submit(self._load, step + 1)}
+        is_last = self._batch_sampler.sizes.of(step + 1) == 0
+        self._ahead = {} if is_last else {step + 1: self._thread.submit(self._load, step + 1)}
         return current.result()
 
     def close(self) -> None:
@@ -310,17 +323,52 @@ class Loader(Generic[ItemT]):
 
     def _load(self, step: int) -> list[MicroBatch]:
         batch = self._batch_sampler.batch(step)
-        most = min(self._own_micro_batch(item) or self._micro_batch for item in batch)
-        num_passes = math.ceil(self._per_rank / most)
-        size = math.ceil(self._per_rank / num_passes)
-        starts = [(self._rank * num_passes + number) * size for number in range(num_passes)]
-        return [self._load_pass(step, batch, range(start, start + size)) for start in starts]
+        groups: dict[Hashable, list[int]] = {}
+        for position, item in enumerate(batch):
+            groups.setdefault(self._batch_key(item), []).append(position)
+        limits = [min(self._own_micro_batch(batch[p]) or self._micro_batch for p in group) for group in groups.values()]
+        passes = passes_of(list(groups.values()), limits, self._world_size)
+        return [self._load_pass(step, batch, *one) for one in passes[self._rank :: self._world_size]]
 
-    def _load_pass(self, step: int, batch: tuple[ItemT, ...], positions: range) -> MicroBatch:
-        last, first_index = len(batch) - 1, self._batch_sampler.sizes.before(step)
-        present = [min(position, last) for position in positions]
-        examples = tuple(self._fetch(batch[position]) for position in present)
-        indices = tuple(first_index + position for position in present)
-        weights = tuple(self._loss_weight(batch[p]) if p <= last else 0.0 for p in positions)
+    def _load_pass(self, step: int, batch: tuple[ItemT, ...], positions: Sequence[int], num_present: int) -> MicroBatch:
+        first_index = self._batch_sampler.sizes.before(step)
+        examples = tuple(self._fetch(batch[position]) for position in positions)
+        indices = tuple(first_index + position for position in positions)
+        weights = tuple(
+            self._loss_weight(batch[position]) if number < num_present else 0.0
+            for number, position in enumerate(positions)
+        )
         prepared = self._prepare(examples, weights, indices) if self._prepare else None
         return MicroBatch(examples, indices, weights, prepared)
+
+
+def passes_of(
+    groups: Sequence[Sequence[int]], limits: Sequence[int], world_size: int
+) -> list[tuple[tuple[int, ...], int]]:
+    """Divide a batch into as few passes as all ranks can share equally, each of items that fit together.
+
+    Rank r takes every `world_size`-th pass from r on, so that passes of one shape run at the same time.
+
+    Args:
+        groups: Positions in the batch of the items with each batch key.
+        limits: Most items per pass of each group.
+        world_size: Number of ranks.
+
+    Returns:
+        (positions, number of them that count) of each pass. Passes of a group have one size: the last positions repeat
+        an item that does not count.
+    """
+
+    def number(most: int) -> int:
+        return sum(math.ceil(len(group) / min(most, limit)) for group, limit in zip(groups, limits, strict=True))
+
+    total = math.ceil(number(max(limits)) / world_size) * world_size
+    most = next(most for most in count(1) if number(most) <= total)  # small passes, where that takes no more of them
+    passes: list[tuple[tuple[int, ...], int]] = []
+    for group, limit in zip(groups, limits, strict=True):
+        size = math.ceil(len(group) / math.ceil(len(group) / min(most, limit)))
+        for begin in range(0, len(group), size):
+            part = group[begin : begin + size]
+            passes.append(((*part, *[part[-1]] * (size - len(part))), len(part)))
+    positions, _ = passes[-1]
+    return passes + [((positions[-1],) * len(positions), 0)] * (total - len(passes))

@@ -27,9 +27,11 @@ from pydantic import TypeAdapter
 
 from trainer.config import files
 from trainer.config.errors import InputError
+from trainer.config.files import Stamp
 from trainer.config.sections import DataConfig
 from trainer.data.image_io import load_grey, read_header
-from trainer.data.known_files import COARSEST_NS, MOST_BYTES, Stamp, key_of, memory_of
+from trainer.data.image_members import file_of
+from trainer.data.known_files import MOST_BYTES, key_of, memory_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -172,7 +174,7 @@ class KnownLooks:
     def look(self, path: Path) -> Look:
         """Return how an image looks. Raises InputError when it cannot be read."""
         try:
-            stamp = Stamp.of(path)
+            stamp = Stamp.of(file_of(path))
         except OSError as error:
             raise files.unreadable(path, error) from error
         key = key_of(path)
@@ -189,7 +191,7 @@ class KnownLooks:
         if self._memory is None or not self._is_changed:
             return
         kept = self._found if is_complete else self._saved | self._found
-        safe = {key: entry for key, entry in kept.items() if _is_safe(*entry[:2])}
+        safe = {key: entry for key, entry in kept.items() if entry[0].is_safe(entry[1])}
         with contextlib.suppress(OSError):  # a full or read-only disk: the files are read again
             files.make_private_if_new(self._memory.parent)
             files.replace(self._memory, json.dumps(safe))
@@ -204,11 +206,6 @@ def _read(memory: Path) -> dict[str, tuple[Stamp, int, Look]]:
         return files.read_json(memory, _KNOWN, at_most=MOST_BYTES)
     except (OSError, InputError):
         return {}
-
-
-def _is_safe(stamp: Stamp, read_at: int) -> bool:
-    """Whether the file cannot have changed after the reading without another stamp."""
-    return max(stamp.modified, stamp.changed) + COARSEST_NS < read_at
 
 
 def copies(looks: Sequence[Look], is_stopped: Callable[[], bool] = lambda: False) -> list[Copies]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
 
-from trainer.data.image_io import ImageFile
+from trainer.data.image_io import ImageFile, same_name
 from trainer.data.known_files import KnownFiles
 
 
@@ -26,7 +26,9 @@ class Findings:
 
 
 class _Companions:
-    """The images of a folder by name (their path below the folder, without suffix), and their images of the data.
+    """The images of a folder by name, and their images of the data.
+
+    A name is the path below the folder, without suffix, as `same_name` has it.
 
     Attributes:
         field: The field of the config that names the folder; messages begin with it.
@@ -42,7 +44,7 @@ class _Companions:
         self.alone: list[tuple[str, Path]] = []
         self._owners: dict[Path, Path] = {}
         for file in files:
-            name = file.relative_to(folder).with_suffix("").as_posix()
+            name = same_name(file.relative_to(folder).with_suffix("").as_posix())
             other = self.files.setdefault(name, file)
             if other != file:
                 findings.problems.append(f"{field}: {other} and {file} have the same name; remove one of them")

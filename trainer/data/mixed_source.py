@@ -15,6 +15,7 @@ from torch import nn
 
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.config.terminal import shortened
 from trainer.data.epochs import num_images, num_mixed
 from trainer.data.image_io import WHOLE, ImageFile, load_resized, load_rgb, read_header
 from trainer.data.image_source import EncodedData, EncodedImage, EncodedPrompt, ImageDrawer, ImageSource
@@ -22,7 +23,7 @@ from trainer.data.loader import BatchSampler, BatchSizes, ImageBatchSampler
 from trainer.data.mixed_batches import DrawnItem, MixedBatchSampler, MixedItem, Pack, PackedBatchSampler, QuestionItem
 from trainer.data.prompts import PromptEncoder
 from trainer.data.question_files import Questions
-from trainer.data.sequence_rows import AnyRow, ImagePart, ImageProblem, Part, Row, TextPart
+from trainer.data.sequence_rows import AnyRow, EditChain, ImagePart, ImageProblem, Part, Row, TextPart
 from trainer.data.source import DataSource, Draw, SampleDrawer
 from trainer.distributed.context import RankContext
 from trainer.models.base import LoadModule, MultimodalFamily, PartKind, SequencePart, references_of
@@ -55,7 +56,7 @@ class MixedSource(DataSource):
         emit: Emit,
         recipe: int = RECIPE,
     ) -> None:
-        self._cfg, self._family, self._data = cfg, family, data
+        self._cfg, self._family, self._data, self._emit = cfg, family, data, emit
         self._images = ImageSource(cfg, family, data, recipe)
         self._train, self._validation = (self._usable(rows) for rows in (questions.train, questions.validation))
         for warning in questions.warnings:
@@ -70,7 +71,42 @@ class MixedSource(DataSource):
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> BatchSampler[MixedItem | Pack]:
         mixed, budget = self._mixed(sizes, saved), self._cfg.data.pack_tokens
-        return mixed if budget is None else PackedBatchSampler(mixed.item, self.count_tokens, budget, sizes)
+        if budget is None:
+            return mixed
+        longer = set[tuple[bool, int]]()
+
+        def count_tokens(item: MixedItem) -> int:
+            tokens = self.count_tokens(item)
+            if tokens > budget:
+                self._warn_of_longer(item, tokens, longer)
+            return tokens
+
+        return PackedBatchSampler(mixed.item, count_tokens, budget, sizes)
+
+    def _warn_of_longer(self, item: MixedItem, tokens: int, longer: set[tuple[bool, int]]) -> None:
+        """Warn of the first sequence that is longer than a pack, and of how many there are. longer: those before it."""
+        key = (isinstance(item, QuestionItem), item.number if isinstance(item, QuestionItem) else item.image.index)
+        if key in longer:
+            return
+        longer.add(key)
+        budget = self._cfg.data.pack_tokens
+        if len(longer) == 1:
+            what = f"{self._named(item)}: a sequence of {tokens} tokens is longer than data.pack_tokens {budget}"
+            remedy = "it is trained by itself and takes more memory than planned: raise data.pack_tokens, or cut it"
+            self._emit(WarningEvent(message=f"{what}; {remedy}"))
+        elif str(len(longer)).strip("0") == "1":
+            message = f"{len(longer)} sequences so far are longer than data.pack_tokens {budget}"
+            self._emit(WarningEvent(message=message))
+
+    def _named(self, item: MixedItem) -> str:
+        """What a person knows an item by: its image, or its first text or image."""
+        if isinstance(item, DrawnItem):
+            return self._images.data.train[item.image.index].image.path.name
+        row = self._train[item.number]
+        if isinstance(row, EditChain):
+            return row.images[0].path.name
+        first = row.parts[0]
+        return first.image.path.name if isinstance(first, ImagePart) else shortened(first.texts[0], 60)
 
     def _mixed(self, sizes: BatchSizes, saved: Progress | None) -> MixedBatchSampler:
         """The samples in their order, not packed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,11 +10,14 @@ from typing import Any
 
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
-from trainer.data.image_files import MAX_SHOWN_PROBLEMS, MOST_WRONG_ROWS
+from trainer.data import image_warnings
+from trainer.data.image_files import MOST_WRONG_ROWS
 from trainer.data.image_io import ImageFile, read_header
-from trainer.data.image_members import SUFFIX, member
+from trainer.data.image_members import SUFFIX, member, require_plain, rows_at_once
+from trainer.data.image_tables import LISTS_AT_ONCE, batches, named_file, part_read
+from trainer.data.row_files import open_parquet
 from trainer.data.sequence_rows import AnyRow, ImageProblem, parquet_row, parsed
-from trainer.data.text_files import open_parquet, rows
+from trainer.data.text_files import rows
 
 PARQUET = {"image_list": "instruction_list", "image": "captions"}
 """{column of images: column of their texts}, in both published kinds of parquet files."""
@@ -48,9 +50,8 @@ def of_config(cfg: DataConfig) -> Questions:
     found = _Found(leaves_out=cfg.bad_image == "warn")
     for file in _files(source, found):
         (_read_parquet if file.suffix.lower() == SUFFIX else _read_lines)(file, found)
-    problems, hidden = found.problems, len(found.problems) - MAX_SHOWN_PROBLEMS
-    if problems:
-        raise InputError("\n".join(problems[:MAX_SHOWN_PROBLEMS] + ([f"and {hidden} more"] if hidden > 0 else [])))
+    if found.problems:
+        raise InputError(image_warnings.listing(found.problems))
     questions = found.rows
     count = cfg.validation if isinstance(cfg.validation, int) else 0
     if not questions:
@@ -62,7 +63,7 @@ def of_config(cfg: DataConfig) -> Questions:
             f"use at most {len(questions) - 1}"
         )
     border = len(questions) - count
-    return Questions(tuple(questions[:border]), tuple(questions[border:]), tuple(found.warnings))
+    return Questions(tuple(questions[:border]), tuple(questions[border:]), tuple(image_warnings.folded(found.warnings)))
 
 
 @dataclass
@@ -95,7 +96,7 @@ class _Found:
         except ImageProblem as error:
             message = f"{place}: {error}"
             if self.leaves_out:
-                self.warnings.append(f"left out: {message}")
+                self.warnings.append(image_warnings.left_out(message))
             else:
                 self.problems.append(f"{message}, or set data.bad_image: warn")
         except InputError as error:
@@ -125,7 +126,7 @@ def _read_lines(file: Path, found: _Found) -> None:
             if found.has_enough(file):
                 return
             try:
-                text = line.decode().removeprefix("\ufeff")
+                text = line.decode().lstrip("\ufeff")
             except UnicodeDecodeError as error:
                 found.problems.append(f"{file}: byte {offset + error.start} is not UTF-8; save the file as UTF-8")
                 continue
@@ -138,7 +139,7 @@ def _read_lines(file: Path, found: _Found) -> None:
 
 
 def _image_of_line(found: _Found, folder: Path, path: str) -> ImageFile:
-    return found.header(Path(os.path.normpath(folder / path)))
+    return found.header(named_file(folder, path))
 
 
 def _read_parquet(file: Path, found: _Found) -> None:
@@ -163,16 +164,20 @@ def _parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if images is None:
             known = " or ".join(f"{column} and {text}" for column, text in PARQUET.items())
             raise InputError(f"{file}: has the columns {', '.join(sorted(names))}; expected {known}")
+        has_lists = images == "image_list"
+        if has_lists and not hasattr(parquet.schema_arrow.field(images).type, "value_type"):
+            raise InputError(f"{file}: its column image_list holds no lists of images; write one list for each row")
+        require_plain(file, parquet.metadata, [images])
+        # Of the images only the numbers are read here, of those that have a path only these.
+        read = [part_read(parquet, images)] if has_lists else []
         number = 1
-        for group in range(parquet.num_row_groups):
-            table = parquet.read_row_group(group, columns=[images, PARQUET[images]])
-            if images == "image_list" and not hasattr(table.schema.field(images).type, "value_type"):
-                raise InputError(f"{file}: its column image_list holds no lists of images; write one list for each row")
-            for images_of, texts in zip(table.column(images), table.column(PARQUET[images]), strict=True):
-                count = len(images_of) if images == "image_list" and images_of.is_valid else 1
+        at_once = rows_at_once(parquet.metadata, [images] if has_lists else [], LISTS_AT_ONCE)
+        for count, values in batches(parquet, [*read, PARQUET[images]], at_once):
+            for place in range(count):
+                lists = values[images][place] if has_lists else None
                 try:
-                    text = texts.as_py()
+                    text = values[PARQUET[images]][place].as_py()
                 except UnicodeDecodeError as error:
                     raise InputError(f"{file}: row {number}: a text cannot be read ({error}); correct it") from error
-                yield number, {images: count, PARQUET[images]: text}
+                yield number, {images: len(lists) if lists is not None and lists.is_valid else 1, PARQUET[images]: text}
                 number += 1

@@ -24,11 +24,11 @@ from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
 from trainer.data.image_files import CaptionedImage, Dataset, read_folders, scan, separate_folders
-from trainer.data.image_io import WHOLE, ImageFile, entries_below
+from trainer.data.image_io import WHOLE, ImageFile, entries_below, folders_with_images
 from trainer.data.image_members import file_of
-from trainer.data.known_files import COARSEST_NS, FOLDER, MOST_BYTES, KnownFiles
+from trainer.data.known_files import FOLDER, MOST_BYTES, KnownFiles
 
-VERSION = 2
+VERSION = 3
 """Of what is remembered: raise it when a scan of the same files finds something else."""
 Keep = Callable[[], None]
 SUFFIX = ".scan"
@@ -101,16 +101,19 @@ class ScanMemory:
         began = time.time_ns()
         newest, content = 0, hashlib.sha256(f"{VERSION} {PIL.__version__} {cfg.model_dump_json()}".encode())
         try:
-            for path, status in _stamps(cfg):
+            passed = list[str]()
+            for path, status in _stamps(cfg, passed):
                 self._walked.add(path)
                 modified, changed = status.st_mtime_ns, status.st_ctime_ns
                 newest = max(newest, modified, changed)
                 stamp = f"\n{path}\0{status.st_size}\0{modified}\0{changed}\0{status.st_ino}"
                 content.update(stamp.encode("utf-8", "surrogateescape"))
+            # Not by their time: that of a run inside the data changes while it runs.
+            content.update("\n".join(folders_with_images(passed)).encode("utf-8", "surrogateescape"))
         except (OSError, InputError):  # the scan names what is wrong
             return
         # A file that was read sooner after its last change may change once more without another time stamp.
-        if newest + COARSEST_NS < began:
+        if newest + files.COARSEST_NS < began:
             self.digest = content.hexdigest()[:32]
 
     @property
@@ -186,14 +189,17 @@ def _handed(file: Path) -> str | None:
     return digest if (pid, started) in launchers and 0 <= time.time() - at < HANDED_S else None
 
 
-def _stamps(cfg: DataConfig) -> Iterator[tuple[str, os.stat_result]]:
-    """(path, state) of every file that a scan reads, or that says what it reads."""
+def _stamps(cfg: DataConfig, passed: list[str]) -> Iterator[tuple[str, os.stat_result]]:
+    """(path, state) of every file that a scan reads, or that says what it reads.
+
+    passed: as for `entries_below`.
+    """
     skipped = separate_folders(cfg)
     for folder in read_folders(cfg):
         if not folder.is_dir():
             yield str(folder), folder.stat()
             continue
-        for entry in entries_below(folder, skipped):
+        for entry in entries_below(folder, skipped, passed):
             yield entry.path, entry.stat()
 
 

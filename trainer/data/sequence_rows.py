@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 from trainer.config.errors import InputError, not_one_of
 from trainer.config.sections import half_character
 from trainer.data.image_io import ImageFile
-from trainer.data.text_files import present
+from trainer.data.row_forms import as_json, folded, present
 from trainer.models.parts.chat import is_read_only
 
 Pick = Callable[[int], int]
@@ -34,6 +34,9 @@ PLACEHOLDER = "<image>"
 QUESTION = ("image", "question", "answer")
 LEARNED = {"gpt": True, "human": False, "assistant": True, "user": False, "system": False}
 """{speaker of a turn: whether the turn is learned}."""
+UNREAD = ("reasoning_content", "reasoning", "thinking", "tool_calls", "function_call", "name")
+"""Keys of a turn that have a place in the chat templates of language models, but none in these sequences."""
+UNREAD_OF_ROW = ("tools", "chat_template_kwargs")
 FORMS = "question with image and answer, conversations or messages, or sequence"
 EDITS_AHEAD = 2
 """Most edits of a chain that one sample makes."""
@@ -148,12 +151,32 @@ def parsed(line: str, read_image: ReadImage) -> Row:
         raise InputError(f"not a JSON object ({error}); each line is one: a {FORMS}") from error
     if isinstance(row, dict):
         row = present(row)
-    if isinstance(row, dict) and "sequence" in row:
+    if not isinstance(row, dict):
+        return _question(row, read_image)
+    if "sequence" in row:
         return _checked(Row(tuple(_sequence(row["sequence"], read_image))))
+    _refuse_unread(row, UNREAD_OF_ROW, "the texts")
     for name, speaker, said in (("conversations", "from", "value"), ("messages", "role", "content")):
-        if isinstance(row, dict) and name in row:
-            return _checked(Row(tuple(_conversation(row, name, (speaker, said), read_image))))
-    return _question(row, read_image)
+        if name in row:
+            return _checked(Row((*_system(row), *_conversation(row, name, (speaker, said), read_image))))
+    question = _question(row, read_image)
+    return Row((*_system(row), *question.parts))
+
+
+def _system(row: Mapping[str, Any]) -> Iterator[Part]:
+    """The system message that a row may have by itself, as in ShareGPT."""
+    system = row.get("system", "")
+    if not isinstance(system, str):
+        raise InputError('"system" is not a text; write it in quotes')
+    if system.strip():
+        yield TextPart((_text(system, "system"),))
+
+
+def _refuse_unread(values: Mapping[str, Any], keys: Sequence[str], instead: str, where: str = "") -> None:
+    """Raise InputError for a key that would be lost."""
+    for key in keys:
+        if values.get(key):
+            raise InputError(f'{where}"{key}" is not read by this kind of model; write it into {instead}, or remove it')
 
 
 def _question(row: Any, read_image: ReadImage) -> Row:
@@ -177,7 +200,7 @@ def _conversation(row: Mapping[str, Any], name: str, keys: tuple[str, str], read
     paths = [given] if isinstance(given, str) else given
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise InputError('"image" is not a path or a list of paths')
-    turns, used = row[name], 0
+    turns, used = as_json(row, name), 0
     if not isinstance(turns, list):
         raise InputError(f'"{name}" is not a list of turns with {" and ".join(keys)}')
     for number, turn in enumerate(turns, 1):
@@ -186,7 +209,8 @@ def _conversation(row: Mapping[str, Any], name: str, keys: tuple[str, str], read
             raise InputError(
                 f"turn {number} of {name}: needs {keys[0]}, one of {', '.join(LEARNED)}, and {keys[1]}, a text"
             )
-        _text(said, f"turn {number}")
+        said = _text(said, f"turn {number}")
+        _refuse_unread(turn, UNREAD, f'"{keys[1]}"', f"turn {number} of {name}: ")
         if LEARNED[speaker]:
             yield TextPart((said,), learned=not is_read_only(turn, number))
             continue
@@ -241,7 +265,7 @@ def _part(part: Any, read_image: ReadImage) -> Part:
 def _text(text: str, name: str) -> str:
     if half := half_character(text):
         raise InputError(f'"{name}" {half}')
-    return text
+    return folded(text)
 
 
 def _checked(row: Row) -> Row:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -64,6 +64,10 @@ class DataSource(ABC):
 
     def micro_batch(self, item: Any) -> int | None:
         """Most examples of a pass with this item; None for `train.micro_batch`."""
+        return None
+
+    def batch_key(self, item: Any) -> Hashable:
+        """Items with equal keys may share a pass."""
         return None
 
     def position(self, step: int) -> Mapping[str, int]:

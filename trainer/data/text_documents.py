@@ -5,7 +5,6 @@ Files hold texts, prompts with completions, or conversations; .npy files hold to
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,30 +19,23 @@ from numpy.typing import NDArray
 from trainer.config.errors import InputError
 from trainer.config.files import MIB, opened
 from trainer.config.sections import half_character
-from trainer.data.text_files import (
+from trainer.config.terminal import shortened
+from trainer.data.row_files import FoundRow, reading, rows_of, suffix_of, utf8
+from trainer.data.row_forms import (
     CHAT,
+    KEYS,
     PAIR,
     PREFERENCE,
-    columns_of,
-    holds_more,
+    folded,
+    is_known,
     kind_of,
-    open_parquet,
-    present,
-    python_rows,
-    reading,
+    standard,
+    without_answers,
 )
 
 SHARD_CHUNK = 2**16
-LINE_CHUNK = 2**20
-PARQUET_ROWS = 64
-"""Rows of a parquet file that are converted at once."""
-MOST_LINE = 64 * MIB
-"""Limit for a document in a .jsonl, bytes: some 16 million tokens."""
 MOST_TEXT = 1024 * MIB
 """Limit for a .txt, bytes: it is one document and read whole."""
-KEYS = "text, with prompt and completion, or with messages"
-ROW_KEYS = f"each line is a JSON object with {KEYS}"
-NO_KEYS = 'no "text", no "messages", and no "prompt" with "completion"'
 NOT_A_PAIR = 'not a pair, as the rows before are: no "chosen" and "rejected"; remove it, or complete it'
 A_PAIR = (
     'a pair, with "chosen" and "rejected", among other rows; set objective.dpo_beta and give pairs only, or remove it'
@@ -55,8 +47,9 @@ Encoded = tuple[list[int], list[bool]]
 """Ids, and which of them are learned."""
 EncodePair = Callable[[str, str], Encoded]
 """(prompt, completion) -> the ids of both as one text, with no special token added."""
-EncodeChat = Callable[[object, object], Encoded]
-"""(messages, tools) -> the ids of a conversation, none if the assistant says nothing. Raises InputError."""
+EncodeChat = Callable[[object, object, object], Encoded]
+"""(messages, tools, variables of the template) -> the ids of a conversation, none if the assistant says nothing. Raises
+InputError."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,25 +111,30 @@ class Encoder:
 
     def row(self, values: Mapping[str, Any], where: Callable[[], str]) -> Document:
         """Tokenize a row of a file. Raises InputError with the reason but without file and line."""
+        if kind_of(values) == PREFERENCE and not self.compares and is_known(others := without_answers(values)):
+            values = others
         kind = kind_of(values)
-        if kind == PREFERENCE and not self.compares and holds_more(values):
-            values = {key: value for key, value in values.items() if key not in ("chosen", "rejected")}
-            kind = kind_of(values)
         if self.compares != (kind == PREFERENCE):
             raise InputError(NOT_A_PAIR if self.compares else A_PAIR)
+        if not is_known(values):
+            raise InputError(_no_keys(values))
+        values = standard(values)
         if self.compares:
             return self._preference(values, where)
-        if kind == CHAT and self.chat is not None:
-            ids, learned = self.chat(values["messages"], values.get("tools"))
+        if kind == CHAT:
+            ids, learned = self._chat(values["messages"], values)
             return Document(np.array(ids, dtype=np.int64), np.array(learned, dtype=np.bool_), False, where)
-        if "text" in values:
-            return self.text(_string(values, "text"), where)
         if kind != PAIR:
-            raise InputError(NO_KEYS)
+            return self.text(_string(values, "text"), where)
         prompt, completion = _string(values, "prompt"), _string(values, "completion")
         if not completion:
             return self._document([], [], False, where)
         return self._document(*(self.pair or self._apart)(prompt, completion), False, where)
+
+    def _chat(self, messages: object, values: Mapping[str, Any]) -> Encoded:
+        if self.chat is None:
+            raise InputError("a conversation, which this run does not read; remove it")
+        return self.chat(messages, values.get("tools"), values.get("chat_template_kwargs"))
 
     def _preference(self, values: Mapping[str, Any], where: Callable[[], str]) -> Document:
         """Tokenize a prompt with its two answers, the chosen one first.
@@ -148,8 +146,6 @@ class Encoder:
             raise InputError('"chosen" and "rejected" are equal, so that neither is preferred; remove the row')
         if isinstance(values["chosen"], list) and isinstance(values["rejected"], list):
             _check_beginnings(_conversation(values, "chosen"), _conversation(values, "rejected"))
-        elif type(values["chosen"]) is not type(values["rejected"]):
-            raise InputError('"chosen" and "rejected" must both be strings, or both lists of messages')
         chosen, rejected = (self._answer(values, key) for key in ("chosen", "rejected"))
         shared = _common(chosen.tokens, rejected.tokens)
         if shared == len(chosen.tokens) == len(rejected.tokens):
@@ -171,9 +167,7 @@ class Encoder:
             return self._document(ids, learned, False, str)
         if not isinstance(answer, list):
             raise InputError(f'"{key}" is neither a string nor a list of messages')
-        if self.chat is None:
-            raise InputError(NO_KEYS)
-        ids, learned = self.chat(_conversation(values, key), values.get("tools"))
+        ids, learned = self._chat(_conversation(values, key), values)
         if not ids:
             raise InputError(f'"{key}" has no message of the assistant that is learned')
         return Document(np.array(ids, dtype=np.int64), np.array(learned, dtype=np.bool_), False, str)
@@ -195,14 +189,14 @@ def read_documents(path: Path, offset: int, encoder: Encoder) -> Iterator[Found]
 
     Args:
         path: The file.
-        offset: Where a document begins: in bytes of a .jsonl, in tokens of a .npy, in rows of a .parquet; 0 in a .txt,
-            or more after its end.
+        offset: Where a document begins: in tokens of a .npy, as `rows_of` counts in others; 0 in a .txt, or more after
+            its end.
         encoder: How documents become tokens.
 
     Raises:
         InputError: The file cannot be used. A document raises it when it is read.
     """
-    return READERS[path.suffix.lower()](path, offset, encoder)
+    return READERS.get(suffix_of(path), _read_rows)(path, offset, encoder)
 
 
 def _read_text(path: Path, offset: int, encoder: Encoder) -> Iterator[Found]:
@@ -216,48 +210,25 @@ def _text_document(path: Path, encoder: Encoder) -> Document:
             wrong = f"{path}: longer than {MOST_TEXT // MIB} MiB"
             raise InputError(f"{wrong}; a .txt is one document: cut it into several files")
         data = file.read()
-    return encoder.text(_utf8(data, path, 0), lambda: str(path))
+    return encoder.text(folded(utf8(data, path, 0)), lambda: str(path))
 
 
-def _read_lines(path: Path, offset: int, encoder: Encoder) -> Iterator[Found]:
-    with reading(path), opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        file.seek(offset)
-        while line := file.readline(MOST_LINE + 1):
-            start, offset = offset, offset + len(line)
-            if len(line) > MOST_LINE:
-                wrong = f"{path}:{_line_number(path, start)}: the line is longer than {MOST_LINE // MIB} MiB"
-                raise InputError(f"{wrong}; shorten or remove it")
-            if line.strip():
-                yield partial(_line_document, path, start, line.rstrip(), encoder), offset, offset / size
+def _read_rows(path: Path, offset: int, encoder: Encoder) -> Iterator[Found]:
+    for row in rows_of(path, offset):
+        yield partial(_row_document, row, encoder), row.after, row.share
 
 
-def _line_document(path: Path, start: int, line: bytes, encoder: Encoder) -> Document:
-    text = _utf8(line, path, start)
-
-    def where() -> str:
-        return f"{path}:{_line_number(path, start)}"
-
+def _row_document(row: FoundRow, encoder: Encoder) -> Document:
+    values = row.values()
     try:
-        return encoder.row(_line_values(text), where)
+        return encoder.row(values, row.where)
     except InputError as error:
-        reason = f"{error}; {ROW_KEYS}" if str(error) == NO_KEYS else error
-        raise InputError(f"{where()}: {reason}") from error
+        raise InputError(f"{row.where()}: {error}") from error
 
 
-def _line_values(line: str) -> dict[str, Any]:
-    """Parse a line. Raises InputError with the reason but without the line."""
-    try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"not a JSON object ({error.msg} at column {error.colno}); {ROW_KEYS}") from error
-    except RecursionError as error:
-        raise InputError(f"not a JSON object (nested too deep); {ROW_KEYS}") from error
-    except ValueError as error:  # a number of thousands of digits
-        raise InputError(f"not a JSON object ({error}); {ROW_KEYS}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"not a JSON object; {ROW_KEYS}")
-    return present(values)
+def _no_keys(values: Mapping[str, Any]) -> str:
+    keys = shortened(", ".join(f'"{key}"' for key in values), 200)
+    return f"{f'has only {keys}' if keys else 'holds nothing'}; a row has {KEYS}"
 
 
 def _conversation(values: Mapping[str, Any], key: str) -> list[Any]:
@@ -312,52 +283,6 @@ def _string(values: Mapping[str, object], key: str) -> str:
     return value
 
 
-def _line_number(path: Path, offset: int) -> int:
-    """Number of the line that holds the byte at `offset`, from 1."""
-    number = 1
-    with reading(path), opened(path) as file:
-        while offset > 0 and (chunk := file.read(min(offset, LINE_CHUNK))):
-            number += chunk.count(b"\n")
-            offset -= len(chunk)
-    return number
-
-
-def _read_parquet(path: Path, offset: int, encoder: Encoder) -> Iterator[Found]:
-    """Rows are read one row group at a time, and only the columns that are used."""
-    with open_parquet(path) as file:
-        columns, total, row = columns_of(file), file.metadata.num_rows, 0
-        for group in range(file.num_row_groups):
-            count = file.metadata.row_group(group).num_rows
-            if row + count <= offset:
-                row += count
-                continue
-            for batch in file.iter_batches(PARQUET_ROWS, row_groups=[group], columns=columns, use_threads=False):
-                for values in python_rows(batch, path, row + 1):
-                    row += 1
-                    if row > offset:
-                        yield partial(_parquet_document, path, row, values, encoder), row, row / total
-
-
-def _parquet_document(path: Path, row: int, values: Mapping[str, Any], encoder: Encoder) -> Document:
-    # A column holds null where a row, a message or a tool lacks the key.
-    known = _without_nulls(values)
-    try:
-        if isinstance(known.get("tools"), str):  # tables hold objects of different keys as JSON
-            known["tools"] = json.loads(known["tools"])
-        return encoder.row(known, lambda: f"{path}: row {row}")
-    except json.JSONDecodeError as error:
-        raise InputError(f'{path}: row {row}: "tools" is not JSON ({error.msg}); correct it') from error
-    except InputError as error:
-        reason = f"{error}; each row has {KEYS}" if str(error) == NO_KEYS else error
-        raise InputError(f"{path}: row {row}: {reason}") from error
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
-
-
 def _read_shard(path: Path, offset: int, encoder: Encoder) -> Iterator[Found]:
     shard = _open_shard(path)
     start, size = offset, len(shard)
@@ -400,19 +325,5 @@ def _shard_document(path: Path, shard: NDArray[np.integer[Any]], start: int, sto
 
 READERS: Mapping[str, Callable[[Path, int, Encoder], Iterator[Found]]] = {
     ".txt": _read_text,
-    ".jsonl": _read_lines,
-    ".parquet": _read_parquet,
     ".npy": _read_shard,
 }
-
-
-def _utf8(data: bytes, path: Path, offset: int) -> str:
-    """Decode the text that begins at `offset` bytes, without the byte order mark that Windows editors write."""
-    try:
-        return data.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        byte = offset + error.start
-        raise InputError(
-            f"{path}:{_line_number(path, byte)}: byte {byte} of the file (0x{data[error.start]:02x}) is not UTF-8; "
-            "save the file as UTF-8"
-        ) from error

@@ -5,32 +5,67 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
 
 from trainer.config.errors import InputError
 from trainer.config.files import NOT_REGULAR, opened
 from trainer.config.sections import DataConfig
 from trainer.config.terminal import shortened
+from trainer.data.row_files import (
+    LINE_CHUNK,
+    MOST_LINE,
+    columns_of,
+    csv_columns,
+    first_row,
+    has_rows,
+    is_blank,
+    open_parquet,
+    reading,
+    rows_of,
+    suffix_of,
+    unpacked,
+    unread_keys,
+)
+from trainer.data.row_forms import (
+    CHAT,
+    COLUMNS,
+    PREFERENCE,
+    TEXT,
+    Kind,
+    is_known,
+    kind_of,
+    kinds_of,
+    possible_kinds,
+    present,
+    without_answers,
+)
+from trainer.run.folder import is_run
 
-SUFFIXES = frozenset({".txt", ".jsonl", ".parquet", ".npy"})
-GIVE = "a .txt, .jsonl, .parquet or .npy file"
-Kind = Literal["text", "pair", "chat", "preference"]
-TEXT: Kind = "text"
-PAIR: Kind = "pair"
-CHAT: Kind = "chat"
-PREFERENCE: Kind = "preference"
-COLUMNS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected")
-"""The keys of rows that are read."""
+SUFFIXES = frozenset({".txt", ".jsonl", ".json", ".csv", ".parquet", ".npy"})
+GIVE = "a .txt, .jsonl, .json, .csv, .parquet or .npy file"
+READ = f"give {GIVE}; .jsonl, .json and .csv may be packed as .gz"
+ABOUT = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
+"""Files that describe a dataset, as the library datasets writes them."""
+NOT_DATA = frozenset({"readme", "license", "licence", "notice", "citation"})
+"""Names without suffix of files about a dataset, which hold none of its documents."""
+MOST_NAMED = 5
+"""Most files that a message names."""
+OTHER_KEYS = re.compile(rb'"(?:messages|conversations?|instruction|question|completion|chosen)"')
+"""Keys of rows that are not texts."""
+CHAT_KEYS = re.compile(rb'"(?:messages|conversations?|instruction|question|(?:prompt|completion|chosen)"\s*:\s*[\[{])')
+"""Keys of rows that may be conversations."""
 MOST_DEEP = 100
 """Limit for nested folders: each level lengthens every path, so the search takes time in the square of the depth."""
-MOST_FIRST = 2**24
-"""Limit for the row of a file that tells what it holds, bytes."""
+TABLE_ROWS = 1024
+"""Rows of a parquet file whose nulls are looked at at once."""
 MOST_COUNTED = 2**30
 """Limit for a .jsonl whose lines are counted, bytes: a second or two."""
+MOST_PARSED = 2**26
+"""Limit for a .json, .csv or packed file whose rows are counted, bytes."""
 MOST_ROW = 2**20
 """Limit for a row about one image, bytes: room for a caption of 64 KiB with any escaping."""
 
@@ -74,24 +109,28 @@ def count_documents(file: Path) -> int | None:
     Raises:
         InputError: It cannot be read.
     """
-    suffix = file.suffix.lower()
+    suffix = suffix_of(file)
     if suffix == ".parquet":
         with open_parquet(file) as table:
             return int(table.metadata.num_rows)
-    if suffix != ".jsonl":
+    if not has_rows(file):
         return 1 if suffix == ".txt" else None
-    with reading(file), opened(file) as stream:
-        if file.stat().st_size > MOST_COUNTED:
+    with reading(file):
+        if file.stat().st_size > (MOST_COUNTED if suffix == ".jsonl" else MOST_PARSED):
             return None
-        return sum(1 for line in stream if line.strip())
+    return sum(1 for _ in rows_of(file))
 
 
 def kinds(files: Sequence[Path]) -> frozenset[Kind]:
-    """The kinds of documents in the files, by the first row of each. Rows that cannot be read count as text."""
-    found = set()
+    """The kinds of documents in the files. Rows that cannot be read count as text.
+
+    All rows count, but a file's are looked at up to its first conversation: from there on, no answer depends on others.
+    """
+    found = set[Kind]()
     for file in files:
         with reading(file):
-            found.add(_kind_in(file))
+            status = file.stat()
+        found |= _kinds_in(file, status.st_size, status.st_mtime_ns)
     return frozenset(found)
 
 
@@ -111,107 +150,69 @@ def check_preferences(files: Sequence[Path], compares: bool) -> None:
                 f"{file}: holds no pairs, which objective.dpo_beta compares; give .jsonl or .parquet files whose rows "
                 'have "prompt", "chosen" and "rejected", or leave objective.dpo_beta out'
             )
-        if is_preference and not compares and not holds_more(row):
+        if is_preference and not compares and not is_known(without_answers(row)):
             raise InputError(
                 f'{file}: its rows have "chosen" and "rejected", which only preference training reads; set '
                 "objective.dpo_beta, for example to 0.1"
             )
 
 
-def kind_of(keys: Mapping[str, Any] | Sequence[str]) -> Kind:
-    """The kind of document in a row with these keys."""
-    if "chosen" in keys and "rejected" in keys:
-        return PREFERENCE
-    if "messages" in keys:
-        return CHAT
-    return PAIR if "prompt" in keys and "completion" in keys and "text" not in keys else TEXT
-
-
-def holds_more(keys: Mapping[str, Any] | Sequence[str]) -> bool:
-    """Whether a row with two answers also holds a text, a conversation or a completion, as some published datasets."""
-    return "messages" in keys or "text" in keys or ("prompt" in keys and "completion" in keys)
-
-
-def first_row(file: Path) -> Mapping[str, Any] | None:
-    """The first row of a .jsonl or .parquet file; None for other files, and for a row that is not an object.
-
-    Raises:
-        OSError: The file cannot be read.
-        InputError: It is not a regular file, or not a parquet file.
-    """
-    if file.suffix.lower() == ".parquet":
-        with open_parquet(file) as table:
-            for batch in table.iter_batches(1, columns=columns_of(table)):
-                return present(python_rows(batch, file, 1)[0])
-        return None
-    if file.suffix.lower() != ".jsonl":
-        return None
-    with opened(file) as stream:
-        while line := stream.readline(MOST_FIRST):
-            if line.strip():
-                try:
-                    values = json.loads(line)
-                except (ValueError, RecursionError):  # of a row that is longer, or is named when it is trained
-                    return None
-                return present(values) if isinstance(values, dict) else None
-    return None
-
-
-def present(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row without keys whose value is null: it may have the columns of other rows."""
-    return {key: value for key, value in row.items() if value is not None}
-
-
-def python_rows(batch: Any, file: Path, first: int) -> list[dict[str, Any]]:
-    """Convert rows of a parquet file.
-
-    Args:
-        batch: A `pyarrow.RecordBatch`.
-        file: The file, for errors.
-        first: Number of its first row, from 1, for errors.
-
-    Raises:
-        InputError: A value cannot be converted, as text that is not UTF-8.
-    """
-    try:
-        found: list[dict[str, Any]] = batch.to_pylist()
-    except (ValueError, OverflowError) as error:
-        for index in range(batch.num_rows if batch.num_rows > 1 else 0):
-            python_rows(batch.slice(index, 1), file, first + index)
-        raise InputError(f"{file}: row {first}: a value cannot be read ({error}); correct it") from error
+@lru_cache(maxsize=1024)
+def _kinds_in(file: Path, size: int, changed_ns: int) -> frozenset[Kind]:
+    """The kinds in a file. size, changed_ns: tell whether it is still the file that is remembered."""
+    row = first_row(file)
+    found = kinds_of(row) if row is not None else frozenset({TEXT})
+    if not has_rows(file) or CHAT in found:
+        return found
+    if suffix_of(file) == ".jsonl":
+        return _kinds_in_lines(file, found)
+    if suffix_of(file) == ".parquet":
+        return _kinds_in_parquet(file, found)
+    columns = csv_columns(file) if suffix_of(file) == ".csv" else COLUMNS
+    if not possible_kinds(columns) <= found:
+        for one in rows_of(file):
+            found |= kinds_of(one.values())
+            if CHAT in found:
+                break
     return found
 
 
-def _kind_in(file: Path) -> Kind:
-    row = first_row(file)
-    return TEXT if row is None else kind_of(row)
+def _kinds_in_lines(file: Path, found: frozenset[Kind]) -> frozenset[Kind]:
+    """The kinds in a .jsonl with those in `found`. Only lines with a key of another kind are parsed: 2 GB/s."""
+    rest, is_end = b"", False
+    with unpacked(file) as stream:
+        while not is_end and len(rest) <= MOST_LINE:  # a longer line is named when it is trained
+            chunk = stream.read(LINE_CHUNK)
+            is_end = not chunk
+            window = rest + (chunk or b"\n")
+            at, stop = 0, window.rfind(b"\n") + 1
+            while match := (OTHER_KEYS if found <= {TEXT} else CHAT_KEYS).search(window, at, stop):
+                at = window.index(b"\n", match.start()) + 1
+                try:
+                    row = json.loads(window[window.rfind(b"\n", 0, match.start()) + 1 : at])
+                except (ValueError, RecursionError):  # it is named when it is trained
+                    continue
+                found |= kinds_of(present(row)) if isinstance(row, dict) else frozenset()
+                if CHAT in found:
+                    return found
+            rest = window[stop:]
+    return found
 
 
-@contextmanager
-def open_parquet(file: Path) -> Iterator[Any]:
-    """Open a parquet file, a `pyarrow.parquet.ParquetFile`, whose rows are read as they are needed.
-
-    Raises:
-        InputError: It is not a parquet file.
-    """
-    # Imported here: it takes a third of a second, and few runs need it.
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
-    with reading(file), opened(file) as stream:
-        try:
-            with ParquetFile(stream) as table:
-                yield table
-        except (ArrowException, OSError) as error:
-            if isinstance(error, OSError) and error.errno:  # of the disk; damaged pages have no number
-                raise
-            reason = shortened(str(error).partition("\n")[0], 200)
-            raise InputError(f"{file}: not a parquet file, or damaged ({reason}); write it again") from error
-
-
-def columns_of(table: Any) -> list[str]:
-    """The columns of a parquet file that are read."""
-    return [name for name in table.schema_arrow.names if name in COLUMNS]
+def _kinds_in_parquet(file: Path, found: frozenset[Kind]) -> frozenset[Kind]:
+    """The kinds in a table with those in `found`, by which of its cells are null."""
+    with open_parquet(file) as table:
+        names = columns_of(table)
+        if possible_kinds(names) <= found:
+            return found
+        is_nested = {name: bool(table.schema_arrow.field(name).type.num_fields) for name in names}
+        for batch in table.iter_batches(TABLE_ROWS, columns=names):
+            for valid in set(zip(*(column.is_valid().to_pylist() for column in batch.columns), strict=True)):
+                row = {name: [] if is_nested[name] else "" for name, has in zip(names, valid, strict=True) if has}
+                found |= kinds_of(row)
+            if CHAT in found:
+                break
+    return found
 
 
 def _of_field(name: str, path: str | int | None) -> tuple[Path, ...]:
@@ -226,27 +227,81 @@ def _of_field(name: str, path: str | int | None) -> tuple[Path, ...]:
 def find_files(path: Path) -> tuple[Path, ...]:
     """Find the text files below a folder, by relative path; or return `path` itself if it is a text file.
 
-    A .txt is one document. A .jsonl has one document per line: an object with `text`, with `prompt` and `completion`,
-    of which the completion is learned, or with `messages`, of which the assistant's are learned; blank lines are
-    skipped. A .parquet has the same columns. A .npy holds token ids, each document ended by end-of-text. Other files
-    and hidden files are left out.
+    A .txt is one document; .jsonl, .json, .csv and .parquet have one in each row, in any of the forms of `row_forms`;
+    a .npy holds token ids, each document ended by end-of-text. Other files and hidden files are left out.
 
     Raises:
         InputError: There is nothing to read.
     """
     _require_regular(path)
     if path.is_file():
-        if path.suffix.lower() not in SUFFIXES:
-            raise InputError(f"{path}: not a supported kind of text; give {GIVE}")
+        if suffix_of(path) not in SUFFIXES:
+            raise InputError(f"{path}: not a supported kind of text; {READ}")
         return (path,)
     if not path.is_dir():
         raise InputError(f"{path}: no such file or folder; give {GIVE}, or a folder of them")
-    files = [file for file in _files_below(path) if file.suffix.lower() in SUFFIXES]
+    files = [file for file in _files_below(path) if _is_read(file)]
     if not files:
-        raise InputError(f"{path}: no text in this folder; put .txt, .jsonl, .parquet or .npy files into it")
+        raise InputError(
+            f"{path}: no text in this folder; put .txt, .jsonl, .json, .csv, .parquet or .npy files into it"
+        )
     for file in files:
         _require_regular(file)
     return tuple(sorted(files, key=lambda file: file.relative_to(path).as_posix()))
+
+
+def _is_read(file: Path) -> bool:
+    """Whether a file of a folder is read: not a packed one whose unpacked copy lies next to it."""
+    if suffix_of(file) not in SUFFIXES or file.name in ABOUT:
+        return False
+    return suffix_of(file) == file.suffix.lower() or not file.with_suffix("").is_file()
+
+
+def warnings_of(cfg: DataConfig) -> Iterator[str]:
+    """Messages about files of the config that are not read, and about texts in rows that are not.
+
+    Raises:
+        InputError: A file cannot be read.
+    """
+    held_out = cfg.validation if isinstance(cfg.validation, str) else None
+    given = (cfg.path, *(folder.path for folder in cfg.folders), held_out)
+    for path in dict.fromkeys(Path(name) for name in given if name):
+        if message := _not_read(path):
+            yield message
+        files = find_files(path)
+        found = {file: keys for file in files if (keys := unread_keys(file))}
+        if found:
+            file, keys = next(iter(found.items()))
+            more = f" and {len(found) - 1} other files" if len(found) > 1 else ""
+            unread = shortened(", ".join(keys), 200)
+            yield f"{file}{more}: rows hold texts that are not read, under {unread}; move what matters"
+
+
+def _not_read(path: Path) -> str | None:
+    """A warning that counts and names the files of a folder that are not read; None if there are none.
+
+    Raises:
+        InputError: The folder cannot be searched.
+    """
+    if not path.is_dir():
+        return None
+    others = [file for file in _files_below(path) if not _is_read(file) and file.name not in ABOUT]
+    names = sorted(
+        file.relative_to(path).as_posix() for file in others if file.name.partition(".")[0].lower() not in NOT_DATA
+    )
+    if not names:
+        return None
+    are = "is" if len(names) == 1 else "are"
+    unpacked_too = any(suffix_of(Path(name)) in SUFFIXES for name in names)
+    why = " (of a packed file that also lies there unpacked, only the unpacked one is read)" if unpacked_too else ""
+    return f"{path}: {named([Path(name) for name in names])} {are} not read{why}; convert what is to be trained: {READ}"
+
+
+def named(files: Sequence[Path]) -> str:
+    """The number of some files, and the names of the first."""
+    names = ", ".join(shortened(file.name, 100) for file in files[:MOST_NAMED])
+    more = f" and {len(files) - MOST_NAMED} more" if len(files) > MOST_NAMED else ""
+    return f"{len(files)} {'file' if len(files) == 1 else 'files'}: {names}{more}"
 
 
 def sizes(files: Sequence[Path]) -> dict[Path, int]:
@@ -286,7 +341,7 @@ def rows(file: Path) -> Iterator[tuple[int, int, bytes]]:
         while line := stream.readline(MOST_ROW + 1):
             if len(line) > MOST_ROW:
                 raise InputError(f"{file}:{number}: the line is longer than 1 MiB; shorten or remove it")
-            if line.strip():
+            if not is_blank(line):
                 yield number, offset, line.strip()
             number, offset = number + 1, offset + len(line)
 
@@ -296,25 +351,13 @@ def too_deep(folder: Path) -> InputError:
     return InputError(f"{folder}: its folders are nested more than {MOST_DEEP} deep; move the files up")
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn an OSError inside into an InputError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        name = shortened(str(error.filename or path), 500)
-        raise InputError(
-            f"{name}: cannot be read ({error.strerror}); put it back, or change its permissions"
-        ) from error
-
-
 def _files_below(folder: Path) -> Iterator[Path]:
-    """The files below a folder, hidden ones left out. Links to folders are followed, but none is entered twice."""
+    """The files below a folder, but hidden ones and those of runs. Links to folders are followed, none twice."""
     entered: set[Path] = set()
     with reading(folder):
         for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
             resolved = Path(root).resolve()
-            if resolved in entered:
+            if resolved in entered or is_run(resolved):
                 folders.clear()
                 continue
             entered.add(resolved)

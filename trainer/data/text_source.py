@@ -15,19 +15,19 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig
 from trainer.data.loader import BatchSizes
+from trainer.data.row_forms import CHAT, TEXT
 from trainer.data.source import DataSource, Draw, SampleDrawer
 from trainer.data.text_documents import Encoder
 from trainer.data.text_files import (
-    CHAT,
-    TEXT,
     TextFolder,
     check_preferences,
     digest,
-    first_row,
     folders_of,
     kinds,
+    named,
     of_config,
     sizes,
+    warnings_of,
 )
 from trainer.data.text_rows import key_of, num_rows
 from trainer.data.text_stream import START, PackedRow, Packing, StreamPosition, TextStream
@@ -36,7 +36,7 @@ from trainer.distributed.world import World
 from trainer.models.base import TextFamily
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
-from trainer.run.events import Emit, WarningEvent
+from trainer.run.events import Emit, StatusEvent, WarningEvent
 from trainer.run.manifest import RECIPE, Progress
 
 POSITIONS_KEPT = 4
@@ -76,6 +76,9 @@ class TextSource(DataSource):
         self.digest = world.gather(_digest(files, self._folders))[0]
         _check_same(files, world)
         check_preferences((*files, *self._held_out_files), cfg.objective.dpo_beta is not None)
+        emit(StatusEvent(state="loading", message=f"texts are read from {named(files)}"))
+        for message in warnings_of(cfg.data):
+            emit(WarningEvent(message=message))
         self._batch_sampler: TextBatchSampler | None = None
         self._rows_of_an_epoch = math.nan
         self._recipe = recipe
@@ -275,8 +278,7 @@ def answers(cfg: RunConfig) -> bool:
     if cfg.sample.chat != "auto":
         return cfg.sample.chat == "on"
     try:
-        files = of_config(cfg.data)[0]
-        return CHAT in kinds(files) or any(isinstance((first_row(f) or {}).get("chosen"), list) for f in files)
+        return CHAT in kinds(of_config(cfg.data)[0])
     except InputError:  # a sample can also be drawn after the data of its run were moved
         return False
 

@@ -28,6 +28,8 @@ from typing import Any, Self
 import psutil
 import torch
 
+from trainer.config.errors import InputError
+from trainer.config.files import opened_to_append
 from trainer.config.terminal import complain
 from trainer.distributed.world import World
 from trainer.run.events import ErrorEvent, EventWriter, RankLine, WarningEvent
@@ -109,10 +111,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     def __enter__(self) -> Self:
-        with suppress(OSError):  # a full disk: this file is for the worst case only
+        with suppress(OSError, InputError):  # a full disk: this file is for the worst case only
             folder = self._run.logs / "stacks"
             folder.mkdir(parents=True, exist_ok=True)
-            stacks = self._files.enter_context((folder / f"rank{self._world.rank}.txt").open("a"))
+            file = opened_to_append(folder / f"rank{self._world.rank}.txt")
+            stacks = self._files.enter_context(open(file, "a", encoding="utf-8"))
             faulthandler.register(STACKS, stacks, all_threads=True)
             self._files.callback(faulthandler.unregister, STACKS)
         self._channel.start()

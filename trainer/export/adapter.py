@@ -23,6 +23,7 @@ from trainer.config.imports import light_imports
 from trainer.config.schema import RunConfig
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import adapter_metadata
+from trainer.export.model import compare
 from trainer.models.base import ImageFamily, ModelFamily
 from trainer.models.saved_modules import saved_modules, saved_tensors
 from trainer.models.state_dict import BaseWeights, TrainedModel, component_of, naming
@@ -72,6 +73,8 @@ def export_adapter(
     stem = cfg.name if cfg.export.format == "auto" else f"{cfg.name}-{cfg.export.format}"
     paths = [file.path(folder, stem) for file in files]
     differences = []
+    for component in {file.component for file in files if file.peft_config}:
+        verify_base(family, component, base)
     with ExitStack() as drafts:
         for file, path in zip(files, paths, strict=True):
             written = drafts.enter_context(draft(path))
@@ -153,6 +156,17 @@ def verify_adapter(
             f"{size:.3g}"
         )
     return error / size if size else error
+
+
+def verify_base(family: ModelFamily, component: str, base: BaseWeights) -> None:
+    """Compare the base that users load for an adapter with the one that it was trained on.
+
+    Raises:
+        RuntimeError: They differ by more than the rounding of the type in which users load it.
+    """
+    folder = family.component_folder(component)
+    for name, tensor in family.loaded_by_users(component, folder).items():
+        compare(folder, name, tensor, base.tensor(component, name), "bf16")
 
 
 def verify_modules(folder: Path, family: ModelFamily, expected: Mapping[str, SavedModule], dtype: str) -> float:

@@ -30,15 +30,22 @@ def check_export(cfg: RunConfig, family: ModelFamily, trainables: Mapping[str, n
         Sentences for the log.
 
     Raises:
-        InputError: `export.format` does not fit the family or the adapter's sizes.
+        InputError: `export.format` does not fit the family or the adapter's sizes; or users' programs load another
+            base for the adapter than the one that is trained.
     """
     has_file = bool(family.layout(family.components[0])) and not isinstance(family, TextFamily)
     if cfg.export_what != "adapter" and cfg.export.format in SINGLE_FILES and not has_file:
         raise InputError(f"export.format: models of {cfg.model.family} have no {cfg.export.format}; use auto")
+    notes = _of_fewer_bits(cfg)
     if cfg.export_what != "adapter":
-        return ()
+        return notes
     assert not isinstance(cfg.adapter, NoAdapter)
     base = BaseWeights(family)
+    for component in family.live:
+        try:
+            family.loaded_by_users(component, family.component_folder(component), numbers=False)
+        except RuntimeError as error:
+            raise InputError(str(error)) from error
     with torch.device("meta"):
         weights = {name: torch.empty(p.shape) for name, p in trainables.items()}
 
@@ -51,5 +58,16 @@ def check_export(cfg: RunConfig, family: ModelFamily, trainables: Mapping[str, n
         files = adapter_files(layers, cfg.export.format, naming(family), weight, torch.float32, saved)
     readers = {reader for file in files for reader in file.readers}
     if cfg.export.format != "auto" or "diffusers" in readers or family.peft_fields is not None:
+        return notes
+    no_file = f"export.format: auto writes no file of this {cfg.adapter.type} for diffusers; export.what: merged does"
+    return (*notes, no_file)
+
+
+def _of_fewer_bits(cfg: RunConfig) -> tuple[str, ...]:
+    if cfg.quantize.format == "none" or cfg.export_what not in ("adapter", "merged"):
         return ()
-    return (f"export.format: auto writes no file of this {cfg.adapter.type} for diffusers; export.what: merged does",)
+    what = "merged with" if cfg.export_what == "merged" else "for"
+    return (
+        f"the adapter is trained on a base in {cfg.quantize.format}; the export is {what} the base as its files store "
+        "it, so that its loss differs a little from that of the run",
+    )

@@ -172,7 +172,8 @@ def _write_index(file: Path, shards: Mapping[str, FileSpec]) -> None:
 def _verify_component(
     folder: Path, component: str, cfg: RunConfig, family: ModelFamily, expected: TrainedModel
 ) -> float:
-    """Compare the folder's tensors with the model of its config.json, and each with the trained tensor.
+    """Compare the folder's tensors with the model of its config.json, and each with the trained tensor: as stored, and
+    as users' programs load them.
 
     Tensor by tensor: a model that fills several GPUs may not fit into this host's memory.
     """
@@ -182,9 +183,10 @@ def _verify_component(
         found = written[name].shape if name in written else None
         if found != tuple(tensor.shape):
             raise RuntimeError(f"{folder}: '{name}' is {found}, but the model of its config.json has {tensor.shape}")
+    stored = ((name, read_tensor(entry)) for name, entry in written.items())
     return max(
-        _compare(folder, name, read_tensor(entry), expected.tensor(component, name), cfg.export.dtype)
-        for name, entry in written.items()
+        compare(folder, name, tensor, expected.tensor(component, name), cfg.export.dtype)
+        for name, tensor in chain(stored, family.loaded_by_users(component, folder).items())
     )
 
 
@@ -219,11 +221,11 @@ def _verify_single_file(file: Path, cfg: RunConfig, expected: TrainedModel, tens
         parts = [expected.tensor(component, part) for part in fused.parts]
         stored = fused.split(read_tensor(written[fused.name]), [part.shape[0] for part in parts])
         for name, found, trained in zip(fused.parts, stored, parts, strict=True):
-            differences.append(_compare(file, name, found, trained, cfg.export.dtype))
+            differences.append(compare(file, name, found, trained, cfg.export.dtype))
     return max(differences)
 
 
-def _compare(file: Path, name: str, found: Tensor, trained: Tensor, dtype: str) -> float:
+def compare(file: Path, name: str, found: Tensor, trained: Tensor, dtype: str) -> float:
     """Return the distance relative to the trained tensor's norm. Raises RuntimeError beyond the tolerance."""
     size, error = _size_and_distance(trained, found)
     if not error <= TOLERANCE[dtype] * size + SMALLEST_STEP[dtype] * trained.numel() ** 0.5:

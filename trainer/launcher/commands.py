@@ -11,7 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from trainer.config.errors import InputError
+from trainer.config import families
+from trainer.config.errors import InputError, RuleError
 from trainer.config.load import ConfigFile, load_config, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig, family_names
@@ -104,6 +105,7 @@ def join(path: Path, overrides: Sequence[str], node_rank: int | None = None) -> 
         InputError: As `torchrun.join`, and if the node has no number.
     """
     run = RunDir(path.absolute())
+    run.guard()
     parallel = _parallel(run, overrides)
     number = network.scheduled_node_rank() if node_rank is None else node_rank
     if number is None:
@@ -214,8 +216,12 @@ def begin_export(run: RunDir, cfg: RunConfig) -> subprocess.Popen[bytes]:
     """Start an export, as `cfg.export` says, in a separate process. Its exit code is 2 for the user's mistake.
 
     Raises:
-        InputError: The run has no checkpoint, or a folder of it is missing and cannot be made.
+        InputError: The run has no checkpoint, a folder of it is missing and cannot be made, or its family has no file
+            of this format.
     """
+    if problems := tuple(families.unwritable(cfg)):
+        raise RuleError(problems)
+    run.guard()
     run.complete_folders(cfg)
     manifest.to_export(run)
     argv = [sys.executable, "-m", "trainer", str(run.path)]
@@ -246,6 +252,7 @@ def begin_drawing(run: RunDir, request: DrawingRequest, device: str | None = Non
     Raises:
         InputError: Nothing was trained yet, or the request cannot be drawn.
     """
+    run.guard()
     run.complete_folders(check_request(run, request))
     argv = [sys.executable, "-m", "trainer.train.draw", str(run.path), *request.arguments()]
     argv += [f"--device={device}"] if device else []

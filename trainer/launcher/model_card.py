@@ -11,10 +11,11 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainer.config import yaml12
+from trainer.config import files, yaml12
 from trainer.config.errors import InputError
 from trainer.config.families import FamilyFacts, of, trains_on
 from trainer.config.models import published_models
@@ -28,6 +29,8 @@ from trainer.run.folder import RunDir
 
 PROJECT = "ShardStudio"
 SAMPLE_FOLDER = "images"
+MOST_BYTES = 2**27
+"""The largest published tokenizer.json has 33 MB."""
 IN_DIFFUSERS = ("lora", "locon", "dora")
 """Adapters that diffusers' `load_lora_weights` reads."""
 PACKAGES = ("shardstudio", "torch", "diffusers", "transformers", "peft")
@@ -50,11 +53,14 @@ class Published:
     samples: tuple[SampleEvent, ...]
 
     def files(self, run: RunDir) -> dict[str, Path]:
-        """{path in the repository: file} of exports and sample images."""
+        """{path in the repository: file} of exports and sample images. Raises InputError for a link out of the run."""
         found: dict[str, Path] = {}
         for export in self.exports:
             inside = sorted(file for file in export.rglob("*") if file.is_file()) if export.is_dir() else [export]
-            found |= {str(file.relative_to(export.parent)): file for file in inside}
+            for file in inside:
+                if files.leads_out(file, run.path):
+                    raise InputError(f"{file}: leads out of the run folder; remove it, and nothing of it is uploaded")
+                found[str(file.relative_to(export.parent))] = file
         return found | {name_of(sample): run.own_file(sample.path) for sample in self.samples if not sample.is_text}
 
 
@@ -211,7 +217,10 @@ class _Card:
         result = f", the result of stage {stage} of this run" if stage else ""
         needs_base = "" if self.base else f"\n\nReplace `BASE` with the folder of the base model{result}."
         if self.is_text:
-            return f"```python\n{self._text_code(base)}\n```{needs_base}"
+            ends = " or ".join(f"`{_code(name)}`" for name in self._stops)
+            return f"```python\n{self._text_code(base)}\n```{needs_base}" + (
+                f"\n\nTexts end at {ends}." if ends else ""
+            )
         if self.what.what == "adapter" and self._is_read_by_diffusers:
             return (
                 f"```python\n{self._adapter_code(base)}\n```{needs_base}\n\nComfyUI: put `{name}` into `models/loras`."
@@ -259,18 +268,33 @@ class _Card:
             has_tokenizer = (self.main / "tokenizer_config.json").is_file()
             source = f'"{self.repo}", subfolder={name}' if has_tokenizer else f'"{base}"'
             grows = "model.resize_token_embeddings(max(len(tokenizer), model.get_input_embeddings().num_embeddings))\n"
+            # A program that loads an adapter stops where its base does, unless it is asked to read the adapter's own.
+            stops = f'\nmodel.generation_config = GenerationConfig.from_pretrained("{self.repo}", subfolder={name})'
+            more = ", GenerationConfig" if self._stops else ""
             return (
-                "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+                f"from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer{more}\n\n"
                 f"tokenizer = AutoTokenizer.from_pretrained({source})\n"
                 f'model = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")\n'
                 f"{grows if self.cfg.model.options.new_tokens else ''}"
                 f'model = PeftModel.from_pretrained(model, "{self.repo}", subfolder={name})'
+                f"{stops if self._stops else ''}"
             )
         return (
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
             f'model = AutoModelForCausalLM.from_pretrained("{self.repo}", subfolder={name}, dtype="auto")\n'
             f'tokenizer = AutoTokenizer.from_pretrained("{self.repo}", subfolder={name})'
         )
+
+    @cached_property
+    def _stops(self) -> tuple[str, ...]:
+        """The tokens at which generation ends, by the export's files; empty for files that do not say it."""
+        try:
+            ids = json.loads(files.read(self.main / "generation_config.json", MOST_BYTES))["eos_token_id"]
+            added = json.loads(files.read(self.main / "tokenizer.json", MOST_BYTES))["added_tokens"]
+            names = {token["id"]: str(token["content"]) for token in added}
+            return tuple(names.get(one, f"token {one}") for one in (ids if isinstance(ids, list) else [ids]))
+        except (InputError, OSError, ValueError, KeyError, TypeError):
+            return ()
 
     def _sample(self, sample: SampleEvent) -> str:
         if sample.is_text:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from trainer.checkpoint import config_changes
 from trainer.config import families, files
 from trainer.config.errors import InputError, Problem
-from trainer.config.load import ConfigFile, load_config, similar_name, stage_config, stage_configs
+from trainer.config.fields import all_names
+from trainer.config.installation import missing_package
+from trainer.config.load import ConfigFile, load_config, similar_name, stage_configs
 from trainer.config.schema import RunConfig, start_rules
-from trainer.config.sections import HUB_ID, MODEL_WORDS, ModelConfig, NoAdapter
+from trainer.config.sections import HUB_ID, MODEL_WORDS, ModelConfig, NoAdapter, RankAdapter
 from trainer.data import image_files, question_files, text_files
 from trainer.data.image_tables import TABLES
 from trainer.data.scan_memory import Keep, checked
@@ -21,12 +28,28 @@ from trainer.metrics import trackers
 from trainer.models import distilled, recognition
 from trainer.models.parts import chat_template
 from trainer.run import manifest, process, stages
+from trainer.run.events import EventReader
 from trainer.run.folder import RunDir, shared_cache
+from trainer.run.length import RunLength
 from trainer.run.manifest import Progress
+from trainer.weights.headers import PEFT_FILE, read_header
 from trainer.weights.hub import find_folder
 
+COPIED = frozenset({".json", ".txt", ".model", ".jinja"})
+"""Suffixes of the small files of a model's folder that are copied into exports."""
 BY_NAME = (".masks", ".references", ".rejected")
 """Ends of the fields of folders whose images are found by their names."""
+OF_LAYERS = frozenset(
+    {
+        *(f"adapter.{name}" for name in ("targets", "modules_to_save", "rank_pattern", "conv_rank", "factor")),
+        *("adapter.block_size", "adapter.num_stages", "quantize.keep", "quantize.formats"),
+        *("objective.zero_terminal_snr", "objective.router_weight", "objective.dpo_beta"),
+        *("model.options.blocks", "model.options.new_tokens", "model.options.attention"),
+    }
+)
+"""Fields whose values only the built model can refuse."""
+USUAL_RANK, SMALL_RANK = 64, 16
+"""Ranks up to which layers take them, of published models and of small ones."""
 
 
 def new_run(
@@ -62,11 +85,14 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     Raises:
         InputError: As `new_run`; or the run is running; or its checkpoint does not allow a change.
     """
+    run.guard()
     process.require_ended(run)
     loaded = load_config(run.config_file, overrides)
     saved = manifest.complete(run.checkpoints)
     if saved:
-        _check_changes(loaded, stages.current(run, loaded.config).config, manifest.progress_of(saved[-1]))
+        stage, progress = stages.current(run, loaded.config), manifest.progress_of(saved[-1])
+        _check_changes(loaded, stage.config, progress)
+        loaded.refuse(list(_too_short(loaded, run, stage, progress)))
     scans = check(loaded, is_new=not saved, cache=shared_cache(loaded.config, run.path.parent))
     loaded.refuse(list(capacity.gpu_problems(loaded.config)))
     _prepare_cache(loaded, run.path.parent)
@@ -101,6 +127,21 @@ def _check_changes(loaded: ConfigFile, config: RunConfig, saved: Progress) -> No
     loaded.refuse(list(config_changes.refused(changed, saved.step)))
 
 
+def _too_short(loaded: ConfigFile, run: RunDir, stage: stages.Stage, saved: Progress) -> Iterator[Problem]:
+    """A problem if a run is to end before the step that it has reached: training does not go back."""
+    train, former = stage.config.train, saved.config["train"].get("epochs") if saved.config else None
+    trained = f"{saved.step} steps"
+    if train.epochs is None:
+        is_short = train.steps < saved.step
+    else:
+        reached = RunLength.of(loaded.config, EventReader(run.events_file).read()).epoch(stage.before + saved.step)
+        reached = min(reached or 0.0, former or math.inf)  # the last step may be a short one
+        is_short, trained = train.epochs < reached, f"{reached:.3g} epochs"
+    if is_short:
+        field, value = ("train.steps", train.steps) if train.epochs is None else ("train.epochs", train.epochs)
+        yield Problem(field, f"{value:g} is less than the {trained} that are trained; raise it, or start a new run")
+
+
 def check(loaded: ConfigFile, is_new: bool = True, cache: Path | None = None) -> list[Keep]:
     """Check that a run of this config can start on this machine: its fields, files, images, model, trackers and port.
 
@@ -119,7 +160,9 @@ def check(loaded: ConfigFile, is_new: bool = True, cache: Path | None = None) ->
     check_named(loaded, is_new)
     scans = [_check_stage(loaded, index, is_new, cache) for index in range(len(loaded.config.stages))]
     scans.append(_check_data(loaded.config, cache))
-    check_machine(loaded)
+    check_machine(loaded, is_new)
+    if is_new:
+        _check_built(loaded, cache)
     return scans
 
 
@@ -138,14 +181,20 @@ def check_named(loaded: ConfigFile, is_new: bool = True) -> None:
     loaded.refuse([*rules, *_missing_paths(cfg, is_new)])
 
 
-def check_machine(loaded: ConfigFile) -> None:
-    """The part of `check` that looks at this machine: the model, the packages of trackers and the port.
+def check_machine(loaded: ConfigFile, is_new: bool = True) -> None:
+    """The part of `check` that looks at this machine: the model, packages that are not always installed and the port.
+
+    Args:
+        loaded: The config.
+        is_new: As for `check`.
 
     Raises:
         InputError: Something is missing.
     """
     _check_model(loaded)
-    _check_trackers(loaded)
+    _check_packages(loaded)
+    if is_new:
+        _check_start(loaded)
     network.require_free_port(loaded.config.parallel)
 
 
@@ -170,13 +219,67 @@ def _check_stage(loaded: ConfigFile, index: int, is_new: bool, cache: Path | Non
     """Raise InputError if files or data of a stage are wrong. is_new: as for `check`."""
     name = loaded.config.stages[index].name
     try:
-        stage = replace(loaded, config=stage_config(loaded.config, index), source=Path(f"stage {name}"), origins={})
+        stage = replace(
+            loaded, config=stages.before_handover(loaded.config, index), source=Path(f"stage {name}"), origins={}
+        )
         stage.refuse(_missing_paths(stage.config, is_new))
         scan = _check_data(stage.config, cache)
         _check_model(stage)
+        _check_packages(stage)
+        if is_new:
+            _check_start(stage)
     except InputError as error:
         raise InputError(f"{loaded.source}: {error}") from error
     return scan
+
+
+def needs_model(cfg: RunConfig) -> bool:
+    """Whether a run without stages has fields that are checked with the layers of its model."""
+    sections = (("adapter", cfg.adapter), ("quantize", cfg.quantize), ("objective", cfg.objective))
+    for section, given in (*sections, ("model.options", cfg.model.options)):
+        for name, value in given:
+            if f"{section}.{name}" in OF_LAYERS and value != type(given).model_fields[name].default:
+                return True
+    is_small = cfg.model.path in ("tiny", "demo")
+    if isinstance(cfg.adapter, RankAdapter) and cfg.adapter.rank > (SMALL_RANK if is_small else USUAL_RANK):
+        return True
+    is_low_rank = cfg.adapter.type in ("lora", "locon", "dora")
+    return cfg.export_what == "adapter" and cfg.export.format != "auto" and not is_low_rank
+
+
+def _check_built(loaded: ConfigFile, cache: Path | None) -> None:
+    """Raise InputError for what is wrong with the models, built without weights in a process of its own, or with the
+    first rows of the text.
+
+    That takes seconds. Runs in stages pay them, whose later stages would be refused after hours, and configs that name
+    layers; all others are checked by their ranks.
+    """
+    cfg = loaded.config
+    parts = [stages.before_handover(cfg, index) for index in range(len(cfg.stages))] or [cfg]
+    if len(parts) == 1 and not needs_model(parts[0]):
+        return
+    with TemporaryDirectory() as folder:
+        # Tiny models are written into the cache, but a refused run leaves nothing behind.
+        used = cache if cache and cache.is_dir() else folder
+        argv = [sys.executable, "-m", "trainer.train.rehearsal", str(used)]
+        configs = json.dumps([part.model_dump(mode="json") for part in parts])
+        environment = process.worker_environment()
+        done = subprocess.run(argv, input=configs, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 2:  # a crash is left to the ranks, which log it
+        return
+    number, _, message = done.stdout.strip().partition(" ")
+    pairs = [line.partition(": ") for line in message.splitlines()]
+    problems = [Problem(field, reason) for field, _, reason in pairs if field in all_names()]
+    if cfg.stages:
+        stage = cfg.stages[int(number)]
+        message = f"{loaded.source}: stage {stage.name}: {message}"
+        above = f"stages[{number}].set."
+        problems = [
+            Problem(above + one.field if one.field in stage.set else one.field, f"{one.message} (stage {stage.name})")
+            for one in problems
+        ]
+    loaded.refuse(problems)
+    raise InputError(message)
 
 
 def _check_data(cfg: RunConfig, cache: Path | None) -> Keep:
@@ -201,22 +304,47 @@ def _nothing() -> None:
 
 
 def _check_model(loaded: ConfigFile) -> None:
-    """Raise InputError if a hub id is not in the local cache (with the download command), or if
-    `model.options.distilled` contradicts the model's folder."""
+    """Raise InputError if a hub id is not in the local cache (with the download command), if the model's folder
+    contradicts `model.options.distilled`, or if its model does not read a field."""
     model = loaded.config.model
     field, path = ("model.base", model.base) if model.base else ("model.path", model.path)
     try:
         folder = find_folder(field, path)
     except InputError as error:
         loaded.refuse([Problem(field, str(error).removeprefix(f"{field} "))])
+    else:
+        loaded.refuse([Problem(field, text) for text in _linked_companions(folder)])
     if (named := loaded.config.data.chat_template) and (tokens := chat_template.stored_tokens(folder)):
         chat_template.check_marks(named, tokens | set(model.options.new_tokens))
     loaded.refuse([*recognition.refused(model), *distilled.refused(model)])
+    loaded.refuse([*recognition.without_row(model), *recognition.unread(loaded.config)])
 
 
-def _check_trackers(loaded: ConfigFile) -> None:
-    """Raise ConfigError with the install command if a tracker's package is missing."""
-    loaded.refuse(list(trackers.missing(loaded.config.trackers)))
+def _linked_companions(folder: Path) -> Iterator[str]:
+    """Problems with the small files of a model's folder that an export copies: links to files elsewhere."""
+    for file in sorted(folder.glob("*")):
+        is_copied = file.suffix in COPIED and file.name not in ("config.json", "model_index.json")
+        if is_copied and file.is_symlink() and files.leads_out(file, folder):
+            yield f"{file}: {files.LEADS_OUT}"
+
+
+def _check_start(loaded: ConfigFile) -> None:
+    """Raise ConfigError if the file that the adapter starts from is not one of safetensors."""
+    adapter = loaded.config.adapter
+    if isinstance(adapter, NoAdapter) or adapter.start is None:
+        return
+    named = Path(adapter.start)
+    try:
+        read_header(named / PEFT_FILE if named.is_dir() else named)
+    except InputError as error:
+        loaded.refuse([Problem("adapter.start", str(error))])
+
+
+def _check_packages(loaded: ConfigFile) -> None:
+    """Raise ConfigError with the install command if the package of a tracker or of the optimizer is missing."""
+    missing = missing_package(loaded.config.optim.type)
+    optimizer = [Problem("optim.type", missing)] if missing else []
+    loaded.refuse([*trackers.missing(loaded.config.trackers), *optimizer])
 
 
 def _missing_paths(cfg: RunConfig, is_new: bool) -> list[Problem]:

@@ -25,7 +25,7 @@ from trainer.config.load import dump_config, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.launcher import preflight, torchrun
 from trainer.run import process
-from trainer.run.events import ENDS, State
+from trainer.run.events import ENDS, EventReader, State, last_state
 from trainer.run.folder import RunDir, is_run
 
 POLL_S = 1.0
@@ -124,12 +124,15 @@ class Queue:
         return [entry for entry in self.taken() if entry.run and self._is_alive(entry)]
 
     def _is_alive(self, entry: Entry) -> bool:
+        run = self.run_of(entry)
         try:
-            return process.alive(self.run_of(entry))
+            with run.boundary():
+                return process.alive(run)
         except (InputError, OSError):  # `state_of` and `has_failed` report it
             return False
 
     def run_of(self, entry: Entry) -> RunDir:
+        """Return the run of a taken entry. Nothing may be written to it before its `guard`."""
         return RunDir(self.runs / entry.run)
 
     def remove(self, number: int) -> None:
@@ -183,6 +186,7 @@ class Queue:
         try:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._go_on_with_interrupted()
                 yield True
                 return
             yield False
@@ -219,11 +223,21 @@ class Queue:
         path = self._folder / "config.yaml"  # does not exist: errors show the name of the entry instead
         try:
             run = preflight.new_run(load_config_text(entry.config, (), path), self.runs, gpus=entry.gpus)
-            torchrun.start(run.config(), run, self._module, entry.gpus)
-            entry = replace(entry, run=run.path.name)
         except (InputError, OSError) as error:
             entry = replace(entry, error=str(error).replace(f"{path}:", f"{entry.name}:"))
+            self._write(self._taken, entry)
+            return entry
+        return self._start(replace(entry, run=run.path.name))
+
+    def _start(self, entry: Entry) -> Entry:
+        """Start a taken entry in its run folder, which is noted first: a page killed meanwhile never makes a second."""
         self._write(self._taken, entry)
+        run = self.run_of(entry)
+        try:
+            torchrun.start(run.config(), run, self._module, entry.gpus)
+        except (InputError, OSError) as error:
+            entry = replace(entry, run="", error=str(error))
+            self._write(self._taken, entry)
         return entry
 
     def _put_damaged_aside(self) -> list[Entry]:
@@ -240,12 +254,28 @@ class Queue:
         return entries
 
     def _put_back_interrupted(self) -> None:
-        """Put back taken entries that were not started: the process that took them was killed before it could."""
+        """Put back taken entries that have no run folder: the process that took them was killed before it made one."""
         with self._changing():
             for entry in self.taken():
                 if not entry.run and not entry.error:
                     self._write(self._waiting, entry)
                     _file(self._taken, entry.number).unlink()
+
+    def _go_on_with_interrupted(self) -> None:
+        """Start taken entries in their run folders: the process that made those was killed before it started them."""
+        for entry in self.taken():
+            if entry.run and not entry.error and self._was_never_started(self.run_of(entry)):
+                self._start(entry)
+
+    def _was_never_started(self, run: RunDir) -> bool:
+        """Whether a run has no process. One that runs and has no record yet gets it."""
+        if run.launch_file.exists() or not is_run(run.path):
+            return False
+        try:
+            state = last_state(EventReader(run.events_file).read())
+            return state not in ENDS and not process.adopt(run) and state in ("created", "starting")
+        except (InputError, OSError):  # `state_of` reports it
+            return False
 
     def _note_failures(self) -> None:
         """Pause the queue after each new failure, if `after_failure` says so."""
@@ -261,11 +291,14 @@ class Queue:
         """Whether a taken run could not be started, or failed."""
         if entry.error:
             return True
+        run = self.run_of(entry)
         try:
-            if self._ended(self.run_of(entry)) is None:
-                process.settle(self.run_of(entry))
+            with run.boundary():
+                if self._ended(run) is None:
+                    run.guard()
+                    process.settle(run)
         except (InputError, OSError):
-            return is_run(self.run_of(entry).path)  # a deleted run has not failed
+            return is_run(run.path)  # a deleted run has not failed
         return self.state_of(entry) == "failed"
 
     def state_of(self, entry: Entry) -> str:
@@ -276,7 +309,9 @@ class Queue:
         if not is_run(run.path):
             return "deleted"
         try:
-            return self._status(run)
+            with run.boundary():
+                run.guard()
+                return self._status(run)
         except (InputError, OSError) as error:
             return f"damaged: {_explained(error)}"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from trainer.config import files
 from trainer.run import failure, process
 from trainer.run.folder import RunDir
 
@@ -23,8 +24,9 @@ def begin(run: RunDir, kind: str, argv: Sequence[str]) -> subprocess.Popen[bytes
         kind: Name of its two files, `<kind>.log` and `<kind>-answer.txt`.
         argv: The command.
     """
-    log_file, answer_file = run.logs / f"{kind}.log", run.logs / f"{kind}-answer.txt"
-    with log_file.open("ab") as log, answer_file.open("wb") as answer:
+    answer_file = run.logs / f"{kind}-answer.txt"
+    answer_file.unlink(missing_ok=True)
+    with open(files.opened_to_append(run.logs / f"{kind}.log"), "ab") as log, answer_file.open("xb") as answer:
         return subprocess.Popen(argv, env=process.worker_environment(), stdout=answer, stderr=log)
 
 

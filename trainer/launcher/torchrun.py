@@ -31,7 +31,7 @@ from trainer.run import allocator, compiler
 from trainer.run.allocator import pins_exactly
 from trainer.run.events import EventWriter, StatusEvent, WarningEvent
 from trainer.run.failure import launches, output_file
-from trainer.run.folder import RunDir, shared_cache
+from trainer.run.folder import RunDir
 from trainer.run.process import (
     SUPERVISORS,
     TORCHRUN,
@@ -138,7 +138,8 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
     """
     # Resolves names and asks nvidia-smi, so not while the lock is held.
     environment = node_environment(cfg.parallel) | _device_environment(cfg.parallel, gpus, pins_exactly(cfg))
-    compiling, problem = compiler.environment(cfg, shared_cache(cfg, run.path.parent))
+    run.guard()
+    compiling, problem = compiler.environment(cfg)
     waits = f"waits for the other nodes: {joining(run, cfg.parallel.nodes)}" if must_be_joined(cfg.parallel) else ""
     with run.locked():
         require_ended(run)
@@ -199,6 +200,7 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "t
         InputError: The run has one node only, or no node of this number, or that node already runs on this machine.
     """
     nodes = parallel.nodes
+    run.guard()
     run.logs.mkdir(parents=True, exist_ok=True)
     if nodes == 1:
         raise InputError(f"{run.path}: is a single-node run; start a run with parallel.nodes above 1 on the first node")
@@ -210,7 +212,7 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "t
     has_stages, is_exact = cfg is not None and bool(cfg.stages), cfg is not None and pins_exactly(cfg)
     environment = node_environment(parallel) | _device_environment(parallel, (), is_exact)
     if cfg is not None:
-        environment |= compiler.environment(cfg, shared_cache(cfg, run.path.parent))[0]
+        environment |= compiler.environment(cfg)[0]
     with run.locked():
         argv = command(parallel, run, module, node_rank, has_stages)
         if any(argv_of(process) == argv for process in psutil.process_iter()):

@@ -86,6 +86,7 @@ def begin_upload(run: RunDir, wanted: Upload) -> subprocess.Popen[bytes]:
     Raises:
         InputError: Nothing was exported.
     """
+    run.guard()
     published(run)
     argv = [sys.executable, "-m", "trainer.launcher.upload", str(run.path), *wanted.arguments(), "--yes"]
     return side_process.begin(run, "upload", argv)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainer.config.families import FACTS, FamilyFacts
 from trainer.models import families
+from trainer.models.base import ModelFamily
 
 
 def write_facts(path: Path) -> None:
@@ -23,6 +24,9 @@ def facts(family: str) -> FamilyFacts:
         trains_on=kind.trains_on,
         components=kind.trained_names(),
         optional_encoders=kind.optional_encoders,
+        architectures={name: _read_by(kind, name) for name in kind.architectures},
+        default_architecture=kind.default_architecture,
+        conditional_fields=kind.conditional_fields,
         objective_fields=tuple(sorted(kind.objective_fields)),
         options_read=tuple(sorted(kind.options_read)),
         data_fields=tuple(sorted(kind.data_fields)),
@@ -33,7 +37,20 @@ def facts(family: str) -> FamilyFacts:
         longest_side=kind.longest_side,
         distilled=kind.distilled,
         model_files=kind.model_files,
+        only_peft=kind.peft_fields is not ModelFamily.peft_fields,
+        kohya_by_path=kind.kohya_by_path,
     )
+
+
+def _read_by(kind: type[ModelFamily], architecture: str) -> tuple[str, ...]:
+    """Those of `conditional_fields` that a tiny model of this architecture reads."""
+    if not kind.conditional_fields:
+        return ()
+    configs = kind.tiny(architecture)
+    marks = {
+        field: configs[Path(file).parent.name].get(*key) for field, (file, *key) in kind.conditional_fields.items()
+    }
+    return tuple(field for field, is_read in marks.items() if is_read)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,17 +18,15 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config.errors import InputError, not_one_of
+from trainer.config.errors import InputError
 from trainer.config.families import Distilled
 from trainer.config.schema import RunConfig
 from trainer.config.sections import (
-    FORMER_DEFAULTS,
     CompleteSample,
     DataConfig,
     ModelConfig,
     ObjectiveConfig,
     SampleConfig,
-    Section,
 )
 from trainer.models import distilled
 from trainer.models.objectives import Batch, Example, Loss, Shift
@@ -105,7 +103,7 @@ class ModelFamily(ABC):
         cache: A folder shared by runs, where a `tiny` model is written as a diffusers folder.
 
     Raises:
-        InputError: `model.path` does not hold such a model, or a section uses options that the family does not have.
+        InputError: `model.path` does not hold such a model.
     """
 
     components: ClassVar[tuple[str, ...]]
@@ -150,6 +148,9 @@ class ModelFamily(ABC):
     """Fields of the section `objective` that the family reads; the others must keep their defaults."""
     options_read: ClassVar[frozenset[str]] = frozenset({"architecture"})
     """Fields of the section `model.options` that the family reads; the others must keep their defaults."""
+    conditional_fields: ClassVar[Mapping[str, tuple[str, str, bool]]] = {}
+    """Fields of `objective` that only some of the family's models read: {field: (JSON file of the folder, the key in it
+    that is true in those models, its value where the file has no such key)}."""
     optional_encoders: ClassVar[tuple[str, ...]] = ()
     """Text encoders that `model.options.without` may name."""
     architectures: ClassVar[tuple[str, ...]]
@@ -184,10 +185,6 @@ class ModelFamily(ABC):
     """The model's folder; the family's constructor opens it."""
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
-        _check_names("model.train", model.train, self.trained_names())
-        check_unread("model.options", model.options, self.options_read)
-        _check_names("model.options.without", model.options.without, self.optional_encoders)
-        check_unread("objective", objective, self.objective_fields)
         self.config = model
         self.objective = objective
         self.cache = cache
@@ -269,7 +266,8 @@ class ModelFamily(ABC):
         return config
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Write `tokenizer_files` to the folder of an exported language model or adapter."""
+        """Write `tokenizer_files` to the folder of an exported language model or adapter, and what else programs read
+        of how its texts begin and end."""
         copy_files(self.folder, self.tokenizer_files, folder)
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
@@ -317,6 +315,16 @@ class ModelFamily(ABC):
         """The tensors of an export's files by the names of `build(component)`."""
         return WeightFiles.read(files)
 
+    def loaded_by_users(self, component: str, folder: Path, numbers: bool = True) -> Mapping[str, Tensor]:
+        """The tensors of a whole model's folder as users' programs load it, by the names of `build(component)`, where
+        their library decides more than names and numbers of the files tell. Empty where it does not, for a folder too
+        large to load, and without `numbers`: then only which tensors there are is compared.
+
+        Raises:
+            RuntimeError: What they load is another model.
+        """
+        return {}
+
     @property
     def blocks(self) -> tuple[str, ...]:
         """Class names of the blocks whose linear layers are stored in fewer bits."""
@@ -357,7 +365,8 @@ class ModelFamily(ABC):
             batch: A batch on the CPU.
 
         Returns:
-            {pattern of layers: (rows,) index of the item}; other layers get one entry per item.
+            {pattern of layers: (rows,) index of the item}; other layers get one entry per item, or as many of each,
+            all of an item before those of the next.
         """
         return {}
 
@@ -654,12 +663,15 @@ class TextFamily(ModelFamily):
         """
 
     @abstractmethod
-    def encode_chat(self, messages: object, tools: object = None) -> tuple[list[int], list[bool]]:
+    def encode_chat(
+        self, messages: object, tools: object = None, variables: object = None
+    ) -> tuple[list[int], list[bool]]:
         """Tokenize a conversation with the chat template of the model or of `data.chat_template`.
 
         Args:
             messages: A list of {"role", "content"}, as in transformers, with optional `tool_calls`.
             tools: A list of descriptions of the tools that the assistant may call; None for none.
+            variables: Values for variables of the template, as `enable_thinking`; None for none.
 
         Returns:
             The ids, and for each whether it is learned: the assistant's turns, with the token that ends each. What
@@ -718,24 +730,7 @@ class TextFamily(ModelFamily):
         return {"tokens": tokens, "learned": learned, "documents": tokens.clone()}
 
 
-def check_unread(section: str, given: Section, read: Collection[str]) -> None:
-    """Refuse fields of a section that are set but not read, since they would be ignored."""
-    for field, value in given:
-        unset = (type(given).model_fields[field].default, FORMER_DEFAULTS.get(f"{section}.{field}"))
-        if field not in read and value not in unset:
-            raise InputError(
-                f"{section}.{field}: is not used by this kind of model; leave it out. "
-                f"It reads {', '.join(f'{section}.{name}' for name in sorted(read)) or 'nothing of this section'}"
-            )
-
-
 def references_of(example: Example | Batch) -> list[Tensor]:
     """Latents of the reference images, in order: "reference_0", "reference_1" and so on."""
     count = sum(key.startswith("reference_") for key in example)
     return [example[f"reference_{number}"] for number in range(count)]
-
-
-def _check_names(field: str, named: Iterable[str], choices: tuple[str, ...]) -> None:
-    for name in named:
-        if name not in choices:
-            raise InputError(f"{field}: {not_one_of(name, choices)}")

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer import adapters
 from trainer.adapters import Injected
-from trainer.adapters.files import read_adapter, read_modules
+from trainer.adapters.files import encoder_layers, read_adapter, read_modules
 from trainer.adapters.state import Factors, parameters_of
 from trainer.adapters.targets import counted
 from trainer.config.amounts import memory_size
@@ -242,10 +242,13 @@ def offload(
     return OffloadedBlocks(model, units, chosen, found, device, partial(pin, device=device))
 
 
-def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -> tuple[str, ...]:
+def continue_adapter(
+    loaded: LoadedModel, cfg: RunConfig, family: ModelFamily, warn: Callable[[str], None] = lambda sentence: None
+) -> tuple[str, ...]:
     """Give the adapter the values of the file `adapter.start`, if there is one. Returns sentences for the user.
 
-    Every rank reads the whole file, and for dora the weights of its layers, and keeps its own rows.
+    Every rank reads the whole file, and for dora the weights of its layers, and keeps its own rows. warn: takes a
+    sentence about what is left out.
 
     Raises:
         InputError: The file is not an adapter of this model and this run.
@@ -255,7 +258,13 @@ def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -
     file, base = cfg.adapter.start, BaseWeights(family)
     # Live components come first: files of peft do not name the text encoder they belong to.
     components = dict.fromkeys((*family.live, *family.components))
-    layers = read_adapter(Path(file), base.layer_shapes(components), naming(family), base.layer)
+    shapes = base.layer_shapes(components)
+    layers = read_adapter(Path(file), shapes, naming(family), base.layer)
+    if encoders := encoder_layers(Path(file), shapes):
+        warn(
+            f"adapter.start {file}: {counted(encoders)} of text encoders left out, as '{encoders[0]}': this kind of "
+            "model is not trained with them, and the exported file will not hold them"
+        )
     idle = [name for name in layers if _is_idle(name, loaded.module, family)]
     used = {name: layer for name, layer in layers.items() if name not in idle}
     _check_changed(used, loaded.adapter, file)

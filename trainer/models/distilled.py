@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.config import families
 from trainer.config.errors import InputError, Problem
-from trainer.config.families import Distilled
+from trainer.config.families import Distilled, FamilyFacts
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, CompleteSample, ModelConfig, SampleConfig
 from trainer.weights.hub import find_folder
@@ -90,12 +90,21 @@ def refused(model: ModelConfig, folder: Path | None = None) -> Iterator[Problem]
         yield Problem(field, f"{word}, but {folder}/{INDEX} says the opposite; leave it empty, or correct that file")
     if says and architecture and architecture not in (names := _architectures(known.distilled)) and names:
         yield Problem(field, f"true, but {architecture} is not distilled; leave it empty, or name {', '.join(names)}")
-    elif says and _json(folder, f"{known.components[0]}/config.json").get("guidance_embeds"):
+    elif says and _reads_guidance(known, model, folder):
         yield Problem(
             field,
             "true, but this model has a guidance embedding: it is drawn with one call per step at sample.guidance; "
             "leave it empty, and set sample.steps",
         )
+
+
+def _reads_guidance(known: FamilyFacts, model: ModelConfig, folder: Path | None) -> bool:
+    """Whether the model has a guidance embedding."""
+    if folder is None and model.path == "tiny":
+        return "objective.guidance" in known.architectures.get(
+            model.options.architecture or known.default_architecture, ()
+        )
+    return bool(_json(folder, f"{known.components[0]}/config.json").get("guidance_embeds"))
 
 
 def _architectures(kinds: tuple[Distilled, ...]) -> tuple[str, ...]:

@@ -6,17 +6,21 @@ The families list these files (`ModelFamily.model_files`, repeated in config/fam
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from trainer.config import families, files
 from trainer.config.errors import InputError, Problem
 from trainer.config.families import FamilyFacts
-from trainer.config.sections import MODEL_WORDS, ModelConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import DEMO, MODEL_WORDS, ModelConfig
 from trainer.weights.hub import find_folder
 
 MOST_BYTES = 2**20
 """A config is a few kilobytes; a longer file is left to the loader."""
+MOST_TOKENIZER_BYTES = 2**27
+"""The largest published tokenizer.json has 33 MB."""
 
 
 def refused(model: ModelConfig) -> Iterator[Problem]:
@@ -28,17 +32,55 @@ def refused(model: ModelConfig) -> Iterator[Problem]:
     known = families.of(model.family)
     if known is None or model.path in MODEL_WORDS:
         return
-    if model.path.endswith(".safetensors") and model.base is None:
-        yield Problem(
-            "model.path",
-            f"{model.path}: a single file holds neither configs nor tokenizers; "
-            "set model.base to the diffusers folder of the model it was made from",
-        )
+    wrong = list(wrong_files(model))
+    if wrong:
+        yield from wrong
         return
     field, path = ("model.base", model.base) if model.base else ("model.path", model.path)
     reason = _reason(find_folder(field, path), known)
     if reason:
         yield Problem(field, f"{path}: {reason}")
+
+
+def wrong_files(model: ModelConfig) -> Iterator[Problem]:
+    """Yield why a file in place of a folder is not taken: a single file that lacks its folder, or another format."""
+    if model.is_single_file and model.base is None:
+        yield Problem(
+            "model.path",
+            f"{model.path}: a single .safetensors or .sft file holds neither configs nor tokenizers; "
+            "set model.base to the diffusers folder of the model it was made from",
+        )
+    elif not model.is_single_file and Path(model.path).is_file():
+        yield Problem(
+            "model.path",
+            f"{model.path}: only .safetensors and .sft are read as single files; convert it, or name a folder",
+        )
+    if model.base and Path(model.base).is_file():
+        yield Problem("model.base", f"{model.base}: a file; name the diffusers folder that model.path was made from")
+
+
+def unread(cfg: RunConfig, folder: Path | None = None) -> Iterator[Problem]:
+    """Yield fields that are set, and that this model does not read though others of its family do.
+
+    Args:
+        cfg: The config.
+        folder: The model's diffusers folder. None looks for the one that the config names; `families.refused` knows of
+            `tiny`.
+
+    Raises:
+        InputError: A hub id is not on this machine.
+    """
+    known, model = families.of(cfg.model.family), cfg.model
+    if known is None or (folder is None and model.path == "tiny"):
+        return
+    if folder is None and model.path == "demo":
+        folder = DEMO / model.family
+    folder = folder or find_folder(*(("model.base", model.base) if model.base else ("model.path", model.path)))
+    marks = {field: _config(folder / name).get(*key) for field, (name, *key) in known.conditional_fields.items()}
+    read = known.objective_read([field for field, is_read in marks.items() if is_read])
+    for problem in families.unread("objective", cfg.objective, read):
+        if problem.field in known.conditional_fields:
+            yield problem
 
 
 def _reason(folder: Path, known: FamilyFacts) -> str:
@@ -57,3 +99,45 @@ def _reason(folder: Path, known: FamilyFacts) -> str:
         if value and found != value:
             return f"{name} describes a {found}, not a {value}; set model.family to the family of that model"
     return ""
+
+
+def without_row(model: ModelConfig) -> Iterator[Problem]:
+    """Yield that a language model has no row for the token that ends each text, as where it was added to the tokenizer
+    only. Reads the tokenizer's file, up to half a second.
+
+    Raises:
+        InputError: A hub id is not on this machine.
+    """
+    known = families.of(model.family)
+    if known is None or known.trains_on != "text" or model.path in MODEL_WORDS or model.options.new_tokens:
+        return
+    folder = find_folder("model.path", model.path)
+    try:
+        config = json.loads(files.read(folder / "config.json", MOST_BYTES))
+        end = json.loads(files.read(folder / "tokenizer_config.json", MOST_BYTES))["eos_token"]
+        tokens = json.loads(files.read(folder / "tokenizer.json", MOST_TOKENIZER_BYTES))
+        rows = config.get("vocab_size") or config["text_config"]["vocab_size"]
+        token = end if isinstance(end, str) else end["content"]
+        numbers = [added["id"] for added in tokens["added_tokens"] if added["content"] == token]
+        if numbers and numbers[0] >= rows:
+            yield Problem("model.path", no_row(model.path, token, numbers[0], rows))
+    except (InputError, OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return  # the loader says what is wrong with a file
+
+
+def no_row(model: str, token: str, number: int, rows: int) -> str:
+    """Say that the model has no row for a token of its tokenizer. model: its path, with or without the field."""
+    return (
+        f"{model}: '{token}' is token {number} of the tokenizer, but the model knows 0 to {rows - 1}: the tokenizer "
+        f"was extended and the model was not. Set model.options.new_tokens to ['{token}'], which adds the rows, or "
+        "remove the token from texts and tokenizer"
+    )
+
+
+def _config(file: Path) -> Mapping[str, Any]:
+    """A config; empty where it cannot be read, about which the loader says more."""
+    try:
+        config = json.loads(files.read(file, MOST_BYTES))
+    except (InputError, OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}

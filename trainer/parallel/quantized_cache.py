@@ -19,7 +19,8 @@ from trainer.config.files import make_private_if_new, rename
 from trainer.distributed.world import World
 from trainer.parallel.load import Coded, own_rows
 from trainer.parallel.mesh import REPLICATE
-from trainer.weights.files import WeightFiles, digest
+from trainer.weights.files import WeightFiles
+from trainer.weights.identity import digest
 from trainer.weights.tensors import VERSION, Layout, layout
 
 ABANDONED_S = 3600

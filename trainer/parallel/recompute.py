@@ -1,7 +1,7 @@
 """Gradient checkpointing: what a block keeps of its forward, and what backward computes again.
 
-`full` keeps a block's inputs, by torch's own checkpointing. `selective` also keeps what is dear: the outputs of linear
-layers, convolutions and attention. Backward computes again what is cheap: norms, modulation, rotary embeddings,
+`full` keeps a block's inputs, by torch's own checkpointing. `selective` also keeps what is expensive: the outputs of
+linear layers, convolutions and attention. Backward computes again what is cheap: norms, modulation, rotary embeddings,
 activation functions, concatenations. No matrix product of the base and no attention runs twice.
 
 torch's selective checkpointing does this by a dispatch mode, which costs the host 26 us per operation (DECISIONS.md,
@@ -44,7 +44,7 @@ REMEDY = "set train.checkpointing: full"
 
 
 @cache
-def _dear_functions() -> tuple[tuple[Any, str], ...]:
+def _expensive_functions() -> tuple[tuple[Any, str], ...]:
     """(module, name) of functions whose results are kept as those of layers are: attention, and products with the
     weights of experts.
 
@@ -58,7 +58,7 @@ def _dear_functions() -> tuple[tuple[Any, str], ...]:
 
 
 @cache
-def _dear_operators() -> frozenset[Any]:
+def _expensive_operators() -> frozenset[Any]:
     """The same where torch.compile traces a block."""
     from torch.nn.attention import varlen  # noqa: F401 - registers its operator
 
@@ -80,7 +80,7 @@ def recompute_cheap(units: Sequence[nn.Module], whole: Collection[nn.Module], is
             unit.forward = for_class(type(unit), _traced(unit.forward, policy))
         return
     for unit in units:
-        for layer in _dear_layers(unit, whole):
+        for layer in _expensive_layers(unit, whole):
             slots = [(module._parameters, name) for module in layer.modules() for name in module._parameters]
             layer.forward = _kept(layer.forward, slots)
         unit.forward = _in_pass(unit.forward)
@@ -91,7 +91,7 @@ def recompute_all(unit: nn.Module) -> None:
     unit.forward = for_class(type(unit), _by_torch(unit.forward))
 
 
-def _dear_layers(module: nn.Module, whole: Collection[nn.Module]) -> Iterator[nn.Module]:
+def _expensive_layers(module: nn.Module, whole: Collection[nn.Module]) -> Iterator[nn.Module]:
     """Yield the layers whose output is kept. An adapter's own layers are not among them, but for those in `whole`."""
     if module in whole or isinstance(module, (nn.Linear, nn.Conv2d)):
         yield module
@@ -99,7 +99,7 @@ def _dear_layers(module: nn.Module, whole: Collection[nn.Module]) -> Iterator[nn
     base = module._modules.get("base_layer")  # of an adapted layer
     for child in module.children():
         if base is None or child is base:
-            yield from _dear_layers(child, whole)
+            yield from _expensive_layers(child, whole)
         else:
             yield from (part for part in child.modules() if part in whole)
 
@@ -202,24 +202,31 @@ class _Pass:
         return out
 
     def call(self, run: Forward, slots: Sequence[Slot] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer and keep its result, or return the one that was kept."""
+        """Run a layer and keep its result, or return the one that was kept.
+
+        What it calls is part of it, whether that is kept elsewhere or not: a call has one entry in both runs.
+        """
         inputs = [*_tensors((args, kwargs)), *(p for of, name in slots or () if (p := of[name]) is not None)]
-        if not self._is_again:
-            return self._call(run, inputs, slots is not None, args, kwargs)
-        call = self._calls[self._call_at]
-        self._call_at += 1
-        return self._give(call, inputs) if call.is_kept else run(*args, **kwargs)
+        _current.running = None
+        try:
+            if not self._is_again:
+                return self._call(run, inputs, slots is not None, args, kwargs)
+            call = self._calls[self._call_at]
+            self._call_at += 1
+            return self._give(call, inputs) if call.is_kept else run(*args, **kwargs)
+        finally:
+            _current.running = self
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         before, _current.running = _current.running, self
-        functions = [vars(module)[name] for module, name in _dear_functions()]
-        for (module, name), function in zip(_dear_functions(), functions, strict=True):
+        functions = [vars(module)[name] for module, name in _expensive_functions()]
+        for (module, name), function in zip(_expensive_functions(), functions, strict=True):
             setattr(module, name, _kept(function))
         try:
             yield
         finally:
-            for (module, name), function in zip(_dear_functions(), functions, strict=True):
+            for (module, name), function in zip(_expensive_functions(), functions, strict=True):
                 setattr(module, name, function)
             _current.running = before
 
@@ -382,7 +389,7 @@ def _versions(tree: Any) -> list[int]:
 
 def _base_shapes(units: Sequence[nn.Module]) -> Shapes:
     """Return the shapes of the base's weights as they are multiplied with: an adapter's halves have others."""
-    layers = [layer for unit in units for layer in _dear_layers(unit, ())]
+    layers = [layer for unit in units for layer in _expensive_layers(unit, ())]
     linear = {(layer.in_features, layer.out_features) for layer in layers if isinstance(layer, nn.Linear)}
     return frozenset({*linear, *(tuple(layer.weight.shape) for layer in layers if isinstance(layer, nn.Conv2d))})
 
@@ -391,8 +398,10 @@ def _policy(shapes: Shapes, _: SelectiveCheckpointContext, op: Any, *args: Any, 
     """Decide about an operation that torch.compile traces."""
     packet = op._overloadpacket
     weight = {aten.mm: 1, aten.addmm: 2, aten.convolution: 1}.get(packet)
-    is_dear = tuple(args[weight].shape) in shapes if weight else packet in _dear_operators() or _is_quantized(op)
-    return CheckpointPolicy.MUST_SAVE if is_dear else CheckpointPolicy.PREFER_RECOMPUTE
+    is_expensive = (
+        tuple(args[weight].shape) in shapes if weight else packet in _expensive_operators() or _is_quantized(op)
+    )
+    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _is_quantized(op: Any) -> bool:

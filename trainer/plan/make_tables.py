@@ -22,7 +22,7 @@ from trainer.config.sections import family_names
 from trainer.config.terminal import complain, say
 from trainer.plan.sizes import size_of
 from trainer.plan.store import SHIPPED, encoders_key_of, key_of, known_parts, name_of, table_file
-from trainer.plan.tables import PASS_KINDS, Encoders, PassKind, PassTable, encode, ranks_of
+from trainer.plan.tables import PASS_KINDS, Encoders, PassKind, PassTable, encode, num_ranks
 
 if TYPE_CHECKING:
     from trainer.plan.trace import PassTraces
@@ -46,7 +46,7 @@ def add_missing_tables(cfg: RunConfig, cache: Path) -> None:
     table, encoders = known_parts(cfg, cache)
     jobs = min(PARTS, os.cpu_count() or 1)
     with _pool(jobs) as pool:
-        tables = {} if table else _submit_tables([cfg], cache, pool, jobs > len(ranks_of(cfg)))
+        tables = {} if table else _submit_tables([cfg], cache, pool, jobs > num_ranks(cfg))
         others = {} if encoders else _submit_encoders([cfg], cache, pool)
         for key, wait in tables.items():
             write(table_file(name_of(cfg), cache, key), {key: wait()}, {})
@@ -72,7 +72,9 @@ def _submit_tables(
     by_key = {key_of(cfg): cfg for cfg in reversed(cfgs)}
     parts = HALVES if halve else (PASS_KINDS,)
     ranks = {
-        key: [[pool.submit(_trace_rank, cfg, rank, kinds, cache) for kinds in parts] for rank in ranks_of(cfg)]
+        key: [
+            [pool.submit(_trace_rank, cfg, number, kinds, cache) for kinds in parts] for number in range(num_ranks(cfg))
+        ]
         for key, cfg in by_key.items()
     }
     return {key: partial(_wait_for_table, by_key[key], found) for key, found in ranks.items()}
@@ -94,12 +96,12 @@ def _pool(jobs: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(jobs, get_context("spawn"))
 
 
-def _trace_rank(cfg: RunConfig, rank: int, kinds: Sequence[PassKind], cache: Path) -> PassTraces:
+def _trace_rank(cfg: RunConfig, number: int, kinds: Sequence[PassKind], cache: Path) -> PassTraces:
     _silence_packages()
     from trainer.plan import fake_device
     from trainer.plan.trace import on_this_machine, trace_rank
 
-    return trace_rank(on_this_machine(cfg, cache), rank, kinds, cache, fake_device.install())
+    return trace_rank(on_this_machine(cfg, cache), number, kinds, cache, fake_device.install())
 
 
 def _trace_encoders(cfg: RunConfig, cache: Path) -> Encoders:

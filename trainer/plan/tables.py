@@ -31,7 +31,7 @@ SMALL_TEXT_SIDES: Sides = (4, 8, 16)
 CACHED_PASSES = 256
 """Passes that are cached: a search needs the same ones many times."""
 RANKS = (16, 32)
-"""Ranks of the traced adapters, where they have one."""
+"""Ranks of the traced adapters, where they have one; lower ones where layers are narrower (`trace.traced_ranks`)."""
 PassKind = Literal["kept", "selective", "recomputed", "drawn"]
 """Blocks keep their activations for backward, recompute the cheap ones, or recompute all; or backward does not run, as
 in sampling."""
@@ -48,9 +48,9 @@ def has_rank(cfg: RunConfig) -> bool:
     return isinstance(cfg.adapter, RankAdapter) and not isinstance(cfg.adapter, LokrAdapter)
 
 
-def ranks_of(cfg: RunConfig) -> tuple[int, ...]:
-    """Return the ranks of the adapter that are traced."""
-    return RANKS if has_rank(cfg) else RANKS[:1]
+def num_ranks(cfg: RunConfig) -> int:
+    """Return how many ranks of the adapter are traced."""
+    return len(RANKS) if has_rank(cfg) else 1
 
 
 def sides_of(cfg: RunConfig) -> Sides:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from trainer import adapters
+from trainer.config.errors import InputError
 from trainer.config.recompute import Recompute
 from trainer.config.schema import RunConfig
 from trainer.config.sections import HUB_ID, ObjectiveConfig, ParallelConfig
@@ -52,12 +53,12 @@ from trainer.plan.steps import Mark, Moment, Parameter, Run, Size, Unit, grains
 from trainer.plan.tables import (
     KIND_OF,
     PASS_KINDS,
+    RANKS,
     MomentFigures,
     PassKind,
     PassTable,
     RankTable,
     has_rank,
-    ranks_of,
     sides_of,
     traced_sizes,
 )
@@ -129,12 +130,14 @@ class PassTraces:
         runs: Lists of blocks that were shortened.
         buffers: Bytes of the model's buffers.
         marks: {kind of pass: the marks for each size}.
+        rank: Rank of the adapter; meaningless where it has none.
     """
 
     units: tuple[Unit, ...]
     runs: tuple[Run, ...]
     buffers: int
     marks: dict[PassKind, tuple[tuple[Mark, ...], ...]]
+    rank: int = RANKS[0]
 
 
 def trace_passes(
@@ -188,7 +191,7 @@ def on_this_machine(cfg: RunConfig, cache: Path) -> RunConfig:
     """
     model = cfg.model
     is_away, is_random = HUB_ID.fullmatch(model.path) and not Path(model.path).exists(), model.path == "random"
-    if model.options.architecture is not None and (is_away or model.path.endswith(".safetensors") or is_random):
+    if model.options.architecture is not None and (is_away or model.is_single_file or is_random):
         folder = str(published_folder(model, cache / "models"))
     elif is_random and model.base is not None:
         folder = model.base
@@ -204,11 +207,51 @@ def on_this_machine(cfg: RunConfig, cache: Path) -> RunConfig:
     return cfg.model_copy(update=changes)
 
 
-def trace_rank(cfg: RunConfig, rank: int, kinds: Sequence[PassKind], cache: Path, device: torch.device) -> PassTraces:
-    """Trace all sizes of a model with an adapter of this rank. cache: folder shared by runs."""
-    adapter = cfg.adapter.model_copy(update={"rank": rank} if has_rank(cfg) else {})
-    changed = cfg.model_copy(update={"adapter": adapter})
-    return trace_passes(changed, families.make(changed, cache), device, traced_sizes(sides_of(cfg)), kinds)
+def trace_rank(cfg: RunConfig, number: int, kinds: Sequence[PassKind], cache: Path, device: torch.device) -> PassTraces:
+    """Trace all sizes of a model with an adapter of one of its traced ranks.
+
+    Args:
+        cfg: The run's config.
+        number: Index of the rank in `traced_ranks`.
+        kinds: Kinds of passes.
+        cache: Folder shared by runs.
+        device: The fake device.
+
+    Raises:
+        InputError: The model does not take the run's adapter.
+    """
+    rank = traced_ranks(cfg, cache)[number]
+    changed = _with_rank(cfg, rank) if has_rank(cfg) else cfg
+    family = families.make(changed, cache)
+    return replace(trace_passes(changed, family, device, traced_sizes(sides_of(cfg)), kinds), rank=rank)
+
+
+def traced_ranks(cfg: RunConfig, cache: Path) -> tuple[int, ...]:
+    """Return the ranks of the adapter that are traced: `RANKS`, or the largest halves of them that the layers of a
+    small model take. cache: folder shared by runs. Raises InputError if they do not take the run's own rank."""
+    if not has_rank(cfg):
+        return RANKS[:1]
+    low, high = RANKS
+    if _refusal(_with_rank(cfg, high), cache) is None:
+        return RANKS
+    if refusal := _refusal(cfg, cache):
+        raise refusal
+    while low > 1 and _refusal(_with_rank(cfg, high), cache):
+        low, high = low // 2, high // 2
+    return low, high
+
+
+def _refusal(cfg: RunConfig, cache: Path) -> InputError | None:
+    """Why the model does not take the adapter."""
+    try:
+        build_model(cfg, families.make(cfg, cache))
+    except InputError as error:
+        return error
+    return None
+
+
+def _with_rank(cfg: RunConfig, rank: int) -> RunConfig:
+    return cfg.model_copy(update={"adapter": cfg.adapter.model_copy(update={"rank": rank})})
 
 
 def join_traces(parts: Sequence[PassTraces]) -> PassTraces:
@@ -227,7 +270,8 @@ def make_table(cfg: RunConfig, traces: Sequence[PassTraces]) -> PassTable:
     )
     first = traces[0]
     moments, drawn = (tuple((mark.moment, mark.unit) for mark in first.marks[kind][0]) for kind in ("kept", "drawn"))
-    return PassTable(versions(), sides_of(cfg), ranks_of(cfg), moments, drawn, first.runs, first.buffers, by_rank)
+    ranks = tuple(of.rank for of in traces)
+    return PassTable(versions(), sides_of(cfg), ranks, moments, drawn, first.runs, first.buffers, by_rank)
 
 
 def _moment_figures(marks: Sequence[Mark]) -> MomentFigures:
@@ -314,7 +358,7 @@ class Sharded:
         self.module, self.cfg, self.family, self.tracker, self.device = built.module, cfg, family, tracker, device
         self.trainables = built.trainables
         self.ema: Ema | None = None
-        self.optimizer = make_optimizer(list(self.trainables.values()), cfg.optim)
+        self.optimizer = make_optimizer(self.trainables, cfg.optim)
         self.moments = MomentRecorder(tracker)
         self._forwards = {module: vars(module).get("forward") for module in built.module.modules()}
 

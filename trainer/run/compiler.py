@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+from trainer.config import files
 from trainer.config.schema import RunConfig
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -15,36 +18,58 @@ MOST_THREADS = 8
 """Processes with which a rank compiles."""
 
 
-def environment(cfg: RunConfig, cache: Path) -> tuple[dict[str, str], str]:
-    """Return (the variables for the ranks, why nothing is kept; empty if it is).
+def environment(cfg: RunConfig) -> tuple[dict[str, str], str]:
+    """Return (the variables for the ranks, why what they compile is not kept; empty if it is).
 
-    torch reads pickled files from the folder, which run code: it is this user's own, and only they may write to it.
     Ranks share the machine's cores.
-
-    Args:
-        cfg: The run's config.
-        cache: Folder shared by runs.
     """
-    if not cfg.train.compile or cfg.parallel.device == "cpu":
+    if not cfg.train.compiles_on("cpu" if cfg.parallel.device == "cpu" else "cuda"):
         return {}, ""
     threads = min(MOST_THREADS, max(1, (os.cpu_count() or 1) // cfg.parallel.devices))
     found = {} if THREADS in os.environ else {THREADS: str(threads)}
+    return found, cache_environment()[1]
+
+
+def cache_environment() -> tuple[dict[str, str], str]:
+    """Return (the variable that says where compiled code is kept, why it is not the user's own cache folder).
+
+    torch unpickles what it finds there, which runs code: only this user may ever have written to the folder, by a
+    program of this machine. No config, preset or run folder names it, as these come from strangers with the files next
+    to them. Without the variable, torch takes a folder in /tmp that any user can make first.
+    """
     if FOLDER in os.environ:
-        return found, ""
-    folder = cache.absolute() / f"compiled-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
-        is_safe = _is_own(status) and os.access(folder, os.W_OK)
-        problem = "" if is_safe else "others may write to it, or it is not a folder"
-    except OSError as error:
-        problem = f"{error.strerror}"
-    if problem:
-        kept = "what torch.compile makes is kept in the temporary folder, and may have to be made again"
-        return found, f"{folder}: cannot be used ({problem}); {kept}"
-    return found | {FOLDER: str(folder)}, ""
+        return {}, ""
+    problem = ""
+    for place in _places():
+        try:
+            _make_own(place.parent)
+            _make_own(place)
+        except OSError as error:
+            kept = "what torch.compile makes is kept in the temporary folder, and may have to be made again"
+            problem = problem or f"{place}: cannot be used ({error.strerror}); {kept}"
+        else:
+            return {FOLDER: str(place)}, problem
+    return {FOLDER: tempfile.mkdtemp(prefix="shardstudio-")}, problem
 
 
-def _is_own(status: os.stat_result) -> bool:
+def _places() -> Iterator[Path]:
+    cache = files.user_cache()
+    if cache is not None:
+        yield cache / "compiled"
+    yield Path(tempfile.gettempdir()) / f"shardstudio-{os.getuid()}" / "compiled"
+
+
+def _make_own(folder: Path) -> None:
+    """Make a folder that only this user can access. Raises OSError if others may have written to an existing one."""
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    around = folder.parent.stat()
+    if around.st_mode & stat.S_IWOTH and not around.st_mode & stat.S_ISVTX:
+        raise PermissionError(0, f"others may rename what is in {folder.parent}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
     others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not others_write
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or others_write:
+        raise PermissionError(0, "others may write to it, or it is not a folder")
+    folder.chmod(0o700)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(0, "it is not writable")

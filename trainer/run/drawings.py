@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from trainer.config import families, files
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.config.sections import TRIGGER_PLACE, SampleConfig
+from trainer.config.sections import SampleConfig, fill_trigger, has_trigger_place
 from trainer.run import manifest, stages
 from trainer.run.events import EventReader, ExportEvent
 from trainer.run.folder import RunDir
@@ -56,7 +56,7 @@ class DrawingRequest:
             InputError: The prompt or a setting cannot be used with this model.
         """
         check_prompt(self.prompt, "prompt")
-        if TRIGGER_PLACE in self.prompt and not cfg.data.trigger:
+        if has_trigger_place(self.prompt) and not cfg.data.trigger:
             raise InputError("prompt: [trigger] stands for data.trigger, which is empty in this run; write the word")
         given = {"seed": self.seed, "steps": self.steps, "guidance": self.guidance, "size": self.size}
         changes = {name: value for name, value in given.items() if value is not None}
@@ -176,7 +176,7 @@ def number_of(run: RunDir, prompt: str) -> int:
     """Return the number of a prompt among those of the run, or 0. prompt: with the trigger filled in."""
     cfg = stages.current(run, run.config()).config
     for own in (prompts_in_force(EventReader(run.events_file).read(), cfg), cfg.sample.prompts):
-        texts = [text.replace(TRIGGER_PLACE, cfg.data.trigger) for text in own]
+        texts = [fill_trigger(text, cfg.data.trigger) for text in own]
         if prompt in texts:
             return texts.index(prompt)
     return 0

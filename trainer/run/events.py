@@ -92,8 +92,8 @@ class StageEvent(Event):
     """
 
     name: str
-    number: int
-    count: int
+    number: Count
+    count: Count
     type: Literal["stage"] = "stage"
 
 
@@ -261,9 +261,9 @@ class ErrorEvent(Event):
     message: str
     remedy: str = ""
     retry: tuple[str, ...] = ()
-    rank: int | None = None
+    rank: Count | None = None
     log: str | None = None
-    exit_code: int = 1
+    exit_code: Count = 1
     type: Literal["error"] = "error"
 
 
@@ -315,7 +315,7 @@ class EventWriter:
     """Appends events or RankLines to a file. Each line is one write, so that lines of several processes never mix."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        self._file = files.opened_to_append(path)
         self._torn = self._ends_inside_a_line()
 
     def write(self, record: AnyEvent | RankLine) -> None:

@@ -19,6 +19,8 @@ from trainer.config.schema import RunConfig
 from trainer.run.events import AnyEvent, ErrorEvent
 from trainer.run.folder import RunDir
 
+MOST_DIGITS = 10
+"""Numbers of ranks and attempts have fewer."""
 LAST_BYTES = 2**20
 """How much of the end of a log is read. It holds the last message and torchrun's table of failures."""
 
@@ -96,15 +98,21 @@ def _last_attempts(run: RunDir, number: int) -> list[Path]:
     if run.launch_file.exists():
         began = run.launch_file.stat().st_mtime
         nodes += [folder for folder in run.logs.glob(f"{name}_*") if folder.stat().st_mtime >= began]
-    attempts = [sorted(node.glob("attempt_*"), key=lambda folder: int(folder.name.partition("_")[2])) for node in nodes]
-    return [folders[-1] for folders in attempts if folders]
+    numbered = [{number_in(folder): folder for folder in node.glob("attempt_*")} for node in nodes]
+    return [folders[max(folders)] for folders in numbered if folders]
+
+
+def number_in(path: Path) -> int:
+    """Return the number at the end of a name of torchrun's, such as `attempt_1` or `1`; -1 for other names."""
+    number = path.name.rpartition("_")[2]
+    return int(number) if number.isascii() and number.isdecimal() and len(number) < MOST_DIGITS else -1
 
 
 _REPORT = re.compile(
     r"^  time +: (?P<time>\S+)\n"
     r"  host +: .*\n"
-    r"  rank +: (?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)\n"
-    r"  exitcode +: (?P<code>-?\d+) .*\n"
+    r"  rank +: (?P<rank>\d{1,9}) \(local_rank: (?P<local_rank>\d{1,9})\)\n"
+    r"  exitcode +: (?P<code>-?\d{1,9}) .*\n"
     r"  error_file: (?P<error_file>.*)$",
     re.MULTILINE,
 )
@@ -134,13 +142,16 @@ def _recorded(attempts: Sequence[Path]) -> Iterator[_Failure]:
     """
     for attempt in attempts:
         for error_file in attempt.glob("*/error.json"):
-            yield _from_error_file(error_file, int(error_file.parent.name) if len(attempts) == 1 else None)
+            rank = number_in(error_file.parent) if len(attempts) == 1 else -1
+            yield _from_error_file(error_file, rank if rank >= 0 else None)
 
 
 def _from_error_file(file: Path, rank: int | None) -> _Failure:
     try:
         message = json.loads(_end_of(file))["message"]["message"]
-    except (ValueError, KeyError, TypeError):  # cut short: the disk was full
+        if not isinstance(message, str):
+            raise TypeError(message)
+    except (ValueError, KeyError, TypeError, RecursionError):  # cut short: the disk was full
         message = last_line(file.with_name("stderr.log")) or "exited while writing its error file"
     return _Failure(rank, message, file.stat().st_mtime, file.with_name("stderr.log"))
 

@@ -10,9 +10,11 @@ import fcntl
 import os
 import secrets
 import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -33,9 +35,21 @@ FORMER = ".former"
 """End of the name of an exported folder while a newer one takes its place."""
 
 
+LINK = (
+    "a link. A run folder holds none: it may come from somebody else, and a run would write through it. Remove it, or "
+    "put what it leads to in its place"
+)
+LINKING = "wandb"
+"""A folder in which wandb makes links to its own cache. It writes into new folders, which it names by the time."""
+MOST_REASON = 200
+"""Longest part of an unexpected error that is shown, in characters."""
+SETTLED_NS = 2 * 10**9
+"""A folder that was changed longer ago has another time after its next change, on any file system."""
+
+
 @dataclass(frozen=True)
 class RunDir:
-    """Paths and requests of one run. Made by `create` or `open`."""
+    """Paths and requests of one run. Made by `create` or `open`, which is the one door to a folder that exists."""
 
     path: Path
 
@@ -69,11 +83,40 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """Return the run in an existing folder. Raises InputError if the folder is not a run folder."""
+        """Return the run in an existing folder. Raises InputError if it is not a run folder, or as `guard` does."""
         run = cls(path.absolute())
         if not os.path.lexists(run.config_file):  # an unreadable config is reported when it is read
             raise InputError(f"{path}: not a run folder (it has no config.yaml); name a folder below runs/")
+        run.guard()
         return run
+
+    def guard(self) -> None:
+        """Close the folder to others, and refuse one that leads elsewhere. It may come from a stranger.
+
+        Whatever reads, writes, exports, uploads or deletes calls it first. It is cheap: folders that have not changed
+        are not read again. A folder that does not exist is not refused.
+
+        Raises:
+            InputError: Something in the folder is neither a file nor a folder. Through a link, a run would append to
+                files of the user, replace, upload or delete them.
+        """
+        with suppress(OSError):  # missing, or a disk that is read-only
+            files.close_to_others(self.path)  # archives and copies have modes of their own
+        folders = [str(self.path)]
+        while folders:
+            folder = folders.pop()
+            try:
+                changed = os.stat(folder).st_mtime_ns
+            except OSError:  # removed a moment ago
+                continue
+            # A folder that changed just now may change again without a new time.
+            is_settled = time.time_ns() - changed > SETTLED_NS
+            inner, odd = (_listed if is_settled else _listed.__wrapped__)(folder, changed)
+            if odd and os.path.islink(odd):
+                raise InputError(f"{odd}: {LINK}")
+            if odd:
+                raise InputError(f"{odd}: {files.NOT_REGULAR}")
+            folders += [path for path in inner if path != f"{self.path}/{LINKING}"]
 
     def make_folders(self, cfg: RunConfig | None = None) -> None:
         """Make those of the run's folders that are missing. Programs that copy a run often leave out empty folders.
@@ -91,7 +134,9 @@ class RunDir:
             (self.stage_folder(number, stage.name) / "checkpoints").mkdir(parents=True, exist_ok=True)
 
     def complete_folders(self, cfg: RunConfig) -> None:
-        """Do the same as `make_folders`, but raise InputError if a folder cannot be made."""
+        """Do the same as `make_folders` in an existing run folder. Raises InputError if a folder cannot be made."""
+        if not self.path.is_dir():
+            raise InputError(self._gone)
         try:
             self.make_folders(cfg)
         except OSError as error:
@@ -218,29 +263,78 @@ class RunDir:
         (self.requests / what).unlink(missing_ok=True)
 
     @contextmanager
+    def boundary(self) -> Iterator[None]:
+        """Turn what the files of this run make the block raise into a sentence, so that no other run is hidden.
+
+        Raises:
+            InputError: Anything else than an InputError or OSError was raised: a file holds what no program writes.
+        """
+        try:
+            yield
+        except (InputError, OSError):
+            raise
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(place.filename).name}:{place.lineno}"
+            reason = f"{type(error).__name__}: {error}"[:MOST_REASON]
+            raise InputError(f"{self.path}: holds what no program writes there ({reason}, in {where})") from error
+
+    @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock of this run: one process at a time starts it, derives its state or records its end.
 
         It is never held for long.
 
         Raises:
-            InputError: `events.jsonl` is not a regular file.
+            InputError: `events.jsonl` is not a regular file, or the run was deleted.
         """
+        flags = os.O_NONBLOCK | os.O_NOFOLLOW
         try:
-            lock = os.open(self.events_file, os.O_RDWR | os.O_CREAT, 0o600)
+            lock = os.open(self.events_file, os.O_RDWR | os.O_CREAT | flags, 0o600)
         except OSError as error:
             if error.errno in (errno.EISDIR, errno.ELOOP):
                 raise InputError(f"{self.events_file}: {files.NOT_REGULAR}") from error
+            if error.errno == errno.ENOENT:
+                raise InputError(self._gone) from error
             if error.errno != errno.EROFS:
                 raise
-            lock = os.open(
-                self.events_file, os.O_RDONLY | os.O_NONBLOCK
-            )  # read-only: it cannot be started, but its state can be derived
+            lock = os.open(self.events_file, os.O_RDONLY | flags)  # it cannot be started, but its state can be derived
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            if not self._is_lock(lock):  # deleted, and perhaps made again, while this process waited
+                raise InputError(self._gone)
             yield
         finally:
             os.close(lock)
+
+    def _is_lock(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.lstat(self.events_file))
+        except OSError:
+            return False
+
+    @property
+    def _gone(self) -> str:
+        return f"{self.path}: the run folder was deleted or moved away"
+
+
+@lru_cache(maxsize=4096)
+def _listed(folder: str, changed_ns: int) -> tuple[list[str], str]:
+    """Return the folders in a folder, and the first entry that is neither a folder nor a file; "" for none.
+
+    changed_ns: When the folder was changed, with which the answer is remembered.
+    """
+    folders = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif not entry.is_file(follow_symlinks=False):
+                    return [], entry.path
+    except OSError:  # removed a moment ago, or closed: whoever reads it says so
+        return [], ""
+    return folders, ""
 
 
 def is_run(path: Path) -> bool:

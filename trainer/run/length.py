@@ -98,7 +98,8 @@ class RunLength:
         if epoch is None or not math.isfinite(epoch):
             return ""
         epochs = self.epochs
-        return f"epoch {epoch:.1f}" + ("" if epochs is None else f" of {epochs:g}")
+        # The last step may be a short one.
+        return f"epoch {epoch:.1f}" if epochs is None else f"epoch {min(epoch, epochs):.1f} of {epochs:g}"
 
 
 def in_epochs(epochs: float) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +19,7 @@ from trainer.config.errors import InputError
 from trainer.run.folder import RunDir
 
 MANIFEST = "manifest.json"
-RECIPE = 4
+RECIPE = 5
 """Version of the training recipe for a new run or stage. A resumed run keeps the recipe it began with, so that its
 results do not change. In recipe 1, a lokr layer of two whole matrices is scaled by alpha / rank, `data.caption_dropout`
 also drops captions of regularization images, models that read the original size of an image get the size of its bucket
@@ -26,9 +29,15 @@ prompt and its completion are tokenized apart, rows of `messages` are not read, 
 load-balancing loss of routers does not get it; a third stage that goes on with the adapter of the second does so on the
 run's own model, not on the one that the second was given; a model that draws and answers has one mean over images and
 answers, images in buckets, and samples without the published guidance by images and in one step more. In recipes 1 to
-3, the experts of a mixture stay in bf16 on a quantized base."""
+3, the experts of a mixture stay in bf16 on a quantized base. In recipes 1 to 4, weight decay also shrinks norms and
+biases."""
 REMEDY = "remove this checkpoint, so that the one before it is taken"
-_NAME = re.compile(r"step-\d{6,}")
+SUM_THREADS = 4
+"""Files whose checksums are compared at once: one core sums 1 GB/s, which disks exceed."""
+_NAME = re.compile(r"step-[0-9]{6,15}")
+_OWN_SUM = re.compile(rb'"checksum": "([^"]*)"')
+_NO_SUM = b"0" * 32
+_CHANGED = "has changed since it was written: its checksum differs"
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,7 @@ class Progress:
         recipe: See `RECIPE`; 1 in a checkpoint without one.
         batch_sizes: (batch size, optimizer steps) of the parts of the run in order, which give the position in the
             data; empty in a checkpoint without them.
+        lr: Learning rate of the last step; NaN in a checkpoint without it.
     """
 
     step: int
@@ -57,18 +67,25 @@ class Progress:
     place: Mapping[str, int] = field(default_factory=dict)
     recipe: int = 1
     batch_sizes: tuple[tuple[int, int], ...] = ()
+    lr: float = math.nan
 
 
 class _Manifest(BaseModel, extra="allow"):
-    """The fields that every manifest must have; the others are those of `Progress`."""
+    """The fields that every manifest must have; the others are those of `Progress`.
+
+    `checksum` is that of the manifest itself, with zeros in its own place; empty in one of an earlier version.
+    """
 
     step: Annotated[int, Field(strict=True)]
     files: dict[str, int]
     checksums: dict[str, str] = {}
     optimizer: str = ""
+    checksum: str = ""
 
 
 _MANIFEST, _PROGRESS = TypeAdapter(_Manifest), TypeAdapter(Progress)
+_WITHOUT_SUM = {*_Manifest.model_fields, *(one.name for one in fields(Progress)), "world_size", "config_hash"}
+"""Fields of manifests of earlier versions, which had no checksum of their own."""
 
 
 def name_of(step: int) -> str:
@@ -89,11 +106,19 @@ def complete(folder: Path) -> list[Path]:
 
 
 def to_export(run: RunDir) -> Path:
-    """Return the newest complete checkpoint of a run. Raises InputError when it has none."""
-    saved = complete(run.checkpoints)
+    """Return the newest checkpoint of a run. Raises InputError when it has none, or the newest is damaged."""
+    saved = named(run.checkpoints)
     if not saved:
         raise InputError(f"{run.path}: has no complete checkpoint to export; resume the run first")
+    found = defect(saved[-1])
+    if found is not None:
+        raise damaged(saved[-1], found)
     return saved[-1]
+
+
+def damaged(checkpoint: Path, found: str) -> InputError:
+    """Return the error for a checkpoint of which `defect` or `wrong_sum` found something."""
+    return InputError(f"{checkpoint}: {found.removesuffix(f'; {REMEDY}')}; {REMEDY}")
 
 
 def defect(checkpoint: Path) -> str | None:
@@ -111,6 +136,40 @@ def defect(checkpoint: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def checksum(data: bytes = b"") -> hashlib.blake2b:
+    """A running checksum, of the kind that the manifest holds for each file."""
+    return hashlib.blake2b(data, digest_size=16)
+
+
+def sealed(facts: Mapping[str, Any]) -> bytes:
+    """Return the content of a manifest: its fields, and a checksum of all its bytes as its last field."""
+    content = json.dumps({**facts, "checksum": _NO_SUM.decode()}, indent=1).encode()
+    start, _, end = content.rpartition(_NO_SUM)
+    return start + checksum(content).hexdigest().encode() + end
+
+
+def wrong_sum(checkpoint: Path, share: int = 0, num_shares: int = 1) -> str | None:
+    """Compare the checksums of a share of a checkpoint's files, for example one rank's.
+
+    Returns what is wrong, or None. Raises as `manifest_of`.
+    """
+    sums = sorted(manifest_of(checkpoint)["checksums"].items())
+    with ThreadPoolExecutor(SUM_THREADS) as pool:
+        found = pool.map(lambda one: _wrong_sum(checkpoint, *one), sums[share::num_shares])
+        return next(filter(None, found), None)
+
+
+def _wrong_sum(checkpoint: Path, name: str, expected: str) -> str | None:
+    try:
+        with files.opened(part(checkpoint, name)) as stream:
+            is_right = hashlib.file_digest(stream, checksum).hexdigest() == expected
+    except InputError as error:
+        return str(error)
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return None if is_right else f"{name} {_CHANGED}"
 
 
 def part(checkpoint: Path, name: str) -> Path:
@@ -150,4 +209,15 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
         OSError: It is missing.
         InputError: It is damaged.
     """
-    return files.read_json(checkpoint / MANIFEST, _MANIFEST, REMEDY).model_dump()
+    file = checkpoint / MANIFEST
+    content = files.read(file)
+    found = files.parsed(file, content, _MANIFEST, REMEDY).model_dump()
+    own = list(_OWN_SUM.finditer(content))
+    if not own:
+        is_right = not found["checksum"] and found.keys() <= _WITHOUT_SUM
+    else:
+        start, end = own[-1].span(1)
+        is_right = checksum(content[:start] + _NO_SUM + content[end:]).hexdigest().encode() == own[-1][1]
+    if not is_right:
+        raise InputError(f"{file} {_CHANGED}; {REMEDY}")
+    return found

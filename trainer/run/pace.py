@@ -1,4 +1,4 @@
-"""How fast the steps of a run follow each other, for the time that is left."""
+"""How long a run has been running, and how fast its steps follow each other, for the time that is left."""
 
 from __future__ import annotations
 
@@ -6,10 +6,42 @@ import math
 import statistics
 from collections import deque
 
-from trainer.run.events import StepEvent
+from trainer.run.events import ENDS, AnyEvent, ErrorEvent, ExportEvent, State, StatusEvent, StepEvent, is_start
+from trainer.run.process import MAX_SILENCE_S
 
 AVERAGED_STEPS = 50
 """Steps at the end of a run over which seconds and speed are averaged."""
+
+
+class Clock:
+    """The running time of a run: from each of its starts to the end or error that follows.
+
+    What is written to a run that is not running, such as a later export, takes no time of it.
+
+    Attributes:
+        seconds: Running time.
+        last: When the run last wrote an event while it was running, in Unix seconds; 0 without one.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self.last = 0.0
+        self._state: State = "created"
+        self._is_over = False
+
+    def add(self, event: AnyEvent) -> None:
+        """Add the event that follows."""
+        if is_start(event) or not self.last:
+            self._is_over = False
+        elif self._is_over or (isinstance(event, ExportEvent) and self._state != "exporting"):
+            return
+        else:
+            # Whoever finds the process gone records the error, which may be days after a power cut.
+            most = MAX_SILENCE_S if isinstance(event, ErrorEvent) else math.inf
+            self.seconds += min(max(0.0, event.time - self.last), most)
+        self.last = event.time
+        if isinstance(event, StatusEvent):
+            self._state = event.state
+        self._is_over = self._state in ENDS or isinstance(event, ErrorEvent)
 
 
 class Pace:

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from pydantic import TypeAdapter
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.installation import CHECKOUT
+from trainer.run import compiler
 from trainer.run.events import (
     ENDS,
     AnyEvent,
@@ -50,6 +52,8 @@ MAX_SILENCE_S = 1800
 """After this long without a write, a run on another machine counts as ended. Loading and exporting write nothing."""
 TAIL_BYTES = 65536
 """How much of the end of `events.jsonl` is read to find a final status."""
+DELETED = ".deleted-"
+"""Start of the name of a run folder that is being removed."""
 HIGHEST_PID = 2**22
 """PID_MAX_LIMIT of Linux on 64 bits."""
 
@@ -80,8 +84,8 @@ class Launch:
     boot_id: str = ""
 
     @classmethod
-    def of(cls, process: subprocess.Popen[bytes], argv: list[str]) -> Launch:
-        """Return the launch of a process that was just started."""
+    def of(cls, process: subprocess.Popen[bytes] | psutil.Process, argv: list[str]) -> Launch:
+        """Return the launch of a process that was started on this machine."""
         created = psutil.Process(process.pid).create_time()
         since_boot = created - psutil.boot_time()
         return cls(process.pid, created, argv, socket.gethostname(), _job(), since_boot, _pid_namespace(), _boot_id())
@@ -215,6 +219,7 @@ def worker_environment() -> dict[str, str]:
     folders = [str(folder) for folder in (CHECKOUT, inherited) if folder]
     return {
         "OMP_NUM_THREADS": "1",  # ranks share the cores; without it each rank would use all of them
+        **compiler.cache_environment()[0],
         **os.environ,
         **({"PYTHONPATH": os.pathsep.join(folders)} if folders else {}),
         "PYTHONUNBUFFERED": "1",
@@ -242,7 +247,7 @@ def alive(run: RunDir) -> bool:
     if _has_recorded_its_end(run):
         return False
     written = (run.launch_file, run.events_file, *run.ranks.glob("*.jsonl"))
-    return time.time() - max(file.stat().st_mtime for file in written) < MAX_SILENCE_S
+    return time.time() - max(map(files.last_written, written)) < MAX_SILENCE_S
 
 
 def _is_held(output: Path) -> bool:
@@ -332,6 +337,34 @@ def end_family(pid: int) -> None:
         psutil.wait_procs(family, timeout=10)
 
 
+def delete(run: RunDir) -> None:
+    """Delete a run folder, its name first: nothing can be started in what is not removed yet.
+
+    A folder of a stranger is deleted as well, and nothing that a link in it leads to.
+
+    Raises:
+        InputError: The run is running, or another process has deleted it.
+        OSError: The folder cannot be removed.
+    """
+    if run.path.is_symlink():
+        raise InputError(f"{run.path}: is a link; remove it by hand")
+    aside = run.path.with_name(f"{DELETED}{secrets.token_hex(8)}")
+    is_odd = os.path.lexists(run.events_file) and (run.events_file.is_symlink() or not run.events_file.is_file())
+    with contextlib.ExitStack() as held:
+        if not is_odd:  # else no start gets the lock either
+            held.enter_context(run.locked())
+        if alive(run):
+            raise InputError(f"{run.path.name}: is running; stop it first")
+        files.rename(run.path, aside)
+    shutil.rmtree(aside)
+
+
+def remove_deleted(runs: Path) -> None:
+    """Remove what deletions that were interrupted have left in a folder of runs."""
+    for folder in runs.glob(f"{DELETED}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def record_mistake(run: RunDir, rank: int, message: str) -> None:
     """Record a mistake in the user's input: one ErrorEvent with exit code 2, from the first rank that finds it."""
     with run.locked():
@@ -363,6 +396,16 @@ def settle(run: RunDir) -> None:
                 writer.write(diagnose(run, events))
             if end != "failed":
                 writer.write(StatusEvent(state="failed", step=max(event.step for event in events)))
+
+
+def adopt(run: RunDir) -> bool:
+    """Record the process of a run whose starter was killed before it could do so. Returns whether there is one."""
+    for process in psutil.process_iter():
+        argv = argv_of(process)
+        if argv[1:2] == ["-m"] and argv[2] in LEADERS and _is_same(argv[-1], run.path):
+            Launch.of(process, argv).write(run)
+            return True
+    return False
 
 
 def end_orphans(run: RunDir, leader: str) -> None:

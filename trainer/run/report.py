@@ -38,7 +38,6 @@ from trainer.run.events import (
     by_prompt,
     default_decay,
     format_duration,
-    is_start,
     last_state,
     latest_steps,
     losses_by_name,
@@ -49,6 +48,7 @@ from trainer.run.events import (
 )
 from trainer.run.folder import RunDir
 from trainer.run.length import RunLength
+from trainer.run.pace import Clock
 
 POINTS_PER_LINE = 600
 SAMPLE_COLUMNS = 8
@@ -248,8 +248,10 @@ def _written(value: Any) -> str:
 
 
 def _duration_s(events: Sequence[AnyEvent]) -> float:
-    """Running time, without the pauses before the run was resumed."""
-    return sum(later.time - earlier.time for earlier, later in pairwise(events) if not is_start(later))
+    clock = Clock()
+    for event in events:
+        clock.add(event)
+    return clock.seconds
 
 
 def _messages(events: Iterable[AnyEvent]) -> Markup:

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from trainer.config import files, yaml12
 from trainer.config.load import dump_config, load_config_text, stage_config
 from trainer.config.schema import RunConfig
+from trainer.config.sections import ModelConfig
 from trainer.run.folder import RunDir, weights_of
 from trainer.run.manifest import complete, newest_step, progress_of
 
@@ -62,6 +63,28 @@ def current(run: RunDir, cfg: RunConfig) -> Stage:
     config = stage_config(cfg, at, given)
     before = sum(_steps_of(cfg, number, folders[number]) for number in range(at))
     return Stage(at + 1, len(cfg.stages), cfg.stages[at].name, config, before, folders[at])
+
+
+def remaining(run: RunDir, stage: Stage) -> list[tuple[str, RunConfig]]:
+    """Return (name, config) of the stages of which nothing was trained yet. stage: the current one."""
+    untrained = [] if complete(run.checkpoints) else [(stage.name, stage.config)]
+    cfg = run.config()
+    later = range(stage.number, stage.count)
+    return untrained + [(cfg.stages[at].name, before_handover(cfg, at, stage.config.model)) for at in later]
+
+
+def before_handover(cfg: RunConfig, at: int, model: ModelConfig | None = None) -> RunConfig:
+    """Return the config of a stage that is handed nothing yet.
+
+    Args:
+        cfg: Config of the run.
+        at: Index of the stage.
+        model: The model that stands for the one it will be handed; None is that of the first stage.
+    """
+    if at == 0:
+        return stage_config(cfg, 0)
+    model = model or stage_config(cfg, 0).model
+    return stage_config(cfg, at, [f"model.path={json.dumps(model.path)}", f"model.base={json.dumps(model.base)}"])
 
 
 def _steps_of(cfg: RunConfig, at: int, folder: Path) -> int:

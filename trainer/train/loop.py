@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from trainer.checkpoint.restore import newest_intact, restore
 from trainer.checkpoint.save import Checkpointer, TrainState
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.config.sections import OptimConfig
 from trainer.data.loader import BatchSizes, Loader, MicroBatch, Prepared
 from trainer.data.open import open_data
 from trainer.distributed.context import RankContext
@@ -84,6 +85,8 @@ from trainer.train.numbers import NON_FINITE, WEIGHT, LateRead, Sums
 from trainer.train.sampling import Sampler
 
 log = logging.getLogger(__name__)
+RISE = 1.1
+"""A learning rate that is so many times as high after a resume is worth a warning."""
 SKIPS_IN_A_ROW = 20
 """A model without one finite number in so many steps is broken; further steps do not repair it."""
 
@@ -222,13 +225,13 @@ class Trainer:
         self.model, self.trainables = self.loaded.module, self.loaded.trainables
         self._shards_gradients = cfg.shards_gradients(self.loaded.strategy)
         newest = self._newest_checkpoint()
-        start_notes = continue_adapter(self.loaded, cfg, self.family) if newest is None else ()
+        start_notes = continue_adapter(self.loaded, cfg, self.family, self.log.warn) if newest is None else ()
         for note in (*built.notes, *self.loaded.adapter.notes, *start_notes, *export_notes):
             self.log.note("loading", note)
         self._dropouts = adapters.dropouts(self.model)
         self._noises = noises(self.model)
         self.parameters = list(self.trainables.values())
-        self.optimizer = make_optimizer(self.parameters, cfg.optim)
+        self.optimizer = make_optimizer(self.trainables, self._optim)
         check_reduced(self.trainables, (p for group in self.optimizer.param_groups for p in group["params"]), world)
         self.ema = Ema(self.trainables, cfg.optim.ema) if cfg.optim.ema else None
         self.checkpointer = Checkpointer(run.checkpoints, world, cfg.checkpoint.keep, cfg.checkpoint.keep_best)
@@ -238,9 +241,10 @@ class Trainer:
         self.oom_context = OomContext(self.model, self.family.shard.blocks, cfg.train.compile is True, world.heartbeat)
         self._validated = (-1, math.nan)  # the step, its validation loss
         saved = None if newest is None else self._resume(newest)
-        self._batch_sizes = BatchSizes.after(saved, cfg.train.batch_size)
+        self._batch_sizes, self.num_steps = self._find_length(saved, context)
+        if saved is not None:
+            self._warn_of_a_jump(saved)
         self.loader = self._make_loader(saved)
-        self.num_steps = self._find_length(context)
         self.log.model_loaded(self.loaded, self.parameters, time.perf_counter() - started, self.step)
         self._inside = self._with_attention()
         self.log.show_plan(cfg, cache, self.step)
@@ -294,12 +298,12 @@ class Trainer:
         return "finished"
 
     def train_step(self) -> Agreed:
-        """Do one optimizer step over `train.batch_size` examples of all ranks.
+        """Do one optimizer step over `train.batch_size` examples of all ranks, or over the last ones of `train.epochs`.
 
         Its numbers are read as soon as that stops nothing: at once on a CPU, and during the next step where the device
         is still at work. `settle` waits for them.
         """
-        world, batch_size = self.world, self.cfg.train.batch_size
+        world, batch_size = self.world, self._batch_sizes.of(self.step)
         self.clock.start()
         world.heartbeat.step = self.step
         # Storage may be slow, and the first step of a resumed run counts through the epochs before.
@@ -423,7 +427,8 @@ class Trainer:
         with self.clock.communication():
             row = sums.row()
             self.world.add_up(row)
-        norm = scale_gradients(self.parameters, self._gradient_factor(row), cfg.clip_norm)
+        factor = self._gradient_factor(row, self._batch_sizes.of(self.step))
+        norm = scale_gradients(self.parameters, factor, cfg.clip_norm)
         is_bad = (~norm.isfinite() | (row[NON_FINITE] > 0).to(norm.device)).float()
         self.settle()  # the step before, which the device has done long ago
         self.checkpointer.wait_for_copy()
@@ -439,19 +444,20 @@ class Trainer:
         self.clock.mark(OPTIMIZER)
         self._launched = _Launched(self.step + 1, lr, numbers, self.clock.marks())
 
-    def _gradient_factor(self, row: Tensor) -> Tensor | None:
+    def _gradient_factor(self, row: Tensor, batch_size: int) -> Tensor | None:
         """By how much the gradients are too small, because the step has fewer tokens or pairs than its batch size.
 
         None where that is known before the step: images are all counted, and several losses have shares.
 
         Args:
             row: `Sums.row` of all ranks.
+            batch_size: Number of samples of the step.
         """
         if self.family.loss_weights or (self.data.unit == "images" and not self.objective.metrics):
             return None
         weight = row[WEIGHT]
         # Rows of long prompts may hold nothing that is learned: the gradients are 0.
-        factor = torch.where(weight == 0, 1.0, self.cfg.train.batch_size / weight)
+        factor = torch.where(weight == 0, 1.0, batch_size / weight)
         return factor.float().to(self.parameters[0].device)
 
     def _read(self, launched: _Launched) -> StepNumbers:
@@ -484,6 +490,18 @@ class Trainer:
                 self.log.warn(left, numbers.step)
         return numbers
 
+    def _check_weights(self) -> None:
+        """Raise InputError for weights that are not finite: they were loaded so. Collective."""
+        kinds = (torch.float32, torch.bfloat16, torch.float16)
+        weights = ((name, p.detach()) for name, p in self.model.named_parameters() if p.dtype in kinds)
+        local = ((name, one.to_local() if isinstance(one, DTensor) else one) for name, one in weights)
+        own = next((name for name, one in local if not one.isfinite().all()), None)
+        if broken := next(filter(None, self.world.gather(own)), None):
+            raise InputError(
+                f"model.path: {broken} holds numbers that are not finite, so that no loss is; the file is damaged, "
+                "or the model was trained to that: download it again, or name another one"
+            )
+
     def _note_skipped(self, numbers: StepNumbers) -> None:
         """Count a step that left the weights unchanged, or end the run: all ranks see the same loss and norm."""
         reason = (
@@ -491,6 +509,8 @@ class Trainer:
             if numbers.non_finite
             else f"step {numbers.step}: the gradient norm is {numbers.grad_norm}, the loss {numbers.loss}"
         )
+        if not self._skipped_in_a_row:
+            self._check_weights()
         if self.cfg.train.non_finite == "stop":
             raise FloatingPointError(reason)
         self.skipped += 1
@@ -505,7 +525,7 @@ class Trainer:
         figures = numbers.step, numbers.loss, numbers.grad_norm, dict(split)
         log.debug("step %d: loss %.6g, gradient norm %.6g, seconds %s", *figures)
         seconds = launched.marks.seconds
-        images = self.cfg.train.batch_size * self.objective.images_per_example
+        images = self._batch_sizes.of(numbers.step - 1) * self.objective.images_per_example
         self.log.stepped(
             StepEvent(
                 step=numbers.step,
@@ -590,6 +610,12 @@ class Trainer:
         paths = self.sampler.write(drawn, self.step)
         self.log.enter("training", self.step)
         return paths
+
+    @property
+    def _optim(self) -> OptimConfig:
+        """The section `optim`, by the recipe of the run."""
+        optim = self.cfg.optim
+        return optim if self._recipe >= 5 else optim.model_copy(update={"decay_norms": True})
 
     def _drawing(self, events: Sequence[AnyEvent]) -> RunConfig:
         """The config with the prompts that were requested before a run was resumed. events: on rank 0."""
@@ -732,7 +758,28 @@ class Trainer:
             self.log.note("loading", f"changed since it was saved: {'; '.join(map(str, changed))}", self.step)
         if saved.data and saved.data != self.data.digest:
             self.log.warn(self.data.changed_message, self.step)
+        if saved.recipe < 5 and self.data.unit == "images":
+            self.log.warn(
+                "this run began with an earlier version, which trained images of several shapes in another order: some "
+                "images of this epoch may be trained twice, and others not",
+                self.step,
+            )
         return saved
+
+    def _warn_of_a_jump(self, saved: Progress) -> None:
+        """Warn if the learning rate rises where the run continues: a schedule that had fallen ends later now."""
+        optim, before = self.cfg.optim, saved.lr
+        after = learning_rate(self.step, optim, self.num_steps)
+        is_wanted = self.step < optim.warmup or (saved.config and saved.config["optim"]["lr"] != optim.lr)
+        if self.step < self.num_steps and after > RISE * before and not is_wanted:
+            why = (
+                "is constant now" if optim.schedule == "constant" else f"{optim.schedule} now ends at {self.num_steps}"
+            )
+            self.log.warn(
+                f"the learning rate rises from {before:.3g} to {after:.3g}, because optim.schedule {why}; to go on at "
+                f"the former rate, stop and resume with optim.schedule=constant optim.lr={before:.3g}",
+                self.step,
+            )
 
     def _make_loader(self, saved: Progress | None) -> Loader[Any]:
         """The loader of this rank, which begins at the position that was resumed."""
@@ -747,25 +794,30 @@ class Trainer:
             world.device,
             partial(self._prepare, self.cfg.train.seed),
             data.micro_batch,
+            data.batch_key,
         )
 
-    def _find_length(self, context: RankContext) -> int:
-        """The optimizer steps of the run, which are announced. The number of ranks does not change them. Collective.
+    def _find_length(self, saved: Progress | None, context: RankContext) -> tuple[BatchSizes, int]:
+        """The batch size of each step and the number of steps, which is announced. Collective.
+
+        Neither depends on the number of ranks.
 
         Raises:
             InputError: `optim.warmup` is not shorter.
             StopRequested: As `DataSource.num_samples`.
         """
-        cfg, sizes, num_steps = self.cfg, self._batch_sizes, self.cfg.train.steps
+        cfg, num_steps = self.cfg, self.cfg.train.steps
+        sizes = BatchSizes.after(saved, cfg.train.batch_size)
         if cfg.train.epochs is not None:
-            num_steps = sizes.steps_for(self.data.num_samples(cfg.train.epochs, context))
+            sizes = replace(sizes, end=self.data.num_samples(cfg.train.epochs, context))
+            num_steps = sizes.num_steps
             if cfg.optim.schedule != "constant" and cfg.optim.warmup >= num_steps:
                 epochs = f"{num_steps} steps of train.epochs {cfg.train.epochs:g}"
                 raise InputError(f"optim.warmup: must be less than the {epochs}, not {cfg.optim.warmup}; lower it")
         samples = self.data.samples_of_an_epoch
         epoch, epoch_steps = sizes.before(self.step) / samples, samples / cfg.train.batch_size
         self.log.emit(LengthEvent(step=self.step, steps=num_steps, epoch=epoch, epoch_steps=epoch_steps))
-        return num_steps
+        return sizes, num_steps
 
     def _state(self) -> TrainState:
         """The state for a checkpoint; weights to evaluate with are added only where they are not the trained ones."""
@@ -789,6 +841,7 @@ class Trainer:
             place=self.data.position(self.step),
             recipe=self._recipe,
             batch_sizes=self._batch_sizes.until(self.step),
+            lr=learning_rate(self.step - 1, self.cfg.optim, self.num_steps) if self.step else math.nan,
         )
 
     def _save_last(self) -> None:

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -208,12 +209,29 @@ def _needed_files(model: PublishedModel, commit: str) -> tuple[RemoteFile, ...]:
     from huggingface_hub.hf_api import RepoFile
 
     listed = HfApi().list_repo_tree(model.id, recursive=True, revision=commit)
-    needed = (file for file in listed if isinstance(file, RepoFile) and model.needs(file.path))
+    needed = [file for file in listed if isinstance(file, RepoFile) and model.needs(file.path)]
     # Other large files, as a tokenizer's, take seconds: the library downloads them.
-    return tuple(
+    found = tuple(
         RemoteFile(file.path, file.size, file.lfs.sha256 if file.lfs and file.path.endswith(WEIGHTS) else "")
         for file in needed
     )
+    for file in found:
+        require_plain(file)
+    return found
+
+
+def require_plain(file: RemoteFile) -> None:
+    """Raise InputError for a file whose path or checksum would name a place outside of the cache's folders.
+
+    Both come from the server that HF_ENDPOINT names.
+    """
+    parts = file.path.split("/")
+    is_inside = not {"", ".", ".."} & set(parts) and file.path.isprintable()
+    if not is_inside or not re.fullmatch(r"([0-9a-f]{64})?", file.sha256):
+        raise InputError(
+            f"The server lists {file.path!r} with the checksum {file.sha256!r}, which the hub never does: it was not "
+            "downloaded. Check HF_ENDPOINT, and start again."
+        )
 
 
 @contextmanager

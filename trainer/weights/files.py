@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trainer.config.errors import InputError
-from trainer.config.files import opened, read
+from trainer.config.files import read
+from trainer.weights.headers import read_header
 from trainer.weights.tensors import OpenFiles, TensorEntry, without_codings
 
-MAX_HEADER_BYTES = 100_000_000
-DIGEST_BYTES = 1 << 20
 ORIGINAL_PREFIX = "model.diffusion_model."
 """Prefix of the denoiser's names in original files that also hold other parts."""
 
@@ -195,54 +190,12 @@ def safetensors_in(folder: Path, stem: str) -> list[Path]:
     raise InputError(f"{folder}: neither {stem}.safetensors nor {index.name}; expected the weights of this component")
 
 
-def digest(paths: Iterable[Path]) -> str:
-    """A digest of files, and of all files in folders, from the name, size, first and last MiB of each, in hex.
-
-    Reading 48 GB of weights takes minutes. Training changes all of a file, so its two ends are enough.
-    """
-    total = hashlib.sha256()
-    for path in paths:
-        for file in sorted(inside for inside in (path, *path.rglob("*")) if inside.is_file()):
-            size = file.stat().st_size
-            total.update(f"{file.relative_to(path.parent)} {size}\n".encode())
-            with file.open("rb") as stream:
-                total.update(stream.read(DIGEST_BYTES))
-                stream.seek(max(0, size - DIGEST_BYTES))
-                total.update(stream.read(DIGEST_BYTES))
-    return total.hexdigest()
-
-
 def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Read {key: (shape, dtype)}, and check the file's length against the header's offsets."""
+    """Read {key: (shape, dtype)} of a file whose types, shapes and offsets agree, and leave no byte over."""
+    tensors = read_header(file)
     try:
-        header, start, size = _read_json_header(file)
-        tensors = {key: (tuple(value["shape"]), str(value["dtype"])) for key, value in header.items()}
-        end = start + max((int(value["data_offsets"][1]) for value in header.values()), default=0)
-    except InputError:
-        raise
-    except FileNotFoundError as error:
-        raise InputError(f"{file}: no such weight file; download it again") from error
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror}); make it readable or name another file") from error
-    except (struct.error, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise InputError(f"{file}: not a safetensors file; convert or download it again") from error
-    if end > size:
-        raise InputError(f"{file}: truncated, {size} of {end} bytes; download it again")
-    try:
-        with safe_open(file, "pt"):  # types, shapes and offsets agree, and leave no byte over
+        with safe_open(file, "pt"):
             pass
     except SafetensorError as error:
         raise InputError(f"{file}: not a sound safetensors file ({error}); convert or download it again") from error
     return tensors
-
-
-def _read_json_header(file: Path) -> tuple[dict[str, Any], int, int]:
-    """Read the header's tensors, the offset at which the data begin, and the file's size in bytes."""
-    with opened(file) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        (length,) = struct.unpack("<Q", stream.read(8))
-        if length > min(MAX_HEADER_BYTES, size):
-            raise ValueError(f"{length} bytes of header")
-        header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    return header, 8 + length, size

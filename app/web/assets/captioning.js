@@ -7,7 +7,7 @@
   const STORED = [['none', '16 bits'], ['fp8', 'fp8'], ['int8', 'int8'], ['nf4', '4 bits (nf4)']];
   const DEVICES = [['auto', 'GPU, if there is one'], ['cuda', 'GPU'], ['cpu', 'Processor']];
   const NO_WORDS = { starting: 'Starting …', loading: 'Loading the model …' };
-  let root = null, refreshCards = null, state = null, seen = '', isAsking = false, isOwed = false, wasFilled = false, shownImage = '';
+  let root = null, refreshCards = null, state = null, seen = '', isAsking = false, isOwed = false, wasFilled = false, shownImage = '', key = '';
   const parts = {};
 
   // --- the form -----------------------------------------------------------------------------------------------------
@@ -125,8 +125,8 @@
   }
 
   async function act(button, name) {
-    const job = state.job.name;
-    await studio.act(button, parts.said, async () => { await call(name, { job }); return ''; });
+    const { folder, job } = state;
+    await studio.act(button, parts.said, async () => { await call(name, { job: job.name, folder }); return ''; });
     await look();
   }
 
@@ -141,9 +141,11 @@
   }
 
   async function undo(button) {
-    const job = state.job.name;
+    const { folder, job } = state;
+    const title = `Take back ${counted(job.written, 'caption')}?`, text = `${job.request.model} wrote them in ${folder}. Captions that were changed since stay.`;
+    if (await studio.ask(title, text, ['Take back', 'Keep them'], 'stop') !== 0) return;
     await studio.act(button, parts.said, async () => {
-      const [restored, left] = await call('captioning_undo', { job });
+      const [restored, left] = await call('captioning_undo', { job: job.name, folder });
       return `${counted(restored, 'caption')} taken back.` + (left ? ` ${studio.count(left)} were changed since and stay.` : '');
     });
     await look();
@@ -166,6 +168,17 @@
       return root;
     },
     look,
+    /** The screen shows other images now: nothing of a job of another folder stays. */
+    shown(data) {
+      if (!root || key === data.key) return;
+      const isFirst = key === '';
+      key = data.key;
+      if (isFirst) return;
+      parts.said.replaceChildren();
+      parts.now.hidden = true;
+      fill(parts.end, 0, () => []);
+      look();
+    },
     async tick() { if (state?.job?.is_running) await look(); },
   };
 }

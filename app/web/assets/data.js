@@ -368,6 +368,7 @@
     drawFigures();
     studio.upload.shown(data);
     studio.look.shown(data);
+    studio.captioning.shown(data);
     const hasImages = data.is_complete && data.num_images > 0;
     $('editor').hidden = !hasImages;
     $('card-texts').hidden = !data.is_complete || !data.num_texts;

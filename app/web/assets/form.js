@@ -31,6 +31,7 @@
       if (isLost) complain('');
       [isLost, sent] = [false, {}];
       take(answer, edits);
+      if (answer.left_images.labels.length) offerUndo(`Left behind, as it belongs to the former images: ${answer.left_images.labels.join(', ')}. `, () => typedAgain(answer.left_images.edits));
     } catch (error) {
       if (!(error instanceof studio.Refused)) throw error;
       isLost = error.lost;
@@ -601,11 +602,13 @@
     const answer = await change('new_reset');
     if (!answer) return;
     take(answer);
-    offerUndo('The form is as in the preset again. ', async () => {
-      for (const [name, value] of Object.entries(values)) edited(name, value, 0);
-      await settled();
-      return true;
-    });
+    offerUndo('The form is as in the preset again. ', () => typedAgain(values));
+  }
+
+  async function typedAgain(values) {
+    for (const [name, value] of Object.entries(values)) edited(name, value, 0);
+    await settled();
+    return true;
   }
 
   /** A sentence under the models with a button that takes back what it tells of; `undo` resolves to whether it did. */

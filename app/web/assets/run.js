@@ -214,18 +214,20 @@ studio.runTabs = studio.runTabs || {};
     });
   }
 
-  function drawDone({ state, export: file, figures, is_text: isText }) {
+  function drawDone({ state, exports: [file, ...others], figures, is_text: isText }) {
     parts.done.hidden = state !== 'finished';
     if (parts.done.hidden) return;
     const time = figures.duration_s >= 1 ? ` in ${studio.duration(figures.duration_s)}` : '';
-    studio.fill(parts.done, [file, time], () => {
+    studio.fill(parts.done, [file, others, time], () => {
       const words = file ? [h('b', {}, `Finished${time}: ${file.name} `), h('span', { class: file.is_verified ? '' : 'bad' }, [studio.size(file.size), file.check].filter(Boolean).join(', '))]
         : [h('b', {}, `Finished${time}.`), ' No export is in the run folder.'];
+      const more = others.length ? h('ul.sm#other-exports', {}, others.map(other => h('li', {}, `${other.name} `, h('span', { class: other.is_verified ? 'dim' : 'bad' }, [studio.size(other.size), other.check].filter(Boolean).join(', ')),
+        other.is_file ? h('button.btn.s', { type: 'button', 'aria-label': `Download ${other.name}`, onclick: () => download(other.name) }, 'Download') : null))) : null;
       return [h('p', {}, words), h('div.run-acts', {},
         file?.is_file ? button('download', 'Download', () => download(file.name), '.main') : null,
         button('draw', isText ? 'Write with it' : 'Draw with it', () => studio.results.draw(name, isText)),
         h('a.btn#export-as', { href: studio.link('runs', name, 'files') }, 'Export as …'),
-        button('upload', 'Upload to the hub …', () => studio.results.upload(name)))];
+        button('upload', 'Upload to the hub …', () => studio.results.upload(name))), more];
     });
   }
 

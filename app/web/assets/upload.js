@@ -75,12 +75,20 @@
       await look();
       $('upload-to').value = '';
       drawPlace();
-      return made;
+      if (made.left.labels.length) sayLeft(made.left);
+      return made.folder;
     } catch (error) {
       refused(error);
       $('upload-name').focus();
       return null;
     }
+  }
+
+  /** Say that what belonged to the images of the former folder is no longer in the form. */
+  function sayLeft({ labels, edits }) {
+    const undo = async () => { await call('new_edit', { edits }); return 'It is in the form again.'; };
+    fill($('upload-behind'), [labels, edits], () => [h('p.notice', { role: 'status' }, `Left behind, as it belongs to the images of the former folder: ${labels.join(', ')}. `,
+      h('button.btn.s', { type: 'button', onclick: event => studio.act(event.currentTarget, $('upload-behind'), undo) }, 'Undo'))]);
   }
 
   function refused(error) {
@@ -422,7 +430,7 @@
       h('div#upload-going', { hidden: true, role: 'group', 'aria-label': 'Upload' }, bar, h('div.line', {}, h('b#upload-count'), h('span.dim#upload-size'), h('span.grow'),
         h('span.both', {}, h('button.btn.s#upload-pause', { type: 'button', onclick: () => { batch.isPaused = !batch.isPaused; draw(); } }, 'Pause'), h('button.btn.s#upload-cancel', { type: 'button', onclick: cancel }, 'Cancel'))),
       h('p.dim.sm#upload-current')),
-      h('p.sr#upload-spoken', { 'aria-live': 'polite' }), h('div#upload-message'), h('div#upload-left'), h('div#upload-results'), h('details#trash', { hidden: true }));
+      h('p.sr#upload-spoken', { 'aria-live': 'polite' }), h('div#upload-message'), h('div#upload-behind'), h('div#upload-left'), h('div#upload-results'), h('details#trash', { hidden: true }));
   }
 
   /** Take what is dropped anywhere on the screen. */

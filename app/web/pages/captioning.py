@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -17,6 +18,7 @@ from trainer.config.sections import DataConfig
 from trainer.data.image_files import separate_folders
 from trainer.run.captioning import CaptionJob, CaptionRequest
 
+ANOTHER_FOLDER = "New run has another folder meanwhile, which is shown now; nothing was"
 MOST_SENTENCES = 20
 """Sentences about images without a caption that are sent."""
 
@@ -52,7 +54,7 @@ def start(studio: Studio, captioning: Captioning, folder: str, values: dict[str,
     """Start a job, or continue one that asked the same. Returns its name; "" where every image has a caption."""
     data = _data(studio)
     if folder not in _folders(data):
-        raise InputError("New run has another folder meanwhile, which is shown now; nothing was started")
+        raise InputError(f"{ANOTHER_FOLDER} started")
     job = captioning.start(CaptionRequest.checked({**values, "folder": folder}), separate_folders(data))
     if job is None:
         return ""
@@ -60,21 +62,34 @@ def start(studio: Studio, captioning: Captioning, folder: str, values: dict[str,
     return job.path.name
 
 
-def resume(studio: Studio, captioning: Captioning, job: str) -> None:
-    """Continue a job that was stopped or has failed."""
-    found = captioning.job(job)
+def resume(studio: Studio, captioning: Captioning, job: str, folder: str) -> None:
+    """Continue a job that was stopped or has failed. folder: That of the job, which the window shows."""
+    found = _shown(studio, captioning, job, folder)
     captioning.resume(found)
     captioning.attend(found)
 
 
-def stop(studio: Studio, captioning: Captioning, job: str) -> None:
-    """End a job after the images that it looks at."""
-    captioning.stop(captioning.job(job))
+def stop(studio: Studio, captioning: Captioning, job: str, folder: str) -> None:
+    """End a job after the images that it looks at. folder: As for `resume`."""
+    captioning.stop(_shown(studio, captioning, job, folder))
 
 
-def undo(studio: Studio, captioning: Captioning, job: str) -> list[int]:
-    """Take back all captions of a job. Returns the number of restored captions, and of those that were left."""
-    return list(captioning.undo(captioning.job(job)))
+def undo(studio: Studio, captioning: Captioning, job: str, folder: str) -> list[int]:
+    """Take back all captions of a job. Returns the number of restored captions, and of those that were left.
+
+    Args:
+        folder: As for `resume`.
+    """
+    return list(captioning.undo(_shown(studio, captioning, job, folder)))
+
+
+def _shown(studio: Studio, captioning: Captioning, job: str, folder: str) -> CaptionJob:
+    """The job of this name. Raises InputError where it or the draft has another folder than the window shows."""
+    found = captioning.job(job)
+    is_of = os.path.realpath(found.request.folder) == os.path.realpath(folder)
+    if not is_of or folder not in _folders(_data(studio)):
+        raise InputError(f"{ANOTHER_FOLDER} changed")
+    return found
 
 
 def _data(studio: Studio) -> DataConfig:

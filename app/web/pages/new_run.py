@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,17 +59,18 @@ def edit(
     if unknown:  # a window that an older or a newer version drew
         raise InputError(f"{', '.join(unknown)}: not a setting of this version; reload the page")
 
-    def change(draft: Draft) -> Draft:
-        for name, value in edits.items():
-            draft = draft.typed(name, value)
-        return draft
-
     paths = {name: str(value).strip() for name, value in edits.items() if form_answers.FIELDS[name]["path"]}
     studio.unsettled.settle(paths)
     if typing:
         studio.unsettled.typing(paths)
-    studio.change_draft(change)
-    return _state(studio, target, is_typing=typing)
+    before, after = studio.change_images(lambda draft: form.edited(draft, edits), typing)
+    return _state(studio, target, is_typing=typing) | {"left_images": left_with_images(before, after, edits)}
+
+
+def left_with_images(before: Draft, after: Draft, edits: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the companions of former images that were left behind: labels, and the edits that bring them back."""
+    names = [name for name in form.COMPANIONS if name in {*before.values} - {*after.values, *edits}]
+    return {"labels": [label(name) for name in names], "edits": {name: before.values[name] for name in names}}
 
 
 def preset(studio: Studio, name: str, is_forced: bool = False, target: str = THIS_MACHINE) -> dict[str, Any]:

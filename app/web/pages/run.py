@@ -33,9 +33,10 @@ def calls(studio: Studio) -> Calls:
         name: str, known: dict[str, str], log: LogWish | None = None, only_head: bool = False
     ) -> dict[str, Any]:
         try:
-            run = studio.run(name)
+            run = studio.found(name)
         except InputError:  # its folder was deleted or moved, or the address has a typing error
             return {"is_gone": True}
+        run.guard()
         follower = studio.follower(run)
         view = follower.view()
         if known.get("run") != follower.token:  # the first call, or another run of the same name

@@ -16,8 +16,9 @@ from app.web.answers import Calls
 from app.web.pages.frame import title
 from app.web.served_files import FULL, SMALL, address
 from trainer.config.errors import InputError
+from trainer.run import process
 from trainer.run.events import SampleEvent
-from trainer.run.folder import RunDir
+from trainer.run.folder import RunDir, is_run
 
 
 def calls(studio: Studio) -> Calls:
@@ -47,7 +48,7 @@ def calls(studio: Studio) -> Calls:
         refused = []
         for name in runs:
             try:
-                run_table.delete(studio.run(name))
+                process.delete(studio.found(name))
             except (InputError, OSError) as error:
                 refused.append(explained(error))
         return {"num_deleted": len(runs) - len(refused), "refused": refused}
@@ -85,14 +86,14 @@ def _comparison(studio: Studio, names: list[str], known: str) -> dict[str, Any]:
     for name in dict.fromkeys(names):
         try:
             run = studio.run(name)
-        except InputError:
-            missing.append(name)
-            continue
-        try:
-            follower = studio.follower(run)
-            follower.view()
+            with run.boundary():
+                follower = studio.follower(run)
+                run_comparison.result(follower)
         except (InputError, OSError) as error:
-            problems.append(explained(error))
+            if is_run(studio.runs / name):
+                problems.append(explained(error))
+            else:
+                missing.append(name)
         else:
             followers.append(follower)
     if missing:

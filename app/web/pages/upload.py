@@ -14,6 +14,7 @@ from app.studio import Studio
 from app.uploads import MOST_CHUNK, require_usable
 from app.web.answers import Calls
 from app.web.pages.data import folders_key, require_shown
+from app.web.pages.new_run import left_with_images
 from trainer.config.errors import InputError
 from trainer.data import image_files
 from trainer.data.image_files import METADATA
@@ -78,14 +79,14 @@ def masked(studio: Studio, folder: str, names: list[str]) -> dict[str, str]:
     return {name: str(mask) for name, mask in masks.waiting(data, Path(folder), names).items()}
 
 
-def make(studio: Studio, above: str, name: str) -> str:
-    """Make a folder, which becomes that of the draft's images. Returns its path."""
+def make(studio: Studio, above: str, name: str) -> dict[str, Any]:
+    """Make a folder, which becomes that of the draft's images. Returns it, and what was left with the former one."""
     if studio.uploads.closed:
         raise InputError(studio.uploads.closed)
     made = str(studio.uploads.folders.make(above, name))
     studio.unsettled.settle(["data.path"])
-    studio.change_draft(lambda draft: draft.typed("data.path", made))
-    return made
+    before, after = studio.change_images(lambda draft: draft.typed("data.path", made))
+    return {"folder": made, "left": left_with_images(before, after)}
 
 
 def delete(studio: Studio, key: str, images: list[str]) -> dict[str, Any]:

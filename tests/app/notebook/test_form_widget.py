@@ -214,7 +214,7 @@ def test_a_preset_that_was_broken_meanwhile_is_told(tmp_path: Path):
     ("override", "message"),
     [
         ("train.steps=many", "command line: train.steps: needs a whole number, not 'many'"),
-        ("train.stepz=3", "command line: train.stepz: unknown field; did you mean 'steps'?"),
+        ("train.stepz=3", "command line: train.stepz: unknown field; did you mean 'train.steps'?"),
         (
             "train.steps",
             "command line: 'train.steps': is not an override; write field=value, for example train.steps=100",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def start(panel: Locator, model: Path | str) -> None:
     panel.locator("#caption-start").click()
 
 
+def take_back(panel: Locator, count: int, folder: Path) -> None:
+    """Undo a whole job, which asks first and names what it will change."""
+    panel.locator("#caption-undo", has_text=f"Undo all ({count})").click()
+    dialog = panel.page.get_by_role("dialog", name=f"Take back {count} captions?")
+    expect(dialog).to_contain_text(f"wrote them in {folder}. Captions that were changed since stay.")
+    dialog.get_by_role("button", name="Take back").click()
+
+
 @pytest.mark.slow
 def test_a_model_captions_the_images_of_a_page_that_was_closed_and_all_is_undone(own_data: Path, panel: Locator, model):
     page = panel.page
@@ -55,7 +64,7 @@ def test_a_model_captions_the_images_of_a_page_that_was_closed_and_all_is_undone
     for name, text in written.items():
         box = page.locator(f".pc[data-name='{name.replace('.txt', '.png')}']").get_by_role("textbox")
         expect(box).to_have_value(text.strip())
-    panel.locator("#caption-undo", has_text="Undo all (7)").click()
+    take_back(panel, 7, own_data)
     panel.locator("#caption-said", has_text="7 captions taken back.").wait_for()
     assert [file.name for file in own_data.glob("*.txt")] == ["00.txt"]
     expect(page.locator(".pc[data-name='03.png']").get_by_role("textbox")).to_have_value("")
@@ -75,3 +84,31 @@ def test_a_job_is_stopped_and_continued_and_what_is_refused_is_said(own_data: Pa
     until_so(panel.page, lambda: len([*own_data.glob("*.txt")]) == 8)
     panel.locator("#caption-start").click()
     panel.locator("#caption-said", has_text="Every image has a caption.").wait_for()
+
+
+@pytest.mark.slow
+def test_the_panel_follows_the_folder_that_is_shown(own_data: Path, panel: Locator):
+    page, other = panel.page, own_data.with_name("second")
+    start(panel, "demo")
+    panel.locator("#caption-end", has_text="7 captions written").wait_for(timeout=ENDS_WITHIN_MS)
+    job = page.evaluate("folder => studio.call('captioning_state', { folder })", str(own_data))["job"]["name"]
+    page.locator("#upload-to").select_option(f"new:{own_data.parent}")
+    page.get_by_label("called").fill(other.name)
+    page.locator("#upload-input").set_input_files([own_data / "01.png", own_data / "02.png"])
+    page.locator("#upload-done").get_by_text("2 files added.", exact=True).wait_for()
+    expect(page.locator("#folder")).to_have_text(str(other))
+    expect(panel.locator("#caption-undo")).to_have_count(0)  # the job is of the folder before
+    for name in ("undo", "stop", "resume"):
+        refused = page.evaluate(
+            "([name, job, folder]) => studio.call(name, { job, folder }).catch(error => error.message)",
+            [f"captioning_{name}", job, str(own_data)],
+        )
+        assert refused == "New run has another folder meanwhile, which is shown now; nothing was changed"
+    assert len([*own_data.glob("*.txt")]) == 8
+    panel.locator("#caption-start").click()  # and the first click begins that of the folder that is shown
+    panel.locator("#caption-end", has_text="2 captions written").wait_for(timeout=ENDS_WITHIN_MS)
+    until_so(page, lambda: len([*other.glob("*.txt")]) == 2)
+    take_back(panel, 2, other)
+    panel.locator("#caption-said", has_text="2 captions taken back.").wait_for()
+    assert (len([*own_data.glob("*.txt")]), [*other.glob("*.txt")]) == (8, [])
+    shutil.rmtree(other)

@@ -135,9 +135,19 @@ def test_another_preset_keeps_the_data_and_says_what_it_leaves_behind(page: Page
     page.keyboard.press("Enter")
     write_over(page, "field-data-trigger", "sks")
     write_over(page, "field-optim-lr", "0.002")
+    own = value(page, "data-resolution")
+    write_over(page, "field-data-resolution", "100")
+    settled(page)
+    write_over(page, "field-data-resolution", own)  # back to the preset's: it was no edit
+    settled(page)
+    assert "data.resolution" not in values(draft)
+    write_over(page, "field-data-resolution", "96")
     settled(page)
     choose_sdxl(page)
-    page.locator("#left", has_text="Left behind, as they belong to the former preset: Learning rate").wait_for()
+    page.locator(
+        "#left", has_text="Left behind, as they belong to the former preset: Learning rate, Resolution"
+    ).wait_for()
+    assert value(page, "data-resolution") == "1024"
     assert (value(page, "data-path"), value(page, "data-trigger")) == (str(folder), "sks")
     assert values(draft) == {"data.path": str(folder), "data.trigger": "sks"}
     page.locator("#left").get_by_text("Undo").click()

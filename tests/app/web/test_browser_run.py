@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -15,6 +16,7 @@ from app.monitor import SILENT_S
 from tests.app.browser import (
     HANDLERS,
     Server,
+    ask_again,
     in_training,
     opened,
     recorded,
@@ -422,3 +424,26 @@ def test_everybody_can_read_and_reach_it(tab: Page, server: Server, finished: st
                     nodes = [node["html"][:160] for node in violation["nodes"][:3]]
                     found.append((name, violation["id"], nodes))
     assert not found, found
+
+
+def test_a_later_export_changes_neither_the_main_file_nor_how_long_the_run_took(page: Page, runs: Path) -> None:
+    main = ExportEvent(step=40, path="export/fox.safetensors", what="adapter", format="auto", difference=1e-3)
+    run = recorded(runs, "exported-later", [main, StatusEvent(state="finished", step=40)])
+    merged = ExportEvent(step=40, path="export/fox-merged", what="merged", format="diffusers", difference=1e-3)
+    (run.export / "fox.safetensors").write_bytes(b"0" * 1_500_000)
+    (run.export / "fox-merged").mkdir()
+    (run.export / "fox-merged" / "model.safetensors").write_bytes(b"0" * 3_000_000)
+    watch(page, run.path.name)
+    page.locator("#run-done", has_text="fox.safetensors 1.5 MB").wait_for()
+    before = page.locator("#run-done b").inner_text(), page.locator(".run-status").inner_text()
+    with EventWriter(run.events_file) as events:
+        events.write(merged)
+    ask_again(page)
+    page.locator("#other-exports", has_text="fox-merged 3.0 MB").wait_for()
+    assert (page.locator("#run-done b").inner_text(), page.locator(".run-status").inner_text()) == before
+    with page.expect_download() as download:
+        page.locator("#download").click()
+    assert download.value.suggested_filename == "fox.safetensors"
+    (run.export / "fox.safetensors").unlink()  # the others are offered where the main file was removed
+    ask_again(page)
+    page.locator("#run-done b", has_text="fox-merged").wait_for()

@@ -125,7 +125,10 @@ def test_a_value_typed_back_is_kept_while_two_other_fields_are_wrong(window: Win
     ]
     window.type("train.batch_size", "16")
     assert window.value("train.batch_size") == "16"
-    assert json.loads((studio.runs / "drafts" / "draft.json").read_text())["values"]["train.batch_size"] == 16
+    assert json.loads((studio.runs / "drafts" / "draft.json").read_text())["values"] == {
+        "data.trigger": "",
+        "sample.size": "abc",
+    }
     assert "train.batch_size" not in [change["field"] for change in window.state["changes"]]
     window.call("edit", edits={"data.trigger": "sks", "sample.size": "[64, 64]"})
     assert (window.value("train.batch_size"), window.errors()) == ("16", {})
@@ -261,14 +264,41 @@ def test_another_preset_takes_what_belongs_to_the_user_along(window: Window, tmp
 
 
 def test_an_edit_that_the_other_model_does_not_take_is_named_before_anything_changes(window: Window, studio: Studio):
-    window.call("edit", edits={"data.resolution": "48", "name": "fox", "optim.lr": "1e-3"})
+    window.call("edit", edits={"data.flip": True, "name": "fox", "optim.lr": "2e-3"})
     before = studio.draft()
-    assert window.call("preset", name=TEXT) == {"refused": {"Resolution": "this model does not read it"}}
+    assert window.call("preset", name=TEXT) == {"refused": {"Mirrored images": "this model does not read it"}}
     assert studio.draft() == before
     answer = window.call("preset", name=TEXT, is_forced=True)
-    assert (answer["left"], studio.draft().values) == (["Learning rate", "Resolution"], {"name": "fox"})
+    assert (answer["left"], studio.draft().values) == (["Learning rate", "Mirrored images"], {"name": "fox"})
     window.call("restore", **answer["undo"])
     assert studio.draft() == before
+
+
+def test_what_is_wrong_with_masks_stands_at_their_field(window: Window, studio: Studio):
+    window.call("preset", name="own")
+    masks = make_pictures(studio.runs.parent / "masks", count=3)
+    for file in masks.glob("*.png"):
+        file.rename(masks / f"of another {file.name}")
+    window.type("data.masks", str(masks))
+    window.read()
+    assert {*window.errors()} == {"data.masks"}
+    assert "none of its images has the name of an image of the data" in window.errors()["data.masks"]
+    assert window.state["data"]["num_images"] == 2
+    window.type("data.path", str(make_pictures(studio.runs.parent / "others", count=2)))
+    assert window.state["left_images"]["labels"] == []  # the preset's own images were followed by masks of one's own
+
+
+def test_masks_of_a_folder_that_was_chosen_go_with_it(window: Window, studio: Studio):
+    window.type("data.path", str(make_pictures(studio.runs.parent / "first", count=2)))
+    window.type("data.masks", str(make_pictures(studio.runs.parent / "masks", count=2)))
+    second = make_pictures(studio.runs.parent / "second", count=2)
+    for at in range(1, len(str(second)) + 1):  # letter by letter, as somebody types it
+        window.call("edit", edits={"data.path": str(second)[:at]}, typing=True)
+    assert window.value("data.masks")
+    window.type("data.path", str(second))
+    assert (window.value("data.masks"), window.state["left_images"]["labels"]) == ("", ["Folder of masks"])
+    window.call("edit", edits=window.state["left_images"]["edits"])
+    assert window.value("data.masks") == str(studio.runs.parent / "masks")
 
 
 def test_a_preset_that_is_gone_is_named(window: Window, studio: Studio):

@@ -15,7 +15,7 @@ from app.studio import Studio
 from app.web import routes
 from tests.app.browser import recorded
 from trainer.run.events import EventWriter, StatusEvent
-from trainer.run.folder import RunDir
+from trainer.run.folder import LINK, RunDir
 
 
 @pytest.fixture
@@ -77,13 +77,14 @@ def test_the_report_is_sent_in_a_sandbox_and_written_anew_when_there_are_newer_e
     assert "<dd>stopped</dd>" in client.get("/runs/drawn/report").text
 
 
-def test_a_report_that_is_a_link_elsewhere_is_replaced_and_not_sent(client: TestClient, run: RunDir):
+def test_a_report_that_is_a_link_elsewhere_is_not_sent(client: TestClient, run: RunDir):
     key = run.path.parent / "key"
     key.write_text("private")
     run.report.symlink_to(key)
     os.utime(key, (2**31, 2**31))
-    assert "private" not in client.get("/runs/drawn/report").text
-    assert (key.read_text(), run.report.is_symlink()) == ("private", False)
+    answer = client.get("/runs/drawn/report")
+    assert (answer.status_code, answer.text) == (404, f"{run.report}: {LINK}\n")
+    assert key.read_text() == "private"
 
 
 def test_a_report_of_a_damaged_run_is_refused_by_a_sentence(client: TestClient, run: RunDir):

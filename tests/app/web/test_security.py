@@ -174,7 +174,13 @@ def test_a_name_that_was_rebound_to_this_machine_is_refused(client: TestClient, 
         {"origin": "https://evil.example"},
         {"origin": "null"},
         {"origin": "http://127.0.0.1:9999"},
+        {"origin": "http://127.0.0.1"},
+        {"origin": "https://127.0.0.1"},
+        {"origin": "http://localhost"},
+        {"origin": "https://localhost"},
+        {"origin": f"http://localhost:{PORT}"},
         {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
     ],
 )
 def test_another_sites_script_starts_nothing(client: TestClient, headers: dict[str, str]):
@@ -279,6 +285,25 @@ def test_a_page_behind_a_proxy_is_reached_by_the_name_it_was_given(name: str, ho
     assert client.post("/start", headers=headers).status_code == 200
     foreign = headers | {"origin": "https://evil.example"}
     assert client.post("/start", headers=foreign).status_code == 403
+
+
+def test_a_page_that_others_reach_by_https_takes_nothing_from_the_same_name_in_clear_text():
+    """The proxy says that its browser uses https: port 80 of this name may be another program."""
+    client = client_of("studio.example:443", https=True)
+    cookie = client.get("/", params=OPENED).headers["set-cookie"].partition(";")[0]
+    headers = {"host": "studio.example", "cookie": cookie}
+    assert client.post("/start", headers=headers | {"origin": "https://studio.example"}).status_code == 200
+    assert client.post("/start", headers=headers | {"origin": "http://studio.example"}).status_code == 403
+
+
+def test_the_names_of_a_page_for_the_network_are_those_of_its_port(tmp_path: Path):
+    file = tmp_path / "login"
+    file.write_text("ada:a-long-password\n")
+    file.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    access = Access.checked("0.0.0.0", port, ["studio.example"], None, file)
+    assert {name.port for name in access.names if name.host != "studio.example"} == {str(port)}
 
 
 @pytest.mark.parametrize("name", ["https://a.example", "a.example/", "a.example:0", "a.example:99999", "", "a b", "*"])

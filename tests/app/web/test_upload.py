@@ -455,6 +455,31 @@ def test_the_quickstarts_images_stay_and_a_new_folder_becomes_the_forms(page: Pa
     shutil.rmtree(made)
 
 
+@pytest.mark.slow
+def test_masks_of_the_former_images_stay_with_them_and_come_back_on_request(
+    own_data: Path, data: Page, draft: Path, photos: Path
+):
+    """Cameras repeat names: such a mask would be laid over another picture."""
+    other, masks = own_data.with_name("other"), own_data.with_name("own-masks")
+    masks.mkdir()
+    Image.new("L", (40, 40), 255).save(masks / "09.png")
+    data.evaluate("edits => studio.call('new_edit', { edits })", {"data.masks": str(masks)})
+    data.locator("#upload-to").select_option(f"new:{own_data.parent}")
+    data.get_by_label("called").fill(other.name)
+    choose(data, photos / "09.png", photos / "09.txt")
+    done(data, "2 files added.")
+    expect(data.locator("#upload-behind")).to_contain_text(
+        "it belongs to the images of the former folder: Folder of masks."
+    )
+    assert json.loads(draft.read_text())["values"] == {"data.path": str(other)}
+    expect(data.locator("#upload-results")).not_to_contain_text(str(masks))
+    data.locator("#upload-behind").get_by_role("button", name="Undo").click()
+    expect(data.locator("#upload-behind")).to_contain_text("It is in the form again.")
+    assert json.loads(draft.read_text())["values"] == {"data.path": str(other), "data.masks": str(masks)}
+    shutil.rmtree(other)
+    shutil.rmtree(masks)
+
+
 @pytest.mark.slow  # edges and contrast of every screen are held by test_browser_looks.py
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_by_day_and_night(own_data: Path, browser: Browser, server: Server, photos: Path, scheme: Any):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import InputError, Problem
+from trainer.config.files import opened_to_append
 from trainer.config.schema import RunConfig
 from trainer.config.sections import TrackersConfig
 from trainer.run.events import Emit, WarningEvent
@@ -145,7 +146,7 @@ def _start(run: RunDir, name: str, patience_s: int) -> subprocess.Popen[bytes]:
     files.lock.touch()
     argv = [sys.executable, "-m", "trainer.metrics.trackers", str(run.path), name]
     argv += ["--parent", str(os.getpid()), "--patience", str(patience_s)]
-    with files.log.open("ab") as log:
+    with open(opened_to_append(files.log), "ab") as log:
         return subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,  # nothing may ask for a login

@@ -11,7 +11,7 @@ from trainer.config.errors import InputError, RuleError
 from trainer.config.imports import light_imports
 from trainer.config.schema import RunConfig
 from trainer.config.sections import family_names
-from trainer.models import distilled
+from trainer.models import distilled, recognition
 
 if TYPE_CHECKING:
     from trainer.models.base import ModelFamily
@@ -39,18 +39,12 @@ def make(cfg: RunConfig, cache: Path) -> ModelFamily:
     Raises:
         InputError: `model.path` does not hold such a model, or the config uses options that the family does not have.
     """
-    family = get(cfg.model.family)(cfg.model, cfg.objective, cache / "models")
-    family.follow(cfg)
-    problems = (*families.refused(cfg), *distilled.refused(cfg.model, family.folder))
+    problems = tuple(families.refused(cfg))
     if problems:
         raise RuleError(problems)
-    _check_sample_size(cfg.sample.size, family.size_multiple)
+    family = get(cfg.model.family)(cfg.model, cfg.objective, cache / "models")
+    family.follow(cfg)
+    problems = (*recognition.unread(cfg, family.folder), *distilled.refused(cfg.model, family.folder))
+    if problems:
+        raise RuleError(problems)
     return family
-
-
-def _check_sample_size(size: tuple[int, int], multiple: int) -> None:
-    if any(side % multiple for side in size):
-        width, height = (max(1, round(side / multiple)) * multiple for side in size)
-        raise InputError(
-            f"sample.size: {size[0]} x {size[1]} is not in multiples of {multiple} pixels; use {width} x {height}"
-        )

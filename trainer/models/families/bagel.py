@@ -66,7 +66,13 @@ from trainer.models.parts.folder import ModelFolder, check_architecture, fill_ra
 from trainer.models.parts.images import device_of, pixels_of
 from trainer.models.parts.ldm_names import vae_layout
 from trainer.models.parts.next_token import draw_token
-from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, names_of_things, train_tokenizer
+from trainer.models.parts.text_encoder import (
+    TINY_CHAT_TEMPLATE,
+    check_rows,
+    from_folder,
+    names_of_things,
+    train_tokenizer,
+)
 from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, vae_config
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
@@ -212,9 +218,11 @@ class BagelFamily(MultimodalFamily):
         from transformers import Qwen2TokenizerFast
 
         try:
-            return from_folder(Qwen2TokenizerFast, self.folder)
+            tokenizer = from_folder(Qwen2TokenizerFast, self.folder)
         except (OSError, ValueError) as error:
             raise InputError(f"{self._folder.field} {self.folder}: no tokenizer that can be read ({error})") from error
+        check_rows(self._folder, "the tokenizer", tokenizer, self.sizes.vocabulary)
+        return tokenizer
 
     @cached_property
     def marks(self) -> Marks:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import re
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -27,6 +27,7 @@ from trainer.models.parts.folder import (
     TRANSFORMERS_STEM,
     ModelFolder,
     check_architecture,
+    copy_files,
     open_folder,
     write_random,
     write_tiny,
@@ -39,6 +40,7 @@ from trainer.models.parts.language_configs import (
     turn_layers,
     turned_layers,
 )
+from trainer.models.parts.loaded import check_tied, loaded_tensors
 from trainer.models.parts.next_token import (
     block_names,
     build_language_model,
@@ -54,8 +56,10 @@ from trainer.models.parts.random_language_models import (
     write_random_weights,
 )
 from trainer.models.parts.routers import balance_loss, configured_weight, experts_per_token
+from trainer.models.parts.stop_tokens import Ends, ends_of_turns
 from trainer.models.parts.stored_names import TEXT_PART, StoredNames, read_names
 from trainer.models.parts.text_encoder import from_folder
+from trainer.models.recognition import no_row
 from trainer.parallel.parallelize import COMPUTE_DTYPE, ShardSpec
 from trainer.rng import SampleRng
 from trainer.run.manifest import RECIPE
@@ -80,7 +84,8 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-COMPANION_FILES = ("generation_config.json", *TOKENIZER_FILES)
+GENERATION = "generation_config.json"
+COMPANION_FILES = (GENERATION, *TOKENIZER_FILES)
 
 
 class CausalLM(TextFamily):
@@ -99,7 +104,7 @@ class CausalLM(TextFamily):
     weights_stem = TRANSFORMERS_STEM
     diffusers_adapters = frozenset()
     kohya_prefixes: ClassVar = {}
-    companion_files = ("generation_config.json",)
+    companion_files = (GENERATION,)
     tokenizer_files = TOKENIZER_FILES
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
@@ -192,7 +197,7 @@ class CausalLM(TextFamily):
         return longest
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
-        return (*super().warnings(cfg), *self._text_only())
+        return (*super().warnings(cfg), *self._text_only(), *self._endless())
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -229,6 +234,16 @@ class CausalLM(TextFamily):
             + (f"the {kind}" if self._loaded_layout else f"a {part}, which must be loaded alone"),
         )
 
+    def _endless(self) -> tuple[str, ...]:
+        end = self._ends_of_turns.text if self._template is not None else ""
+        if not end:
+            return ()
+        return (
+            f"data.chat_template: {self._template} ends an answer with '{end}', which is not a token of this "
+            "tokenizer. Programs stop at tokens only, so the exported model will write on after its answers; set "
+            f"model.options.new_tokens to ['{end}'], or name a template whose end the tokenizer has",
+        )
+
     @property
     def peft_fields(self) -> Mapping[str, str | bool]:
         path = self.config.path
@@ -261,6 +276,11 @@ class CausalLM(TextFamily):
             super().write_tokenizer(folder)
         if self._template is not None:  # other programs ask the model as it was trained
             (folder / "chat_template.jinja").write_text(without_marks(read_template(self._template)), "utf-8")
+        # Programs read here where a text ends, also for the folder of an adapter.
+        written = self._generation_config
+        if self._stops != _listed(written.get("eos_token_id")):
+            written |= {"eos_token_id": list(self._stops) if len(self._stops) > 1 else self._stops[0]}
+        (folder / GENERATION).write_text(json.dumps(written, indent=2) + "\n", "utf-8")
 
     @property
     def must_train(self) -> Mapping[str, str]:
@@ -268,13 +288,21 @@ class CausalLM(TextFamily):
         return {f"{COMPONENT}.{name}": why for name in self._token_tensors} if self._new_ids else {}
 
     def _add_tokens(self) -> range:
-        """Make room for `model.options.new_tokens` in the config. Returns the ids that the tokenizer did not have."""
+        """Make room for `model.options.new_tokens` in the config.
+
+        Returns the ids that the tokenizer did not have, and those up to a named token that had no row.
+        """
         if not self.config.options.new_tokens:
             return range(0)
-        new = self._tokenizer_and_new[1]
+        tokenizer, new = self._tokenizer_and_new
         text = self._config.get_text_config()
-        text.vocab_size = max(text.vocab_size, new.stop)
-        return new
+        rows, named = text.vocab_size, max(tokenizer.convert_tokens_to_ids(self._named_tokens), default=-1)
+        text.vocab_size = max(rows, named + 1)
+        return range(min(new.start, rows), max(new.stop, named + 1)) if named >= rows else new
+
+    @property
+    def _named_tokens(self) -> list[str]:
+        return [token for token in dict.fromkeys(self.config.options.new_tokens) if token]
 
     @cached_property
     def _token_tensors(self) -> tuple[str, ...]:
@@ -314,6 +342,23 @@ class CausalLM(TextFamily):
 
     def read_export(self, component: str, files: Sequence[Path]) -> WeightFiles:
         return WeightFiles(read_names(self._empty, files, None, self._transposed).entries)
+
+    def loaded_by_users(self, component: str, folder: Path, numbers: bool = True) -> Mapping[str, Tensor]:
+        source = replace(self._folder, path=folder)
+        kind = causal_class(_read_config(source))
+        if kind is None or "quantization_config" in source.read("config.json"):
+            return {}  # it is not loaded whole; or only by a package for its codes
+        tensors = loaded_tensors(kind, folder, numbers)
+        loaded = {name.replace(TEXT_PART, "", 1): tensor for name, tensor in tensors.items()}
+        own = stored_tensors(self._empty)
+        lost = sorted(own.keys() - loaded.keys())
+        if lost:
+            raise RuntimeError(f"{folder}: transformers loads a {kind.__name__}, which has no '{lost[0]}'")
+        check_tied(self._empty, loaded, folder)
+        # Rows that are added for new tokens are not in the base's files.
+        grown = self._token_tensors if folder == self.folder and self._new_ids else ()
+        kept = {name: loaded[name].detach() for name in own if name not in grown and not loaded[name].is_meta}
+        return {name: tensor.t() if name in self._transposed else tensor for name, tensor in kept.items()}
 
     @cached_property
     def _stored(self) -> StoredNames:
@@ -387,9 +432,9 @@ class CausalLM(TextFamily):
             raise InputError(f"{self._folder.field} {self.folder}: no tokenizer that can be read ({error})") from error
         # A token that is added again loses its own properties, as that of being special.
         known = tokenizer.get_vocab()
-        new = [token for token in dict.fromkeys(self.config.options.new_tokens) if token and token not in known]
+        new = [token for token in self._named_tokens if token not in known]
         if not new:
-            return tokenizer, range(0)
+            return tokenizer, range(len(tokenizer), len(tokenizer))
         tokenizer.add_tokens([AddedToken(token, normalized=False) for token in new])
         ids = tokenizer.convert_tokens_to_ids(new)
         return tokenizer, range(ids[0], ids[-1] + 1)
@@ -401,7 +446,8 @@ class CausalLM(TextFamily):
     @property
     def begin_of_text(self) -> tuple[int, ...]:
         first = self.tokenizer.bos_token_id
-        return (first,) if first is not None and self.tokenizer("")["input_ids"][:1] == [first] else ()
+        is_written = first is not None and self.tokenizer("")["input_ids"][:1] == [first]
+        return tuple(self._with_rows([first])) if is_written else ()
 
     @property
     def end_of_text(self) -> int:
@@ -411,25 +457,40 @@ class CausalLM(TextFamily):
                 f"{self._folder.field} {self.folder}: its tokenizer has no end-of-text token; "
                 "set eos_token in tokenizer_config.json"
             )
-        return int(end)
+        return self._with_rows([int(end)])[0]
 
     def tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return self._with_rows(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _with_rows(self, ids: list[int]) -> list[int]:
+        """Return the ids, each of which has a row in the model's table of tokens.
+
+        Raises:
+            InputError: One has none, as that of a token that was added to the tokenizer only. A GPU would stop without
+                naming it.
+        """
+        last = max(ids, default=0)
+        if last >= self.vocabulary:
+            token = self.tokenizer.convert_ids_to_tokens(last)
+            raise InputError(no_row(f"{self._folder.field} {self.folder}", token, last, self.vocabulary))
         return ids
 
     @cached_property
     def _chat(self) -> Chat:
         return Chat(self.tokenizer, self._template, self._system)
 
-    def encode_chat(self, messages: object, tools: object = None) -> Encoded:
-        return self._chat.encode(messages, tools)
+    def encode_chat(self, messages: object, tools: object = None, variables: object = None) -> Encoded:
+        ids, learned = self._chat.encode(messages, tools, variables)
+        return self._with_rows(ids), learned
 
     def take_notes(self) -> list[str]:
         return self._chat.take_notes()
 
     def encode_pair(self, prompt: str, completion: str) -> Encoded:
         if self.tokenizer.is_fast:
-            return encode_spans(self.tokenizer, prompt + completion, [(len(prompt), len(prompt + completion))])
+            text = prompt + completion
+            ids, learned = encode_spans(self.tokenizer, text, [(len(prompt), len(text))])
+            return self._with_rows(ids), learned
         # Without offsets, the border of the two texts can only be kept by a border of tokens.
         before, after = self.tokenize(prompt), self.tokenize(completion)
         return before + after, [False] * len(before) + [True] * len(after)
@@ -501,20 +562,35 @@ class CausalLM(TextFamily):
         return self._continued(model, ids, cfg, rng)
 
     def reply(self, model: nn.ModuleDict, question: str, cfg: SampleConfig, rng: SampleRng) -> str:
-        return self._chat.answer(self._continued(model, self._chat.prompt(question), cfg, rng))
+        ids = self._with_rows(self._chat.prompt(question))
+        return self._chat.answer(self._continued(model, ids, cfg, rng))
 
     def _continued(self, model: nn.ModuleDict, ids: Sequence[int], cfg: SampleConfig, rng: SampleRng) -> str:
         tokens = torch.tensor(ids, device=rng.device)
         is_cached = self._sight is not None and self._sight.is_cached
-        generated = continue_text(model[COMPONENT], tokens, cfg.tokens, cfg.temperature, self._ends, rng, is_cached)
+        generated = continue_text(model[COMPONENT], tokens, cfg.tokens, cfg.temperature, self._stops, rng, is_cached)
         return str(self.tokenizer.decode(generated.tolist()))
 
+    @property
+    def _generation_config(self) -> dict[str, Any]:
+        """generation_config.json; without that file the ids that transformers then takes from config.json."""
+        if (self.folder / GENERATION).is_file():
+            return self._folder.read(GENERATION)
+        config = self._folder.read("config.json")
+        ids = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return {name: number for name, number in ids.items() if number is not None}
+
     @cached_property
-    def _ends(self) -> frozenset[int]:
-        """The ids after which a generated text is complete: end-of-text, and those of generation_config.json."""
-        file = self.folder / "generation_config.json"
-        stored = self._folder.read(file.name).get("eos_token_id") if file.is_file() else None
-        return frozenset({self.end_of_text, *(stored if isinstance(stored, list) else [stored])}) - {None}
+    def _stops(self) -> tuple[int, ...]:
+        """The ids after which a generated text is complete: the model's own, the end of a text, and the ends of the
+        turns that its chat template writes, which a base model gets to know in training."""
+        own = _listed(self._generation_config.get("eos_token_id"))
+        return tuple(dict.fromkeys((*own, self.end_of_text, *self._ends_of_turns.ids)))
+
+    @cached_property
+    def _ends_of_turns(self) -> Ends:
+        has_template = self.tokenizer.is_fast and (self._template is not None or bool(self.tokenizer.chat_template))
+        return ends_of_turns(self.tokenizer, self._chat) if has_template else Ends()
 
     @classmethod
     def published(cls, architecture: str) -> dict[str, Any]:
@@ -531,7 +607,7 @@ class CausalLM(TextFamily):
         path, base = self.config.path, self.config.base
         if path == "random":
             return ModelFolder("model.base" if base else "model.path", self._write_random(), expects=FOLDER)
-        if path.endswith(".safetensors"):
+        if self.config.is_single_file:
             raise InputError(f"model.path {path}: a language model is a folder with config.json and tokenizer; name it")
         return replace(open_folder(self.config, self.architectures, self._write_tiny), expects=FOLDER)
 
@@ -575,9 +651,7 @@ class CausalLM(TextFamily):
             if source is None:
                 write_byte_tokenizer(folder, config)
             else:
-                for file in (source.path / name for name in COMPANION_FILES):
-                    if file.is_file():
-                        shutil.copyfile(file, folder / file.name)
+                copy_files(source.path, COMPANION_FILES, folder)
 
         companions = source.digest(*COMPANION_FILES) if source else ""
         return write_tiny(self.cache, "causal-lm-random", TINY_VERSION, {"sizes": sizes, "beside": companions}, write)
@@ -613,6 +687,11 @@ def _built(folder: ModelFolder, config: Any, attention: str) -> Any:
         raise InputError(
             f"{file}: {field}transformers cannot build this {config.model_type} ({first_line(error)})"
         ) from error
+
+
+def _listed(ids: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The ids of a field that holds one, several or none."""
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 def _linear_layers(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Linear]:

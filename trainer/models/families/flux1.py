@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trainer.config.errors import InputError
 from trainer.config.families import Distilled
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
-from trainer.models.base import FLOW_FIELDS, PREFERENCE_FIELDS, ImageFamily, LoadModule, TextLength, check_unread
+from trainer.models.base import FLOW_FIELDS, PREFERENCE_FIELDS, ImageFamily, LoadModule, TextLength
 from trainer.models.objectives import Batch, Example, Loss
 from trainer.models.parts.clip import (
     CLIP_L,
@@ -118,6 +118,7 @@ class Flux1(ImageFamily):
     )
     size_multiple = 16
     objective_fields = FLOW_FIELDS | PREFERENCE_FIELDS | {"guidance"}
+    conditional_fields: ClassVar = {"objective.guidance": ("transformer/config.json", "guidance_embeds", False)}
     options_read = frozenset({"architecture", "distilled", "max_tokens"})
     longest_text = 512
 
@@ -131,8 +132,6 @@ class Flux1(ImageFamily):
         # The config as the model reads it: fields that the file leaves out have their defaults.
         self._architecture: Any = self.build("transformer").config
         check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
-        if not self._own_architecture().guidance_embeds:
-            check_unread("objective", objective, FLOW_FIELDS | PREFERENCE_FIELDS)
         self._check_inputs()
         self._max_tokens = max_tokens(model, self._folder, "tokenizer_2", MAX_TOKENS[self._kind])
 

@@ -27,7 +27,6 @@ from trainer.models.base import (
     ImageFamily,
     LoadModule,
     TextLength,
-    check_unread,
     references_of,
 )
 from trainer.models.objectives import Batch, Example, Loss, empirical_mu
@@ -203,6 +202,7 @@ class Flux2(ImageFamily):
     )
     size_multiple = 16
     objective_fields = FLOW_FIELDS | PREFERENCE_FIELDS | {"guidance"}
+    conditional_fields: ClassVar = {"objective.guidance": ("transformer/config.json", "guidance_embeds", True)}
     options_read = frozenset({"architecture", "distilled", "text_layers", "max_tokens"})
     longest_text = MAX_TOKENS
     reads_references = True
@@ -218,8 +218,6 @@ class Flux2(ImageFamily):
         # The config as the model reads it: fields that the file leaves out have their defaults.
         self._architecture: Any = self.build("transformer").config
         check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
-        if not self._own_architecture().guidance_embeds:
-            check_unread("objective", objective, FLOW_FIELDS | PREFERENCE_FIELDS)
         self._text = self._text_recipe()
 
     @property

@@ -74,12 +74,13 @@ from trainer.models.parts.folder import (
 )
 from trainer.models.parts.images import device_of
 from trainer.models.parts.ldm_names import clip_layout, open_clip_layout, unet_layout, vae_key, vae_layout
-from trainer.models.parts.text_encoder import from_folder, text_lengths
+from trainer.models.parts.text_encoder import load_tokenizer, text_lengths
 from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
 from trainer.parallel.parallelize import ShardSpec
 from trainer.pinned import send
 from trainer.rng import SampleRng
-from trainer.weights.files import Fused, WeightFiles, digest
+from trainer.weights.files import Fused, WeightFiles
+from trainer.weights.identity import digest
 
 ENCODERS = ("text_encoder", "text_encoder_2")
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
@@ -411,7 +412,7 @@ class Sdxl(ImageFamily):
         """{component: its tokenizer}."""
         from transformers import CLIPTokenizer
 
-        return {name: from_folder(CLIPTokenizer, self.folder / folder) for name, folder in TOKENIZERS.items()}
+        return {name: load_tokenizer(self._folder, folder, CLIPTokenizer) for name, folder in TOKENIZERS.items()}
 
     @property
     def _pixels_per_latent(self) -> int:

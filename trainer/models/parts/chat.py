@@ -8,7 +8,7 @@ used.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,7 +29,10 @@ from trainer.models.parts.chat_texts import (
     positions,
     written,
 )
+from trainer.models.parts.messages import CALL, as_read, checked_variables, with_objects
 
+MOST_KEPT = 8
+"""Values for variables of a template whose conversations stay prepared."""
 THINKING, END_OF_THINKING = "<think>", "</think>"
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
@@ -96,12 +99,17 @@ class Chat:
         tokenizer: A tokenizer of transformers.
         named: `data.chat_template`; None takes the tokenizer's own template.
         system: Text of the system message that conversations without one get; empty for none.
+        variables: Values for variables of the template.
     """
 
-    def __init__(self, tokenizer: Any, named: str | None = None, system: str = "") -> None:
+    def __init__(
+        self, tokenizer: Any, named: str | None = None, system: str = "", variables: Mapping[str, Any] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._named = named
         self._system = system
+        self._variables = variables or {}
+        self._others: dict[str, Chat] = {}
         self._notes: dict[str, None] = {}
         self._left_out: set[tuple[str, str, bool]] = set()  # kinds of texts that are known to be left out
 
@@ -155,7 +163,7 @@ class Chat:
         header = header or open_end.partition(question)[2]
         return Turns(header, whole.partition(answer)[2].rstrip(), question_end, whole.startswith(open_end))
 
-    def encode(self, messages: object, tools: object = None) -> Encoded:
+    def encode(self, messages: object, tools: object = None, variables: object = None) -> Encoded:
         """Tokenize a conversation. Learned are the assistant's turns, each with the token that ends it.
 
         Turns with `weight: 0` or `train: false` are read only. Messages after the last learned turn are left out:
@@ -164,6 +172,7 @@ class Chat:
         Args:
             messages: The conversation, as in transformers.
             tools: Descriptions of the tools the assistant may call, as in transformers; None for none.
+            variables: Values for variables of the template, as TRL's `chat_template_kwargs`; None for none.
 
         Returns:
             No tokens if nothing is learned.
@@ -172,6 +181,8 @@ class Chat:
             InputError: The conversation cannot be used, the template leaves out something that should be learned or
                 read, or does not tell what the assistant wrote. The message names no file.
         """
+        if variables:
+            return self._with(variables).encode(messages, tools)
         checked = checked_messages(messages)
         self._check_roles(checked)
         spoken = [number for number, message in enumerate(checked) if message["role"] == ASSISTANT]
@@ -181,13 +192,27 @@ class Chat:
         conversation = self._with_system(checked[: learned[-1] + 1])
         described = checked_tools(tools)
         self._check_reads(conversation, described)
-        return self._encoded(conversation, described)
+        return self._encoded(as_read(conversation, lambda one: self._render(one, described)), described)
+
+    def _with(self, variables: object) -> Chat:
+        """The same conversations with values for variables of the template; those of the last rows are kept."""
+        known = checked_variables(variables, self.template, self._tokenizer.apply_chat_template)
+        key = json.dumps(known, sort_keys=True, default=str)
+        if key not in self._others:
+            for old in list(self._others)[: 1 - MOST_KEPT]:
+                del self._others[old]
+            self._others[key] = Chat(self._tokenizer, self._named, self._system, known)
+        return self._others[key]
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """Render a conversation. Raises InputError if there is no template, or if it refuses the conversation."""
+        return self._render(messages, None)
 
     def take_notes(self) -> list[str]:
         """What users should know of the conversations encoded since the last call: texts that are neither learned nor
         read, and answers that do not end as they should."""
         notes, self._notes = list(self._notes), {}
-        return notes
+        return [*notes, *(note for other in self._others.values() for note in other.take_notes())]
 
     def prompt(self, question: str) -> list[int]:
         """Tokenize a question from the user, up to where the assistant's answer begins."""
@@ -458,6 +483,7 @@ class Chat:
         """The text of a conversation as `apply_chat_template` renders it, and the parts that the template marks."""
         variables = {
             **self._tokenizer.special_tokens_map,
+            **self._variables,
             "messages": [_as_read(message) for message in messages],
             "tools": list(tools) if tools else None,
             "documents": None,
@@ -512,11 +538,11 @@ def checked_messages(messages: object) -> list[Message]:
             content = "".join(_text_of(part, number) for part in content)
         if content is not None and not isinstance(content, str):
             raise InputError(f'message {number}: "content" is not a string; write it in quotes')
-        if content is None and not message.get("tool_calls"):
+        if content is None and not message.get("tool_calls") and not message.get(CALL):
             raise InputError(f'message {number}: has no "content"; write it, or remove the message')
         if half := half_character(json.dumps(message, ensure_ascii=False, default=str)):
             raise InputError(f"message {number}: {half}")
-        checked.append({**message, "content": content})
+        checked.append(with_objects({**message, "content": content}))
     return checked
 
 

@@ -20,9 +20,11 @@ from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.files import make_private_if_new, read
 from trainer.config.sections import DEMO, ModelConfig
+from trainer.models.recognition import wrong_files
 from trainer.rng import generator
-from trainer.weights.files import Fused, WeightFiles, digest, give_storage, safetensors_in, stored_tensors
+from trainer.weights.files import Fused, WeightFiles, give_storage, safetensors_in, stored_tensors
 from trainer.weights.hub import find_folder
+from trainer.weights.identity import digest
 
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 TRANSFORMERS_STEM = "model"
@@ -230,9 +232,15 @@ def read_json(field: str, folder: Path, name: str, expects: str = "a diffusers f
 
 
 def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
-    """Copy the files that exist of those named in a folder."""
+    """Copy the files that exist of those named in a folder.
+
+    Raises:
+        InputError: One is a link to a file elsewhere, which would be given away with the copy.
+    """
     for file in (source / name for name in names):
         if file.is_file():
+            if file.suffix != ".safetensors" and files.leads_out(file, source):  # weights were read as weights
+                raise InputError(f"{file}: {files.LEADS_OUT}")
             shutil.copyfile(file, folder / file.name)
 
 
@@ -326,14 +334,11 @@ def _check_paths(model: ModelConfig, architectures: tuple[str, ...]) -> None:
     architecture = model.options.architecture
     if architecture is not None and architecture not in architectures:
         raise InputError(f"model.options.architecture: '{architecture}' is not one of {', '.join(architectures)}")
-    is_file = model.path.endswith(".safetensors")
+    for problem in wrong_files(model):
+        raise InputError(f"{problem.field} {problem.message}")
+    is_file = model.is_single_file
     if is_file and not Path(model.path).is_file():
         raise InputError(f"model.path {model.path}: no such file; name a safetensors file or a diffusers folder")
-    if is_file and model.base is None:
-        raise InputError(
-            f"model.path {model.path}: a single file holds neither configs nor tokenizers; "
-            "set model.base to the diffusers folder of the model it was made from"
-        )
     if model.base is not None and not is_file:
         raise InputError(
             f"model.base {model.base}: is only used with a single file, but model.path is {model.path}; leave it empty"

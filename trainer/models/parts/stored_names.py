@@ -21,12 +21,14 @@ from torch import Tensor
 from trainer.config.errors import InputError
 from trainer.weights.composed import LazyTensor, entry_of, lazy, lazy_entry
 from trainer.weights.files import WeightFiles, stored_tensors
-from trainer.weights.tensors import TensorEntry
+from trainer.weights.tensors import OpenFiles, TensorEntry
 
 COMPUTED = r"(^|\.)(inv_freq|masked_bias|position_ids)$"
 """Names of buffers that older files hold and models compute themselves."""
 TEXT_PART = "language_model."
 """Part of the names of a text model inside one that also sees or hears."""
+ROWS = 4096
+"""Rows of two tensors that are compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def read_names(model: Any, files: Sequence[Path], whole: Any = None, transposed:
         transposed: Names of weights whose rows are columns in the files.
 
     Raises:
-        InputError: The files hold tensors that neither model has.
+        InputError: The files hold tensors that neither model has, or several values for a tensor that the model shares.
     """
     stored = WeightFiles.read(files).entries
     own = _own_shapes(model, transposed)
@@ -68,16 +70,17 @@ def read_names(model: Any, files: Sequence[Path], whole: Any = None, transposed:
     if whole is not None:
         found = {name.replace(TEXT_PART, "", 1): tensor for name, tensor in found.items()}
         unknown = [key for key in unknown if TEXT_PART in key]
-    first_names = _first_names(model)
+    firsts = first_names(model)
     entries: dict[str, Tensor] = {}
     for name, tensor in found.items():
         if name in own:
             entries[name] = tensor
-        elif name in first_names:
-            entries.setdefault(first_names[name], tensor)
+        elif name in firsts:
+            entries.setdefault(firsts[name], tensor)
         elif whole is None:
             unknown.append(name)
     _check_known(naming, files, unknown, stored)
+    _check_shared({name: tensor for name, tensor in found.items() if name in firsts}, firsts)
 
     def written() -> dict[str, Tensor]:
         made = read.written(own, stored) if whole is None else _Conversion.default(model).reverted(own)
@@ -95,10 +98,36 @@ def _own_shapes(model: Any, transposed: Collection[str]) -> dict[str, tuple[int,
     return {name: shape[::-1] if name in transposed else shape for name, shape in shapes.items()}
 
 
-def _first_names(model: Any) -> dict[str, str]:
+def first_names(model: Any) -> dict[str, str]:
     """{other name of a shared tensor: its first}, as of a head that is the embedding."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(t), name) for name, t in model.state_dict(keep_vars=True).items()}
+
+
+def _check_shared(found: Mapping[str, Tensor], firsts: Mapping[str, str]) -> None:
+    """Refuse two stored tensors with other numbers where config.json says that the model has one.
+
+    transformers 5 loads both and shares nothing; other programs drop one of them. Read in pieces: a head may be large.
+    """
+    first_found: dict[str, str] = {}
+    for name, tensor in found.items():
+        other = first_found.setdefault(firsts[name], name)
+        one, two = entry_of(found[other]), entry_of(tensor)
+        if other != name and not _are_equal(one, two):
+            raise InputError(
+                f"{two.file}: '{two.key}' and '{one.key}' hold other numbers, but by config.json they are one tensor "
+                "(tie_word_embeddings). transformers loads both, other programs drop one: set tie_word_embeddings to "
+                f"false in {two.file.parent / 'config.json'}, or remove the one that is not meant from the file"
+            )
+
+
+def _are_equal(one: TensorEntry, two: TensorEntry) -> bool:
+    """Whether two stored tensors hold the same numbers."""
+    if one.shape != two.shape:
+        return False
+    files, starts = OpenFiles(), range(0, one.shape[0], ROWS)
+    pairs = ([entry.rows(files, start, min(start + ROWS, one.shape[0])) for entry in (one, two)] for start in starts)
+    return all(torch.equal(first.float(), second.float()) for first, second in pairs)
 
 
 def _turned(

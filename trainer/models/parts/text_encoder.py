@@ -31,11 +31,30 @@ class TextEncoder:
     tokenizer: Any
 
 
-def load_tokenizer(folder: ModelFolder, name: str) -> Any:
-    """Load the tokenizer in the subfolder `name`."""
+def load_tokenizer(folder: ModelFolder, name: str, kind: Any = None) -> Any:
+    """Load the tokenizer in the subfolder `name`. kind: its class of transformers; None takes the folder's.
+
+    Raises:
+        InputError: It has tokens that its encoder has no row for.
+    """
     from transformers import AutoTokenizer
 
-    return from_folder(AutoTokenizer, folder.path / name)
+    tokenizer = from_folder(kind or AutoTokenizer, folder.path / name)
+    encoder = name.replace("tokenizer", "text_encoder")
+    if (folder.path / encoder / "config.json").is_file():
+        config = folder.read(f"{encoder}/config.json")
+        check_rows(folder, name, tokenizer, config.get("text_config", config).get("vocab_size"))
+    return tokenizer
+
+
+def check_rows(folder: ModelFolder, name: str, tokenizer: Any, rows: int | None) -> None:
+    """Raise InputError for a tokenizer with tokens that its model has no row for. rows: of the model, if known."""
+    token, last = max(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+    if rows is not None and last >= rows:
+        raise InputError(
+            f"{folder.field} {folder.path}: '{token}' is token {last} of {name}, but its model knows 0 to {rows - 1}; "
+            "remove the tokens that were added to the tokenizer, or download the folder again"
+        )
 
 
 def from_folder(kind: Any, folder: Path, file: str = "") -> Any:

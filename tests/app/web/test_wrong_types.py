@@ -1,0 +1,229 @@
+"""Every field of every JSON file of a run folder, of a wrong type: that run is named, and all others are there."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from app.studio import Studio
+from app.web.answers import server_functions
+from app.web.pages import files, frame, queue, results, run, runs, samples
+from tests.app.browser import recorded
+from trainer.run.drawings import Drawing
+from trainer.run.events import (
+    CheckpointEvent,
+    ErrorEvent,
+    EventWriter,
+    ExportEvent,
+    LengthEvent,
+    PromptsEvent,
+    StageEvent,
+    StatusEvent,
+    ValidationEvent,
+    WarningEvent,
+)
+from trainer.run.folder import RunDir
+from trainer.run.process import HIGHEST_PID, Launch
+
+WRONG: tuple[Any, ...] = (
+    "x",
+    "",
+    "1e999",
+    -1,
+    10**400,
+    2**63,
+    1e308,
+    True,
+    None,
+    [],
+    [None],
+    {},
+    {"a": [{}]},
+    [[]] * 3,
+)
+SHARE = 0.01
+"""Part of all wrong values in `make test`."""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A value in a JSON file: its line (None: the file is one value), and the keys that lead to it."""
+
+    file: Path
+    line: int | None
+    keys: tuple[str | int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line or 0}:{'.'.join(map(str, self.keys))}"
+
+
+def make_runs(folder: Path) -> Path:
+    """Two runs. The one that is attacked has ended without a word, and has a file of each kind."""
+    found = folder / "runs"
+    mine = recorded(found, "mine")
+    run = recorded(found, "attacked", [StatusEvent(state="training", step=40)])
+    with EventWriter(run.events_file) as events:
+        for event in (
+            StageEvent(name="tune", number=1, count=2),
+            LengthEvent(steps=40, epoch_steps=4.0, epoch=1.0),
+            ValidationEvent(step=40, loss=0.5, perplexity=1.5, losses={"a": 0.1}, metrics={"b": 0.1}),
+            PromptsEvent(prompts=("a cat",), instead_of=("a dog",)),
+            CheckpointEvent(path="checkpoints/step-000040"),
+            ExportEvent(path="export/a.safetensors", what="adapter", format="peft", difference=0.1, dtype="bf16"),
+            WarningEvent(message="look"),
+            ErrorEvent(message="it broke", rank=0, log="logs/launch-1.log"),
+            StatusEvent(state="training", step=40, done=1, total=2),
+        ):
+            events.write(event)
+    short = f"name: tiny\nmodel: {{family: flux2}}\ndata: {{path: {folder / 'pictures'}, resolution: 64}}\n"
+    for one in (mine, run):
+        one.config_file.write_text(short)  # read faster than with all defaults
+    Launch(HIGHEST_PID, 1.0, ["python", "-m", "trainer", str(run.path)], since_boot=1.0).write(run)
+    (run.logs / "launch-1.log").write_text("a line\n")
+    attempt = run.logs / f"{run.path.name}-1_x" / "attempt_0" / "0"
+    attempt.mkdir(parents=True)
+    (attempt / "error.json").write_text(json.dumps({"message": {"message": "no", "extraInfo": {"timestamp": "1"}}}))
+    (run.export / "a.safetensors").write_bytes(b"weights")
+    (run.requests / "prompts.json").write_text(json.dumps(["a fox"]))
+    checkpoint = run.checkpoints / "step-000040"
+    checkpoint.mkdir()
+    facts = {"step": 40, "files": {"a": 1}, "checksums": {"a": "0"}, "optimizer": "adamw", "samples_seen": 3}
+    facts |= {"skipped": 0, "validation_loss": 0.5, "config": {"name": "x"}, "data": "y", "place": {"a": 1}}
+    (checkpoint / "manifest.json").write_text(json.dumps(facts | {"recipe": 4, "batch_sizes": [[4, 40]]}))
+    (checkpoint / "a").write_text("a")
+    drawing = run.path / "drawings" / "20260101-000000"
+    drawing.mkdir(parents=True)
+    (drawing / "drawing.json").write_text(json.dumps({name: 1 for name in Drawing.__dataclass_fields__}))
+    Studio(found).queue.add(run.config())
+    taken = found / "queue" / "taken" / "000001.json"
+    taken.write_text(
+        (found / "queue" / "waiting" / "000001.json").read_text().replace('"run": ""', '"run": "attacked"')
+    )
+    return found
+
+
+def spots(folder: Path) -> Iterator[Spot]:
+    """All values in the JSON files of the run, of each kind of line once."""
+    for file in sorted([*folder.rglob("*.json"), *folder.rglob("*.jsonl")]):
+        seen = set()
+        for number, line in enumerate(file.read_text().splitlines() if file.suffix == ".jsonl" else [None]):
+            value = json.loads(file.read_text() if line is None else line)
+            kind = value.get("type") if isinstance(value, dict) else None
+            if line is not None and kind in seen:
+                continue
+            seen.add(kind)
+            for keys in _paths(value):
+                yield Spot(file.relative_to(folder), None if line is None else number, keys)
+
+
+def _paths(value: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    yield keys
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inner:
+        yield from _paths(part, (*keys, key))
+
+
+def put(file: Path, spot: Spot, wrong: Any) -> None:
+    """Lay a wrong value into the place of one of a file."""
+    lines = file.read_text().splitlines() if spot.line is not None else [file.read_text()]
+    at = spot.line or 0
+    value = json.loads(lines[at])
+    if not spot.keys:
+        value = wrong
+    else:
+        holder = value
+        for key in spot.keys[:-1]:
+            holder = holder[key]
+        holder[spot.keys[-1]] = wrong
+    lines[at] = json.dumps(value)
+    file.write_text("\n".join(lines) + "\n")
+
+
+def faults(folder: Path) -> list[str]:
+    """What the page answers wrongly: a fault instead of a sentence, no answer that can be sent, or no other run."""
+    studio = Studio(folder)
+    groups = [module.calls(studio) for module in (frame, runs, run, samples, files, queue, results)]
+    answer = {function.__name__: function for function in server_functions(groups)}
+    found = []
+    asked: dict[str, dict[str, Any]] = {
+        "runs_list": {}, "live": {}, "queue_state": {}, "compare_show": {"runs": ["attacked", "mine"]},
+        "run_view": {"name": "attacked", "known": {}, "log": {}}, "files_list": {"name": "attacked"},
+        "samples_list": {"name": "attacked"}, "result_drawings": {"run": "attacked"},
+    }  # fmt: skip
+    sent = {}
+    for name, values in asked.items():
+        given = answer[name](values)
+        if "a fault of ShardStudio" in given.get("error", ""):
+            found.append(f"{name}: {given['error']}")
+        try:
+            sent[name] = orjson.dumps(given, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+        except (TypeError, ValueError) as error:
+            found.append(f"{name}: cannot be sent: {error}")
+    rows = {row["name"]: row["state"] for row in answer["runs_list"]({}).get("value", {}).get("rows", [])}
+    if rows.get("mine") != "finished" or "attacked" not in rows:
+        found.append(f"the list is {rows}")
+    if '"mine"' not in sent.get("compare_show", ""):
+        found.append("mine is not compared")
+    return found
+
+
+def attacked(folder: Path, spot: Spot, wrong: Any) -> list[str]:
+    """The faults with one wrong value. The folder is as before afterwards."""
+    file = folder / "attacked" / spot.file
+    before = {path: path.read_bytes() for path in (file, folder / "attacked" / "events.jsonl")}
+    put(file, spot, wrong)
+    try:
+        return [f"{spot} = {str(wrong)[:20]}: {fault}" for fault in faults(folder)]
+    finally:
+        for path, content in before.items():
+            path.write_bytes(content)
+        shutil.rmtree(folder / "drafts", ignore_errors=True)
+
+
+def test_a_wrong_type_in_a_file_of_a_run_hides_no_other_run(tmp_path: Path) -> None:
+    folder = make_runs(tmp_path)
+    assert faults(folder) == []
+    every = [(spot, wrong) for spot in spots(folder / "attacked") for wrong in WRONG]
+    chosen = random.Random(0).sample(every, int(SHARE * len(every)))
+    assert [fault for spot, wrong in chosen for fault in attacked(folder, spot, wrong)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_no_wrong_type_in_any_file_of_a_run_hides_another_run(tmp_path: Path, part: int) -> None:
+    folder = make_runs(tmp_path)
+    every = [(spot, wrong) for spot in spots(folder / "attacked") for wrong in WRONG][part::4]
+    assert [fault for spot, wrong in every for fault in attacked(folder, spot, wrong)] == []
+
+
+ODD_NAMES: dict[str, Callable[[RunDir], Path]] = {
+    "an attempt that is no number": lambda run: run.logs / f"{run.path.name}-1_x" / "attempt_x",
+    "an attempt of 200 digits": lambda run: run.logs / f"{run.path.name}-1_x" / f"attempt_{'9' * 200}",
+    "a rank that is no number": lambda run: run.logs / f"{run.path.name}-1_x" / "attempt_0" / "zero" / "error.json",
+    "a checkpoint of 200 digits": lambda run: run.checkpoints / f"step-{'1' * 200}",
+    "a stage of 200 digits": lambda run: run.path / "stages" / f"{'1' * 200}-x",
+    "a rank file of 200 digits": lambda run: run.ranks / f"rank{'1' * 200}.jsonl",
+    "a launch of 200 digits": lambda run: run.logs / f"launch-{'1' * 200}.log",
+    "a sample that is not UTF-8": lambda run: run.samples / "\udcff.png",
+}
+
+
+@pytest.mark.parametrize("kind", ODD_NAMES)
+def test_an_odd_name_in_a_run_folder_hides_no_other_run(tmp_path: Path, kind: str) -> None:
+    folder = make_runs(tmp_path)
+    path = ODD_NAMES[kind](RunDir(folder / "attacked"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix:
+        path.write_text('{"message": {"message": ["a list"]}}\n')
+    else:
+        path.mkdir()
+        (path / "manifest.json").write_text("{}")
+    assert faults(folder) == []

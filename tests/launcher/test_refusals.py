@@ -1,0 +1,228 @@
+"""What a rank would refuse is refused before one starts: random configs, and each way in which a run is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import form
+from app.form import Draft
+from tests.launcher.random_configs import load, valid
+from tests.runs import alone, make_pictures, make_run, make_text, run_config, text_config, train
+from trainer.config import installation
+from trainer.config.errors import InputError
+from trainer.config.installation import PRESETS
+from trainer.config.load import ConfigError, ConfigFile, load_config
+from trainer.export import export
+from trainer.launcher import commands, preflight
+from trainer.launcher.queue import Queue
+from trainer.train.rehearsal import check_model
+
+ROOT = Path(__file__).parents[2]
+WITHOUT_TORCH = "import sys, launch; code = launch.main(sys.argv[1:]); assert 'torch' not in sys.modules; exit(code)"
+READS = (
+    "objective.density, objective.dpo_beta, objective.logit_mean, objective.logit_std, objective.mode_scale, "
+    "objective.shift, objective.shift_factor"
+)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pictures(tmp_path_factory.mktemp("data") / "pictures", 4)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def refusal(loaded: ConfigFile, cache: Path) -> str:
+    """Why a rank would not train it; "" if it would."""
+    try:
+        check_model(loaded.config, cache)
+    except InputError as error:
+        return str(error)
+    return installation.missing_package(loaded.config.optim.type)
+
+
+def is_refused_early(loaded: ConfigFile) -> bool:
+    """Whether it is refused without torch, or passed on to the process that builds the model."""
+    try:
+        preflight.check_named(loaded)
+        preflight.check_machine(loaded)
+    except InputError:
+        return True
+    return preflight.needs_model(loaded.config)
+
+
+# Random configs
+
+
+def test_what_a_rank_would_refuse_of_random_configs_is_known_before(pictures: Path, cache: Path) -> None:
+    refused = [
+        (family, fields, why) for family, fields, loaded in valid(5, pictures) if (why := refusal(loaded, cache))
+    ]
+    assert len(refused) >= 20
+    assert [one for one in refused if not is_refused_early(load(one[0], one[1], pictures))] == []
+
+
+@pytest.mark.slow
+def test_random_configs_train_and_export_or_are_refused_before_a_rank_starts(pictures: Path, tmp_path: Path) -> None:
+    ended = {"refused": 0, "trained": 0}
+    for number, (family, fields, loaded) in enumerate(valid(20, pictures)):
+        try:
+            preflight.check(loaded, cache=tmp_path / "cache")
+        except InputError:
+            ended["refused"] += 1
+            continue
+        run = make_run(tmp_path, loaded.config, f"{number}-{family}")
+        try:
+            train(alone(), loaded.config, run)
+            if loaded.config.export_what != "none":
+                export(loaded.config, run, tmp_path / "cache")
+        except InputError as error:
+            pytest.fail(f"{family} {fields}: {error}")
+        ended["trained"] += 1
+    assert sum(ended.values()) == 140 and min(ended.values()) >= 30, ended
+
+
+# Every door
+
+
+USED = "is not used by this kind of model; leave it out. It reads"
+PRESET = """\
+adapter: {type: dora}
+data: {path: PICTURES, resolution: 64}
+model:
+  family: flux2
+  train: {vae: adapter}
+  options:
+    text_windows: 2
+objective:
+  mse_weight: 2
+  guidance: 3.5
+sample:
+  size: [100, 70]
+export:
+  format: kohya
+"""
+MISTAKES = {
+    5: "model.train: 'vae' is not one of transformer",
+    7: f"model.options.text_windows: {USED} model.options.architecture, model.options.distilled, "
+    "model.options.max_tokens, model.options.text_layers",
+    9: f"objective.mse_weight: {USED} {READS}",
+    10: f"objective.guidance: {USED} {READS}",
+    12: "sample.size: 100 x 70 is not in multiples of 16 pixels; use 96 x 64",
+    14: "export.format: kohya cannot carry a dora adapter of this kind of model, only lora and locon; use auto, "
+    "comfyui, lycoris, peft",
+}
+"""{line of PRESET: what is wrong with it}"""
+
+
+@pytest.fixture
+def preset(tmp_path: Path, pictures: Path) -> Path:
+    file = tmp_path / "wrong.yaml"
+    file.write_text(PRESET.replace("PICTURES", str(pictures)), encoding="utf-8")
+    return file
+
+
+def test_the_command_line_names_all_that_the_family_does_not_read_with_its_line(preset: Path) -> None:
+    run = preset.with_name("run")
+    argv = [sys.executable, "-c", WITHOUT_TORCH, "--headless", str(preset), "--run-dir", str(run)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and not run.exists()
+    assert sorted(done.stderr.splitlines()) == sorted(f"{preset}:{line}: {why}" for line, why in MISTAKES.items())
+
+
+def test_the_form_shows_them_at_their_fields(preset: Path) -> None:
+    errors = form.check_with_files(form.check(Draft(preset))).errors
+    assert {field: errors[field] for field in ("objective.mse_weight", "sample.size")} == {
+        "objective.mse_weight": f"{USED} {READS}",
+        "sample.size": "100 x 70 is not in multiples of 16 pixels; use 96 x 64",
+    }
+
+
+def test_the_queue_does_not_start_such_a_run(preset: Path) -> None:
+    queue = Queue(preset.with_name("runs"))
+    queue.add(load_config(preset).config)
+    with queue.starting() as may_start:
+        assert may_start
+        (entry,) = queue.start_next()
+    assert not entry.run and f"objective.mse_weight: {USED} {READS}" in entry.error
+
+
+def test_a_model_of_the_family_that_does_not_read_a_field_refuses_it_by_its_own_config(pictures: Path) -> None:
+    fields = {"model.path": "demo", "objective.guidance": 3.5}
+    with pytest.raises(ConfigError, match=rf"^command line: objective\.guidance: {USED}"):
+        preflight.check(load("flux2", fields, pictures))
+
+
+def test_an_export_that_the_family_has_no_file_for_starts_no_process(tmp_path: Path) -> None:
+    cfg = text_config(make_text(tmp_path / "text"), export={"what": "adapter", "format": "comfyui"})
+    with pytest.raises(InputError, match=r"^export\.format: comfyui is for programs that do not support this model"):
+        commands.begin_export(make_run(tmp_path, cfg, "run"), cfg)
+
+
+# This machine
+
+
+def test_a_missing_package_of_the_optimizer_is_named_with_its_line(
+    pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(installation.EXTRAS, "adamw8bit", ("no_such_package", "eightbit"))
+    with pytest.raises(ConfigError) as caught:
+        preflight.check(load("flux2", {"optim.type": "adamw8bit"}, pictures))
+    assert str(caught.value) == (
+        "command line: optim.type: adamw8bit needs the package no_such_package; pip install 'shardstudio[eightbit]', "
+        "or use adamw"
+    )
+
+
+@pytest.mark.parametrize("is_folder", [False, True], ids=["a file", "a folder of peft"])
+def test_an_adapter_to_start_from_that_is_not_a_safetensors_file_is_refused(
+    pictures: Path, tmp_path: Path, is_folder: bool
+) -> None:
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(b"PK\x03\x04 a zip of torch")
+    start = tmp_path if is_folder else file
+    with pytest.raises(ConfigError) as caught:
+        preflight.check(load("flux2", {"adapter.start": str(start)}, pictures))
+    assert str(caught.value) == (
+        f"command line: adapter.start: {file}: not a safetensors file; convert or download it again"
+    )
+    preflight.check_machine(load("flux2", {"adapter.start": str(start)}, pictures), is_new=False)
+
+
+# The model, built without weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"adapter.rank": 512}, r"adapter\.rank: 512 is too large for '.*', whose weight is 64 x 64; at most 64\."),
+        ({"adapter.targets": ["to_qq"]}, r"adapter\.targets: 'to_qq' matches no layer of flux2; nearest: "),
+        ({"adapter.rank_pattern": {"to_qq": 2}}, r"adapter\.rank_pattern: 'to_qq' matches no layer of the adapter"),
+        (
+            {"adapter.modules_to_save": ["nothing"], "export.format": "peft"},
+            r"adapter\.modules_to_save: 'nothing' matches no ",
+        ),
+        ({"quantize.format": "nf4", "quantize.keep": ["to_qq"]}, r"quantize\.keep: 'to_qq' matches no layer of flux2"),
+        ({"adapter.type": "boft", "adapter.block_size": 500}, r"adapter\.block_size: 500 is too large for "),
+    ],
+)
+def test_what_does_not_fit_the_layers_is_refused_before_a_run_folder_is_made(
+    pictures: Path, tmp_path: Path, fields: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^command line: {why}"):
+        preflight.new_run(load("flux2", fields, pictures), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_plain_config_starts_no_process_that_imports_torch(pictures: Path) -> None:
+    assert not preflight.needs_model(run_config(pictures))
+    assert not preflight.needs_model(load_config(PRESETS / "quickstart.yaml").config)

@@ -1,0 +1,60 @@
+"""A folder of a language model as transformers loads it, which decides itself what is tied, drawn anew or dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trainer.models.parts.stored_names import first_names
+
+MOST_BYTES = 8 * 2**30
+"""Largest folder whose numbers are loaded. Tensors in the type of config.json stay in the mapped file, so that they
+take no memory; others, and experts that are joined, do."""
+
+
+def loaded_tensors(kind: Any, folder: Path, numbers: bool = True) -> Mapping[str, Tensor]:
+    """Load a folder with `from_pretrained`, in the type that its config.json names.
+
+    Args:
+        kind: transformers' class of the model.
+        folder: The folder.
+        numbers: Whether numbers are loaded; else no file but the configs and the headers is read.
+
+    Returns:
+        {name in the model: tensor}; tensors that the model shares are one object. On the meta device without numbers,
+        and for a folder above MOST_BYTES.
+
+    Raises:
+        RuntimeError: transformers finds no value for a tensor, or one of another shape.
+    """
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    place = {} if numbers and num_bytes <= MOST_BYTES else {"device_map": "meta"}
+    model, found = kind.from_pretrained(
+        folder, dtype="auto", output_loading_info=True, local_files_only=True, trust_remote_code=False, **place
+    )
+    if found["missing_keys"]:
+        raise RuntimeError(f"{folder}: transformers finds no '{min(found['missing_keys'])}' in it and draws it anew")
+    tensors: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
+    return tensors
+
+
+def check_tied(model: Any, loaded: Mapping[str, Tensor], folder: Path) -> None:
+    """Compare what a model shares with what transformers shares of the folder that it loaded.
+
+    Args:
+        model: The model, on the meta device.
+        loaded: The result of `loaded_tensors`, by the names in the model.
+        folder: The folder.
+
+    Raises:
+        RuntimeError: They differ.
+    """
+    for name, first in first_names(model).items():
+        if name in loaded and first in loaded and loaded[name] is not loaded[first]:
+            raise RuntimeError(
+                f"{folder}: '{name}' is '{first}' in the model that was trained, but transformers loads two tensors; "
+                "correct tie_word_embeddings in config.json"
+            )

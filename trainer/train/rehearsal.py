@@ -1,0 +1,158 @@
+"""Mistakes that a stage would end with later, looked for before the first one trains.
+
+The models are built without weights, and the rows of small text files are read, in one process before a rank starts
+(`launcher.preflight`): `python -m trainer.train.rehearsal CACHE` reads the configs of the stages from stdin. Rank 0
+reads the rows of larger files.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.families import trains_on
+from trainer.config.schema import RunConfig
+from trainer.config.terminal import say
+from trainer.data.encode import StopRequested
+from trainer.data.text_documents import read_documents
+from trainer.data.text_files import check_preferences, digest, of_config
+from trainer.data.text_rows import key_of
+from trainer.data.text_source import check_length, encoder_of
+from trainer.distributed.context import RankContext
+from trainer.export import check_export
+from trainer.models import families, preferences
+from trainer.models.base import TextFamily
+from trainer.models.build import build_model
+from trainer.run.events import StatusEvent
+from trainer.run.manifest import RECIPE
+
+ROW_FILES = (".jsonl", ".parquet")
+"""Files whose rows can be wrong one by one."""
+MOST_CHECKED = 64 * 2**20
+"""Bytes of a file whose rows are read before the first stage: about half a minute. The rest is read when it is
+trained."""
+TURN_S = 2.0
+"""Seconds for the rows of a stage before a rank starts, and after which rank 0 tells the others that it still reads."""
+_CONFIGS = TypeAdapter(tuple[RunConfig, ...])
+
+
+def main() -> int:
+    """Print the number of the first stage that is refused, and why; then the exit code is 2."""
+    for number, cfg in enumerate(_CONFIGS.validate_json(sys.stdin.buffer.read())):
+        try:
+            check_model(cfg, Path(sys.argv[1]))
+            next(_read(cfg, Path(sys.argv[1])), None)
+        except InputError as error:
+            say(f"{number} {error}")
+            return 2
+    return 0
+
+
+def check_model(cfg: RunConfig, cache: Path) -> None:
+    """Build a model without weights, with its adapter, as a rank would before it reads data.
+
+    Args:
+        cfg: The config of a run without stages, or of a stage.
+        cache: Folder shared by runs.
+
+    Raises:
+        InputError: A rank would refuse it.
+    """
+    family = families.make(cfg, cache)
+    objective = preferences.make(cfg, family)
+    built = build_model(cfg, family)
+    objective.check(built)
+    check_export(cfg, family, built.trainables)
+    if isinstance(family, TextFamily):
+        check_length(cfg, family)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What rank 0 found until now. message: what it reads; problem: what is wrong; "" for nothing."""
+
+    message: str = ""
+    problem: str = ""
+    is_last: bool = False
+
+
+def check_rows(stages: Sequence[tuple[str, RunConfig]], context: RankContext) -> None:
+    """Read the rows of all text files of the stages, on rank 0. Collective.
+
+    Rows that were read before, with the same tokenizer and options, are not read again.
+
+    Args:
+        stages: (name, config) of the stages that are still to be trained, on rank 0.
+        context: This rank's part of the run.
+
+    Raises:
+        StopRequested: A stop was requested; raised on every rank.
+        InputError: A row cannot be trained on; raised on every rank.
+    """
+    world = context.world
+    world.heartbeat.enter("reading rows", moves=False)
+    turns = _turns(stages, context.cache) if world.rank == 0 else iter(())
+    while True:
+        turn = world.gather(next(turns, _Turn()))[0]
+        if turn.problem:
+            raise InputError(turn.problem)
+        if turn.is_last:
+            return
+        if world.rank == 0:
+            context.emit(StatusEvent(state="encoding", message=turn.message))
+        world.heartbeat.beat()
+        if any(world.gather(context.is_stopping())):
+            raise StopRequested
+
+
+def _turns(stages: Sequence[tuple[str, RunConfig]], cache: Path) -> Iterator[_Turn]:
+    try:
+        for name, cfg in stages:
+            of_stage = f"stage {name}: " if name else ""
+            for message in _read(cfg, cache):
+                yield _Turn(f"{of_stage}{message}")
+    except InputError as error:
+        yield _Turn(problem=f"{of_stage}{error}")
+    yield _Turn(is_last=True)
+
+
+def _read(cfg: RunConfig, cache: Path) -> Iterator[str]:
+    """Read the rows of a stage, and yield what was read now and then."""
+    if trains_on(cfg) != "text":  # all that is wrong with images was said before a rank started
+        return
+    trained, held_out = of_config(cfg.data)
+    paths = [file for file in (*trained, *held_out) if file.suffix.lower() in ROW_FILES]
+    compares = cfg.objective.dpo_beta is not None
+    check_preferences((*trained, *held_out), compares)
+    if not paths:
+        return
+    family = families.make(cfg, cache)
+    assert isinstance(family, TextFamily)
+    mark = cache / "rows" / f"{key_of(cfg, family, digest(paths), RECIPE)}.checked"
+    if mark.exists():
+        return
+    encoder, began, count = encoder_of(family, RECIPE, compares), time.monotonic(), 0
+    for path in paths:
+        size = path.stat().st_size
+        for document, _, share in read_documents(path, 0, encoder):
+            document()
+            count += 1
+            if time.monotonic() - began > TURN_S:
+                began = time.monotonic()
+                yield f"reading rows: {count:,}"
+            if share * size > MOST_CHECKED:
+                break
+    files.make_private_if_new(cache)
+    mark.parent.mkdir(exist_ok=True)
+    files.replace(mark, "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
