@@ -131,9 +131,11 @@ proxies:
 screenshots: .venv browser
 	$(BIN)/python -m tests.app.web.screenshots
 
-# 8-bit AdamW's package, bitsandbytes and Triton, which only the slow tests need.
+# 8-bit AdamW's package, bitsandbytes and Triton, which only the slow tests need. Of trl they read its chat templates; it
+# is not imported, so that what it needs is not installed.
 eightbit: .venv
 	$(BIN)/python -m pip install --quiet --no-build-isolation -c requirements.lock -e '.[test,eightbit,reference]'
+	$(BIN)/python -m pip install --quiet --no-deps 'trl==1.16.*'
 
 # The model of `model.path: demo` again from nothing, a little over an hour on two cores.
 # Needs the font of Debian's fonts-noto-color-emoji; FONT=file takes another place.

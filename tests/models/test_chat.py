@@ -10,18 +10,21 @@ import pytest
 from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.launcher import preflight
-from trainer.models.parts.chat import (
-    TEMPLATES,
-    Chat,
-    check_template,
-    encode_spans,
-    read_template,
-    template_names,
-    without_marks,
-)
+from trainer.models.parts.chat import Chat, encode_spans
+from trainer.models.parts.chat_template import TEMPLATES, check_template, read_template, template_names, without_marks
 from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, train_tokenizer
 
-SPECIAL = ("<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+SPECIAL = (
+    "<|endoftext|>",
+    "<s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+)
 MARK = "{% generation %} marks"
 TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": "Hi"},
@@ -303,10 +306,7 @@ def test_a_template_that_leaves_out_what_the_system_says_is_refused(tokenizer: A
     with_system = Chat(tokenizer, str(tmp_path / "own.jinja"), "Be kind.")
     assert refusal(with_system, TURNS) == f"data.system{end}"
     short = [{"role": "user", "content": "o"}, *TURNS[1:]]  # a letter of what is written
-    assert refusal(chat(tokenizer, tmp_path, FORGETS), short) == (
-        "message 1: the chat template leaves out or changes what the user says, so that the assistant's tokens "
-        "cannot be identified; set data.chat_template to a template that keeps every message"
-    )
+    assert refusal(chat(tokenizer, tmp_path, FORGETS), short) == f"message 1{end}".replace("system", "user")
 
 
 def test_a_role_that_only_the_template_knows_and_a_content_that_it_rewrites_are_read(

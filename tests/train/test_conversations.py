@@ -209,6 +209,27 @@ def test_conversations_that_are_left_out_are_warnings_of_the_run(bench: Bench, t
     ]
 
 
+def test_texts_that_the_template_leaves_out_are_counted_warnings_of_the_run(bench: Bench, tmp_path: Path) -> None:
+    turns = [[talk(n)[0] | ({"name": "Ada"} if n > 2 else {}), *talk(n)[1:]] for n in range(15)]
+    turns[9][1] = turns[9][1] | {"source": "a forum"}
+    lines = [json.dumps({"messages": one}) for one in turns]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text(lines[5], encoding="utf-8")
+    held_out = {"data__validation": str(tmp_path / "b.jsonl"), "data__shuffle_window": 1, "train__steps": 12}
+    cfg = text_config(tmp_path / "a.jsonl", data__length=200, train__epochs=None, **held_out)
+    found = warnings_of(train(alone(), cfg, make_run(tmp_path, cfg, "run")).events)
+    name = 'the chat template does not write "name" of messages of the user'
+    source = 'the chat template does not write "source" of messages of the assistant'
+    assert found[0] == f"{tmp_path}/b.jsonl:1: {name}"
+    first = [message for message in found[1:] if message.endswith(name)]
+    assert first[1:] == [f"10 conversations so far: {name}", f"12 conversations of each epoch: {name}"]
+    assert first[0] in [f"{tmp_path}/a.jsonl:{line}: {name}" for line in range(4, 16)]
+    assert [message for message in found if message.endswith(source)] == [
+        f"{tmp_path}/a.jsonl:10: {source}",
+        f"1 conversations of each epoch: {source}",
+    ]
+
+
 def test_held_out_conversations_are_packed_like_those_that_are_trained(bench: Bench, tmp_path: Path) -> None:
     changes = {"data__validation": str(bench.data / "talks"), "data__validation_every": 1, "train__steps": 1}
     cfg, run = bench.run("held-out", **changes)

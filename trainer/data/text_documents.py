@@ -92,6 +92,7 @@ class Encoder:
         pair: Tokenizes a prompt with its completion; None tokenizes the two apart.
         chat: Tokenizes a conversation; None where there can be none.
         compares: Whether rows are pairs of answers (preference training), else there are none.
+        notes: Returns what users should know of the documents read since the last call.
     """
 
     tokenize: Tokenize
@@ -101,6 +102,7 @@ class Encoder:
     pair: EncodePair | None = None
     chat: EncodeChat | None = None
     compares: bool = False
+    notes: Callable[[], Sequence[str]] = list
 
     def text(self, text: str, where: Callable[[], str]) -> Document:
         """Tokenize a text, all of which is learned."""

@@ -16,7 +16,7 @@ from trainer.config.schema import RunConfig
 from trainer.data.encode import StopRequested
 from trainer.distributed.context import RankContext
 from trainer.models.base import TextFamily
-from trainer.models.parts.chat import read_template
+from trainer.models.parts.chat_template import read_template
 from trainer.run.events import StatusEvent
 
 VERSION = 2

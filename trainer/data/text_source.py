@@ -87,14 +87,14 @@ class TextSource(DataSource):
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> TextBatchSampler:
         step, position = (saved.step, self._position_in(saved)) if saved else (0, START)
-        stream = self._stream(self._folders, None, LeftOut(self._emit))
+        stream = self._stream(self._folders, None, self._emit)
         self._batch_sampler = TextBatchSampler(stream, sizes, step, position)
         return self._batch_sampler
 
     def num_samples(self, epochs: float, context: RankContext) -> int:
         """Every epoch counts as many rows as the first, whose order decides how its documents fill rows."""
         key = key_of(self._cfg, self._family, self.digest, self._recipe)
-        stream = self._stream(self._folders, 1, LeftOut(lambda event: None))
+        stream = self._stream(self._folders, 1, lambda event: None)
         self._rows_of_an_epoch = num_rows(stream.rows(), key, context)
         if not self._rows_of_an_epoch:  # weights below 1, of few documents
             raise InputError("train.epochs: the first epoch holds no document; raise the weights, or set train.steps")
@@ -107,7 +107,7 @@ class TextSource(DataSource):
     def _read_held_out(self) -> tuple[PackedRow, ...]:
         if not self._held_out_files:
             return ()
-        stream = self._stream((TextFolder(self._held_out_files),), 1, LeftOut(self._emit))
+        stream = self._stream((TextFolder(self._held_out_files),), 1, self._emit)
         return tuple(row for row, _ in stream.rows())
 
     def example(self, item: PackedRow) -> Example:
@@ -124,7 +124,7 @@ class TextSource(DataSource):
         # A position in other files has no meaning.
         return position if saved.data == self.digest else replace(START, epoch=position.epoch + 1)
 
-    def _stream(self, folders: Sequence[TextFolder], epochs: int | None, left_out: LeftOut) -> TextStream:
+    def _stream(self, folders: Sequence[TextFolder], epochs: int | None, emit: Emit) -> TextStream:
         data = self._cfg.data
         return TextStream(
             folders,
@@ -136,32 +136,40 @@ class TextSource(DataSource):
             packing=packing_of(data, folders, self._recipe),
             is_shared=self._recipe < 3 or self._family.packs_documents,
             too_long=data.too_long,
-            left_out=left_out,
+            left_out=Counted(emit, "this document is left out: ", "documents are left out"),
+            noted=Counted(emit, "", "conversations"),
         )
 
 
-class LeftOut:
-    """Warns of documents that are left out: of the first of each kind, and of how many there are in the first epoch."""
+class Counted:
+    """Warns of documents that are not used, or not in full: of the first for each reason, and of how many there are in
+    the first epoch.
 
-    def __init__(self, emit: Emit) -> None:
-        self._emit = emit
+    Args:
+        emit: Takes the warnings.
+        one: What is said of one document, before the reason.
+        many: What is said of several, after their number.
+    """
+
+    def __init__(self, emit: Emit, one: str, many: str) -> None:
+        self._emit, self._one, self._many = emit, one, many
         self._epoch: int | None = None
         self._counts: dict[str, int] = {}
 
     def __call__(self, epoch: int, first: str, why: str) -> None:
-        """Count a document. first: the first document that was left out for this reason."""
+        """Count a document. first: where the first one with this reason is."""
         if self._epoch is None:
             self._epoch = epoch
         if epoch != self._epoch:
             for reason, number in self._counts.items():
-                self._warn(f"{number} documents are left out of each epoch: {reason}")
+                self._warn(f"{number} {self._many} of each epoch: {reason}")
             self._counts = {}
             return
         number = self._counts[why] = self._counts.get(why, 0) + 1
         if number == 1:
-            self._warn(f"{first}: this document is left out: {why}")
+            self._warn(f"{first}: {self._one}{why}")
         elif str(number).strip("0") == "1":
-            self._warn(f"{number} documents are left out so far: {why}")
+            self._warn(f"{number} {self._many} so far: {why}")
 
     def _warn(self, message: str) -> None:
         self._emit(WarningEvent(message=message))
@@ -250,6 +258,7 @@ def encoder_of(family: TextFamily, recipe: int = RECIPE, compares: bool = False)
         begin=family.begin_of_text,
         pair=family.encode_pair if recipe >= 3 else None,
         chat=family.encode_chat if recipe >= 3 else None,
+        notes=family.take_notes,
         compares=compares,
     )
 

@@ -104,7 +104,8 @@ class StreamPosition:
 START = StreamPosition()
 
 LeftOut = Callable[[int, str, str], None]
-"""Takes a document that is left out: its epoch, where it is, and why. Held-out text has an epoch, too."""
+"""Takes a document that is left out, or not used in full: its epoch, where it is, and why. Held-out text has an epoch,
+too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +145,7 @@ class TextStream:
         is_shared: Whether documents share rows. If not, the rest of a document's row is padding.
         too_long: What happens, with whole packing, to a prompt or conversation longer than a row.
         left_out: Called for each document that is left out.
+        noted: Called for each document that is not used in full.
     """
 
     def __init__(
@@ -158,6 +160,7 @@ class TextStream:
         is_shared: bool = True,
         too_long: TooLong = "drop",
         left_out: LeftOut = lambda epoch, where, why: None,
+        noted: LeftOut = lambda epoch, where, why: None,
     ) -> None:
         assert folders
         assert length >= 2
@@ -173,6 +176,8 @@ class TextStream:
         self._is_shared = is_shared
         self._too_long = too_long
         self._left_out = left_out
+        self._noted = noted
+        self._notes = encoder.notes
         self._reasons: dict[str, tuple[str, int]] = {}  # why: (the first document, how many)
         self._remedies: set[str] = set()  # what would have kept some of them
 
@@ -254,7 +259,13 @@ class TextStream:
 
     def _pieces_of(self, readers: Sequence[Reader], epoch: int) -> Iterator[Piece]:
         for reader in readers:
-            yield from self._fitting(reader(), epoch)
+            yield from self._fitting(self._read(reader, epoch), epoch)
+
+    def _read(self, reader: Reader, epoch: int) -> Document:
+        document = reader()
+        for note in self._notes():
+            self._noted(epoch, document.where(), note)
+        return document
 
     def _fitting(self, document: Document, epoch: int) -> Iterator[Piece]:
         """The pieces of a document for whole packing; none if it is left out."""
@@ -340,7 +351,7 @@ class TextStream:
         for window, start in self._windows(position):
             order = random_order(len(window), self._seed, "text window", start.epoch, start.window)
             for number in range(start.document, len(window)):
-                document = window[order[number]]()
+                document = self._read(window[order[number]], start.epoch)
                 at = start if number == start.document else replace(start, document=number, token=0)
                 if self._teaches(document, start.epoch) and len(document.tokens) - at.token >= 2:
                     yield document, at

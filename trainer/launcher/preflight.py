@@ -26,7 +26,7 @@ from trainer.data.scan_memory import Keep, checked
 from trainer.launcher import capacity, network
 from trainer.metrics import trackers
 from trainer.models import distilled, recognition
-from trainer.models.parts import chat
+from trainer.models.parts import chat_template
 from trainer.run import manifest, process, stages
 from trainer.run.events import EventReader
 from trainer.run.folder import RunDir, shared_cache
@@ -299,7 +299,7 @@ def _check_data(cfg: RunConfig, cache: Path | None) -> Keep:
         files, held_out = text_files.of_config(cfg.data)
         text_files.check_preferences((*files, *held_out), cfg.objective.dpo_beta is not None)
         if cfg.data.chat_template:
-            chat.check_template(cfg.data.chat_template)
+            chat_template.check_template(cfg.data.chat_template)
     return keep
 
 
@@ -318,6 +318,8 @@ def _check_model(loaded: ConfigFile) -> None:
         loaded.refuse([Problem(field, str(error).removeprefix(f"{field} "))])
     else:
         loaded.refuse([Problem(field, text) for text in _linked_companions(folder)])
+    if (named := loaded.config.data.chat_template) and (tokens := chat_template.stored_tokens(folder)):
+        chat_template.check_marks(named, tokens | set(model.options.new_tokens))
     loaded.refuse([*recognition.refused(model), *distilled.refused(model)])
     loaded.refuse([*recognition.without_row(model), *recognition.unread(loaded.config)])
 

@@ -681,6 +681,10 @@ class TextFamily(ModelFamily):
             InputError: The conversation or the template cannot be used; the message names neither file nor line.
         """
 
+    def take_notes(self) -> list[str]:
+        """Sentences about the conversations encoded since the last call: what of them is not used."""
+        return []
+
     @abstractmethod
     def encode_pair(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
         """Tokenize a prompt with its completion as one text.

@@ -19,7 +19,8 @@ from trainer.config.sections import MODEL_WORDS, DataConfig, ModelConfig, NoAdap
 from trainer.models.base import PREFERENCE_FIELDS, TextFamily, Weigh
 from trainer.models.objectives import Batch, Loss
 from trainer.models.parts.attention_probe import Sight, computes_within, layer_pattern, position_ids, sight
-from trainer.models.parts.chat import Chat, Encoded, encode_spans, read_template, without_marks
+from trainer.models.parts.chat import Chat, Encoded, encode_spans
+from trainer.models.parts.chat_template import read_template, without_marks
 from trainer.models.parts.chunked_loss import ROUTERS, sum_losses_in_chunks
 from trainer.models.parts.document_attention import MASKED, attend_within, begins_mask, can_attend
 from trainer.models.parts.folder import (
@@ -481,6 +482,9 @@ class CausalLM(TextFamily):
     def encode_chat(self, messages: object, tools: object = None, variables: object = None) -> Encoded:
         ids, learned = self._chat.encode(messages, tools, variables)
         return self._with_rows(ids), learned
+
+    def take_notes(self) -> list[str]:
+        return self._chat.take_notes()
 
     def encode_pair(self, prompt: str, completion: str) -> Encoded:
         if self.tokenizer.is_fast:

@@ -1,30 +1,36 @@
 """Conversations as a language model reads them: rendered by a chat template, with the assistant's tokens known.
 
-Templates are jinja and run in transformers' sandbox (`ImmutableSandboxedEnvironment`), which gives them no access to
-files, modules or attributes of Python objects. Neither torch nor transformers is imported before a tokenizer is used.
+Templates are jinja and run in the sandbox of `chat_sandbox`, which gives them no access to files, modules or attributes
+of Python objects, and limits their steps and memory. Neither torch nor transformers is imported before a tokenizer is
+used.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import InputError, not_one_of
 from trainer.config.sections import TEMPLATE_SUFFIX, half_character
+from trainer.config.terminal import shortened
+from trainer.models.parts.chat_sandbox import Sandbox, Span
+from trainer.models.parts.chat_template import check_jinja, read_template, template_names
+from trainer.models.parts.chat_texts import (
+    CLOSE,
+    OPEN,
+    REASONING,
+    SENTINEL,
+    Message,
+    Sentinels,
+    Text,
+    positions,
+    written,
+)
 from trainer.models.parts.messages import CALL, as_read, checked_variables, with_objects
 
-TEMPLATES = Path(__file__).parents[1] / "chat_templates"
-"""Templates of our own, which `data.chat_template` names."""
-MARKER = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
-END_MARKER = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
-"""The marks in a template around what the assistant writes."""
-OPEN, CLOSE = "\ue0f0", "\ue0f1"
-"""Private characters around the numbers of sentinels; no published text holds them."""
 MOST_KEPT = 8
 """Values for variables of a template whose conversations stay prepared."""
 THINKING, END_OF_THINKING = "<think>", "</think>"
@@ -33,64 +39,10 @@ ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 OTHER_ROLES = ("function", "ipython", "observation", "environment")
 """Other names for the result of a tool, as some templates write them."""
 
-Message = Mapping[str, Any]
-"""A message as in transformers: `role`, `content`, and for assistants optionally `tool_calls`."""
-Span = tuple[int, int]
-"""Characters of a text, [start, stop)."""
+NO_TOOLS = "the chat template does not write tools; set data.chat_template to one that does, or remove them"
+
 Encoded = tuple[list[int], list[bool]]
 """The ids of a text, and which of them are learned."""
-
-
-def template_names() -> tuple[str, ...]:
-    """The names of our own templates, as `chatml`."""
-    return tuple(sorted(file.stem for file in TEMPLATES.glob(f"*{TEMPLATE_SUFFIX}")))
-
-
-def read_template(named: str) -> str:
-    """Read a chat template. named: one of `template_names`, or a .jinja file.
-
-    Raises:
-        InputError: The template is not one of ours, or the file is missing.
-    """
-    file = Path(named).expanduser() if named.endswith(TEMPLATE_SUFFIX) else TEMPLATES / f"{named}{TEMPLATE_SUFFIX}"
-    if not named.endswith(TEMPLATE_SUFFIX) and named not in template_names():
-        raise InputError(f"data.chat_template: {not_one_of(named, (*template_names(), f'a {TEMPLATE_SUFFIX} file'))}")
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"data.chat_template: {file} cannot be read ({error}); name another {TEMPLATE_SUFFIX} file"
-        ) from error
-
-
-def without_marks(template: str) -> str:
-    """The same template without the marks of the assistant's turns, for programs that do not know them."""
-    # Comments remove the same blanks around them.
-    return END_MARKER.sub(r"{#\1 \2#}", MARKER.sub(r"{#\1 \2#}", template))
-
-
-def check_template(named: str) -> None:
-    """Check that a chat template can be read and is jinja. named: as for `read_template`.
-
-    Raises:
-        InputError: It cannot be used.
-    """
-    _check_jinja(named, read_template(named))
-
-
-def _check_jinja(named: str, template: str) -> None:
-    from jinja2 import TemplateSyntaxError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    # The marks are a tag that transformers adds; here a block of jinja's own stands for it.
-    source = END_MARKER.sub("{% endif %}", MARKER.sub("{% if 1 %}", template))
-    try:
-        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
-    except TemplateSyntaxError as error:
-        raise InputError(
-            f"data.chat_template: {named} is not a jinja template (line {error.lineno}: {error.message}); correct it, "
-            f"or name one of {', '.join(template_names())}"
-        ) from error
 
 
 def encode_spans(tokenizer: Any, text: str, spans: Sequence[Span]) -> Encoded:
@@ -119,15 +71,25 @@ class Turns:
     Attributes:
         header: The text before an answer that is yet to come.
         end: The text after an answer, without blanks at its end.
+        question_end: The text after a question, without blanks at its end.
+        is_prompted: Whether the answer follows the prompt for an answer.
     """
 
-    header: str
-    end: str
+    header: str = ""
+    end: str = ""
+    question_end: str = ""
+    is_prompted: bool = True
 
     @property
     def stop(self) -> str:
         """The text after which an answer is complete; empty if nothing tells."""
         return self.end.split()[0] if self.end else ""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The ends that an answer may have: templates that end a whole conversation with a token of its own end other
+        answers with the first part of that, or as they end questions."""
+        return tuple(one for one in dict.fromkeys((self.end, self.stop, self.question_end)) if one) if self.end else ()
 
 
 class Chat:
@@ -148,6 +110,8 @@ class Chat:
         self._system = system
         self._variables = variables or {}
         self._others: dict[str, Chat] = {}
+        self._notes: dict[str, None] = {}
+        self._left_out: set[tuple[str, str, bool]] = set()  # kinds of texts that are known to be left out
 
     @cached_property
     def template(self) -> str:
@@ -167,7 +131,7 @@ class Chat:
                 "use a model with a tokenizer.json"
             )
         text: str = read_template(self._named) if self._named else self._own_template()
-        _check_jinja(self._named or "the model's own", text)
+        check_jinja(self._named or "the model's own", text)
         return text
 
     def _own_template(self) -> str:
@@ -181,6 +145,10 @@ class Chat:
             ) from error
 
     @cached_property
+    def _sandbox(self) -> Sandbox:
+        return Sandbox(self.template)
+
+    @cached_property
     def turns(self) -> Turns:
         """Beginning and end of an answer, from a conversation of one question; empty if the template refuses it."""
         question, answer = f"{OPEN}0{CLOSE}", f"{OPEN}1{CLOSE}"
@@ -189,16 +157,17 @@ class Chat:
             plain, open_end = self._render(asked, None), self._render(asked, None, is_open=True)
             whole = self._render([*asked, {"role": ASSISTANT, "content": answer}], None)
         except InputError:
-            return Turns("", "")
+            return Turns()
         header = open_end[len(plain) :] if open_end.startswith(plain) else ""
+        question_end = plain.partition(question)[2].rstrip() if header else ""
         header = header or open_end.partition(question)[2]
-        return Turns(header, whole.partition(answer)[2].rstrip())
+        return Turns(header, whole.partition(answer)[2].rstrip(), question_end, whole.startswith(open_end))
 
     def encode(self, messages: object, tools: object = None, variables: object = None) -> Encoded:
         """Tokenize a conversation. Learned are the assistant's turns, each with the token that ends it.
 
         Turns with `weight: 0` or `train: false` are read only. Messages after the last learned turn are left out:
-        nothing is learned from them.
+        nothing is learned from them. `take_notes` has what else of the conversation is not used.
 
         Args:
             messages: The conversation, as in transformers.
@@ -209,8 +178,8 @@ class Chat:
             No tokens if nothing is learned.
 
         Raises:
-            InputError: The conversation cannot be used, or the template does not tell what the assistant wrote. The
-                message names no file.
+            InputError: The conversation cannot be used, the template leaves out something that should be learned or
+                read, or does not tell what the assistant wrote. The message names no file.
         """
         if variables:
             return self._with(variables).encode(messages, tools)
@@ -239,6 +208,12 @@ class Chat:
         """Render a conversation. Raises InputError if there is no template, or if it refuses the conversation."""
         return self._render(messages, None)
 
+    def take_notes(self) -> list[str]:
+        """What users should know of the conversations encoded since the last call: texts that are neither learned nor
+        read, and answers that do not end as they should."""
+        notes, self._notes = list(self._notes), {}
+        return [*notes, *(note for other in self._others.values() for note in other.take_notes())]
+
     def prompt(self, question: str) -> list[int]:
         """Tokenize a question from the user, up to where the assistant's answer begins."""
         text = self._render(self._with_system([{"role": "user", "content": question}]), None, is_open=True)
@@ -250,79 +225,102 @@ class Chat:
         return text.partition(self.turns.stop)[0] if self.turns.stop else text
 
     def _encoded(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Encoded:
-        whole = self._render(messages, tools)
-        self._check_written(messages, tools, whole)
-        if MARKER.search(self.template) and (encoded := self._by_marks(messages, tools, whole)):
-            return encoded
-        spans = self._by_prefixes(messages, tools, whole) or self._by_sentinels(messages, tools, whole)
-        if not _hold(messages, whole, spans):
+        whole, marked = self._rendered(messages, tools)
+        texts, lost = self._check_written(messages, tools, whole)
+        spans = _joined(marked)
+        if _hold(messages, whole, spans, lost):
+            spans = self._with_marked_ends(whole, spans)
+        else:
+            spans = self._by_rendering(messages, tools, whole)
+        if not _hold(messages, whole, spans, lost):
             raise InputError(
                 "the chat template changes what the assistant says, so that its tokens cannot be identified; "
                 "set data.chat_template to a template with {% generation %} marks"
             )
-        return self._with_end(encode_spans(self._tokenizer, whole, _learned_spans(messages, spans)))
+        by_message = _learned_spans(messages, spans)
+        for text, at in texts:
+            start, stop = by_message.get(text.message, (at, at + 1))
+            if not start <= at < stop:
+                self._note(f'"{text.key}" of the assistant is outside of what the chat template marks as its turn')
+        self._check_prompt(messages, tools, whole)
+        return self._with_end(encode_spans(self._tokenizer, whole, list(by_message.values())))
 
-    def _by_marks(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> Encoded | None:
-        """By the template's own marks; None where they do not hold what the assistant says."""
-        found = self._apply(
-            messages,
-            tools,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
-        )
-        written = [bool(one) for one in found["assistant_masks"]]
-        spans = _runs(found["offset_mapping"], written)
-        if not _hold(messages, whole, spans):
+    def _with_marked_ends(self, whole: str, spans: Sequence[Span]) -> list[Span]:
+        """The spans of the template's own marks, each with the end of its turn, which some leave out."""
+        found = []
+        for start, stop in spans:
+            after = len(whole) - len(whole[stop:].lstrip())
+            end = next((one for one in self.turns.ends if whole.startswith(one, after)), "")
+            if end and not whole[start:stop].rstrip().endswith(self.turns.ends):
+                stop = after + len(end)
+                self._note(f"the {{% generation %}} marks leave out {end}, which ends a turn; it is learned as well")
+            found.append((start, stop))
+        return found
+
+    def _by_rendering(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> list[Span]:
+        """By rendering the messages up to each turn; for turns that are rendered otherwise when they are the last, by
+        marks in the contents."""
+        spans: list[Span] = []
+        places: tuple[list[int], list[int]] | None = None
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            span = self._by_prefix(messages, tools, whole, number)
+            if span is None:
+                places = places or self._contents(messages, tools, whole)
+                ends = (self._own_end(messages[: number + 1], tools), *self.turns.ends)
+                span = self._by_contents(number, whole, ends, *places)
+            start, stop = span
+            end = "" if self.turns.end else next((one for one in self._added if whole.startswith(one, stop)), "")
+            if number + 1 < len(messages) and not self.turns.end and not end:
+                self._note("the chat template writes nothing after an answer: those before the last have no end")
+            spans.append((start, stop + len(end)))
+        return spans
+
+    def _by_prefix(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str, number: int
+    ) -> Span | None:
+        """A turn, where the text of the messages up to it is the beginning of the whole; else None."""
+        if number == 0:
             return None
-        chosen = _learned_spans(messages, spans)
-        offsets = zip(found["offset_mapping"], written, strict=True)
-        learned = [one and any(a <= start and stop <= b for a, b in chosen) for (start, stop), one in offsets]
-        return self._with_end((list(found["input_ids"]), learned))
+        try:
+            before = self._render(messages[:number], tools, is_open=True)
+            after = self._render(messages[: number + 1], tools)
+        except InputError:
+            return None
+        if not (whole.startswith(after) and after.startswith(before)):
+            return None
+        # Blanks after the token that ends a turn are not learned.
+        return len(before), len(after.rstrip()) if self.turns.end else len(after)
 
-    def _by_prefixes(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> list[Span]:
-        """Where the text of the first messages is the beginning of the whole: turn by turn; else nothing."""
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            if number == 0:
-                return []
-            try:
-                before = self._render(messages[:number], tools, is_open=True)
-                after = self._render(messages[: number + 1], tools)
-            except InputError:
-                return []
-            if not (whole.startswith(after) and after.startswith(before)):
-                return []
-            spans.append((len(before), self._end_of(after)))
-        return spans
+    def _own_end(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+        """The token that ends a turn where it is the last: that of a call may be one of its own."""
+        try:
+            text = self._render(messages, tools).rstrip()
+        except InputError:
+            return ""
+        return next((mark for mark in self._added if text.endswith(mark)), "")
 
-    def _by_sentinels(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> list[Span]:
-        """By marks in the contents of the messages around each turn, for templates that treat the last turn otherwise.
+    def _by_contents(
+        self, number: int, whole: str, ending: Sequence[str], begins: Sequence[int], ends: Sequence[int]
+    ) -> Span:
+        """A turn, by where the contents of all messages begin and end.
 
-        The turn begins after the header that follows the content before it, and ends with the last end of a turn before
-        the content after it.
+        It begins after the header that follows the content before it, and ends with the last end of a turn (`ending`)
+        before the content after it.
         """
-        begins, ends = self._contents(messages, tools, whole)
-        header, end = self.turns.header, self.turns.end
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            floor = ends[number - 1] if number else 0
-            ceiling = begins[number + 1] if number + 1 < len(messages) else len(whole)
-            start = _after(whole, header, floor, ceiling)
-            start = begins[number] if start < 0 else start
-            stop = _until(whole, end, max(start, ends[number]), ceiling) if end else ends[number]
-            if start < 0 or stop < 0:
-                raise InputError(
-                    f"message {number + 1}: the chat template does not tell where this turn of the assistant begins "
-                    "or ends; set data.chat_template to a template with {% generation %} marks"
-                )
-            spans.append((start, stop))
-        return spans
+        floor = ends[number - 1] if number else 0
+        ceiling = begins[number + 1] if number + 1 < len(begins) else len(whole)
+        start = _after(whole, self.turns.header, floor, ceiling)
+        start = begins[number] if start < 0 else start
+        ending = [end for end in ending if end]
+        stop = _until(whole, ending, max(start, ends[number]), ceiling) if ending else ends[number]
+        if start < 0 or stop < 0:
+            raise InputError(
+                f"message {number + 1}: the chat template does not tell where this turn of the assistant begins "
+                "or ends; set data.chat_template to a template with {% generation %} marks"
+            )
+        return start, stop
 
     def _contents(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str
@@ -330,7 +328,7 @@ class Chat:
         """Where the content of each message begins and ends in the whole text, -1 where that is not known.
 
         Raises:
-            InputError: The template leaves out the content of a message that is not the assistant's.
+            InputError: The template changes the content of a message that is not the assistant's.
         """
         begins, ends = [], []
         for number, message in enumerate(messages):
@@ -340,9 +338,9 @@ class Chat:
             ends.append(self._position(messages, tools, number, end, whole))
             if message["role"] != ASSISTANT and content.strip() and begins[-1] < 0 and ends[-1] < 0:
                 raise InputError(
-                    f"message {number + 1}: the chat template leaves out or changes what the {message['role']} says, "
-                    "so that the assistant's tokens cannot be identified; set data.chat_template to a template that "
-                    "keeps every message"
+                    f"message {number + 1}: the chat template changes what the {message['role']} says, so that the "
+                    "assistant's tokens cannot be identified; set data.chat_template to a template that keeps every "
+                    "message"
                 )
         return begins, ends
 
@@ -359,9 +357,11 @@ class Chat:
         before, found, after = text.partition(sentinel)
         return len(before) if found and before + after == whole else -1
 
-    def _end_of(self, text: str) -> int:
-        """The end of the last turn of a text: blanks after the token that ends it are not learned."""
-        return len(text.rstrip()) if self.turns.end else len(text)
+    @cached_property
+    def _added(self) -> list[str]:
+        """The tokens that were added to the tokenizer, which templates end turns with, the longest first."""
+        added = {token.content for token in self._tokenizer.added_tokens_decoder.values()}
+        return sorted(filter(str.strip, added), key=len, reverse=True)
 
     def _with_end(self, encoded: Encoded) -> Encoded:
         """End a conversation of a template without an end of turns with end-of-text: else answers have no end."""
@@ -377,13 +377,15 @@ class Chat:
 
     def _check_reads(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
         """Refuse tools and their calls for a template that would leave them out."""
-        remedy = "set data.chat_template to one that does, or remove them"
         if tools and "tools" not in self.template:
-            raise InputError(f"the chat template does not write tools; {remedy}")
+            raise InputError(NO_TOOLS)
         if "tool_calls" not in self.template:
             for number, message in enumerate(messages):
                 if message.get("tool_calls"):
-                    raise InputError(f"message {number + 1}: the chat template does not write tool_calls; {remedy}")
+                    raise InputError(
+                        f"message {number + 1}: the chat template does not write tool_calls; set data.chat_template to "
+                        "one that does, or remove them"
+                    )
 
     def _check_roles(self, messages: Sequence[Message]) -> None:
         """Refuse roles that are not usual ones and that the template does not name, as `gpt`."""
@@ -393,42 +395,130 @@ class Chat:
                 continue
             raise InputError(f'message {number}: "role": {not_one_of(role, ROLES)}')
 
-    def _check_written(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> None:
-        """Refuse a message that the template leaves out, as templates without system messages do.
+    def _check_written(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str
+    ) -> tuple[list[tuple[Text, int]], list[Text]]:
+        """Check that the template writes every text, by rendering the conversation with a sentinel in each.
 
-        whole: The text of the conversation. A template may change a content, as it does with results of tools: then a
-        sentinel in it must be written.
+        Returns:
+            The texts with their positions in the whole text, none where sentinels change what the template writes; and
+            the texts that it leaves out.
+
+        Raises:
+            InputError: It leaves out what should be learned, or what the answers are about.
         """
-        shift = messages[0].get("content") == self._system
-        for number, message in enumerate(messages):
-            content = message.get("content") or ""
-            if message["role"] == ASSISTANT or not content.strip() or content.strip() in whole:
+        marked = Sentinels(messages, tools)
+        try:
+            text = self._render(marked.messages, marked.tools)
+        except InputError:  # of a text that is not any text; each is tried alone
+            text = ""
+        found, lost = written(text), []
+        for number, one in enumerate(marked.texts):
+            kind = (one.role, one.key, one.message == len(messages) - 1)
+            if number in found or (kind not in self._left_out and self._writes(messages, tools, number)):
                 continue
-            sentinel = f"{OPEN}{number}{CLOSE}"
-            marked = {**message, "content": f"{sentinel}{content}"}
-            try:
-                text = self._render([*messages[:number], marked, *messages[number + 1 :]], tools)
-            except InputError:  # its content is not any text, so it is read
-                continue
-            if sentinel not in text:
-                named = "data.system" if not number and content == self._system else f"message {number + 1 - shift}"
-                raise InputError(
-                    f"{named}: the chat template leaves out what the {message['role']} says; set data.chat_template to "
-                    "one that writes it, or remove it"
-                )
+            if kind not in self._left_out and _is_needed(one) and not self._writes_last(messages, tools, number, one):
+                self._refuse(messages, one)
+            self._left_out.add(kind)
+            lost.append(one)
+            self._note(_omission(one))
+        if SENTINEL.sub("", text) != whole:
+            return [], lost
+        return [(marked.texts[number], at) for number, at in positions(text)], lost
+
+    def _writes(self, messages: Sequence[Message], tools: Sequence[Any] | None, number: int) -> bool:
+        """Whether the template writes a text of a conversation, by its number among its texts."""
+        marked = Sentinels(messages, tools, only=number)
+        try:
+            return number in written(self._render(marked.messages, marked.tools))
+        except InputError:  # it is not any text, so it is read
+            return True
+
+    def _writes_last(self, messages: Sequence[Message], tools: Sequence[Any] | None, number: int, text: Text) -> bool:
+        """Whether the template writes a text of the assistant where its turn is the last, as those that leave out what
+        was thought before earlier answers."""
+        if text.role != ASSISTANT or text.message == len(messages) - 1:
+            return False
+        marked = Sentinels(messages[: text.message + 1], tools, only=number)
+        try:
+            return number in written(self._render(marked.messages, marked.tools))
+        except InputError:
+            return False
+
+    def _refuse(self, messages: Sequence[Message], text: Text) -> None:
+        """Raise InputError for a text that the template leaves out."""
+        if text.message < 0:
+            raise InputError(NO_TOOLS)
+        has_own = self._system and messages[0].get("content") == self._system
+        number = text.message + 1 - bool(has_own)
+        who = f"message {number}" if number else "data.system"
+        if text.role != ASSISTANT:
+            raise InputError(
+                f"{who}: the chat template leaves out what the {text.role} says; set data.chat_template to one that "
+                "writes it, or remove it"
+            )
+        part = f" ({shortened(text.value, 60)})" if text.key == "content" else ""
+        raise InputError(
+            f'{who}: the chat template leaves out "{text.key}"{part} of the assistant, which would not be learned; set '
+            "data.chat_template to one that writes it, or remove it"
+        )
+
+    def _check_prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> None:
+        """Note a prompt for an answer that no answer follows, as where the template opens thinking that it removes."""
+        if self.turns.is_prompted:
+            return
+        prompt = self._render(messages[:-1], tools, is_open=True)
+        if not whole.startswith(prompt):
+            self._note(f"the prompt for an answer ends with {self.turns.header!r}, which the answer does not follow")
+
+    def _note(self, note: str) -> None:
+        self._notes[note] = None
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, is_open: bool = False) -> str:
-        text: str = self._apply(messages, tools, tokenize=False, add_generation_prompt=is_open)
-        return text
+        return self._rendered(messages, tools, is_open)[0]
 
-    def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> Any:
-        template = self.template
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, is_open: bool = False
+    ) -> tuple[str, list[Span]]:
+        """The text of a conversation as `apply_chat_template` renders it, and the parts that the template marks."""
+        variables = {
+            **self._tokenizer.special_tokens_map,
+            **self._variables,
+            "messages": [_as_read(message) for message in messages],
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": is_open,
+        }
+        sandbox = self._sandbox
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), tools=tools or None, chat_template=template, **options, **self._variables
-            )
+            rendered = sandbox.render(variables, len(str(messages)))
         except Exception as error:  # a template is a program, which may raise anything
             raise InputError(f"the chat template refuses this conversation ({error})") from error
+        return rendered
+
+
+def _as_read(message: Message) -> dict[str, Any]:
+    """A message as templates read it: without empty keys, what was thought under each of the keys they know."""
+    made = {key: value for key, value in message.items() if value is not None}
+    thought = next((made[key] for key in REASONING if key in made), None)
+    return made if thought is None else {"thinking": thought, **made, "reasoning_content": thought}
+
+
+def _is_needed(text: Text) -> bool:
+    """Whether a conversation is not the same without a text: what is said, thought and called, and names of tools."""
+    if text.message < 0:
+        return text.key == "name"
+    return text.key in ("content", "tool_calls") or text.key in REASONING
+
+
+def _omission(text: Text) -> str:
+    """The note about a text that the template leaves out."""
+    if text.message < 0:
+        return f'the chat template does not write "{text.key}" of tools'
+    if _is_needed(text):
+        part = 'a part of "content"' if text.key == "content" else f'"{text.key}"'
+        return f"the chat template leaves {part} of the assistant out of turns before the last"
+    return f'the chat template does not write "{text.key}" of messages of the {text.role}'
 
 
 def checked_messages(messages: object) -> list[Message]:
@@ -486,10 +576,11 @@ def is_read_only(message: Message, number: int) -> bool:
     return weight == 0 or train is False
 
 
-def _learned_spans(messages: Sequence[Message], spans: Sequence[Span]) -> list[Span]:
-    """The spans of the turns that are learned. spans: one for each turn of the assistant, in order."""
-    spoken = [message for message in messages if message["role"] == ASSISTANT]
-    return [span for message, span in zip(spoken, spans, strict=True) if not is_read_only(message, 0)]
+def _learned_spans(messages: Sequence[Message], spans: Sequence[Span]) -> dict[int, Span]:
+    """{index of a message: its span}, of the turns that are learned. spans: one for each turn of the assistant."""
+    spoken = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
+    pairs = zip(spoken, spans, strict=True)
+    return {index: span for index, span in pairs if not is_read_only(messages[index], 0)}
 
 
 def _text_of(part: object, number: int) -> str:
@@ -512,39 +603,35 @@ def _after(text: str, header: str, floor: int, ceiling: int) -> int:
     return -1
 
 
-def _until(text: str, end: str, floor: int, ceiling: int) -> int:
-    """The end of the last `end` of a turn in a part of a text; -1 without one.
-
-    Templates that end a whole conversation with a token of its own end other turns with the first part of `end`.
-    """
-    for wanted in (end, end.split()[0]):
+def _until(text: str, ends: Sequence[str], floor: int, ceiling: int) -> int:
+    """The end of the last end of a turn in a part of a text, of the first of `ends` that it holds; -1 without one."""
+    for wanted in ends:
         found = text.rfind(wanted, floor, ceiling)
         if found >= 0:
             return found + len(wanted)
     return -1
 
 
-def _hold(messages: Sequence[Message], text: str, spans: Collection[Span]) -> bool:
-    """Whether there is a span for each turn of the assistant, in order, that holds what it says."""
-    spoken = [message for message in messages if message["role"] == ASSISTANT]
+def _hold(messages: Sequence[Message], text: str, spans: Collection[Span], lost: Collection[Text]) -> bool:
+    """Whether there is a span for each turn of the assistant, in order, that holds what it says; but for lost texts."""
+    spoken = [(index, message) for index, message in enumerate(messages) if message["role"] == ASSISTANT]
     if len(spans) != len(spoken):
         return False
-    for message, (start, stop) in zip(spoken, spans, strict=True):
+    left_out = {(one.message, one.value) for one in lost}
+    for (index, message), (start, stop) in zip(spoken, spans, strict=True):
         # Templates may drop what the assistant thought before it answered.
         said = (message.get("content") or "").rpartition(END_OF_THINKING)[2].strip()
-        if said not in text[start:stop]:
+        if said not in text[start:stop] and (index, said) not in left_out:
             return False
     return True
 
 
-def _runs(offsets: Sequence[Span], learned: Sequence[bool]) -> list[Span]:
-    """The characters of each run of learned tokens."""
-    runs: list[Span] = []
-    was_learned = False
-    for (start, stop), is_learned in zip(offsets, learned, strict=True):
-        if is_learned and was_learned:
-            runs[-1] = (runs[-1][0], stop)
-        elif is_learned:
-            runs.append((start, stop))
-        was_learned = is_learned
-    return runs
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """The marked parts of a text, those that follow each other as one."""
+    joined: list[Span] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        elif start < stop:
+            joined.append((start, stop))
+    return joined
