@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.errors import InputError
-from trainer.models.parts.chat import ASSISTANT, CLOSE, OPEN, Chat, Message
+from trainer.models.parts.chat import ASSISTANT, Chat
+from trainer.models.parts.chat_texts import CLOSE, OPEN, Message
 
 QUESTION, ANSWER, NEXT = (f"{OPEN}{number}{CLOSE}" for number in range(3))
 CALL: Message = {
