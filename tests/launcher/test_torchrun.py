@@ -1001,12 +1001,17 @@ def test_an_error_that_could_not_be_written_is_that_of_the_disk(make_run, monkey
     largest.write_text("x" * 5000 + "\n")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    error_file = Path(log).with_name("error.json")
     try:
         found = failure.diagnose(run, [])
+        error_file.write_text(json.dumps({"message": {"message": "RuntimeError: unexpected pos 704 vs 598"}}))
+        unnamed = failure.diagnose(run, [])  # as torch calls it
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert found.message == f"{run.path}: cannot be written (File too large)"
     assert found.remedy.startswith("raise the limit of this shell for the size of files (ulimit -f unlimited)")
+    assert unnamed.message == f"RuntimeError: unexpected pos 704 vs 598; {found.message}"
+    assert unnamed.remedy == found.remedy
 
 
 def test_torchrun_that_fails_by_itself_is_told_without_a_rank(make_run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import shutil
@@ -17,12 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.checkpoint.test_save_and_restore import make_state
 from tests.commands import Started, launch_py, preset_folder
+from tests.runs import alone
 from trainer.checkpoint.restore import StoredWeights
+from trainer.checkpoint.save import Checkpointer
 from trainer.launcher.commands import SILENT_S
 from trainer.run.events import AnyEvent, CheckpointEvent, ErrorEvent, EventReader, StepEvent, WarningEvent, latest_steps
 from trainer.run.folder import RunDir
-from trainer.run.manifest import complete
+from trainer.run.manifest import Progress, complete
 from trainer.run.process import Launch
 
 ENDLESS = "train.steps=1000000"
@@ -186,6 +190,23 @@ def test_a_disk_that_fills_up_costs_a_periodic_checkpoint_and_ends_the_run_at_th
     done = launch_py(folder, "--resume", "runs/fox")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == f"{run.export}/fox.safetensors"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_for_which_there_is_no_space_says_so_however_much_is_missing(small_disk):
+    """What torch's writer raises depends on which of its writes fails."""
+    state = make_state(width=150)
+    full = r"could not be written \(OSError: \[Errno 28\] No space left on device.*free disk"
+    for free in range(0, 256, 4):
+        with suppress(OSError), (small_disk / "other").open("wb", buffering=0) as other:
+            while True:
+                other.write(bytes(4096))
+        other_size = (small_disk / "other").stat().st_size
+        os.truncate(small_disk / "other", max(0, other_size - 1024 * free))
+        saver = Checkpointer(small_disk / "checkpoints", alone(), 3)
+        saver.save(Progress(1), state)
+        with pytest.raises(OSError, match=full):
+            saver.wait()
 
 
 @pytest.mark.slow

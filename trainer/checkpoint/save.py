@@ -148,7 +148,7 @@ class Checkpointer:
         try:
             table = dcp.save(tensors, storage_writer=writer, process_group=self._world.background)
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - the other ranks wait for the outcome
-            failure = described(error)
+            failure = described(_cause(error, draft))
         outcomes = self._gather((failure, files.sums))
         failures = [failure for failure, _ in outcomes if failure]
         if self._world.guests and not failures:
@@ -281,6 +281,13 @@ def _remedy(failure: str) -> str:
     remedies = {errno.ENOSPC: "free disk space", errno.EDQUOT: "free disk space", errno.EFBIG: "raise ulimit -f"}
     remedies |= {errno.EROFS: "make the folder writable", errno.EACCES: "make the folder writable"}
     return remedies.get(int(found[1]) if found else 0, "fix its cause")
+
+
+def _cause(error: BaseException, draft: Path) -> BaseException:
+    """The error of the disk behind one that names none: torch's writer counts bytes that were not written."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error, _ = next(iter(error.failures.values()))
+    return error if isinstance(error, OSError) else files.write_problem(draft.parent) or error
 
 
 def described(error: BaseException) -> str:

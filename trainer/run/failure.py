@@ -23,6 +23,8 @@ from trainer.run.folder import RunDir
 
 MOST_DIGITS = 10
 """Numbers of ranks and attempts have fewer."""
+UNKNOWN = "read the end of the log"
+"""The remedy for an error that is not known."""
 LAST_BYTES = 2**20
 """How much of the end of a log is read. It holds the last message and torchrun's table of failures."""
 
@@ -55,9 +57,10 @@ def diagnose(run: RunDir, events: Sequence[AnyEvent]) -> ErrorEvent:
     torchrun_itself = _Failure(None, last or "torchrun exited without a message", math.inf, output, is_cut=not last)
     cause = min(failures, key=lambda failure: (failure.is_consequence, failure.when), default=torchrun_itself)
     # What reports a failure lies on the disk that may be the cause.
-    trouble = (write_trouble(run) or _warned(events)) if cause.is_cut else ""
-    if trouble:
-        cause = replace(cause, message=trouble)
+    if cause.is_cut:
+        cause = replace(cause, message=write_trouble(run) or _warned(events) or cause.message)
+    elif remedy_for(cause.message) == UNKNOWN and (trouble := write_trouble(run)):
+        cause = replace(cause, message=f"{cause.message}; {trouble}")
     return ErrorEvent(
         message=cause.message,
         remedy=remedy_for(cause.message),
@@ -302,7 +305,7 @@ _REMEDIES = (
 
 def remedy_for(message: str) -> str:
     """Return what a person can do about an error with this message."""
-    return next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, message)), "read the end of the log")
+    return next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, message)), UNKNOWN)
 
 
 def less_memory(cfg: RunConfig) -> str | None:
