@@ -141,20 +141,22 @@ def test_a_finished_run_shows_its_export_with_its_check_and_can_only_go_on_with_
     assert (shown["title"], head["state"], head["step"], head["num_steps"]) == ("fox", "finished", 40, 40)
     assert head["about"] == "Tiny model (flux2) · LoRA rank 4 · 2 ranks"
     assert head["figures"]["best"] == {"loss": pytest.approx(1 / 40 + 1e-4), "step": 40}
-    assert head["export"] == {
-        "name": "fox.safetensors",
-        "size": 1000,
-        "is_file": True,
-        "check": "verified: reloaded and equal within bf16 rounding (1.3e-03)",
-        "is_verified": True,
-    }
+    assert head["exports"] == [
+        {
+            "name": "fox.safetensors",
+            "size": 1000,
+            "is_file": True,
+            "check": "verified: reloaded and equal within bf16 rounding (1.3e-03)",
+            "is_verified": True,
+        }
+    ]
     assert head["more"] == {"kind": "", "saved": 0}
     with pytest.raises(InputError, match="has finished; let it go on for more steps"):
         browser.calls["run_resume"](run.path.name)
     with pytest.raises(InputError, match="is not running any more"):
         browser.calls["run_request"](run.path.name, "stop")
     (run.export / "fox.safetensors").unlink()
-    assert browser.tick()["head"]["export"] is None
+    assert browser.tick()["head"]["exports"] == []
 
 
 @pytest.mark.parametrize(("state", "kind"), [("stopped", "resume"), ("failed", "resume")])

@@ -57,7 +57,7 @@ def test_a_checkpoint_has_its_name_only_when_it_is_complete(tmp_path: Path) -> N
 
 def test_the_manifest_tells_how_far_the_run_is_and_sums_up_every_file(tmp_path: Path) -> None:
     saver = Checkpointer(tmp_path, alone(), 3)
-    progress = Progress(5, samples_seen=20, skipped=1, validation_loss=0.5, config={"name": "fox"}, data="abc")
+    progress = Progress(5, samples_seen=20, skipped=1, validation_loss=0.5, config={"name": "fox"}, data="abc", lr=1e-3)
     saver.save(progress, make_state())
     path = saver.wait()
     assert path is not None

@@ -123,7 +123,7 @@ FAULTS = (
     _fault(
         "a step of few tokens moves the weights less",
         "trainer/train/loop.py",
-        "torch.where(weight == 0, 1.0, self.cfg.train.batch_size / weight)",
+        "torch.where(weight == 0, 1.0, batch_size / weight)",
         "torch.where(weight == 0, 1.0, 1.0 + 0 * weight)",
         "train/test_language_models.py",
     ),
@@ -325,8 +325,8 @@ FAULTS = (
     _fault(
         "padding of the last pass is trained on",
         "trainer/data/loader.py",
-        "weights = tuple(self._loss_weight(batch[p]) if p <= last else 0.0 for p in positions)",
-        "weights = tuple(self._loss_weight(batch[min(p, last)]) for p in positions)",
+        "self._loss_weight(batch[position]) if number < num_present else 0.0",
+        "self._loss_weight(batch[position])",
         "data/test_loader.py",
     ),
     _fault(
@@ -396,8 +396,8 @@ FAULTS = (
     _fault(
         "a tracker whose package is missing is found by the ranks only",
         "trainer/launcher/preflight.py",
-        "    _check_trackers(loaded)\n    network",
-        "    network",
+        "loaded.refuse([*trackers.missing(loaded.config.trackers), *optimizer])",
+        "loaded.refuse(optimizer)",
         "metrics/test_trackers.py",
         "launcher",
     ),

@@ -326,7 +326,7 @@ def _check_model(loaded: ConfigFile) -> None:
 
 def _linked_companions(folder: Path) -> Iterator[str]:
     """Problems with the small files of a model's folder that an export copies: links to files elsewhere."""
-    for file in sorted(folder.glob("*")):
+    for file in sorted(folder.glob("*")) if os.path.isdir(folder) else ():
         is_copied = file.suffix in COPIED and file.name not in ("config.json", "model_index.json")
         if is_copied and file.is_symlink() and files.leads_out(file, folder):
             yield f"{file}: {files.LEADS_OUT}"
@@ -339,7 +339,7 @@ def _check_start(loaded: ConfigFile) -> None:
         return
     named = Path(adapter.start)
     try:
-        read_header(named / PEFT_FILE if named.is_dir() else named)
+        read_header(named / PEFT_FILE if os.path.isdir(named) else named)
     except InputError as error:
         loaded.refuse([Problem("adapter.start", str(error))])
 

@@ -6,6 +6,7 @@ The families list these files (`ModelFamily.model_files`, repeated in config/fam
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,12 @@ def wrong_files(model: ModelConfig) -> Iterator[Problem]:
             f"{model.path}: a single .safetensors or .sft file holds neither configs nor tokenizers; "
             "set model.base to the diffusers folder of the model it was made from",
         )
-    elif not model.is_single_file and Path(model.path).is_file():
+    elif not model.is_single_file and os.path.isfile(model.path):
         yield Problem(
             "model.path",
             f"{model.path}: only .safetensors and .sft are read as single files; convert it, or name a folder",
         )
-    if model.base and Path(model.base).is_file():
+    if model.base and os.path.isfile(model.base):
         yield Problem("model.base", f"{model.base}: a file; name the diffusers folder that model.path was made from")
 
 

@@ -144,7 +144,8 @@ def test_settings_of_a_search_before_the_form_was_changed_are_refused(window: Wi
     assert window.refused("take", **taken | {"number": 3}, target="24gb") == forgotten
     assert window.refused("take", **taken | {"number": -1}, target="24gb") == forgotten
     assert Window(Studio(studio.runs)).refused("take", **taken, target="24gb") == forgotten
-    assert studio.draft().values == {**before.values, "data.resolution": 1024}
+    assert studio.draft().values == {"name": "fox"}
+    assert before.values == {"name": "fox", "data.resolution": 512}
     window.call("take", **taken, target="24gb")
 
 

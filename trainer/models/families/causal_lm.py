@@ -354,6 +354,11 @@ class CausalLM(TextFamily):
         lost = sorted(own.keys() - loaded.keys())
         if lost:
             raise RuntimeError(f"{folder}: transformers loads a {kind.__name__}, which has no '{lost[0]}'")
+        if folder != self.folder:  # the numbers of tensors that are one in the model; those of the base were compared
+            try:
+                self.read_export(component, safetensors_in(folder, TRANSFORMERS_STEM))
+            except InputError as error:
+                raise RuntimeError(str(error)) from error
         check_tied(self._empty, loaded, folder)
         # Rows that are added for new tokens are not in the base's files.
         grown = self._token_tensors if folder == self.folder and self._new_ids else ()
