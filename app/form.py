@@ -220,27 +220,47 @@ def edited(draft: Draft, edits: Mapping[str, str | bool]) -> Draft:
     return replace(draft, values={name: value for name, value in draft.values.items() if name not in same})
 
 
-def without_companions(draft: Draft, former: Draft) -> Draft:
-    """Return a draft without the companions that it has from `former`, where that has other images: names repeat.
+def without_companions(draft: Draft, former: Draft) -> tuple[Draft, dict[str, str]]:
+    """Take the companions that a draft has from `former` out of it, where that has other images: names repeat.
 
-    Where the former images are the preset's, only companions that are called after their folder go with them: any other
-    was chosen for images that were to follow.
+    Where the former images are the preset's, of the companions that were chosen only those that are called after their
+    folder go with them: any other was chosen for images that were to follow.
+
+    Args:
+        draft: The draft.
+        former: A draft of the same preset.
+
+    Returns:
+        The draft, and {field: path} of what was taken out.
     """
-    before, now = _folder_of(former), _folder_of(draft)
-    if before is None or before == now:
-        return draft
-    is_chosen = "data.path" in former.values
-    same = {name: draft.values[name] for name in COMPANIONS if draft.values.get(name, "") == former.values.get(name)}
-    dropped = {name for name, path in same.items() if is_chosen or str(path).startswith(before)}
-    return replace(draft, values={name: value for name, value in draft.values.items() if name not in dropped})
-
-
-def _folder_of(draft: Draft) -> str | None:
     try:
-        own = draft.values.get("data.path", load_config(draft.preset).config.data.path)
+        own = load_config(draft.preset).config.data.model_dump(mode="json")
     except ConfigError:  # the form says so
-        return None
-    return os.path.abspath(os.path.expanduser(own)) if isinstance(own, str) and own else None
+        return draft, {}
+    before, now = _folder_of(former, own), _folder_of(draft, own)
+    if before is None or before == now:
+        return draft, {}
+    is_chosen = "data.path" in former.values
+    values, gone = dict(draft.values), {}
+    for name in COMPANIONS:
+        preset_has = own.get(name.removeprefix("data."))
+        path = draft.values.get(name, preset_has)
+        if not path or path != former.values.get(name, preset_has):
+            continue
+        if preset_has:
+            values[name] = None
+        elif is_chosen or str(path).startswith(before):
+            del values[name]
+        else:
+            continue
+        gone[name] = str(path)
+    return replace(draft, values=values), gone
+
+
+def _folder_of(draft: Draft, own: Mapping[str, Any]) -> str | None:
+    """The folder of a draft's images. own: the section `data` of its preset."""
+    path = draft.values.get("data.path", own.get("path"))
+    return os.path.abspath(os.path.expanduser(path)) if isinstance(path, str) and path else None
 
 
 def check_with_files(checked: Checked) -> Checked:
@@ -325,7 +345,8 @@ def switched(draft: Draft, preset: Path) -> Switch:
     wrong = {name: checked.errors[name] for name in carried if name in checked.errors}
     wrong |= {name: "this model does not read it" for name in carried if not _exists(name, checked.config)}
     kept = {name: value for name, value in carried.items() if name not in wrong}
-    return Switch(Draft(preset, kept), tuple(name for name in draft.values if name not in carried), wrong)
+    left = tuple(name for name in draft.values if name not in carried)
+    return Switch(without_companions(Draft(preset, kept), Draft(preset))[0], left, wrong)
 
 
 def _is_carried(name: str) -> bool:

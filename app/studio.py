@@ -86,6 +86,10 @@ def _by_field(problems: Sequence[str]) -> dict[str, str]:
     return {name: "\n".join(texts) for name, texts in found.items()}
 
 
+def _path(draft: Draft) -> object:
+    return draft.values.get("data.path")
+
+
 _KEPT = TypeAdapter(_Kept)
 
 
@@ -117,7 +121,7 @@ class Studio:
         self.picker = Picker((Path.home(), Path.cwd(), self.runs.parent))
         self.uploads = Uploads(DataFolders(self.picker, self.runs), self.runs / "drafts" / "uploads")
         self.unsettled = Unsettled()
-        self._before_typing: Draft | None = None
+        self._typed: tuple[Draft, Draft] | None = None  # before its folder of images was typed, and so far
         self.recent = Recent(self.runs / "drafts" / "folders.json")
         self._drafts = self.runs / "drafts"
         self._lock = threading.Lock()
@@ -210,7 +214,7 @@ class Studio:
             self._save_draft(draft)
         return draft
 
-    def change_images(self, change: Callable[[Draft], Draft], is_typing: bool = False) -> tuple[Draft, Draft]:
+    def change_images(self, change: Callable[[Draft], Draft], is_typing: bool = False) -> dict[str, str]:
         """Change the draft as `change_draft` does; masks and references of former images go with these.
 
         Args:
@@ -218,22 +222,26 @@ class Studio:
             is_typing: The folder of images may be half typed: its former companions stay until it is not.
 
         Returns:
-            The drafts before and after. The one before is that of before the typing.
+            {field: path} of the companions that went.
         """
-        found: list[tuple[Draft, Draft]] = []
+        gone: dict[str, str] = {}
 
         def changed(draft: Draft) -> Draft:
-            before, self._before_typing = self._before_typing or draft, None
+            before, half_typed = self._typed or (draft, draft)
+            if (draft.preset, _path(draft)) != (half_typed.preset, _path(half_typed)):  # changed by something else
+                before = draft
             after = change(draft)
-            if is_typing:
-                self._before_typing = before
-            else:
-                after = form.without_companions(after, before)
-            found.append((before, after))
-            return after
+            # Another window may type the folder while this one changes something else.
+            if is_typing or self.unsettled.holds({"data.path": _path(after)}):
+                self._typed = before, after
+                return after
+            self._typed = None
+            kept, found = form.without_companions(after, before)
+            gone.update(found)
+            return kept
 
         self.change_draft(changed)
-        return found[0]
+        return gone
 
     def save_draft(self, draft: Draft) -> None:
         """Replace the draft, as `change_draft` does."""

@@ -291,15 +291,29 @@ def test_a_value_typed_back_to_the_presets_own_is_not_an_edit():
 def test_companions_of_former_images_go_with_them():
     companions = {"data.masks": "/a-masks", "data.references": "/before"}
     a, b = Draft(QUICKSTART, {"data.path": "/a", **companions}), Draft(QUICKSTART, {**companions, "data.path": "/b"})
-    assert form.without_companions(b, a) == Draft(QUICKSTART, {"data.path": "/b"})
-    assert form.without_companions(a, a) == a
+    assert form.without_companions(b, a) == (Draft(QUICKSTART, {"data.path": "/b"}), companions)
+    assert form.without_companions(a, a) == (a, {})
     chosen_with_it = Draft(QUICKSTART, {"data.path": "/b", "data.masks": "/b-masks"})
-    assert form.without_companions(chosen_with_it, a) == chosen_with_it
+    assert form.without_companions(chosen_with_it, a) == (chosen_with_it, {})
     # The first folder of one's own follows masks that were chosen for it, but not those that lie next to the preset's.
     theirs = str(QUICKSTART.parent / "quickstart-masks")
     masked = Draft(QUICKSTART, {"data.masks": theirs, "data.references": "/before"})
     own = Draft(QUICKSTART, {**masked.values, "data.path": "/b"})
-    assert form.without_companions(own, masked).values == {"data.references": "/before", "data.path": "/b"}
+    kept, gone = form.without_companions(own, masked)
+    assert (kept.values, gone) == ({"data.references": "/before", "data.path": "/b"}, {"data.masks": theirs})
+
+
+def test_masks_of_a_preset_or_a_copied_run_do_not_follow_to_other_images(tmp_path):
+    preset = tmp_path / "mine.yaml"
+    preset.write_text(dump_config(load_config(QUICKSTART, ["data.path=/a", "data.masks=/of-a"]).config))
+    draft, gone = form.without_companions(Draft(preset, {"data.path": "/b"}), Draft(preset))
+    assert (draft.values, gone) == ({"data.path": "/b", "data.masks": None}, {"data.masks": "/of-a"})
+    assert form.edited(draft, gone).values == {"data.path": "/b"}
+    assert form.check(form.edited(draft, gone)).config.data.masks == "/of-a"
+    own = form.switched(Draft(QUICKSTART, {"data.path": "/b", "data.masks": "/of-b"}), preset).draft
+    assert own.values == {"data.path": "/b", "data.masks": "/of-b"}
+    assert form.switched(Draft(QUICKSTART, {"data.path": "/b"}), preset).draft == draft
+    assert form.switched(Draft(QUICKSTART, {"name": "fox"}), preset).draft.values == {"name": "fox"}
 
 
 def test_edits_that_the_other_preset_does_not_take_are_named_with_the_reason():

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from trainer.launcher import agent
 from trainer.run.process import TORCHRUN, worker_environment
 
 RANK = """\
 import json, os, sys, torch
 found = [sys.argv[1:], os.environ["WORLD_SIZE"], torch.empty(2, 3, device="meta").softmax(1).shape[1]]
 sys.stdout.write(json.dumps(found) + "\\n")  # at once: the other rank writes to the same pipe
+"""
+AGENT = """\
+import os, subprocess, sys, psutil
+from trainer.launcher import agent
+rank, agent.LOOKS_EVERY_S, listed = subprocess.Popen(["sleep", "100"]), 0.01, psutil.Process.children
+def children(self, recursive):
+    found = listed(self, recursive=recursive)
+    rank.kill()
+    rank.wait()
+    return found
+psutil.Process.children = children
+agent._end_with(sys.argv[1])
 """
 
 
@@ -28,3 +45,20 @@ def test_a_failing_rank_gives_it_the_exit_code_1(tmp_path: Path) -> None:
     done = subprocess.run(argv, env=worker_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "exitcode  : 3" in done.stderr
+
+
+@pytest.mark.slow
+def test_it_ends_also_when_a_rank_has_ended_just_before(tmp_path: Path):
+    ended = subprocess.run([sys.executable, "-c", AGENT, tmp_path / "gone"], capture_output=True, timeout=20)
+    assert (ended.returncode, ended.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES, errno.ETIMEDOUT])
+def test_a_folder_of_a_share_that_does_not_answer_is_not_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number):
+    def fails(path: str) -> os.stat_result:
+        raise OSError(number, os.strerror(number), path)
+
+    assert agent._is_gone(str(tmp_path / "gone"))
+    assert not agent._is_gone(str(tmp_path))
+    monkeypatch.setattr(os, "stat", fails)
+    assert not agent._is_gone(str(tmp_path))

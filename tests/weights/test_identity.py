@@ -45,6 +45,12 @@ def test_the_names_of_files_are_part_of_it(tmp_path: Path, memories: Path) -> No
     assert digest([tmp_path / "vae"]) != before
 
 
+def test_a_name_that_is_not_utf_8_has_a_digest_as_any_other(tmp_path: Path, memories: Path) -> None:
+    before = digest([model(tmp_path)])
+    Path(os.fsdecode(os.fsencode(tmp_path / "vae") + b"/caf\xe9.txt")).write_bytes(b"")
+    assert digest([tmp_path / "vae"]) != before
+
+
 def test_a_large_file_is_read_again_only_when_it_has_changed(tmp_path: Path, memories: Path) -> None:
     folder = model(tmp_path)
     before = digest([folder])

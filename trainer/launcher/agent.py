@@ -10,11 +10,13 @@ It ends with its run folder, the last argument: without one, ranks can report no
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import ModuleType
 
 import psutil
@@ -42,10 +44,20 @@ def _end_with(run: str) -> None:
     missed = 0
     while missed < MOST_MISSED:
         time.sleep(LOOKS_EVERY_S)
-        missed = 0 if os.path.isdir(run) else missed + 1
+        missed = missed + 1 if _is_gone(run) else 0
     for rank in psutil.Process().children(recursive=True):
-        rank.kill()
+        with suppress(psutil.NoSuchProcess):  # it has found the folder gone, too
+            rank.kill()
     os._exit(1)
+
+
+def _is_gone(run: str) -> bool:
+    """Whether there is nothing of this name. A share that does not answer comes back, and ranks can wait for it."""
+    try:
+        os.stat(run)
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ENOTDIR)
+    return False
 
 
 if __name__ == "__main__":

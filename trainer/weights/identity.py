@@ -41,7 +41,7 @@ def digest(paths: Iterable[Path]) -> str:
     total = hashlib.sha256()
     with ThreadPoolExecutor(THREADS) as pool:
         for (name, _), of_bytes in zip(found, pool.map(_digest, [file for _, file in found]), strict=True):
-            total.update(f"{name} {of_bytes}\n".encode())
+            total.update(f"{name} {of_bytes}\n".encode("utf-8", "surrogateescape"))
     return total.hexdigest()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,14 +63,13 @@ def edit(
     studio.unsettled.settle(paths)
     if typing:
         studio.unsettled.typing(paths)
-    before, after = studio.change_images(lambda draft: form.edited(draft, edits), typing)
-    return _state(studio, target, is_typing=typing) | {"left_images": left_with_images(before, after, edits)}
+    gone = studio.change_images(lambda draft: form.edited(draft, edits), typing)
+    return _state(studio, target, is_typing=typing) | {"left_images": left_with_images(gone)}
 
 
-def left_with_images(before: Draft, after: Draft, edits: Iterable[str] = ()) -> dict[str, Any]:
+def left_with_images(gone: dict[str, str]) -> dict[str, Any]:
     """Return the companions of former images that were left behind: labels, and the edits that bring them back."""
-    names = [name for name in form.COMPANIONS if name in {*before.values} - {*after.values, *edits}]
-    return {"labels": [label(name) for name in names], "edits": {name: before.values[name] for name in names}}
+    return {"labels": [label(name) for name in gone], "edits": gone}
 
 
 def preset(studio: Studio, name: str, is_forced: bool = False, target: str = THIS_MACHINE) -> dict[str, Any]:

@@ -85,8 +85,8 @@ def make(studio: Studio, above: str, name: str) -> dict[str, Any]:
         raise InputError(studio.uploads.closed)
     made = str(studio.uploads.folders.make(above, name))
     studio.unsettled.settle(["data.path"])
-    before, after = studio.change_images(lambda draft: draft.typed("data.path", made))
-    return {"folder": made, "left": left_with_images(before, after)}
+    gone = studio.change_images(lambda draft: draft.typed("data.path", made))
+    return {"folder": made, "left": left_with_images(gone)}
 
 
 def delete(studio: Studio, key: str, images: list[str]) -> dict[str, Any]:
