@@ -17,7 +17,7 @@ from tests.runs import alone, make_pictures, make_run, make_text, run_config, te
 from trainer.config import installation
 from trainer.config.errors import InputError
 from trainer.config.installation import PRESETS
-from trainer.config.load import ConfigError, ConfigFile, load_config
+from trainer.config.load import ConfigError, ConfigFile, dump_config, load_config
 from trainer.export import export
 from trainer.launcher import commands, preflight
 from trainer.launcher.queue import Queue
@@ -111,6 +111,11 @@ sample:
 export:
   format: kohya
 """
+WHOLE = {"adapter.type": "none", "model.train": {"transformer": "full"}}
+NOTHING_TO_STORE = (
+    "quantize.format: nf4 is for frozen layers, but the whole model is trained; train an adapter (adapter.type), or "
+    "set none"
+)
 MISTAKES = {
     5: "model.train: 'vae' is not one of transformer",
     7: f"model.options.text_windows: {USED} model.options.architecture, model.options.distilled, "
@@ -188,6 +193,16 @@ def test_an_export_that_the_family_has_no_file_for_starts_no_process(tmp_path: P
             "model.options.distilled: true, but this model has a guidance embedding: it is drawn with one call per "
             "step at sample.guidance; leave it empty, and set sample.steps",
         ),
+        ("flux2", {**WHOLE, "quantize.format": "nf4"}, NOTHING_TO_STORE),
+        ("z_image", {**WHOLE, "quantize.format": "int8"}, NOTHING_TO_STORE.replace("nf4", "int8")),
+        (
+            "sdxl",
+            WHOLE
+            | {"model.train": dict.fromkeys(("unet", "text_encoder", "text_encoder_2"), "full")}
+            | {"parallel.offload_blocks": 2},
+            "parallel.offload_blocks: 2 is for frozen weights, but the whole model is trained; train an adapter "
+            "(adapter.type), or set 0 and parallel.cpu_offload: true",
+        ),
     ],
 )
 def test_what_one_family_or_model_cannot_do_is_refused_without_it(
@@ -258,6 +273,67 @@ def test_what_does_not_fit_the_layers_is_refused_before_a_run_folder_is_made(
     with pytest.raises(ConfigError, match=f"^command line: {why}"):
         preflight.new_run(load("flux2", fields, pictures), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "fields", "why"),
+    [
+        ("bagel", {"model.train": {"connectors": "adapter"}}, r"adapter\.targets: bagel recommends no layers of "),
+        (
+            "bagel",
+            {"adapter.type": "none", "quantize.format": "fp8"}
+            | {"model.train": dict.fromkeys(("understanding", "generation", "vision"), "full")},
+            r"quantize\.format: fp8 is for frozen layers, but none is left to store; train less",
+        ),
+        (
+            "sdxl",
+            {"adapter.type": "none", "model.train": {"unet": "full"}, "quantize.format": "nf4"},
+            r"quantize\.format: nf4 is for frozen layers, but none is left to store; train less",
+        ),
+        (
+            "sdxl",
+            {"adapter.type": "none", "model.train": {"unet": "full"}, "parallel.offload_blocks": 2},
+            r"parallel\.offload_blocks: 2 is for blocks with frozen weights, but none has any; train less",
+        ),
+        (
+            "flux2",
+            {"model.options.text_layers": [1]},
+            r"model\.options\.text_layers: \[1\] gives 1 x 32 = 32 features per token, but the transformer reads 96; ",
+        ),
+        (
+            "flux3",
+            {"model.options.text_layers": [0, 9]},
+            r"model\.options\.text_layers: \[0, 9\] is not within 0 to 3, the hidden states of ",
+        ),
+    ],
+)
+def test_what_one_model_cannot_do_is_refused_before_a_run_folder_is_made(
+    pictures: Path, tmp_path: Path, family: str, fields: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^(command line|preset.yaml): {why}"):
+        preflight.new_run(load(family, fields, pictures), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_rows_longer_than_the_positions_of_the_model_are_refused_before_a_run_folder_is_made(tmp_path: Path) -> None:
+    file = tmp_path / "long.yaml"
+    file.write_text(dump_config(text_config(make_text(tmp_path / "text"), data__length=5000)), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        preflight.new_run(load_config(file), tmp_path / "runs")
+    assert "data.length: 5000 tokens, but the model was made for 4096 at most; lower it" in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("format", ["comfyui", "single_file"])
+def test_a_format_that_the_family_does_not_have_is_no_mistake_of_a_run_that_exports_nothing(
+    tmp_path: Path, cache: Path, format: str
+) -> None:
+    cfg = text_config(make_text(tmp_path / "text"), export={"what": "none", "format": format})
+    check_model(cfg, cache)
+    with pytest.raises(InputError, match=rf"^export\.format: models of causal_lm have no {format}; use auto$"):
+        check_model(text_config(tmp_path / "text", export={"what": "merged", "format": format}), cache)
 
 
 def test_a_plain_config_starts_no_process_that_imports_torch(pictures: Path) -> None:

@@ -45,6 +45,10 @@ def change(folder: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
+def test_rows_are_no_longer_than_the_positions_whatever_the_config_calls_them(tmp_path: Path) -> None:
+    assert opened(saved(tmp_path / "model", "gpt2")).longest == small("gpt2").n_positions
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_transformers_loads_is_what_is_trained(tmp_path: Path, kind: str) -> None:
     family = opened(saved(tmp_path / "model", kind))

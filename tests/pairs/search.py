@@ -16,9 +16,7 @@ from tests.pairs.data import make_data
 from tests.pairs.trials import OnRanks, Outcome, tried
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.export import check_export
-from trainer.models import families, preferences
-from trainer.models.build import build_model
+from trainer.train.rehearsal import check_model
 
 
 @dataclass(frozen=True)
@@ -119,12 +117,3 @@ class Search:
         plain_values = {choice: next(iter(values)) for choice, values in self.kinds[kind].choices.items()}
         chosen = {choice: row[choice] for choice in plain_values if row.get(choice) not in (None, plain_values[choice])}
         return Tried(name, row, chosen, trial.outcome, trial.why, time.monotonic() - began)
-
-
-def check_model(cfg: RunConfig, cache: Path) -> None:
-    """Raise InputError for a model that a rank refuses before it reads data."""
-    family = families.make(cfg, cache)
-    objective = preferences.make(cfg, family)
-    built = build_model(cfg, family)
-    objective.check(built)
-    check_export(cfg, family, built.trainables)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from trainer.config.errors import Problem, not_one_of
-from trainer.config.schema import RunConfig
+from trainer.config.schema import RunConfig, nothing_frozen
 from trainer.config.sections import FORMER_DEFAULTS, SINGLE_FILES, AdapterSection, RankAdapter, Section
 
 FACTS = Path(__file__).with_suffix(".json")
@@ -148,6 +148,8 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
             and field.partition(".")[2] in (*known.data_fields, *known.sample_fields)
         ):
             yield Problem(field, f"models of family {cfg.model.family} read no reference images; remove the field")
+    if cfg.model.train and all(cfg.mode(name) == "full" for name in known.components):
+        yield from nothing_frozen(cfg)
     yield from unwritable(cfg)
 
 

@@ -169,6 +169,8 @@ def rules(cfg: RunConfig) -> Iterator[Problem]:
     yield from _model_rules(cfg)
     yield from _adapter_rules(cfg)
     yield from _quantize_rules(cfg)
+    if isinstance(cfg.adapter, NoAdapter) and not cfg.model.train:
+        yield from nothing_frozen(cfg)
     yield from _objective_rules(cfg)
     yield from _optim_rules(cfg)
     yield from _strategy_rules(cfg)
@@ -304,16 +306,23 @@ def _quantize_rules(cfg: RunConfig) -> Iterator[Problem]:
                 "needs quantize.format nf4, int8 or fp8, but it is none; set it, or leave this out",
                 depends_on=("quantize.format",),
             )
-    if (
-        quantize.format != "none"
-        and not quantize.encoders
-        and isinstance(cfg.adapter, NoAdapter)
-        and not cfg.model.train
-    ):
+
+
+def nothing_frozen(cfg: RunConfig) -> Iterator[Problem]:
+    """Yield fields that are for frozen weights, for a run that trains the whole model."""
+    quantize, offloaded = cfg.quantize, cfg.parallel.offload_blocks
+    if quantize.format != "none" and not quantize.encoders:
         yield Problem(
             "quantize.format",
             f"{quantize.format} is for frozen layers, but the whole model is trained; train an adapter "
             "(adapter.type), or set none",
+            depends_on=("adapter.type", "model.train"),
+        )
+    if offloaded != 0:
+        yield Problem(
+            "parallel.offload_blocks",
+            f"{offloaded} is for frozen weights, but the whole model is trained; train an adapter (adapter.type), or "
+            "set 0 and parallel.cpu_offload: true",
             depends_on=("adapter.type", "model.train"),
         )
 
@@ -464,13 +473,6 @@ def _offload_rules(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "parallel.offload_blocks",
             f"{wanted} is not auto, a number of blocks, or a share of them from 0 to 1.0; 0 offloads none",
-        )
-    if isinstance(cfg.adapter, NoAdapter) and not cfg.model.train:
-        yield Problem(
-            "parallel.offload_blocks",
-            f"{wanted} is for frozen weights, but the whole model is trained; train an adapter (adapter.type), or set "
-            "0 and parallel.cpu_offload: true",
-            depends_on=("adapter.type", "model.train"),
         )
     if parallel.cpu_offload:
         yield Problem(

@@ -84,14 +84,8 @@ def encode_data(
 
     Raises:
         StopRequested: A stop was requested; raised on every rank.
-        InputError: An image cannot be decoded and `data.bad_image` is not warn, or there are reference images but the
-            family reads none.
+        InputError: An image cannot be decoded and `data.bad_image` is not warn.
     """
-    cfg = context.cfg
-    of_data = {"data.references": cfg.data.references, "data.reference_columns": cfg.data.reference_columns}
-    for field, given in (*of_data.items(), ("sample.references", cfg.sample.references)):
-        if given and not family.reads_references:
-            raise InputError(f"{field}: models of family {cfg.model.family} read no reference images; remove the field")
     return _DataEncoder(family, load, context, ExampleCache(context.cache / "examples")).encode(others)
 
 

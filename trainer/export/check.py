@@ -11,8 +11,8 @@ from trainer.adapters.formats import adapter_files
 from trainer.adapters.state import TrainedAdapter
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.config.sections import SINGLE_FILES, NoAdapter
-from trainer.models.base import ModelFamily, TextFamily
+from trainer.config.sections import NoAdapter
+from trainer.models.base import ModelFamily
 from trainer.models.pissa import factors_of, starts_from_singular_values
 from trainer.models.saved_modules import saved_modules, saved_tensors
 from trainer.models.state_dict import BaseWeights, naming
@@ -33,9 +33,6 @@ def check_export(cfg: RunConfig, family: ModelFamily, trainables: Mapping[str, n
         InputError: `export.format` does not fit the family or the adapter's sizes; or users' programs load another
             base for the adapter than the one that is trained.
     """
-    has_file = bool(family.layout(family.components[0])) and not isinstance(family, TextFamily)
-    if cfg.export_what != "adapter" and cfg.export.format in SINGLE_FILES and not has_file:
-        raise InputError(f"export.format: models of {cfg.model.family} have no {cfg.export.format}; use auto")
     notes = _of_fewer_bits(cfg)
     if cfg.export_what != "adapter":
         return notes

@@ -44,10 +44,13 @@ OF_LAYERS = frozenset(
         *(f"adapter.{name}" for name in ("targets", "modules_to_save", "rank_pattern", "conv_rank", "factor")),
         *("adapter.block_size", "adapter.num_stages", "quantize.keep", "quantize.formats"),
         *("objective.zero_terminal_snr", "objective.router_weight", "objective.dpo_beta"),
-        *("model.options.blocks", "model.options.new_tokens", "model.options.attention"),
+        *("model.options.blocks", "model.options.new_tokens", "model.options.attention", "model.options.text_layers"),
+        "model.train",
     }
 )
 """Fields whose values only the built model can refuse."""
+USUAL_LENGTH = 2048
+"""Tokens of a row up to which published language models take them."""
 USUAL_RANK, SMALL_RANK = 64, 16
 """Ranks up to which layers take them, of published models and of small ones."""
 SMALL_SIDE = 512
@@ -238,7 +241,7 @@ def _check_stage(loaded: ConfigFile, index: int, is_new: bool, cache: Path | Non
 def needs_model(cfg: RunConfig) -> bool:
     """Whether a run without stages has fields that are checked with the layers of its model."""
     sections = (("adapter", cfg.adapter), ("quantize", cfg.quantize), ("objective", cfg.objective))
-    for section, given in (*sections, ("model.options", cfg.model.options)):
+    for section, given in (*sections, ("model", cfg.model), ("model.options", cfg.model.options)):
         for name, value in given:
             if f"{section}.{name}" in OF_LAYERS and value != type(given).model_fields[name].default:
                 return True
@@ -246,6 +249,8 @@ def needs_model(cfg: RunConfig) -> bool:
     if is_small and cfg.sample.every and max(cfg.sample.size) > SMALL_SIDE:
         return True
     if isinstance(cfg.adapter, RankAdapter) and cfg.adapter.rank > (SMALL_RANK if is_small else USUAL_RANK):
+        return True
+    if families.trains_on(cfg) == "text" and cfg.data.length > USUAL_LENGTH:
         return True
     is_low_rank = cfg.adapter.type in ("lora", "locon", "dora")
     return cfg.export_what == "adapter" and cfg.export.format != "auto" and not is_low_rank

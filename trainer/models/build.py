@@ -138,6 +138,12 @@ def build_model(cfg: RunConfig, family: ModelFamily) -> BuiltModel:
             raise InputError(
                 f"adapter.modules_to_save: {name.removesuffix('.weight')} must be trained, as {why}; name it here"
             )
+    wanted = cfg.parallel.offload_blocks
+    if not isinstance(wanted, str) and wanted and not blocks_to_offload(model, cfg, family):
+        raise InputError(
+            f"parallel.offload_blocks: {wanted} is for blocks with frozen weights, but none has any; train less "
+            "(model.train), or set 0"
+        )
     if cfg.train.neftune_alpha:
         assert isinstance(family, TextFamily)
         add_noise(family.embedding(model), cfg.train.neftune_alpha)

@@ -193,8 +193,8 @@ class CausalLM(TextFamily):
 
     @property
     def longest(self) -> int | None:
-        longest: int | None = self._config.to_dict().get("max_position_embeddings")
-        return longest
+        # Not in `to_dict` where a config has another name for it, as n_positions.
+        return self._config.max_position_embeddings if hasattr(self._config, "max_position_embeddings") else None
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
         return (*super().warnings(cfg), *self._text_only(), *self._endless())
