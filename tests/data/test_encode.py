@@ -301,7 +301,7 @@ def dotted() -> Image.Image:
 def test_masks_that_leave_almost_nothing_to_learn_are_counted_also_by_a_start_that_encodes_nothing(
     tmp_path: Path, fit: str, outside: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.scan_memory.COARSEST_NS", -(10**18))
+    monkeypatch.setattr("trainer.config.files.COARSEST_NS", -(10**18))
     pictures, masks = make_pictures(tmp_path / "pictures", 6), tmp_path / "masks"
     masks.mkdir()
     subject = black()
@@ -326,7 +326,7 @@ def test_masks_that_leave_almost_nothing_to_learn_are_counted_also_by_a_start_th
 def test_a_fully_transparent_image_is_named_also_by_a_start_that_encodes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.scan_memory.COARSEST_NS", -(10**18))
+    monkeypatch.setattr("trainer.config.files.COARSEST_NS", -(10**18))
     pictures = make_pictures(tmp_path / "pictures", 2)
     Image.new("RGBA", (64, 64), (255, 0, 0, 0)).save(pictures / "00.png")
     for _ in range(2):

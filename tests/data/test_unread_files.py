@@ -79,7 +79,7 @@ def test_the_companions_of_images_may_have_captions_that_are_not_read(tmp_path: 
 def test_a_folder_with_images_that_is_passed_over_is_named_also_by_a_scan_that_is_remembered(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.scan_memory.COARSEST_NS", -(10**18))
+    monkeypatch.setattr("trainer.config.files.COARSEST_NS", -(10**18))
     add_image(tmp_path / "data" / "a.png")
     (tmp_path / "data" / folder).mkdir()
     (tmp_path / "data" / folder / "x.safetensors").write_bytes(b"")
