@@ -310,6 +310,8 @@ class _Scanner:
         files = self._files(source)
         tables = self._tables(source, files)
         if tables:
+            others = set(files).difference(tables)
+            self.findings.warnings += unread_files.of_tables(source.field, [file for file in files if file in others])
             return self._of_tables(source, tables)
         paths = self._paths(source, files)
         self._texts |= _text_files(files)
@@ -428,6 +430,7 @@ class _Scanner:
     def _of_tables(self, source: _Source, tables: Sequence[Path]) -> list[CaptionedImage]:
         """The usable images of tables, in their order."""
         images: list[CaptionedImage] = []
+        unused: list[str] = []
         count, columns = 0, Columns.of(self.cfg)
         for table in tables:
             prefix = table.relative_to(source.root).with_suffix("").as_posix() + "/" if len(tables) > 1 else ""
@@ -439,12 +442,14 @@ class _Scanner:
                         self.findings.problems.append(str(row))
                     else:
                         captions |= {row.image: row.captions[0]} if row.captions else {}
+                        unused += [f"{table}: {name}" for name in row.unused[:1]]
                         images += filter(None, [self._of_row(source, row, prefix)])
                     if len(self.findings.problems) - before >= MOST_WRONG_ROWS:
                         raise InputError(f"{table}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
             self._watcher.listed(captions, is_fixed=True)
         if not count and not self.findings.problems:
             self.findings.problems.append(f"{source.field}: {source.root}: holds no rows; name a file with images")
+        self.findings.warnings += unread_files.of_samples(source.field, unused)
         self._check(source, count, images)
         return images
 
