@@ -14,7 +14,7 @@ import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
@@ -28,6 +28,7 @@ from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
 from trainer.data.image_io import IMAGE_SUFFIXES, ImageFile, files_below, load_mask, png, read_header, same_name
+from trainer.data.image_tables import named_file
 
 MOST_SENT = 3 * 2**20
 """Bytes of a painted mask on its way from the page."""
@@ -126,10 +127,20 @@ def _place(data: DataConfig, image: Path, source: str, name: str) -> Place:
         if own.masks or not data.masks:
             field, folder = f"data.folders.{number}.masks", own.masks
     if folder:
-        return Place(image, _absolute(folder), name, field, is_set=True)
+        return _spelled(Place(image, _absolute(folder), name, field, is_set=True))
     start = _absolute(root or "")
     start = start.with_suffix("") if start.is_file() else start
-    return Place(image, start.with_name(f"{start.name}-masks"), name, field, is_set=False)
+    return _spelled(Place(image, start.with_name(f"{start.name}-masks"), name, field, is_set=False))
+
+
+def _spelled(place: Place) -> Place:
+    """The place with the folders of its name as they are on the disk: a second one of other accents would be another
+    mask of the same name for a run."""
+    above, _, name = place.name.rpartition("/")
+    if above.isascii():
+        return place
+    found = named_file(place.folder, above).relative_to(place.folder)
+    return replace(place, name=(found / name).as_posix())
 
 
 def waiting(data: DataConfig, folder: Path, names: Sequence[str]) -> dict[str, Path]:

@@ -7,6 +7,7 @@ import io
 import os
 import struct
 import time
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,6 +96,22 @@ def test_a_mask_lies_where_its_image_lies_below_the_folder(images: Path, masks: 
     masks.save(deep, png(painted()), "")
     assert (images / "masks" / "some" / "deep.er" / "a.b.png").is_file()
     assert {one.mask.path.name for one in scan(given.data).train if one.mask} == {"01.png", "a.b.png"}
+
+
+def test_a_mask_stays_in_its_folder_however_the_accents_of_that_are_written(images: Path, masks: Masks):
+    apart = unicodedata.normalize("NFD", "été")
+    for folder in (images / apart, images / "masks" / apart):
+        folder.mkdir(parents=True)
+    (images / "00.png").rename(images / apart / "00.png")
+    (images / "00.txt").rename(images / apart / "00.txt")
+    Image.new("L", (64, 64)).save(images / "masks" / apart / "00.png")
+    given = run_config(images, data__masks=str(images / "masks"))
+    deep = place(given, images / apart / "00.png")
+    loaded = masks.mask_of(deep)
+    assert loaded is not None and stamp(deep)
+    masks.save(deep, png(painted()), loaded.digest)
+    assert os.listdir(images / "masks") == [apart]
+    assert [one.mask is not None for one in scan(given.data).train] == [False, False, True]
 
 
 def test_each_folder_has_its_own_masks_and_held_out_images_those_of_data_masks(images: Path, tmp_path: Path):

@@ -33,6 +33,8 @@ def test_the_first_epochs_hold_each_image_as_often_as_it_is_drawn_in_them(epochs
         ([1.0] * 10, 1, 10),
         ([1.0] * 10, 0.25, 3),  # of a quarter of an epoch, 2.5 images, rounded up
         ([1.0] * 10, 2.5, 25),
+        ([1.0] * 10, 1.1, 11),  # 1.1 - 1 is a little more than 0.1 in binary
+        ([1.0] * 1000, 8.2, 8200),
         ([3.0] * 4, 2, 24),  # data.repeats: 3
         ([1.0] * 6 + [2.0] * 3, 3, 36),  # 3 regularization images that occur as often as 6 images
         ([0.5] * 4, 1, 2),

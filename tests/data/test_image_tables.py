@@ -389,6 +389,31 @@ def test_compressed_tar_files_are_refused_with_the_remedy(tmp_path: Path) -> Non
         )
 
 
+def test_other_files_next_to_tables_are_counted(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", {"image": of_hub(), "text": ["a", "b", "c"]})
+    for name in ("README.md", "list.jsonl", "more.zip", "phone.heic", "sub/film.mp4"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    assert scan(data(tmp_path)).warnings == (
+        f"data.path: 4 files next to tables of images are not read: first {tmp_path}/list.jsonl (.jsonl, .zip, .heic, "
+        ".mp4)",
+    )
+    assert scan(data(tmp_path / "a.parquet")).warnings == ()
+
+
+def test_a_second_image_of_a_tar_s_sample_is_named(tmp_path: Path) -> None:
+    names = ("0.jpg", "0.png", "1.png", "2.png", "2.webp", "2.tif", "3.png", "3.mask.png")
+    images = {name: encoded((number, 0, 0)) for number, name in enumerate(names)}
+    file = write_tar(tmp_path / "a.tar", images | {f"{number}.txt": b"a cat" for number in range(4)})
+    assert [colour[0] for colour, _ in seen(file)] == [0, 2, 3, 6]
+    warnings = [one for one in scan(data(file)).warnings if "sample" in one]
+    assert warnings == [
+        f"data.path: 2 samples have further images, which are not trained: first {file}: 0.png; give each image a "
+        "sample of its own, or name the suffix that is trained in data.image_column"
+    ]
+    assert scan(data(file, image_column="png")).warnings == ()
+
+
 def test_a_table_next_to_images_is_not_read_and_said(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(encoded(COLOURS[0]))
     (tmp_path / "a.txt").write_text("a", encoding="utf-8")

@@ -145,7 +145,8 @@ def test_the_only_image_without_a_caption_is_named_with_the_file_that_may_hold_i
 def test_second_captions_of_an_image_are_named(tmp_path: Path) -> None:
     for number, name in enumerate("abc"):
         add_image(tmp_path / f"{name}.png", caption=f"file {name}", size=(40, 20 + number))
-    (tmp_path / "a.TXT").write_text("another")
+    for name in ("a.TXT", "z.txt", "z.TXT"):
+        (tmp_path / name).write_text("another")
     for name in ("d", "e"):
         add_image(tmp_path / f"{name}.png", caption=None, size=(30, 20 + ord(name)))
     rows = [("b", "row b"), ("c", "file c"), ("d", "first"), ("d", "last"), ("e", "e"), ("e", "e")]
@@ -157,7 +158,15 @@ def test_second_captions_of_an_image_are_named(tmp_path: Path) -> None:
         "data.path: 2 images have another caption than the .txt, which is not used: first a.TXT; remove one of them",
         "data.path: 1 image is listed again with another caption, and the last one is used: first d.png; remove the "
         "other rows",
+        "data.path: 1 caption belongs to no image that is read: first z.txt; give a caption the name of its image",
     ]
+
+
+def test_a_folder_that_is_listed_twice_is_not_full_of_copies(tmp_path: Path) -> None:
+    add_image(tmp_path / "a.png")
+    own = {"path": str(tmp_path), "caption_prefix": "closely,"}
+    assert captions_of(data(tmp_path, folders=[own])) == ["a cat", "closely, a cat"]
+    assert warnings_of(tmp_path, folders=[own]) == []
 
 
 @pytest.mark.parametrize(("image", "other"), [(COMPOSED, APART), (APART, COMPOSED)])
@@ -198,7 +207,7 @@ def test_folders_named_as_kohya_s_scripts_name_them_say_how_often_their_images_o
     add_image(tmp_path / "1_style" / "c.png", size=(20, 30))
     for number, name in enumerate(("01_portraits", "2023_trip", "5 apples", "x/7_deep")):
         add_image(tmp_path / name / "d.png", size=(20, 40 + number))
-    add_image(tmp_path / "kept" / "10_woman" / "e.png", size=(20, 50))
+    add_image(tmp_path / "kept" / "10_woman" / "e.png", caption=None, size=(20, 50))
     add_image(tmp_path / "8_f.png", size=(20, 60))
     add_image(tmp_path / "held" / "9_woman" / "g.png", size=(20, 70))
     found = scan(
@@ -216,16 +225,20 @@ def test_folders_named_as_kohya_s_scripts_name_them_say_how_often_their_images_o
         name: 2 for name in ("1_style", "01_portraits", "2023_trip", "5 apples", "7_deep")
     }
     assert {one.caption for one in found.train if one.weight == 20} == {"a woman, ohwx", "ohwx woman"}
+    assert found.train[-1].caption == "woman"
     assert found.warnings == (
         "data.path: images occur in an epoch as often as the names of their folders say, as in kohya's scripts: "
         "10_ohwx woman 10 times; rename a folder to change this",
         "data.path: 1 image has no caption but the text of the folder's name, as in kohya's scripts: first "
         f"{tmp_path}/10_ohwx woman/sub/b.png",
+        "data.regularization: 1 image has no caption but the text of the folder's name, as in kohya's scripts: first "
+        f"{tmp_path}/kept/10_woman/e.png",
     )
 
 
 def test_a_trigger_that_stands_in_the_caption_is_not_put_in_front_once_more(tmp_path: Path) -> None:
     captions = ("a Risograph print", "[Trigger] fox", "risographs", "a fox")
+    captions += ("一张risograph狐狸", "risographの狐", "risographé")
     for number, caption in enumerate(captions):
         add_image(tmp_path / f"{number}.png", caption=caption, size=(40, 20 + number))
     assert captions_of(data(tmp_path, trigger="risograph")) == [
@@ -233,6 +246,9 @@ def test_a_trigger_that_stands_in_the_caption_is_not_put_in_front_once_more(tmp_
         "risograph fox",
         "risograph, risographs",
         "risograph, a fox",
+        "一张risograph狐狸",
+        "risographの狐",
+        "risograph, risographé",
     ]
     assert with_trigger(["[TRIGGER] owl"], DataConfig(trigger=r"\1 risograph")) == [r"\1 risograph owl"]
 

@@ -30,7 +30,8 @@ def num_images(weights: Sequence[float], epochs: float) -> int:
     """
     whole = math.floor(epochs)
     before, after = (sum(occurrences(weight, i, n) for i, weight in enumerate(weights)) for n in (whole, whole + 1))
-    return max(1, before + math.ceil((epochs - whole) * (after - before)))
+    part = round((epochs - whole) * (after - before), 6)  # 0.1 of an epoch is 1.1 - 1, which is more in binary
+    return max(1, before + math.ceil(part))
 
 
 def num_mixed(images: int, question_share: float) -> int:

@@ -57,6 +57,9 @@ MAX_CAPTION = 64 * 2**10
 """Limit for a caption, bytes: some 16,000 tokens, more than any encoder reads."""
 
 _FOLDERS = "data.folders."
+_PART_OF_WORD = r"[^\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
+"""A character that continues a word. Chinese, Japanese, Thai, Lao, Burmese and Khmer have no spaces between words, and
+Korean has particles behind them."""
 _NEEDED = (("file_name",), ("text", "caption"))
 """Columns of a metadata.csv: one of each."""
 C = TypeVar("C", Masks, References, Rejected)
@@ -199,7 +202,9 @@ def scan(cfg: DataConfig, watcher: Watcher | None = None, known: KnownFiles | No
         images, held_out = _set_aside(images, cfg.validation)
     images += _as_frequent(others, images, cfg.regularization_weight)
     dataset = Dataset(tuple(images), tuple(held_out), tuple(image_warnings.folded(scanner.findings.warnings)))
-    copies = image_warnings.of_copies((image.path for image in (*images, *held_out)), known.digest)
+    # A folder may be listed twice, with other settings.
+    paths = map(Path, dict.fromkeys(image.location for image in (*images, *held_out)))
+    copies = image_warnings.of_copies(paths, known.digest)
     return replace(dataset, warnings=(*dataset.warnings, *image_warnings.of_files(dataset.images), *copies))
 
 
@@ -310,6 +315,8 @@ class _Scanner:
         files = self._files(source)
         tables = self._tables(source, files)
         if tables:
+            others = set(files).difference(tables)
+            self.findings.warnings += unread_files.of_tables(source.field, [file for file in files if file in others])
             return self._of_tables(source, tables)
         paths = self._paths(source, files)
         self._texts |= _text_files(files)
@@ -331,7 +338,7 @@ class _Scanner:
         unread = [file for file in files if file.suffix.lower() not in IMAGE_SUFFIXES and not self._is_read(file)]
         near = unread_files.nearest(unread, [Path(place) for place, _ in self._uncaptioned]) if files else {}
         texts = [file for file in unread if file.suffix.lower() == ".txt"]
-        rivals = [file for file in texts if self._texts[f"{unread_files.stem_of(file)}.txt"] != str(file)]
+        rivals = [file for file in texts if self._texts[f"{unread_files.stem_of(file)}.txt"] in self._captioned]
         self._name_uncaptioned(source, count, near)
         self._warn_of_second_captions(source, rivals)
         self._warn_of_repeats(source, images)
@@ -428,6 +435,7 @@ class _Scanner:
     def _of_tables(self, source: _Source, tables: Sequence[Path]) -> list[CaptionedImage]:
         """The usable images of tables, in their order."""
         images: list[CaptionedImage] = []
+        unused: list[str] = []
         count, columns = 0, Columns.of(self.cfg)
         for table in tables:
             prefix = table.relative_to(source.root).with_suffix("").as_posix() + "/" if len(tables) > 1 else ""
@@ -439,12 +447,14 @@ class _Scanner:
                         self.findings.problems.append(str(row))
                     else:
                         captions |= {row.image: row.captions[0]} if row.captions else {}
+                        unused += [f"{table}: {name}" for name in row.unused[:1]]
                         images += filter(None, [self._of_row(source, row, prefix)])
                     if len(self.findings.problems) - before >= MOST_WRONG_ROWS:
                         raise InputError(f"{table}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
             self._watcher.listed(captions, is_fixed=True)
         if not count and not self.findings.problems:
             self.findings.problems.append(f"{source.field}: {source.root}: holds no rows; name a file with images")
+        self.findings.warnings += unread_files.of_samples(source.field, unused)
         self._check(source, count, images)
         return images
 
@@ -663,7 +673,8 @@ class _Scanner:
             self.findings.problems.append(f"{message}, or set data.bad_image: warn")
 
     def _warn_of_shared_captions(self) -> None:
-        shared = [(caption, images) for caption, images in self._captioned.items() if len(images) > 1]
+        owners = ((caption, list(dict.fromkeys(images))) for caption, images in self._captioned.items())
+        shared = [(caption, images) for caption, images in owners if len(images) > 1]
         if shared:
             caption, images = shared[0]
             count = image_warnings.counted(len(shared), "caption is", "captions are")
@@ -772,10 +783,11 @@ def _repeats(source: _Source, name: str) -> tuple[int, str]:
     name: the path of an image below the folder of the data.
     """
     folder, below, _ = name.partition("/")
-    found = REPEATS.fullmatch(folder) if below and source.is_own else None
+    found = REPEATS.fullmatch(folder) if below else None
     if found is None:
         return 1, ""
-    return 1 if source.field == "data.validation" else int(found[1]), found[2].strip()
+    is_counted = source.is_own and source.field != "data.validation"
+    return int(found[1]) if is_counted else 1, found[2].strip()
 
 
 def _stem(path: Path) -> str:
@@ -793,6 +805,6 @@ def _with_trigger(caption: str, trigger: str) -> str:
         return caption
     if has_trigger_place(caption):
         return fill_trigger(caption, trigger)
-    if re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption, re.IGNORECASE):
+    if re.search(rf"(?<!{_PART_OF_WORD}){re.escape(trigger)}(?!{_PART_OF_WORD})", caption, re.IGNORECASE):
         return caption
     return f"{trigger}, {caption}" if caption else trigger

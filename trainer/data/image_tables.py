@@ -61,6 +61,7 @@ class TableRow:
             and in a parquet file the number of its row from 0.
         captions: Its captions.
         references: Its reference images, as `image`.
+        unused: Names of its further images, which are not trained.
     """
 
     place: str
@@ -68,6 +69,7 @@ class TableRow:
     name: str
     captions: tuple[str, ...]
     references: tuple[Path, ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -193,9 +195,11 @@ def named_file(folder: Path, name: str) -> Path:
     return file if name.isascii() else next((one for one in (file, *others) if one.exists()), file)
 
 
-def _row(place: str, image: Path, name: str, caption: Any, references: tuple[Path, ...]) -> TableRow | InputError:
+def _row(
+    place: str, image: Path, name: str, caption: Any, references: tuple[Path, ...], unused: tuple[str, ...] = ()
+) -> TableRow | InputError:
     try:
-        return TableRow(place, image, name, _captions(caption), references)
+        return TableRow(place, image, name, _captions(caption), references, unused)
     except InputError as error:
         return InputError(f"{place}: {error}")
 
@@ -393,9 +397,10 @@ def _sample(
 ) -> TableRow | InputError:
     place = f"{file}: {name}"
     suffixes = (columns.image,) if columns.image else TAR_IMAGES
-    image = next((members[suffix] for suffix in suffixes if suffix in members), None)
-    if image is None:
+    own = [members[suffix] for suffix in suffixes if suffix in members and suffix not in columns.references]
+    if not own:
         return InputError(f"{place}: has no image, only {', '.join(members)}; add it or remove the sample")
+    image, *others = own
     absent = [suffix for suffix in columns.references if suffix not in members]
     if absent:
         return InputError(f"{place}: has no {absent[0]}, which data.reference_columns names; add it")
@@ -407,7 +412,7 @@ def _sample(
         caption = _tar_caption(stream, members, columns)
     except InputError as error:
         return InputError(f"{place}: {error}")
-    return _row(place, paths[0], name, caption, tuple(paths[1:]))
+    return _row(place, paths[0], name, caption, tuple(paths[1:]), tuple(one.name for one in others))
 
 
 def _tar_caption(stream: io.BufferedReader, members: Mapping[str, _Member], columns: Columns) -> Any:

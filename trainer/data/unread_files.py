@@ -81,6 +81,24 @@ def of_others(field: str, files: Iterable[Path]) -> Iterator[str]:
         yield f"{field}: {count} not read: first {others[0]}{_suffixes(others)}"
 
 
+def of_tables(field: str, files: Iterable[Path]) -> Iterator[str]:
+    """Warn of files next to tables that hold the images. files: all but the tables."""
+    others = [file for file in files if not file.name.lower().endswith(COMPRESSED) and not _is_unnamed(file)]
+    if others:
+        count = counted(len(others), "file next to tables of images is", "files next to tables of images are")
+        yield f"{field}: {count} not read: first {others[0]}{_suffixes(others)}"
+
+
+def of_samples(field: str, unused: Sequence[str]) -> Iterator[str]:
+    """Warn of samples of tar files with several images. unused: of each, an image that is not trained."""
+    if unused:
+        count = counted(len(unused), "sample has further images", "samples have further images")
+        yield (
+            f"{field}: {count}, which are not trained: first {unused[0]}; give each image a sample of its own, or name "
+            "the suffix that is trained in data.image_column"
+        )
+
+
 def of_folders(field: str, passed: Iterable[str]) -> Iterator[str]:
     """Warn of folders with images that are passed over."""
     folders = folders_with_images(passed)
