@@ -35,9 +35,11 @@ BITS = "it computes a number of more than 4,096 bits"
         ("{% set a = 'a' * 1000000 %}{{ a.join(range(99999) | list | map('string')) }}", SIZE),
         ("{% set a = 'a' * 1000000 %}{% for i in range(99999) %}{{ a }}{% endfor %}", SIZE),
         ("{% set a = 'a' * 1000000 %}{% set b %}{% for i in range(99999) %}{{ a }}{% endfor %}{% endset %}", SIZE),
-        ("{{ 'a'.ljust(10000000000) }}", "it gives 10,000,000,000 to a function"),
-        ("{{ 'a' | center(10000000000) }}", "it gives 10,000,000,000 to a function"),
-        ("{{ 1 | round(-10000000000) }}", "it gives -10,000,000,000 to a function"),
+        ("{{ 'a'.ljust(10000000000) }}", "it gives 10,000,000,000 to ljust"),
+        ("{{ 'a' | center(10000000000) }}", "it gives 10,000,000,000 to center"),
+        ("{{ 1 | round(-10000000000) }}", "it gives -10,000,000,000 to round"),
+        ("{% set a = 'a' * 1000000 %}{{ a.translate({97: a}) }}", SIZE),
+        ("{% set a = [0] * 1000000 %}{{ ([a] * 1000) | sum(start=[]) }}", STEPS),
         ("{{ 'a' | indent('b' * 9999) }}", "it gives a text of more than 200 letters to indent"),
         ("{{ '%1000000000d' % 1 }}", "it formats with '%1000000000'"),
         ("{{ '%*d' % (1000000000, 1) }}", "it formats with '%*'"),
@@ -86,13 +88,19 @@ def test_a_template_that_cannot_be_compiled_is_refused_by_its_name(source: str, 
         "{{ messages[::-1] | map(attribute='role') | join(', ') }}{{ '{:>3}'.format(1) }}"
         "{% for m in messages recursive %}{{ m.content or loop([]) }}{% endfor %}{{ [1, 2] + [3] }}"
         "{{ ('a', 'b') | join }}{{ 'é' | upper }}{{ none }}{{ 'x' | indent(2) }}",
+        "{{ messages | sum(attribute='n', start=5) }}{{ [[1], [2]] | sum(start=[]) }}{{ 'ab'.translate({97: 'xy'}) }}",
+        "{% macro m(x) %}{{ x }}{% endmacro %}{% set n = messages[0].n %}{{ m(n) }}{{ n | tojson }}{{ n | string }}"
+        "{{ n | abs }}{{ '{}'.format(n) }}{{ none | default(n) }}{{ namespace(n=n).n }}{{ n | round }}",
         "{% generation %}a{% endgeneration %}{{ strftime_now('%Y') }}{{ messages[0].content.replace('H', 'J') }}",
     ],
 )
 def test_other_templates_write_what_they_write_in_transformers(source: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    messages = [{"role": "user", "content": "Hé <b>"}, {"role": "assistant", "content": "So'"}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Hé <b>", "n": 1_700_000_000},
+        {"role": "assistant", "content": "So'", "n": 2},
+    ]
     expected, spans = render_jinja_template([messages], chat_template=source, return_assistant_tokens_mask=True)
     variables: dict[str, Any] = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": False}
     assert Sandbox(source).render(variables, 0) == (expected[0], spans[0])

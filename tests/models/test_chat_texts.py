@@ -115,6 +115,14 @@ def test_a_prompt_for_an_answer_that_no_answer_follows_is_noted(tokenizer: Any, 
     assert notes(keeps, THOUGHT) == []
 
 
+def test_an_answer_without_a_question_is_read_by_a_template_that_looks_at_the_first_message(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    made = chat(tokenizer, tmp_path, "{%- if messages[0].role == 'system' %}{% endif -%}" + REMOVES)
+    encoded = made.encode([{"role": "assistant", "content": "Hello"}])
+    assert show(tokenizer, encoded) == "<|im_start|>assistant\n⟦Hello<|im_end|>⟧\n"
+
+
 def test_calls_and_tools_that_a_template_leaves_out_are_refused(tokenizer: Any, tmp_path: Path) -> None:
     made = chat(tokenizer, tmp_path, REMOVES)
     says = [CALLED[0], CALLED[1] | {"content": "I look."}, *CALLED[2:]]

@@ -77,6 +77,15 @@ def test_arguments_as_an_object_and_as_its_json_are_the_same_tokens_in_every_tem
     )
 
 
+def test_a_result_that_writes_the_arguments_as_python_does_not_change_how_they_are_read(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    made = chat(tokenizer, tmp_path, TEMPLATE.replace("ARGS", "{{ call.arguments | tojson }}"))
+    result = {"role": "tool", "content": f"sky({ARGUMENTS})"}
+    ids, _ = made.encode([*called(arguments=ARGUMENTS), result, {"role": "assistant", "content": "So."}])
+    assert f"<call>sky {JSON}<|im_end|>" in tokenizer.decode(ids)
+
+
 @pytest.mark.parametrize(
     ("given", "read"),
     [

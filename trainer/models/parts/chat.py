@@ -467,7 +467,10 @@ class Chat:
         """Note a prompt for an answer that no answer follows, as where the template opens thinking that it removes."""
         if self.turns.is_prompted:
             return
-        prompt = self._render(messages[:-1], tools, is_open=True)
+        try:
+            prompt = self._render(messages[:-1], tools, is_open=True)
+        except InputError:  # nothing was asked before the answer
+            return
         if not whole.startswith(prompt):
             self._note(f"the prompt for an answer ends with {self.turns.header!r}, which the answer does not follow")
 

@@ -17,9 +17,10 @@ from functools import wraps
 from types import BuiltinMethodType
 from typing import Any, NoReturn
 
-from jinja2 import Environment, TemplateError, nodes, pass_context
+from jinja2 import Environment, TemplateError, nodes, pass_context, pass_environment
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -36,7 +37,7 @@ message."""
 MOST_LETTERS = 2**22
 """Letters of a rendering and of each text in it, with four more for each letter of its conversation."""
 MOST_NUMBER = 100_000
-"""Limit for numbers that are given to functions."""
+"""Limit for numbers that say how much a function makes."""
 MOST_BITS = 4096
 """Limit for numbers that are computed."""
 MOST_PADDING = 200
@@ -46,7 +47,9 @@ LETTERS_PER_STEP, ITEMS_PER_STEP = 1000, 50
 WRITES = frozenset({"pprint", "string", "tojson"})
 """Filters that write all that a list holds."""
 PADS = frozenset({"center", "expandtabs", "indent", "ljust", "rjust", "tojson", "wordwrap", "zfill"})
-MULTIPLIES = PADS | WRITES | {"format", "join", "replace"}
+SIZED = PADS | {"batch", "round", "slice", "to_bytes"}
+"""Filters and methods that are given numbers which say how much they make."""
+MULTIPLIES = PADS | WRITES | {"format", "join", "replace", "translate"}
 WIDTH = re.compile(r"%[-+ #0]*(?:\*|\d{4,})|%[^%\w]*\d*\.(?:\*|\d{4,})|:[^{}]*(?:\{|\d{4,})")
 """A column of thousands of letters, or of as many as a value says, in a text for `%` or `format`."""
 COUNT, JOIN = "shardstudio_count", "shardstudio_join"
@@ -119,7 +122,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.spans: list[Span] = []
         filters = {**self.filters, "tojson": _tojson}
         self.filters = {name: self._bounded(name, one) for name, one in filters.items()}
-        self.filters |= {COUNT: _counting(self.budget), JOIN: _join}
+        self.filters |= {COUNT: _counting(self.budget), JOIN: _join, "sum": _adding(self.budget)}
         self.globals |= {"raise_exception": _refuse, "strftime_now": _now, "dict": _dict, "namespace": _namespace}
         del self.globals["lipsum"]  # texts of any length, which no conversation needs
 
@@ -152,8 +155,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(__obj, BuiltinMethodType):
             args = __self._checked(__obj.__name__, (__obj.__self__, *args), kwargs)[1:]
-        else:
-            __self._checked("", args, kwargs)
         made = super().call(__context, __obj, *args, **kwargs)
         __self.budget.step(made)
         return made
@@ -191,15 +192,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _checked(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Check what a function is given, as it may make far more of that. Returns the arguments."""
-        most = MOST_PADDING if name in PADS else MOST_NUMBER
-        for one in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(one, int) and not -most <= one <= most:
-                raise OverBudgetError(f"it gives {one:,} to a function")
+        if name in SIZED:
+            most = MOST_PADDING if name in PADS else MOST_NUMBER
+            for one in (*_given(args)[1:], *kwargs.values()):
+                if isinstance(one, int) and not -most <= one <= most:
+                    raise OverBudgetError(f"it gives {one:,} to {name}")
         return self._multiplied(name, args, kwargs) if name in MULTIPLIES else args
 
     def _multiplied(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Check what a function is given that writes one thing as often as another says. Returns the arguments."""
-        given = [one for one in args if not isinstance(one, Context | Environment | nodes.EvalContext)]
+        given = _given(args)
         padding = [one for one in (*given[1:], *kwargs.values()) if isinstance(one, str)]
         if name in PADS and any(len(one) > MOST_PADDING for one in padding):
             raise OverBudgetError(f"it gives a text of more than {MOST_PADDING} letters to {name}")
@@ -208,6 +210,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif name == "replace" and len(given) > 2:
             text, old, new = (str(one) for one in given[:3])
             self.budget.require(len(text) + (text.count(old) if len(new) > len(old) else 0) * len(new))
+        elif name == "translate":
+            table = given[1].values() if isinstance(given[1], Mapping) else given[1]
+            self.budget.require(len(given[0]) * max((len(one) for one in table if isinstance(one, str)), default=1))
         elif name == "format":
             _check_widths(str(given[0]))
         elif name == "join":
@@ -325,9 +330,25 @@ def _counting(budget: Budget) -> Callable[[Context, bool], bool]:
     return count
 
 
+def _adding(budget: Budget) -> Callable[..., Any]:
+    @pass_environment
+    def add(environment: Environment, values: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
+        for one in values if attribute is None else map(make_attrgetter(environment, attribute), values):
+            start = start + one
+            budget.step(start)
+        return start
+
+    return add
+
+
 @pass_context
 def _join(context: Context, parts: list[Any]) -> str:
     return context.environment.concat(parts)
+
+
+def _given(args: tuple[Any, ...]) -> list[Any]:
+    """What a template gives a function: of a filter or a method first what it is applied to."""
+    return [one for one in args if not isinstance(one, Context | Environment | nodes.EvalContext)]
 
 
 def _filtered(node: nodes.Expr, name: str, at: nodes.Node) -> nodes.Filter:

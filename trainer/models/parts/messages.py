@@ -48,8 +48,10 @@ def as_read(messages: Sequence[Message], render: Render) -> Sequence[Message]:
         except InputError:
             return messages
         return texts
-    # A template that writes arguments as they are writes an object as Python does.
-    return texts if any(arguments and str(arguments) in text for arguments in given) else messages
+    # A template that writes arguments as they are writes an object as Python does; so may a result of a tool.
+    said = "\n".join(message.get("content") or "" for message in messages)
+    is_python = any(arguments and str(arguments) in text and str(arguments) not in said for arguments in given)
+    return texts if is_python else messages
 
 
 def checked_variables(variables: object, template: str, apply: Callable[..., Any]) -> Mapping[str, Any]:
