@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from trainer.data.epochs import num_images, num_mixed, occurrences
+from trainer.data.epochs import num_images, num_mixed, occurrences, rounded_up
 from trainer.data.loader import BatchSizes, ImageBatchSampler
 from trainer.data.mixed_source import MixedBatchSampler, QuestionItem
 
@@ -43,6 +43,10 @@ def test_the_first_epochs_hold_each_image_as_often_as_it_is_drawn_in_them(epochs
 )
 def test_samples_of_some_epochs(weights: list[float], epochs: float, samples: int) -> None:
     assert num_images(weights, epochs) == samples
+
+
+def test_rows_of_a_part_of_an_epoch_are_rounded_up_but_not_by_the_error_of_binary_numbers() -> None:
+    assert [rounded_up(epochs * 10) for epochs in (1.1, 2.2, 0.25, 1.0)] == [11, 22, 3, 10]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 1 / 3, 0.5, 0.9, 0.999])

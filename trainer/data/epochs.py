@@ -30,8 +30,12 @@ def num_images(weights: Sequence[float], epochs: float) -> int:
     """
     whole = math.floor(epochs)
     before, after = (sum(occurrences(weight, i, n) for i, weight in enumerate(weights)) for n in (whole, whole + 1))
-    part = round((epochs - whole) * (after - before), 6)  # 0.1 of an epoch is 1.1 - 1, which is more in binary
-    return max(1, before + math.ceil(part))
+    return max(1, before + rounded_up((epochs - whole) * (after - before)))
+
+
+def rounded_up(samples: float) -> int:
+    """Return a part of an epoch in whole samples. 1.1 x 10 is 11, though a little more in binary."""
+    return math.ceil(round(samples, 6))
 
 
 def num_mixed(images: int, question_share: float) -> int:

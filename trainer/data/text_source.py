@@ -14,6 +14,7 @@ from torch import nn
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig
+from trainer.data.epochs import rounded_up
 from trainer.data.loader import BatchSizes
 from trainer.data.row_forms import CHAT, TEXT
 from trainer.data.source import DataSource, Draw, SampleDrawer
@@ -98,7 +99,7 @@ class TextSource(DataSource):
         self._rows_of_an_epoch = num_rows(stream.rows(), key, context)
         if not self._rows_of_an_epoch:  # weights below 1, of few documents
             raise InputError("train.epochs: the first epoch holds no document; raise the weights, or set train.steps")
-        return max(1, math.ceil(epochs * self._rows_of_an_epoch))
+        return max(1, rounded_up(epochs * self._rows_of_an_epoch))
 
     @property
     def samples_of_an_epoch(self) -> float:
