@@ -44,7 +44,9 @@ def loaded_tensors(kind: Any, folder: Path, numbers: bool = True) -> Mapping[str
         )
     except OSError as error:  # a shard without its index, or files of an adapter next to the model's
         reason = str(error).partition("\n")[0]
-        raise RuntimeError(f"{folder}: transformers cannot load it ({reason}); give a folder as save_pretrained writes it") from error
+        raise RuntimeError(
+            f"{folder}: transformers cannot load it ({reason}); give a folder as save_pretrained writes it"
+        ) from error
     if found["missing_keys"]:
         raise RuntimeError(f"{folder}: transformers finds no '{min(found['missing_keys'])}' in it and draws it anew")
     tensors: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
