@@ -113,6 +113,15 @@ def test_what_transformers_draws_anew_or_does_not_tie_is_found_out_in_a_folder_o
     family.loaded_by_users(COMPONENT, folder)  # the head is stored besides
 
 
+def test_a_base_that_transformers_cannot_load_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    family = opened(saved(tmp_path / "model", "gemma2"))
+    file = family.folder / "model.safetensors"
+    file.rename(family.folder / "model-00001-of-00001.safetensors")
+    with pytest.raises(RuntimeError) as caught:
+        family.loaded_by_users(COMPONENT, family.folder, numbers=False)
+    assert str(caught.value).startswith(f"{family.folder}: transformers cannot load it (Error no file named model.")
+
+
 def test_a_base_that_only_a_package_for_its_codes_loads_is_left_out(tmp_path: Path) -> None:
     family = opened(saved(tmp_path / "model", "gemma2"))
     change(family.folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})

@@ -29,19 +29,25 @@ def loaded_tensors(kind: Any, folder: Path, numbers: bool = True) -> Mapping[str
         and for a folder above MOST_BYTES.
 
     Raises:
-        RuntimeError: transformers finds no value for a tensor, or one of another shape.
+        RuntimeError: transformers cannot load it, finds no value for a tensor, or one of another shape.
     """
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     place = {} if numbers and num_bytes <= MOST_BYTES else {"device_map": "meta"}
-    model, found = kind.from_pretrained(
-        folder,
-        dtype="auto",
-        output_loading_info=True,
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=False,
-        **place,
-    )
+    try:
+        model, found = kind.from_pretrained(
+            folder,
+            dtype="auto",
+            output_loading_info=True,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            **place,
+        )
+    except OSError as error:  # a shard without its index, or files of an adapter next to the model's
+        reason = str(error).partition("\n")[0]
+        raise RuntimeError(
+            f"{folder}: transformers cannot load it ({reason}); give a folder as save_pretrained writes it"
+        ) from error
     if found["missing_keys"]:
         raise RuntimeError(f"{folder}: transformers finds no '{min(found['missing_keys'])}' in it and draws it anew")
     tensors: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
