@@ -73,7 +73,8 @@ def _prepared(folder: Path) -> Iterator[Callable[[Any], None]]:
 
     def answer(value: Any) -> None:
         where, (kind, change) = value
-        shutil.rmtree(runs, ignore_errors=True)
+        while runs.exists():  # a thread of the studio before this one may still write into its cache
+            shutil.rmtree(runs, ignore_errors=True)
         shutil.copytree(whole, runs)
         studio = Studio(runs)
         if kind == "race":
