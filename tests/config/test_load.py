@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import aliases
+from trainer.config.errors import Problem
 from trainer.config.fields import all_names
 from trainer.config.load import (
     SCHEMA,
@@ -251,6 +252,14 @@ class TestValues:
         with pytest.raises(ConfigError) as caught:
             read(f"{line}\n", "data.path=photos")
         assert str(caught.value).endswith(f": {problem}")
+
+    def test_a_problem_with_a_value_of_20000_letters_is_still_a_sentence(self) -> None:
+        loaded = read(f"{DATA}", f"data.validation=/{'x' * 20_000}")
+        with pytest.raises(ConfigError) as caught:
+            loaded.refuse([Problem("data.validation", f"no folder '{loaded.config.data.validation}'; name one")])
+        assert len(str(caught.value)) == 1500
+        assert str(caught.value).startswith("command line: data.validation: no folder '/xxx")
+        assert str(caught.value).endswith("xxx'; name one")
 
     @pytest.mark.parametrize("field", ["data.folders[0].path", "train..steps", "stages[0].name"])
     def test_an_unknown_field_of_the_command_line_is_not_looked_for_in_the_file(self, field: str) -> None:

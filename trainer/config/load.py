@@ -24,6 +24,7 @@ from trainer.config.fields import ROOT, Slot, name, nearest, shown, slot
 from trainer.config.installation import CHECKOUT, PRESETS
 from trainer.config.schema import RunConfig, advice
 from trainer.config.sections import MODEL_WORDS, NAME_HELP, NAME_PATTERN, TEMPLATE_SUFFIX, half_character
+from trainer.config.terminal import shortened
 from trainer.config.yaml12 import Loc
 
 MOST_GUESSES = 20
@@ -32,6 +33,8 @@ MOST_NAMES = 5000
 """Number of files next to a missing one that are compared with its name."""
 MOST_FINDINGS = 200
 """Number of invalid values that are reported at once."""
+MOST_SHOWN = 1500
+"""Letters of a problem that are shown, whatever a value holds."""
 MOST_STAGES = 32
 """Largest number of stages. Each is checked as a separate config."""
 SCHEMA = PRESETS / "schema.json"
@@ -136,8 +139,9 @@ def stage_configs(cfg: RunConfig) -> list[RunConfig]:
 
 
 def _on_one_line(sentence: str) -> str:
-    """Return the sentence with unprintable characters, such as line breaks in a value, escaped as in Python."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in sentence)
+    """Return the sentence with unprintable characters, such as line breaks in a value, escaped as in Python; of a very
+    long one, its beginning and end."""
+    return shortened("".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in sentence), MOST_SHOWN)
 
 
 def dump_config(config: RunConfig) -> str:
