@@ -285,16 +285,21 @@ def _remedy(failure: str) -> str:
 
 def _cause(error: BaseException, draft: Path) -> BaseException:
     """The error of the disk behind one that names none: torch's writer counts bytes that were not written."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error, _ = next(iter(error.failures.values()))
-    return error if isinstance(error, OSError) else files.write_problem(draft.parent) or error
+    found = _unwrapped(error)
+    return found if isinstance(found, OSError) else files.write_problem(draft.parent) or found
 
 
 def described(error: BaseException) -> str:
-    """An error of any rank in one line. torch wraps it in a CheckpointException."""
+    """An error of any rank in one line."""
+    found = _unwrapped(error)
+    return f"{type(found).__name__}: {found}"
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    """The first error of a rank, which torch wraps in a CheckpointException."""
     if isinstance(error, CheckpointException) and error.failures:
         error, _ = next(iter(error.failures.values()))
-    return f"{type(error).__name__}: {error}"
+    return error
 
 
 def _finish(draft: Path, facts: dict[str, Any], table: Metadata) -> None:
