@@ -13,12 +13,12 @@ from app import dataset, form
 from app.captioning import Captioning, Progress
 from app.studio import Studio
 from app.web.answers import Calls
+from app.web.pages.data import ANOTHER_FOLDER
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
 from trainer.data.image_files import separate_folders
 from trainer.run.captioning import CaptionJob, CaptionRequest
 
-ANOTHER_FOLDER = "New run has another folder meanwhile, which is shown now; nothing was"
 MOST_SENTENCES = 20
 """Sentences about images without a caption that are sent."""
 

@@ -23,6 +23,7 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.measured import CutCaption
 
+ANOTHER_FOLDER = "New run has another folder meanwhile, which is shown now; nothing was"
 MOST_REST = 600
 """Characters shown of the truncated part of a caption."""
 MOST_SHOWN = 8
@@ -126,7 +127,7 @@ def undo(studio: Studio, captions: Captions, key: str) -> int:
 def require_shown(config: RunConfig, key: str) -> None:
     """Raise InputError where another window has chosen other folders: captions that are not seen are not changed."""
     if key != folders_key(config):
-        raise InputError("New run has another folder meanwhile, which is shown now; nothing was changed")
+        raise InputError(f"{ANOTHER_FOLDER} changed")
 
 
 def thumbnail(studio: Studio, image: str, is_full: bool = False) -> str:

@@ -14,7 +14,7 @@ from app.looks import Group, LookResult
 from app.scans import ScanResult
 from app.studio import Studio
 from app.web.answers import Calls
-from app.web.pages.data import require_shown
+from app.web.pages.data import ANOTHER_FOLDER, require_shown
 from app.web.served_files import address
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
@@ -113,7 +113,7 @@ def use(studio: Studio, folder: str) -> None:
     config, found = _scanned(studio)
     pair = pairs.suggested(config, found)
     if pair is None or str(pair.folder) != folder:
-        raise InputError("New run has another folder meanwhile, which is shown now; nothing was changed")
+        raise InputError(f"{ANOTHER_FOLDER} changed")
     studio.change_draft(lambda draft: draft.typed("data.references", folder))
 
 
