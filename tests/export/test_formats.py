@@ -26,6 +26,7 @@ from trainer.models import families
 from trainer.models.state_dict import BaseWeights, TrainedModel
 from trainer.run.events import StatusEvent, WarningEvent
 from trainer.train.loop import Trainer
+from trainer.train.rehearsal import check_model
 
 SLOW = pytest.mark.slow
 CONVOLUTIONS = (("sdxl", "locon"),)
@@ -226,35 +227,36 @@ def updates(finished: Finished, weights: dict[str, Tensor]) -> dict[str, Tensor]
     return {name: layer.merged(base.layer(name)) for name, layer in layers.items()}
 
 
-def test_a_file_of_another_rank_is_refused_with_the_rank_that_fits(runs: Runs, tmp_path: Path) -> None:
+def test_a_file_of_another_rank_is_refused_with_the_rank_that_fits(runs: Runs) -> None:
     finished = runs.of("lora", "flux2")
     (file, *_) = finished.export("adapter", "auto")
     with pytest.raises(InputError) as refused:
-        started(finished, file, tmp_path, rank=8)
+        check_model(starting(finished, file, rank=8), finished.cache)
     assert str(refused.value) == (
         "adapter.start: 'transformer.single_transformer_blocks.0.attn.to_out' has down 4 x 256, up 64 x 4 in the "
         "file, but down 8 x 256, up 64 x 8 in this run; set adapter.rank: 4, or adapter.rank_pattern for this layer"
     )
 
 
-def test_a_file_with_layers_that_the_run_leaves_alone_is_refused(runs: Runs, tmp_path: Path) -> None:
+def test_a_file_with_layers_that_the_run_leaves_alone_is_refused(runs: Runs) -> None:
     finished = runs.of("lora", "flux2")
     (file, *_) = finished.export("adapter", "auto")
     with pytest.raises(InputError) as refused:
-        started(finished, file, tmp_path, targets=["attn.to_q"])
+        check_model(starting(finished, file, targets=["attn.to_q"]), finished.cache)
     assert str(refused.value) == (
-        f"adapter.start {file}: changes 15 layers that this run leaves alone, first "
+        f"adapter.start: {file} changes 15 layers that this run leaves alone, first "
         "'transformer.single_transformer_blocks.0.attn.to_out'; add them to adapter.targets, or to model.train"
     )
 
 
-def test_a_file_with_text_encoders_is_for_a_run_that_trains_them(runs: Runs, tmp_path: Path) -> None:
+def test_a_file_with_text_encoders_is_for_a_run_that_trains_them(runs: Runs) -> None:
     everything = runs.of("lora", "sdxl", model={"family": "sdxl", "train": dict.fromkeys(TEXT_ENCODERS, "adapter")})
     (file, *_) = everything.export("adapter", "auto")
+    other = runs.of("lora", "sdxl")
     with pytest.raises(InputError) as refused:
-        started(runs.of("lora", "sdxl"), file, tmp_path)
+        check_model(starting(other, file), other.cache)
     assert str(refused.value) == (
-        f"adapter.start {file}: changes 18 layers that this run leaves alone, first "
+        f"adapter.start: {file} changes 18 layers that this run leaves alone, first "
         "'text_encoder.encoder.layers.0.mlp.fc1'; add them to adapter.targets, or to model.train"
     )
 

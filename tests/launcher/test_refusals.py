@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from app import form
 from app.form import Draft
@@ -313,6 +315,19 @@ def test_what_one_model_cannot_do_is_refused_before_a_run_folder_is_made(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^(command line|preset.yaml): {why}"):
         preflight.new_run(load(family, fields, pictures), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_adapter_of_another_model_to_start_from_is_refused_before_a_run_folder_is_made(
+    pictures: Path, tmp_path: Path
+) -> None:
+    file, layer = tmp_path / "other.safetensors", "transformer.blocks.0.attn.to_q"
+    save_file({f"{layer}.lora_A.weight": torch.ones(4, 48), f"{layer}.lora_B.weight": torch.ones(48, 4)}, file)
+    with pytest.raises(ConfigError) as caught:
+        preflight.new_run(load("flux2", {"adapter.start": str(file)}, pictures), tmp_path / "runs")
+    message = str(caught.value)
+    assert message.startswith(f"command line: adapter.start: {file}: '{layer}' (48 x 48) is not a layer of this model")
+    assert message.endswith("; the file was made for another model")
     assert not (tmp_path / "runs").exists()
 
 

@@ -159,7 +159,7 @@ def test_a_folder_of_peft_with_whole_modules_is_gone_on_from(bench: Bench, tmp_p
     with pytest.raises(InputError) as caught:
         bench.trained_here("without", **changes)
     assert str(caught.value) == (
-        f"adapter.start {folder}: holds 'language_model.lm_head.weight', which this run does not train; name its "
+        f"adapter.start: {folder} holds 'language_model.lm_head.weight', which this run does not train; name its "
         "module in adapter.modules_to_save"
     )
 

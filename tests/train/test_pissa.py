@@ -21,8 +21,9 @@ from trainer.config.load import ConfigError, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.export import export
 from trainer.models import families
-from trainer.models.build import build_model, continue_adapter, load_model
+from trainer.models.build import build_model, load_model
 from trainer.models.pissa import initial_file, principal_factors
+from trainer.models.start import continue_adapter
 from trainer.models.state_dict import BaseWeights
 from trainer.weights.files import WeightFiles
 from trainer.weights.quantization import FORMATS, quantized_layers

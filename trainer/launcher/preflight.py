@@ -245,6 +245,8 @@ def needs_model(cfg: RunConfig) -> bool:
         for name, value in given:
             if f"{section}.{name}" in OF_LAYERS and value != type(given).model_fields[name].default:
                 return True
+    if not isinstance(cfg.adapter, NoAdapter) and cfg.adapter.start is not None:
+        return True
     is_small = cfg.model.path in ("tiny", "demo")
     if is_small and cfg.sample.every and max(cfg.sample.size) > SMALL_SIDE:
         return True

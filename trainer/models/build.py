@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -17,9 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer import adapters
 from trainer.adapters import Injected
-from trainer.adapters.files import encoder_layers, read_adapter, read_modules
-from trainer.adapters.state import Factors, parameters_of
-from trainer.adapters.targets import counted
+from trainer.adapters.state import Factors
 from trainer.config.amounts import memory_size
 from trainer.config.errors import InputError
 from trainer.config.recompute import modes_of
@@ -35,11 +33,10 @@ from trainer.models.pissa import (
     residual_files,
     start_factors,
     starts_from_singular_values,
-    trained_factors,
 )
-from trainer.models.saved_modules import is_inside, saved_modules, saved_names
+from trainer.models.saved_modules import is_inside, saved_names
 from trainer.models.sharding import check_sharding
-from trainer.models.state_dict import BaseWeights, naming
+from trainer.models.state_dict import BaseWeights
 from trainer.parallel.fsdp_rules import Entry, entries
 from trainer.parallel.load import Coded, Loading, check_same_weights, fill_rows, load_weights
 from trainer.parallel.mesh import device_mesh, resolve_strategy
@@ -246,69 +243,6 @@ def offload(
         found += entries(module, blocks, family.shard.methods if name == family.components[0] else ())
         units += blocks
     return OffloadedBlocks(model, units, chosen, found, device, partial(pin, device=device))
-
-
-def continue_adapter(
-    loaded: LoadedModel, cfg: RunConfig, family: ModelFamily, warn: Callable[[str], None] = lambda sentence: None
-) -> tuple[str, ...]:
-    """Give the adapter the values of the file `adapter.start`, if there is one. Returns sentences for the user.
-
-    Every rank reads the whole file, and for dora the weights of its layers, and keeps its own rows. warn: takes a
-    sentence about what is left out.
-
-    Raises:
-        InputError: The file is not an adapter of this model and this run.
-    """
-    if isinstance(cfg.adapter, NoAdapter) or cfg.adapter.start is None:
-        return ()
-    file, base = cfg.adapter.start, BaseWeights(family)
-    # Live components come first: files of peft do not name the text encoder they belong to.
-    components = dict.fromkeys((*family.live, *family.components))
-    shapes = base.layer_shapes(components)
-    layers = read_adapter(Path(file), shapes, naming(family), base.layer)
-    if encoders := encoder_layers(Path(file), shapes):
-        warn(
-            f"adapter.start {file}: {counted(encoders)} of text encoders left out, as '{encoders[0]}': this kind of "
-            "model is not trained with them, and the exported file will not hold them"
-        )
-    idle = [name for name in layers if _is_idle(name, loaded.module, family)]
-    used = {name: layer for name, layer in layers.items() if name not in idle}
-    _check_changed(used, loaded.adapter, file)
-    modules = _started_modules(Path(file), cfg, family)
-    with torch.no_grad():
-        for name, value in modules.items():
-            fill_rows(loaded.trainables[name], value)
-    for name, layer in used.items():
-        layer = trained_factors(layer) if starts_from_singular_values(cfg) else layer
-        values = parameters_of(name, layer, cfg.adapter, loaded.adapter.parameters, base.layer)
-        with torch.no_grad():
-            for parameter, value in values.items():
-                fill_rows(loaded.trainables[parameter], value)
-    return _start_notes(file, used, idle, loaded.adapter)
-
-
-def _started_modules(file: Path, cfg: RunConfig, family: ModelFamily) -> dict[str, Tensor]:
-    """Return {parameter: value} of the modules that the file `adapter.start` holds whole."""
-    components = tuple(dict.fromkeys((*family.live, *family.components)))
-    found = read_modules(file, naming(family), components)
-    trained = saved_modules(cfg, family)
-    owners = {f"{name}.{inside}": owner for name, module in trained.items() for inside, owner in module.tensors.items()}
-    unknown = sorted(found.keys() - owners.keys())
-    if unknown:
-        raise InputError(
-            f"adapter.start {file}: holds '{unknown[0]}', which this run does not train; name its module in "
-            "adapter.modules_to_save"
-        )
-    shapes = BaseWeights(family)
-    for name, tensor in found.items():
-        component, _, inside = owners[name].partition(".")
-        wanted = shapes.shapes(component).get(inside, tuple(tensor.shape))
-        if tuple(tensor.shape) != wanted:
-            raise InputError(
-                f"adapter.start {file}: '{name}' has shape {list(tensor.shape)}, the model needs {list(wanted)}; "
-                "the file was made for another model"
-            )
-    return {owners[name]: tensor for name, tensor in found.items()}
 
 
 def encoder_loader(
@@ -550,33 +484,6 @@ def _coded(module: nn.Module) -> dict[str, Coded]:
                 f"{name}.{weight}", whole, f"{experts.format.name} {VERSION}", encode
             )
     return coded
-
-
-def _is_idle(layer: str, model: nn.ModuleDict, family: ModelFamily) -> bool:
-    """Whether nothing reads the layer's output: the family builds a live component without it, or never trains it."""
-    component, _, inside = layer.partition(".")
-    if component not in model:
-        return False
-    exists = any(name == inside for name, _ in model[component].named_modules())
-    return not exists or any(re.fullmatch(pattern, f"{inside}.weight") for pattern in family.never_trained)
-
-
-def _check_changed(layers: Iterable[str], injected: Injected, file: str) -> None:
-    left_out = sorted(set(layers) - set(injected.layers))
-    if left_out:
-        raise InputError(
-            f"adapter.start {file}: changes {counted(left_out)} that this run leaves alone, first '{left_out[0]}'; "
-            "add them to adapter.targets, or to model.train"
-        )
-
-
-def _start_notes(file: str, used: Collection[str], idle: Sequence[str], injected: Injected) -> tuple[str, ...]:
-    new = len(injected.layers) - len(used)
-    rest = f"; the other {new} start unchanged" if new else ""
-    notes = [f"{counted(used)} of the adapter continue from {file}{rest}"]
-    if idle:
-        notes.append(f"{counted(idle)} of {file} left out, as '{idle[0]}': nothing in this kind of training reads it")
-    return tuple(notes)
 
 
 def _state_bytes(module: nn.Module) -> int:

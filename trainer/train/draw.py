@@ -31,8 +31,9 @@ from trainer.distributed.context import RankContext
 from trainer.distributed.world import World, connect
 from trainer.models import families
 from trainer.models.base import ImageFamily, ModelFamily, TextFamily
-from trainer.models.build import LoadedModel, build_model, continue_adapter, encoder_loader, load_model
+from trainer.models.build import LoadedModel, build_model, encoder_loader, load_model
 from trainer.models.pissa import initial_file, read_factors
+from trainer.models.start import continue_adapter
 from trainer.parallel.load import fill_rows
 from trainer.rng import SampleRng
 from trainer.run import manifest, process

@@ -39,7 +39,6 @@ from trainer.metrics.step_time import BACKWARD, DATA, FORWARD, OPTIMIZER, StepMa
 from trainer.models import families, preferences
 from trainer.models.build import (
     build_model,
-    continue_adapter,
     encoder_loader,
     load_model,
     reshard,
@@ -48,6 +47,7 @@ from trainer.models.build import (
 from trainer.models.objectives import Example, Loss, perplexity_of
 from trainer.models.parts.neftune import noises
 from trainer.models.pissa import initial_file
+from trainer.models.start import continue_adapter
 from trainer.optim import (
     AdamW,
     Ema,

@@ -31,6 +31,7 @@ from trainer.export import check_export
 from trainer.models import families, preferences
 from trainer.models.base import TextFamily
 from trainer.models.build import build_model
+from trainer.models.start import check_start
 from trainer.run.events import StatusEvent
 from trainer.run.manifest import RECIPE
 
@@ -70,6 +71,7 @@ def check_model(cfg: RunConfig, cache: Path) -> None:
     built = build_model(cfg, family)
     objective.check(built)
     check_export(cfg, family, built.trainables)
+    check_start(built, cfg, family)
     if isinstance(family, TextFamily):
         check_length(cfg, family)
 
