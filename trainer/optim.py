@@ -226,8 +226,40 @@ def _adamw(groups: Sequence[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
 
 def _adamw8bit(groups: Sequence[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
     from torchao.optim import AdamW8bit
+    from torchao.optim.adam import single_param_adam
 
-    optimizer: Optimizer = AdamW8bit(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay)
+    class ShardAdamW8bit(AdamW8bit):  # type: ignore[misc]
+        """torchao's AdamW on this rank's shards.
+
+        torch keeps the compiled code of DTensors by their global shape: a rank with fewer rows, or none, would take the
+        code of another rank from the cache, which reads and writes beyond its shard.
+        """
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            with torch._dynamo.utils.disable_cache_limit():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            self._update(parameter, parameter.grad, group)
+
+        def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = self._new_buffer(parameter, True)
+                state["exp_avg_sq"] = self._new_buffer(parameter, False)
+            state["step"] += 1
+            shards = local((parameter.detach(), gradient, state["exp_avg"], state["exp_avg_sq"]))
+            if shards[0].numel():
+                update: Any = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+                weight, gradient, mean, square = shards
+                rates = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
+                update(weight, gradient, state["step"], mean, square, None, *rates, True, False)
+
+    optimizer: Optimizer = ShardAdamW8bit(
+        groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay
+    )
     return optimizer
 
 

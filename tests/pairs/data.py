@@ -36,13 +36,15 @@ def _make_images(root: Path) -> None:
     files = sorted(pictures.glob("*.png"))
     for file in files:
         file.with_suffix(".txt").write_text(f"picture {file.stem}\nanother text of {file.stem}\n", encoding="utf-8")
-    for name in ("more", "usual"):
-        shutil.copytree(pictures, root / name)
+    shutil.copytree(pictures, root / "usual")
+    (root / "more").mkdir()
+    for file in sorted(pictures.iterdir()):
+        shutil.copy(file, root / "more" / f"more-{file.name}")  # images with masks differ in their names
     for name in ("masks", "rejected", "before"):
         (root / name).mkdir()
     rows = []
     for number, file in enumerate(files):
-        for name in (file.name, f"{number}.png"):  # the second names a row of the table
+        for name in (file.name, f"more-{file.name}", f"{number}.png"):  # the last names a row of the table
             with Image.open(file) as image:
                 _half(image.size).save(root / "masks" / name)
                 ImageOps.invert(image).save(root / "rejected" / name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -54,6 +57,33 @@ def test_eight_bit_states_on_two_ranks_train_what_they_train_on_one() -> None:
         difference = (alone[name] - shared[name]).abs()
         assert float((difference > 1e-6).float().mean()) <= 1e-4, name
         assert float(difference.max()) <= LR, name
+
+
+def trained_unevenly(world: World, cache: Path) -> list[Tensor]:
+    """Weights of three rows and of one after some steps: two ranks hold two rows and one, and one and none."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 3, bias=False), nn.Linear(3, 1, bias=False))
+    if world.size > 1:
+        mesh = device_mesh(ParallelConfig(devices=world.size), world, "full")
+        assert mesh is not None
+        shard_units(model, blocks_of(model, ["Linear"]), mesh, True, torch.float32, OffloadPolicy())
+    optimizer = make_optimizer(dict(model.named_parameters()), OptimConfig(type="adamw8bit", lr=LR))
+    for step in range(STEPS):
+        model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+@pytest.mark.slow
+def test_ranks_with_shards_of_other_sizes_do_not_run_the_code_compiled_for_one_another(tmp_path: Path) -> None:
+    """torch keeps compiled code by the shape of the whole parameter: a rank with fewer rows once took the code of
+    another one from the cache, and died of it."""
+    expected, *_ = run_ranks(1, trained_unevenly, tmp_path)
+    for _ in range(2):  # the second time all of it is in the cache
+        for weights in run_ranks(2, trained_unevenly, tmp_path):
+            torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
 
 
 def decayed(world: World) -> list[float]:
