@@ -331,6 +331,25 @@ def test_an_adapter_of_another_model_to_start_from_is_refused_before_a_run_folde
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("field", ["data__path", "data__validation"])
+def test_text_of_which_every_document_is_too_long_is_refused_before_a_run_folder_is_made(
+    tmp_path: Path, field: str
+) -> None:
+    talk = tmp_path / "talk.jsonl"
+    talk.write_text(json.dumps({"prompt": "a" * 300, "completion": "b"}), encoding="utf-8")
+    cfg = text_config(make_text(tmp_path / "text"), data__length=128, **{field: str(talk)})
+    assert preflight.needs_model(cfg) and not preflight.needs_model(text_config(talk, data__length=1024))
+    file = tmp_path / "long.yaml"
+    file.write_text(dump_config(cfg), encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        preflight.new_run(load_config(file), tmp_path / "runs")
+    assert str(caught.value) == (
+        f"{talk}: every document is left out (1 longer than data.length 128, the first {talk}:1); raise data.length, "
+        "or correct the files"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.slow
 def test_rows_longer_than_the_positions_of_the_model_are_refused_before_a_run_folder_is_made(tmp_path: Path) -> None:
     file = tmp_path / "long.yaml"

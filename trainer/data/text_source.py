@@ -31,7 +31,7 @@ from trainer.data.text_files import (
     warnings_of,
 )
 from trainer.data.text_rows import key_of, num_rows
-from trainer.data.text_stream import START, PackedRow, Packing, StreamPosition, TextStream
+from trainer.data.text_stream import START, LeftOut, PackedRow, Packing, StreamPosition, TextStream
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import TextFamily
@@ -126,20 +126,9 @@ class TextSource(DataSource):
         return position if saved.data == self.digest else replace(START, epoch=position.epoch + 1)
 
     def _stream(self, folders: Sequence[TextFolder], epochs: int | None, emit: Emit) -> TextStream:
-        data = self._cfg.data
-        return TextStream(
-            folders,
-            encoder_of(self._family, self._recipe, self._cfg.objective.dpo_beta is not None),
-            seed=self._cfg.train.seed,
-            length=data.length,
-            shuffle_window=data.shuffle_window,
-            epochs=epochs,
-            packing=packing_of(data, folders, self._recipe),
-            is_shared=self._recipe < 3 or self._family.packs_documents,
-            too_long=data.too_long,
-            left_out=Counted(emit, "this document is left out: ", "documents are left out"),
-            noted=Counted(emit, "", "conversations"),
-        )
+        left_out = Counted(emit, "this document is left out: ", "documents are left out")
+        noted = Counted(emit, "", "conversations")
+        return stream_of(self._cfg, self._family, folders, epochs, left_out, noted, self._recipe)
 
 
 class Counted:
@@ -242,6 +231,42 @@ def example_of(row: PackedRow) -> Example:
         "learned": torch.from_numpy(row.learned),
         "documents": torch.from_numpy(row.documents),
     }
+
+
+def stream_of(
+    cfg: RunConfig,
+    family: TextFamily,
+    folders: Sequence[TextFolder],
+    epochs: int | None,
+    left_out: LeftOut,
+    noted: LeftOut,
+    recipe: int = RECIPE,
+) -> TextStream:
+    """The documents of folders as rows for a model.
+
+    Args:
+        cfg: The config.
+        family: Its model.
+        folders: As for `TextStream`.
+        epochs: As for `TextStream`.
+        left_out: As for `TextStream`.
+        noted: As for `TextStream`.
+        recipe: `manifest.RECIPE` of the run.
+    """
+    data = cfg.data
+    return TextStream(
+        folders,
+        encoder_of(family, recipe, cfg.objective.dpo_beta is not None),
+        seed=cfg.train.seed,
+        length=data.length,
+        shuffle_window=data.shuffle_window,
+        epochs=epochs,
+        packing=packing_of(data, folders, recipe),
+        is_shared=recipe < 3 or family.packs_documents,
+        too_long=data.too_long,
+        left_out=left_out,
+        noted=noted,
+    )
 
 
 def encoder_of(family: TextFamily, recipe: int = RECIPE, compares: bool = False) -> Encoder:

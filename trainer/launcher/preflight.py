@@ -22,6 +22,7 @@ from trainer.config.schema import RunConfig, start_rules
 from trainer.config.sections import HUB_ID, MODEL_WORDS, ModelConfig, NoAdapter, RankAdapter
 from trainer.data import image_files, question_files, text_files
 from trainer.data.image_tables import TABLES
+from trainer.data.row_files import first_row
 from trainer.data.scan_memory import Keep, checked
 from trainer.launcher import capacity, network
 from trainer.metrics import trackers
@@ -239,7 +240,7 @@ def _check_stage(loaded: ConfigFile, index: int, is_new: bool, cache: Path | Non
 
 
 def needs_model(cfg: RunConfig) -> bool:
-    """Whether a run without stages has fields that are checked with the layers of its model."""
+    """Whether a run without stages has fields that are checked with the layers or the tokenizer of its model."""
     sections = (("adapter", cfg.adapter), ("quantize", cfg.quantize), ("objective", cfg.objective))
     for section, given in (*sections, ("model", cfg.model), ("model.options", cfg.model.options)):
         for name, value in given:
@@ -252,10 +253,16 @@ def needs_model(cfg: RunConfig) -> bool:
         return True
     if isinstance(cfg.adapter, RankAdapter) and cfg.adapter.rank > (SMALL_RANK if is_small else USUAL_RANK):
         return True
-    if families.trains_on(cfg) == "text" and cfg.data.length > USUAL_LENGTH:
+    if families.trains_on(cfg) == "text" and (cfg.data.length > USUAL_LENGTH or _may_be_too_long(cfg)):
         return True
     is_low_rank = cfg.adapter.type in ("lora", "locon", "dora")
     return cfg.export_what == "adapter" and cfg.export.format != "auto" and not is_low_rank
+
+
+def _may_be_too_long(cfg: RunConfig) -> bool:
+    """Whether every document of some text could be left out: the first one is if all are, and a token has a byte."""
+    first = (first_row(files[0]) for files in text_files.of_config(cfg.data) if files)
+    return any(row is not None and len(json.dumps(row, default=str)) > cfg.data.length for row in first)
 
 
 def _check_built(loaded: ConfigFile, cache: Path | None) -> None:

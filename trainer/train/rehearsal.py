@@ -23,9 +23,9 @@ from trainer.config.schema import RunConfig
 from trainer.config.terminal import say
 from trainer.data.encode import StopRequested
 from trainer.data.text_documents import read_documents
-from trainer.data.text_files import check_preferences, digest, of_config
+from trainer.data.text_files import TextFolder, check_preferences, digest, folders_of, of_config
 from trainer.data.text_rows import key_of
-from trainer.data.text_source import check_length, encoder_of
+from trainer.data.text_source import check_length, encoder_of, stream_of
 from trainer.distributed.context import RankContext
 from trainer.export import check_export
 from trainer.models import families, preferences
@@ -50,6 +50,7 @@ def main() -> int:
         try:
             check_model(cfg, Path(sys.argv[1]))
             next(_read(cfg, Path(sys.argv[1])), None)
+            check_fitting(cfg, Path(sys.argv[1]))
         except InputError as error:
             say(f"{number} {error}")
             return 2
@@ -74,6 +75,24 @@ def check_model(cfg: RunConfig, cache: Path) -> None:
     check_start(built, cfg, family)
     if isinstance(family, TextFamily):
         check_length(cfg, family)
+
+
+def check_fitting(cfg: RunConfig, cache: Path) -> None:
+    """Raise InputError if every document of the text, or of what is held out, is left out. Tries for `TURN_S`."""
+    if trains_on(cfg) != "text":
+        return
+    family, until = families.make(cfg, cache), time.monotonic() + TURN_S
+    assert isinstance(family, TextFamily)
+
+    def left_out(epoch: int, first: str, why: str) -> None:
+        if time.monotonic() > until:
+            raise TimeoutError
+
+    _, held_out = of_config(cfg.data)
+    for folders, epochs in ((folders_of(cfg.data), None), ((TextFolder(held_out),), 1)):
+        if folders[0].files:
+            with suppress(TimeoutError):
+                next(stream_of(cfg, family, folders, epochs, left_out, lambda epoch, first, why: None).rows(), None)
 
 
 @dataclass(frozen=True)
