@@ -141,7 +141,7 @@ def test_texts_of_rows_that_are_not_read_are_named_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "wrong"),
+    ("name", "content", "wrong"),  # their bytes name the tests: packed ones must hold no time
     [
         (
             "a.json",
@@ -150,20 +150,28 @@ def test_texts_of_rows_that_are_not_read_are_named_once(tmp_path: Path) -> None:
         ),
         ("a.json", b'[{"text": "a"},\n {"text": "b"', ":2: not JSON (Expecting ',' delimiter); write the file again"),
         ("a.json", b'[{"text": "a"}\n', ":2: the list has no end, so that the file was cut short; write it again"),
-        ("a.json", b'\n{"data": [{"text": "a"}]}', f':2: has only "data"; a row has {KEYS}'),
+        (
+            "a.json",
+            b'\n{"version": 2, "data": [{"text": "a"}]}',
+            f':2: has only "version", "data"; a row has {KEYS}; if the rows are in "data", write that list alone',
+        ),
         ("a.json", b'[{"text": "a\xff"}]', ": not UTF-8 (byte 0xff); save the file as UTF-8"),
         ("a.json", b'[{"a":' + b"[" * 100_000, ":1: not a JSON object (maximum recursion depth exceeded"),
         ("a.csv", b"text,other\na,b,c\n", ":2: 3 cells for 2 columns; quote cells with commas"),
         ("a.csv", b'text\n"a', ":2: not a row of a csv file (unexpected end of data); write it again"),
         ("a.csv", b"text,text\na,b\n", ": two columns have one name; rename one of text, text"),
-        ("a.csv", b"text;id\na;1\n", f':2: has only "text;id"; a row has {KEYS}'),
+        (
+            "a.csv",
+            b"text;id\na;1\n",
+            f':2: has only "text;id"; a row has {KEYS}, or save the file with commas between its fields',
+        ),
         ("a.csv", b"text\n\xff\n", ": not UTF-8 (byte 0xff); save the file as UTF-8"),
         ("a.jsonl.gz", b"no gzip", ": not a file of gzip, or cut short ("),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], ": not a file of gzip, or cut short ("),
-        ("a.csv.gz", gzip.compress(b"text\na\n") + b"rest", ": not a file of gzip, or cut short ("),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], ": not a file of gzip, or cut short ("),
+        ("a.csv.gz", gzip.compress(b"text\na\n", mtime=0) + b"rest", ": not a file of gzip, or cut short ("),
         (
             "a.jsonl.gz",
-            gzip.compress(b'{"text": "a"}\n\n{"text": 5}\n'),
+            gzip.compress(b'{"text": "a"}\n\n{"text": 5}\n', mtime=0),
             ':3: "text" is not a string; write it in quotes',
         ),
     ],
