@@ -29,7 +29,7 @@ from trainer.data.image_members import (
     rows_at_once,
     tar_member,
 )
-from trainer.data.row_files import open_parquet
+from trainer.data.row_files import open_parquet, remedy_of_separator
 
 CSV = ".csv"
 TABLES = (SUFFIX, CSV, TAR)
@@ -119,7 +119,7 @@ def csv_rows(file: Path, needed: Sequence[Sequence[str]] = ()) -> Iterator[tuple
             if absent := next((names for names in needed if not set(names) & set(columns)), None):
                 raise InputError(
                     f"{file}: none of its columns {shortened(', '.join(columns))} is called {' or '.join(absent)}; "
-                    f"rename it{_remedy_of_separator(columns)}"
+                    f"rename it{remedy_of_separator(columns)}"
                 )
             for row in reader:
                 if None in row:
@@ -145,17 +145,11 @@ def _chosen(file: Path, known: Sequence[str], columns: Columns) -> Columns:
     if not image:
         raise InputError(
             f"{file}: none of its columns {', '.join(known)} is called {', '.join(IMAGE_COLUMNS[:4])} or "
-            f"{IMAGE_COLUMNS[5]}; name the one with the images in data.image_column{_remedy_of_separator(known)}"
+            f"{IMAGE_COLUMNS[5]}; name the one with the images in data.image_column{remedy_of_separator(known)}"
         )
     caption = columns.caption or next((name for name in CAPTION_COLUMNS if name in known), "")
     _require_different(file, [name for name in known if name in (image, caption, *columns.references)])
     return Columns(image, caption, columns.references)
-
-
-def _remedy_of_separator(columns: Sequence[str]) -> str:
-    """The end of a remedy for a csv file whose fields other signs divide, as Excel writes them in Europe."""
-    is_divided = any(mark in name for name in columns for mark in ";\t|")
-    return ", or save the file with commas between its fields" if is_divided else ""
 
 
 def _require_different(file: Path, names: Sequence[str]) -> None:

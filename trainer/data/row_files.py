@@ -11,7 +11,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -365,6 +365,12 @@ def csv_columns(path: Path) -> list[str]:
             if any(found[1]):
                 return found[1]
     return []
+
+
+def remedy_of_separator(columns: Iterable[str]) -> str:
+    """The end of a remedy for a csv file whose fields other signs divide, as Excel writes them in Europe."""
+    is_divided = any(mark in name for name in columns for mark in ";\t|")
+    return ", or save the file with commas between its fields" if is_divided else ""
 
 
 def _next_cells(path: Path, text: _Text, reader: Any) -> tuple[int, list[str]] | None:

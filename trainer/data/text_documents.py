@@ -20,7 +20,7 @@ from trainer.config.errors import InputError
 from trainer.config.files import MIB, opened
 from trainer.config.sections import half_character
 from trainer.config.terminal import shortened
-from trainer.data.row_files import FoundRow, reading, rows_of, suffix_of, utf8
+from trainer.data.row_files import FoundRow, reading, remedy_of_separator, rows_of, suffix_of, utf8
 from trainer.data.row_forms import (
     CHAT,
     KEYS,
@@ -228,7 +228,9 @@ def _row_document(row: FoundRow, encoder: Encoder) -> Document:
 
 def _no_keys(values: Mapping[str, Any]) -> str:
     keys = shortened(", ".join(f'"{key}"' for key in values), 200)
-    return f"{f'has only {keys}' if keys else 'holds nothing'}; a row has {KEYS}"
+    lists = [key for key, value in values.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    remedy = f'; if the rows are in "{lists[0]}", write that list alone' if lists else remedy_of_separator(values)
+    return f"{f'has only {keys}' if keys else 'holds nothing'}; a row has {KEYS}{remedy}"
 
 
 def _conversation(values: Mapping[str, Any], key: str) -> list[Any]:
