@@ -316,7 +316,7 @@ def _text_choices(root: Path) -> Mapping[str, Mapping[str, Value]]:
         },
         "data": {
             "texts": {},
-            "talks": of("talks", data__chat_template="chatml"),
+            "talks": of("talks", data__chat_template="mistral"),
             "answers": of("answers"),
             "pairs": of("pairs", objective__dpo_beta=0.5),
             "folders": of("texts", data__folders=[{"path": str(root / "answers"), "weight": 0.5}]),
@@ -335,7 +335,7 @@ def _text_choices(root: Path) -> Mapping[str, Mapping[str, Value]]:
         "samples": {
             "off": {},
             "on": _samples({"sample__tokens": 4}),
-            "answers": _samples({"sample__tokens": 4, "sample__chat": "on", "data__chat_template": "chatml"}),
+            "answers": _samples({"sample__tokens": 4, "sample__chat": "on", "data__chat_template": "mistral"}),
         },
     }
 
