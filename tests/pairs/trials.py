@@ -31,6 +31,8 @@ WRONG: tuple[Outcome, ...] = ("refused after the start", "crashed", "differs")
 OnRanks = Callable[..., list[Any]]
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-2}
 """Of losses, relative, between runs that add the same numbers in another order."""
+EIGHT_BIT = 1e-3
+"""The same where 8-bit states are rounded by the blocks of other shards: the third loss shows it first."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,8 @@ def _differences(cfg: RunConfig, run: RunDir, plain: RunDir) -> Iterator[str]:
         return
     is_same = cfg.parallel.world_size == cfg.train.micro_batch == 1 and not cfg.train.compile
     tolerance = 0.0 if is_same else TOLERANCES[cfg.train.precision]
+    if cfg.parallel.world_size > 1 and cfg.optim.type == "adamw8bit":
+        tolerance = max(tolerance, EIGHT_BIT)
     for step, loss in found.items():
         if not abs(loss - expected[step]) <= tolerance * max(abs(expected[step]), 1e-1):
             yield f"step {step}: loss {loss!r}, not {expected[step]!r}"
