@@ -225,11 +225,11 @@ def _adamw(groups: Sequence[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
 
 
 def _adamw8bit(groups: Sequence[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
-    from torchao.optim import AdamW8bit
+    from torchao import optim
     from torchao.optim.adam import single_param_adam
 
-    class ShardAdamW8bit(AdamW8bit):  # type: ignore[misc]
-        """torchao's AdamW on this rank's shards.
+    class AdamW8bit(optim.AdamW8bit):  # type: ignore[misc]
+        """torchao's AdamW on this rank's shards, under its name, which checkpoints hold.
 
         torch keeps the compiled code of DTensors by their global shape: a rank with fewer rows, or none, would take the
         code of another rank from the cache, which reads and writes beyond its shard.
@@ -257,9 +257,7 @@ def _adamw8bit(groups: Sequence[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
                 rates = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
                 update(weight, gradient, state["step"], mean, square, None, *rates, True, False)
 
-    optimizer: Optimizer = ShardAdamW8bit(
-        groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay
-    )
+    optimizer: Optimizer = AdamW8bit(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay)
     return optimizer
 
 
