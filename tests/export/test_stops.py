@@ -12,10 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from tests.export.chat_models import CHATML, END_OF_TEXT, GLM, HARMONY, MARKS, OWN, PHI, THINKS, tokenizer, write_base
 from tests.runs import alone, make_run, text_config, train
 from trainer.config.schema import RunConfig
+from trainer.config.sections import DataConfig
+from trainer.data.text_source import TextSource
 from trainer.export import export
 from trainer.models import families
 from trainer.models.parts.chat import Chat
 from trainer.models.parts.stop_tokens import ends_of_turns
+from trainer.run.events import WarningEvent
 from trainer.run.folder import RunDir
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -110,19 +113,55 @@ def test_a_model_without_a_template_keeps_its_stop_tokens(tmp_path: Path) -> Non
     assert stops(tmp_path) == [END_OF_TEXT]
 
 
-def test_ends_that_no_program_can_stop_at_are_warned_of(tmp_path: Path) -> None:
-    base = write_base(tmp_path / "base")
-    template = tmp_path / "plain.jinja"
-    template.write_text("{% for m in messages %}# {{ m.role }}: {{ m.content }} ###\n{% endfor %}")
-    for named, expected in (("chatml", []), (str(template), ["###"])):
-        cfg = talk_config(tmp_path, base, data__chat_template=named)
-        said = families.make(cfg, tmp_path / "cache").warnings(cfg)
-        assert list(said) == [
-            f"data.chat_template: {named} ends an answer with '{end}', which is not a token of this tokenizer. "
-            "Programs stop at tokens only, so the exported model will write on after its answers; set "
-            f"model.options.new_tokens to ['{end}'], or name a template whose end the tokenizer has"
-            for end in expected
-        ]
+def warnings(cfg: RunConfig, cache: Path) -> list[str]:
+    """What the data of a run says before it trains."""
+    said: list[Any] = []
+    family: Any = families.make(cfg, cache)
+    TextSource(cfg, family, alone(), said.append)
+    return [event.message for event in said if isinstance(event, WarningEvent)]
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["data.chat_template", "the tokenizer's"])
+@pytest.mark.parametrize("end", ["###", "<|my_end|>"])
+def test_ends_that_no_program_can_stop_at_are_warned_of(tmp_path: Path, end: str, is_own: bool) -> None:
+    template = f"{{% for m in messages %}}# {{{{ m.role }}}}: {{{{ m.content }}}} {end}\n{{% endfor %}}"
+    base, file = write_base(tmp_path / "base", template if is_own else None), tmp_path / "plain.jinja"
+    file.write_text(template)
+    cfg = talk_config(tmp_path, base, data__chat_template=None if is_own else str(file))
+    named = "the tokenizer's chat template" if is_own else f"data.chat_template: {file}"
+    assert warnings(cfg, tmp_path / "cache") == [
+        f"{named} ends an answer with '{end}', which is not a token of this tokenizer. Programs stop at tokens only, "
+        f"so the exported model will write on after its answers; set model.options.new_tokens to ['{end}'], or name a "
+        "template in data.chat_template whose end the tokenizer has"
+    ]
+
+
+def test_an_adapter_of_a_base_that_stops_elsewhere_is_warned_of_and_has_a_readme(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", CHATML)
+    cfg = talk_config(tmp_path, base, adapter=LORA, train__steps=1)
+    assert warnings(cfg, tmp_path / "cache") == [
+        "answers end with <|im_end|>, at which the base does not stop, and programs that load an adapter stop where "
+        "its base does. The adapter's README.md has the line that helps; or set export.what: merged"
+    ]
+    run = make_run(tmp_path, cfg, "run")
+    train(alone(), cfg, run)
+    readme = (exported(cfg, run, "adapter") / "README.md").read_text()
+    assert "Answers end with `<|im_end|>`" in readme
+    assert "model.generation_config = GenerationConfig.from_pretrained" in readme
+    assert warnings(cfg.exporting("merged", "auto", "fp32"), tmp_path / "cache") == []
+
+
+def test_texts_and_bases_that_stop_there_are_not_warned_of(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", CHATML)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": "no conversation " * 9}) + "\n")
+    cfg = talk_config(tmp_path, base, adapter=LORA)
+    assert warnings(cfg.model_copy(update={"data": DataConfig(path=str(texts), length=256)}), tmp_path / "cache") == []
+    file = base / "generation_config.json"
+    number = AutoTokenizer.from_pretrained(base).convert_tokens_to_ids("<|im_end|>")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [number]}))
+    assert warnings(cfg, tmp_path / "cache") == []
+    assert not families.make(cfg, tmp_path / "cache").stops_of_its_own
 
 
 def exported(cfg: RunConfig, run: RunDir, what: str) -> Path:

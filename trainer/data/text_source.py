@@ -78,7 +78,8 @@ class TextSource(DataSource):
         _check_same(files, world)
         check_preferences((*files, *self._held_out_files), cfg.objective.dpo_beta is not None)
         emit(StatusEvent(state="loading", message=f"texts are read from {named(files)}"))
-        for message in warnings_of(cfg.data):
+        about_chats = family.chat_warnings(cfg) if CHAT in kinds(files) else ()
+        for message in (*warnings_of(cfg.data), *about_chats):
             emit(WarningEvent(message=message))
         self._batch_sampler: TextBatchSampler | None = None
         self._rows_of_an_epoch = math.nan

@@ -81,7 +81,7 @@ def export_adapter(
             file.write(written, adapter_metadata(cfg, family, progress.step))
             if file.peft_config:
                 family.write_tokenizer(written)
-                _name_base(written, Path(cfg.model.path), folder.parent)
+                _write_readme(written, Path(cfg.model.path), folder.parent, family.stops_of_its_own)
             held = {n: layer for n, layer in expected.items() if file.component in ("", component_of(n))}
             difference = verify_adapter(written, file.readers, family, held, dtype)
             inside = {n: module for n, module in wanted.items() if file.component == component_of(n)}
@@ -89,14 +89,20 @@ def export_adapter(
     return [Exported(path, difference) for path, difference in zip(paths, differences, strict=True)]
 
 
-def _name_base(written: Path, base: Path, home: Path) -> None:
-    """Say in a README how to load the adapter after its run folder was moved, if the base is a stage's result in it.
+def _write_readme(written: Path, base: Path, home: Path, stops: tuple[str, ...]) -> None:
+    """Write a README about what the adapter's files cannot tell programs, if there is any of it.
 
-    peft resolves no path relative to the adapter: `base_model_name_or_path` is the base's path now.
+    How to load it after its run folder was moved, where its base is a stage's result in that: peft resolves no path
+    relative to the adapter, and `base_model_name_or_path` is the base's path now. And where its answers end, if the
+    base does not stop there.
     """
+    parts = []
     if base.is_absolute() and base.is_relative_to(home):
-        relative = os.path.relpath(base, written)
-        (written / "README.md").write_text(MOVED.format(relative=relative), encoding="utf-8")
+        parts.append(MOVED.format(relative=os.path.relpath(base, written)))
+    if stops:
+        parts.append(STOPS.format(stops=" or ".join(f"`{stop}`" for stop in stops)))
+    if parts:
+        (written / "README.md").write_text("\n".join(parts), encoding="utf-8")
 
 
 MOVED = """\
@@ -116,6 +122,20 @@ adapter = Path(".")  # this folder
 model = AutoModelForCausalLM.from_pretrained((adapter / "{relative}").resolve())
 model = PeftModel.from_pretrained(model, adapter)
 ```
+"""
+STOPS = """\
+# Where answers end
+
+Answers end with {stops}, at which the base does not stop. Programs that load an adapter stop where its base does,
+unless they are told:
+
+```python
+from transformers import GenerationConfig
+
+model.generation_config = GenerationConfig.from_pretrained(".")  # this folder
+```
+
+vLLM takes the path of this folder as `--generation-config`. Merged weights (`export.what: merged`) need neither.
 """
 
 

@@ -261,6 +261,11 @@ class ModelFamily(ABC):
         """{parameter that must be trained: why}. Names with the component."""
         return {}
 
+    @property
+    def stops_of_its_own(self) -> tuple[str, ...]:
+        """The tokens that end an answer and at which the base's files stop no program."""
+        return ()
+
     def exported_config(self, component: str, config: dict[str, Any]) -> dict[str, Any]:
         """The config.json of an exported component. config: that of the model's folder."""
         return config
@@ -617,6 +622,11 @@ class TextFamily(ModelFamily):
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences for the log about what is special in training this model."""
+        return ()
+
+    def chat_warnings(self, cfg: RunConfig) -> tuple[str, ...]:
+        """Sentences about answers that programs would not end as this run teaches it. cfg: one that trains
+        conversations."""
         return ()
 
     def shard_by(self, blocks: tuple[str, ...]) -> None:

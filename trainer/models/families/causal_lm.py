@@ -197,7 +197,7 @@ class CausalLM(TextFamily):
         return self._config.max_position_embeddings if hasattr(self._config, "max_position_embeddings") else None
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
-        return (*super().warnings(cfg), *self._text_only(), *self._endless())
+        return (*super().warnings(cfg), *self._text_only())
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -234,15 +234,26 @@ class CausalLM(TextFamily):
             + (f"the {kind}" if self._loaded_layout else f"a {part}, which must be loaded alone"),
         )
 
-    def _endless(self) -> tuple[str, ...]:
-        end = self._ends_of_turns.text if self._template is not None else ""
-        if not end:
-            return ()
-        return (
-            f"data.chat_template: {self._template} ends an answer with '{end}', which is not a token of this "
-            "tokenizer. Programs stop at tokens only, so the exported model will write on after its answers; set "
-            f"model.options.new_tokens to ['{end}'], or name a template whose end the tokenizer has",
-        )
+    def chat_warnings(self, cfg: RunConfig) -> tuple[str, ...]:
+        if end := self._ends_of_turns.text:
+            named = f"data.chat_template: {self._template}" if self._template else "the tokenizer's chat template"
+            return (
+                f"{named} ends an answer with '{end}', which is not a token of this tokenizer. Programs stop at tokens "
+                "only, so the exported model will write on after its answers; set model.options.new_tokens to "
+                f"['{end}'], or name a template in data.chat_template whose end the tokenizer has",
+            )
+        if cfg.export_what == "adapter" and self.stops_of_its_own:
+            return (
+                f"answers end with {' or '.join(self.stops_of_its_own)}, at which the base does not stop, and programs "
+                "that load an adapter stop where its base does. The adapter's README.md has the line that helps; or "
+                "set export.what: merged",
+            )
+        return ()
+
+    @property
+    def stops_of_its_own(self) -> tuple[str, ...]:
+        own = {*_listed(self._generation_config.get("eos_token_id")), self.end_of_text}
+        return tuple(self.tokenizer.convert_ids_to_tokens([one for one in self._ends_of_turns.ids if one not in own]))
 
     @property
     def peft_fields(self) -> Mapping[str, str | bool]:
