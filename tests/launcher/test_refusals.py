@@ -338,7 +338,7 @@ def test_text_of_which_every_document_is_too_long_is_refused_before_a_run_folder
     talk = tmp_path / "talk.jsonl"
     talk.write_text(json.dumps({"prompt": "a" * 300, "completion": "b"}), encoding="utf-8")
     cfg = text_config(make_text(tmp_path / "text"), data__length=128, **{field: str(talk)})
-    assert preflight.needs_model(cfg) and not preflight.needs_model(text_config(talk, data__length=1024))
+    assert preflight.needs_model(cfg)
     file = tmp_path / "long.yaml"
     file.write_text(dump_config(cfg), encoding="utf-8")
     with pytest.raises(InputError) as caught:
@@ -370,6 +370,13 @@ def test_a_format_that_the_family_does_not_have_is_no_mistake_of_a_run_that_expo
         check_model(text_config(tmp_path / "text", export={"what": "merged", "format": format}), cache)
 
 
-def test_a_plain_config_starts_no_process_that_imports_torch(pictures: Path) -> None:
+def test_a_plain_config_starts_no_process_that_imports_torch(pictures: Path, tmp_path: Path) -> None:
     assert not preflight.needs_model(run_config(pictures))
     assert not preflight.needs_model(load_config(PRESETS / "quickstart.yaml").config)
+    short, long = {"prompt": "\u0436" * 200, "completion": "b"}, {"prompt": "a" * 3000, "completion": "b"}
+    for rows in ([short], [long, short], [{"text": "a" * 9000}]):
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        assert not preflight.needs_model(text_config(file, data__length=512))
+    file.write_text(json.dumps(long), encoding="utf-8")
+    assert preflight.needs_model(text_config(file, data__length=512))

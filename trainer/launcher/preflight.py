@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,7 +23,8 @@ from trainer.config.schema import RunConfig, start_rules
 from trainer.config.sections import HUB_ID, MODEL_WORDS, ModelConfig, NoAdapter, RankAdapter
 from trainer.data import image_files, question_files, text_files
 from trainer.data.image_tables import TABLES
-from trainer.data.row_files import first_row
+from trainer.data.row_files import has_rows, rows_of
+from trainer.data.row_forms import TEXT
 from trainer.data.scan_memory import Keep, checked
 from trainer.launcher import capacity, network
 from trainer.metrics import trackers
@@ -54,6 +56,8 @@ USUAL_LENGTH = 2048
 """Tokens of a row up to which published language models take them."""
 USUAL_RANK, SMALL_RANK = 64, 16
 """Ranks up to which layers take them, of published models and of small ones."""
+ROWS_MEASURED = 20
+"""First rows of text of which one shows that not all are too long."""
 SMALL_SIDE = 512
 """Pixels of a side up to which small models draw."""
 
@@ -260,9 +264,20 @@ def needs_model(cfg: RunConfig) -> bool:
 
 
 def _may_be_too_long(cfg: RunConfig) -> bool:
-    """Whether every document of some text could be left out: the first one is if all are, and a token has a byte."""
-    first = (first_row(files[0]) for files in text_files.of_config(cfg.data) if files)
-    return any(row is not None and len(json.dumps(row, default=str)) > cfg.data.length for row in first)
+    """Whether every prompt or conversation of some text could be too long: by their bytes, as a token has at least one.
+
+    Plain text is cut, and never left out.
+    """
+    for found in text_files.of_config(cfg.data):
+        if not found or not all(map(has_rows, found)) or text_files.kinds(found) <= {TEXT}:
+            continue
+        try:
+            first = [row.values() for row in islice(rows_of(found[0]), ROWS_MEASURED)]
+        except InputError:  # it is named with its line where all rows are read
+            continue
+        if all(len(json.dumps(row, default=str, ensure_ascii=False).encode()) > cfg.data.length for row in first):
+            return True
+    return False
 
 
 def _check_built(loaded: ConfigFile, cache: Path | None) -> None:

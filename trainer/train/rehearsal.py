@@ -83,16 +83,23 @@ def check_fitting(cfg: RunConfig, cache: Path) -> None:
         return
     family, until = families.make(cfg, cache), time.monotonic() + TURN_S
     assert isinstance(family, TextFamily)
+    one_by_one = cfg.model_copy(update={"data": cfg.data.model_copy(update={"shuffle_window": 1})})
 
     def left_out(epoch: int, first: str, why: str) -> None:
         if time.monotonic() > until:
             raise TimeoutError
 
+    def noted(epoch: int, first: str, why: str) -> None:
+        """Rank 0 says it."""
+
     _, held_out = of_config(cfg.data)
     for folders, epochs in ((folders_of(cfg.data), None), ((TextFolder(held_out),), 1)):
         if folders[0].files:
             with suppress(TimeoutError):
-                next(stream_of(cfg, family, folders, epochs, left_out, lambda epoch, first, why: None).rows(), None)
+                next(
+                    stream_of(one_by_one, family, folders, epochs, left_out, lambda epoch, first, why: None).rows(),
+                    None,
+                )
 
 
 @dataclass(frozen=True)
