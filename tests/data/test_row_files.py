@@ -140,6 +140,15 @@ def test_texts_of_rows_that_are_not_read_are_named_once(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_texts_of_later_rows_that_are_not_read_are_named(tmp_path: Path, name: str) -> None:
+    row = {"question": "Who is it?", "answer": "A fox."}
+    write(tmp_path, name, [row, row | {"reasoning": "It is red."}])
+    assert list(warnings_of(DataConfig(path=str(tmp_path)))) == [
+        f"{tmp_path}/{name}: rows hold texts that are not read, under reasoning; move what matters"
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "wrong"),  # their bytes name the tests: packed ones must hold no time
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -101,6 +102,17 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
             {"messages": QA, "chat_template_kwargs": {"enable_thinking": False}},
             id="TRL with variables of the template",
         ),
+        pytest.param(
+            {"prompt": json.dumps(said("user", "Q")), "completion": json.dumps(said("assistant", "A"))},
+            {"messages": QA},
+            id="TRL's lists as JSON texts",
+        ),
+        pytest.param(
+            {"prompt": '[{"x": 1}] is', "completion": "[]"}, {"prompt": '[{"x": 1}] is', "completion": "[]"}, id="code"
+        ),
+        pytest.param(
+            {"prompt": '[{"x": 1}]', "completion": "[{]"}, {"prompt": '[{"x": 1}]', "completion": "[{]"}, id="data"
+        ),
     ],
 )
 def test_a_row_is_read_in_the_form_of_its_dataset(row: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -134,6 +146,10 @@ def test_a_row_is_read_in_the_form_of_its_dataset(row: dict[str, Any], expected:
             {"prompt": said("user", "Q\nR"), "chosen": QA[1:], "rejected": said("assistant", "B")},
         ),
         ({"messages": QA, "chosen": QA, "rejected": QA[:1]}, {"chosen": QA, "rejected": QA[:1]}),
+        (
+            {"chosen": json.dumps(QA), "rejected": json.dumps(said("user", "Q", "assistant", "B"))},
+            {"chosen": QA, "rejected": said("user", "Q", "assistant", "B")},
+        ),
     ],
 )
 def test_two_answers_are_read_in_the_form_of_their_dataset(row: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -171,6 +187,27 @@ def test_a_text_of_a_row_is_unread_unless_it_is_part_of_what_is_read() -> None:
     assert unread({"text": "Who is it? A fox.", "question": "Who is it?", "answer": "A fox."}) == []
     assert unread({"instruction": "Do it.", "input": "to this", "output": "Done it.", "system": "Be kind."}) == []
     assert unread({"prompt": "Who is it?", "completion": "A fox.", "system": "Be kind."}) == ["system"]
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"prompt": "Who is it?", "chosen": "A fox.", "rejected": "A cat.", "system": "Be kind."}, ["system"]),
+        ({"question": "Who is it?", "chosen": "A fox.", "rejected": "A cat.", "system": "Be kind."}, []),
+        ({"messages": [*said("system", "Be brief."), *QA], "system": "Be kind."}, ["system"]),
+        ({"messages": [*said("system", "Be kind."), *QA], "system": "Be kind."}, []),
+        ({"messages": QA, "system": "Be kind."}, []),
+        ({"prompt": said("system", "Be brief."), "completion": "a", "system": "Be kind."}, ["system"]),
+    ],
+)
+def test_a_system_message_that_a_row_does_not_read_is_unread(row: dict[str, Any], keys: list[str]) -> None:
+    assert unread(row) == keys
+
+
+def test_texts_of_scripts_without_blanks_are_texts() -> None:
+    for text in ("首先我们计算结果再说明原因", "ก่อนอื่นเราคำนวณ", "まず結果を計算します"):
+        assert unread({"question": "Q", "answer": "A", "reasoning": text}) == ["reasoning"]
+    assert unread({"question": "Q", "answer": "A", "subject": "数学", "id": "wiki-000017-zh"}) == []
 
 
 @given(st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=5), st.booleans())

@@ -106,6 +106,17 @@ def test_thinking_that_a_template_drops_from_earlier_answers_only_is_noted(token
     assert made.take_notes() == []
 
 
+def test_what_is_known_of_dropped_thoughts_hides_no_other_loss(tokenizer: Any, tmp_path: Path) -> None:
+    """A template that drops thoughts of earlier answers, and what is said beside a call of a tool everywhere."""
+    source = THINKS.replace("{{ said }}", "{{ '' if message.tool_calls else said }}")
+    made = chat(tokenizer, tmp_path, source)
+    called = [CALLED[0], CALLED[1] | {"content": "I look first"}, *CALLED[2:]]
+    why = f'message 2: the chat template leaves out "content" (I look first) of the assistant, {REMEDY}'
+    assert refusal(made, called) == why
+    assert len(notes(made, THOUGHT)) == 1
+    assert refusal(made, called) == why
+
+
 def test_a_prompt_for_an_answer_that_no_answer_follows_is_noted(tokenizer: Any, tmp_path: Path) -> None:
     made = chat(tokenizer, tmp_path, REMOVES)
     wrong = "the prompt for an answer ends with '<|im_start|>assistant\\n<think>\\n', which the answer does not follow"

@@ -67,7 +67,8 @@ def test_arguments_as_an_object_and_as_its_json_are_the_same_tokens_in_every_tem
     spellings = [called(arguments=one) for one in (ARGUMENTS, JSON, compact)]
     single = {"role": "assistant", "function_call": {"name": "sky", "arguments": compact}}
     flat = {"role": "assistant", "tool_calls": [{"name": "sky", "arguments": compact}]}
-    conversations = [*spellings, [spellings[0][0], single], [spellings[0][0], flat]]
+    in_tables = spellings[0][1] | {"tool_calls": json.dumps(spellings[0][1]["tool_calls"])}
+    conversations = [*spellings, *([spellings[0][0], one] for one in (single, flat, in_tables))]
     encoded = {tuple(map(tuple, made.encode(one))) for one in conversations}
     assert len(encoded) == 1
     [(ids, learned)] = encoded

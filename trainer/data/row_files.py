@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +29,8 @@ PACKED = ".gz"
 LINE_CHUNK = 2**20
 PARQUET_ROWS = 64
 """Rows of a parquet file that are converted at once."""
+ROWS_LOOKED_AT = 100
+"""First rows of a file that are looked through for texts that are not read."""
 MOST_LINE = 64 * MIB
 """Limit for a row that is a line, an object or the cells of a table, bytes or letters: some 16 million tokens."""
 MOST_UNPACKED, MOST_RATIO = 1024 * MIB, 200
@@ -99,18 +102,28 @@ def first_row(file: Path) -> Mapping[str, Any] | None:
 
 
 def unread_keys(file: Path) -> list[str]:
-    """The keys that hold texts in the first row of a file and are not read.
+    """The keys that hold texts in the first rows of a file and are not read.
 
     Raises:
         InputError: As `first_row`.
     """
-    if suffix_of(file) != ".parquet":
-        return unread(first_row(file) or {})
-    with open_parquet(file) as table:
-        texts = [field.name for field in table.schema_arrow if str(field.type) in ("string", "large_string")]
-        for batch in table.iter_batches(1, columns=[*dict.fromkeys([*columns_of(table), *texts])]):
-            return unread(present(python_rows(batch, file, 1)[0]))
-    return []
+    return [*dict.fromkeys(key for row in islice(_with_all_columns(file), ROWS_LOOKED_AT) for key in unread(row))]
+
+
+def _with_all_columns(file: Path) -> Iterator[Mapping[str, Any]]:
+    """Rows with what is not read of them, up to the first that cannot be read: it is named when it is trained."""
+    if suffix_of(file) == ".parquet":
+        with open_parquet(file) as table:
+            texts = [field.name for field in table.schema_arrow if str(field.type) in ("string", "large_string")]
+            for batch in table.iter_batches(1, columns=[*dict.fromkeys([*columns_of(table), *texts])]):
+                yield present(python_rows(batch, file, 1)[0])
+    elif has_rows(file):
+        for row in rows_of(file):
+            try:
+                values = row.values()
+            except InputError:
+                return
+            yield values
 
 
 @contextmanager

@@ -7,6 +7,7 @@ perhaps with `tools` and `chat_template_kwargs`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -42,6 +43,8 @@ KEYS = (
     "text, prompt and completion, messages or conversations, instruction and output, or question and answer; "
     "for preferences with chosen and rejected"
 )
+WITHOUT_BLANKS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]{8}")
+"""Letters of scripts without blanks between words: Thai, Lao, Burmese, Khmer, Japanese, Chinese."""
 SPEAKERS = {
     "human": "user",
     "gpt": ASSISTANT,
@@ -60,7 +63,7 @@ def kind_of(row: Mapping[str, Any] | Collection[str]) -> Kind:
         row: The row, or its keys. A prompt that is a list of messages makes it a conversation.
     """
     kind, keys = _form_of(row)
-    is_chat = kind == PAIR and isinstance(row, Mapping) and any(isinstance(row[key], list) for key in keys)
+    is_chat = kind == PAIR and isinstance(row, Mapping) and any(isinstance(_listed(row[key]), list) for key in keys)
     return CHAT if is_chat else kind
 
 
@@ -69,7 +72,7 @@ def kinds_of(row: Mapping[str, Any]) -> frozenset[Kind]:
     kind, others = kind_of(row), without_answers(row)
     if kind != PREFERENCE:
         return frozenset({kind})
-    is_chat = not isinstance(row["chosen"], str) or _question_key(others) is not None
+    is_chat = not isinstance(_listed(row["chosen"]), str) or _question_key(others) is not None
     other = {kind_of(others)} if is_known(others) else set()
     return frozenset({PREFERENCE, *other, *([CHAT] if is_chat else [])})
 
@@ -114,9 +117,10 @@ def unread(row: Mapping[str, Any]) -> list[str]:
     kind, keys = _form_of(row)
     read = {*keys}
     if kind == PREFERENCE:
-        read |= {"prompt", *TURNS, *QUESTIONS, *BEFORE["instruction"]}
-    if kind in (CHAT, PREFERENCE) or kind_of(row) == CHAT:
-        read |= {*OPTIONS, "system", *BEFORE.get(keys[0], ())}
+        read |= {"prompt", *TURNS, *QUESTIONS}
+    if CHAT in kinds_of(row):
+        read |= {*OPTIONS, *(BEFORE["instruction"] if kind == PREFERENCE else BEFORE.get(keys[0], ()))}
+        read = read - {"system"} if _has_system(row) else read | {"system"}
     said = json.dumps([row[key] for key in row if key in read], default=str)
     return [key for key, value in row.items() if key not in read and any(one not in said for one in _sentences(value))]
 
@@ -130,6 +134,7 @@ def standard(row: Mapping[str, Any]) -> dict[str, Any]:
     kind, keys = _form_of(row)
     if not keys:
         return dict(row)
+    row = {key: _listed(value) if key in ("prompt", "completion", *ANSWERS) else value for key, value in row.items()}
     if kind_of(row) in (TEXT, PAIR):
         return {key: folded(row[key]) if isinstance(row[key], str) else row[key] for key in keys}
     options = {key: as_json(row, key) for key in OPTIONS if row.get(key) not in (None, "")}
@@ -257,6 +262,27 @@ def _with_system(row: Mapping[str, Any], messages: list[Any]) -> list[Any]:
     return [{"role": "system", "content": _text(row, "system")}, *messages]
 
 
+def _listed(value: Any) -> Any:
+    """The messages that a text holds as JSON, as in tables; any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    is_talk = isinstance(found, list) and all(
+        isinstance(one, dict) and ("role" in one or "from" in one) for one in found
+    )
+    return found if is_talk else value
+
+
+def _has_system(row: Mapping[str, Any]) -> bool:
+    """Whether a conversation of the row begins with a system message, which then counts."""
+    turns = (_listed(row[key]) for key in ("prompt", *TURNS, *ANSWERS) if key in row)
+    firsts = (one[0] for one in turns if isinstance(one, list) and one and isinstance(one[0], dict))
+    return any(first.get("role", first.get("from")) in ("system", "developer") for first in firsts)
+
+
 def _is_answer(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == ASSISTANT
 
@@ -281,9 +307,9 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 
 
 def _sentences(value: Any) -> Iterator[str]:
-    """The texts with blanks in a value, as JSON has them."""
+    """The texts of several words in a value, as JSON has them."""
     if isinstance(value, dict | list):
         for one in value.values() if isinstance(value, dict) else value:
             yield from _sentences(one)
-    elif isinstance(value, str) and " " in value.strip():
+    elif isinstance(value, str) and (" " in value.strip() or WITHOUT_BLANKS.search(value)):
         yield json.dumps(value)[1:-1]

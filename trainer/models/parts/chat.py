@@ -111,7 +111,7 @@ class Chat:
         self._variables = variables or {}
         self._others: dict[str, Chat] = {}
         self._notes: dict[str, None] = {}
-        self._left_out: set[tuple[str, str, bool]] = set()  # kinds of texts that are known to be left out
+        self._left_out: set[tuple[str, str, str, bool, bool]] = set()  # kinds of texts that are known to be left out
 
     @cached_property
     def template(self) -> str:
@@ -414,7 +414,8 @@ class Chat:
             text = ""
         found, lost = written(text), []
         for number, one in enumerate(marked.texts):
-            kind = (one.role, one.key, one.message == len(messages) - 1)
+            calls = one.message >= 0 and bool(messages[one.message].get("tool_calls"))
+            kind = (one.role, one.key, one.mark, calls, one.message == len(messages) - 1)
             if number in found or (kind not in self._left_out and self._writes(messages, tools, number)):
                 continue
             if kind not in self._left_out and _is_needed(one) and not self._writes_last(messages, tools, number, one):

@@ -36,12 +36,14 @@ class Text:
         role: The role of the message; empty in the descriptions of tools.
         key: Its key, of a call of a tool `tool_calls`.
         value: The text; of arguments their names.
+        mark: The mark that follows it in a content, as `</think>`; empty at the end.
     """
 
     message: int
     role: str
     key: str
     value: str
+    mark: str = ""
 
 
 class Sentinels:
@@ -81,7 +83,7 @@ class Sentinels:
         """Each part of a content between marks has a sentinel: a template may leave out what was thought."""
         parts, start = [], 0
         for found in MARKS.finditer(content):
-            parts += [self._text(index, role, "content", content[start : found.start()]), found[0]]
+            parts += [self._text(index, role, "content", content[start : found.start()], found[0]), found[0]]
             start = found.end()
         return "".join([*parts, self._text(index, role, "content", content[start:])])
 
@@ -131,14 +133,14 @@ class Sentinels:
             return {inner: self._any(index, role, key, one) for inner, one in value.items()}
         return [self._any(index, role, key, one) for one in value] if isinstance(value, list) else value
 
-    def _text(self, index: int, role: str, key: str, text: str) -> str:
+    def _text(self, index: int, role: str, key: str, text: str, mark: str = "") -> str:
         if not text.strip():
             return text
         # In the middle: templates look for marks at both ends.
         begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
         middle = (begin + end) // 2
         number = len(self.texts)
-        self.texts.append(Text(index, role, key, text.strip()))
+        self.texts.append(Text(index, role, key, text.strip(), mark))
         return f"{text[:middle]}{OPEN}{number}{CLOSE}{text[middle:]}" if self._only in (None, number) else text
 
 

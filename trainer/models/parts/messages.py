@@ -22,10 +22,12 @@ CALL = "function_call"
 
 
 def with_objects(message: Message) -> Message:
-    """The message with the arguments of its tool calls as objects; those that are not JSON of one stay as they are."""
+    """The message with its tool calls as a list, and their arguments as objects; what is not JSON stays as it is."""
     if CALL in message and not message.get("tool_calls"):
         called = {"type": "function", "function": message[CALL]}
         message = {key: value for key, value in message.items() if key != CALL} | {"tool_calls": [called]}
+    if isinstance(message.get("tool_calls"), str):  # as in tables
+        message = {**message, "tool_calls": _as_list(message["tool_calls"])}
     return _with_arguments(message, _as_object)
 
 
@@ -108,6 +110,14 @@ def _as_object(arguments: Any) -> Any:
     except (ValueError, RecursionError):  # a program, as some tools take
         return arguments
     return found if isinstance(found, dict) else arguments
+
+
+def _as_list(calls: str) -> Any:
+    try:
+        found = json.loads(calls) if calls.strip() else []
+    except (ValueError, RecursionError):
+        return calls
+    return found if isinstance(found, list) else [found]
 
 
 def _as_text(arguments: Any) -> Any:
