@@ -89,12 +89,12 @@ def test_a_value_typed_back_stays_while_two_other_fields_are_wrong(page: Page, d
     open_group(page, "Sampling")
     write_over(page, "field-sample-size", "abc")
     box = page.locator("#field-train-batch_size")
-    for text in ("8", "16"):
+    for text, edit in (("8", 8), ("16", None)):  # 16 is the preset's
         box.click()
         page.keyboard.press("Control+a")
         page.keyboard.type(text, delay=delay_ms)
         settled(page)
-        assert (box.input_value(), values(draft)["train.batch_size"]) == (text, int(text))
+        assert (box.input_value(), values(draft).get("train.batch_size")) == (text, edit)
     page.locator("#field-name").click()
     settled(page)
     assert box.input_value() == "16"
