@@ -150,6 +150,7 @@ def test_nulls_of_a_table_and_line_ends_of_windows_change_no_sequence(folder: Pa
         {"thinking": "hm"},
         {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
         {"function_call": {"name": "f"}},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "hm"}]},
         {"name": "Ada"},
     ],
 )
@@ -165,6 +166,60 @@ def test_what_a_turn_holds_and_no_sequence_has_a_place_for_is_named(
         f'{file}:2: turn 1 of {name}: "{next(iter(extra))}" is not read by this kind of model; write it into "{said}", '
         "or remove it"
     )
+
+
+ASKED = {"image": "a.png", "question": "What is it?", "answer": "A fox."}
+SAID = {"messages": [{"role": "assistant", "content": "A fox."}]}
+SHOWN = {"sequence": [{"text": "A fox.", "learned": True}]}
+
+
+@pytest.mark.parametrize("row", [ASKED, SAID, SHOWN])
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "reasoning_details", "tools"])
+def test_reasoning_and_tools_of_a_whole_row_are_refused(folder: Path, row: dict[str, Any], key: str) -> None:
+    file = written(folder, row | {key: None}, row | {key: "It has a tail."})
+    with pytest.raises(InputError) as error:
+        read(file)
+    assert str(error.value) == (
+        f'{file}:2: "{key}" is not read by this kind of model; write it into the texts, or remove it'
+    )
+
+
+def test_the_system_message_of_a_row_is_the_first_text_of_every_form(folder: Path) -> None:
+    rows = read(written(folder, *({"system": "You are a pirate."} | row for row in (SHOWN, SAID, ASKED)))).train
+    assert [described(row.sequence(first)) for row in rows] == [
+        [("You are a pirate.",), ("A fox.", "learned")],
+        [("You are a pirate.",), ("A fox.", "learned")],
+        [("You are a pirate.",), ("a.png", "seen"), ("What is it?",), ("A fox.", "learned")],
+    ]
+    with pytest.raises(InputError, match='"system" is not a text; write it in quotes'):
+        read(written(folder, {"system": 5} | SHOWN))
+    with pytest.raises(InputError, match="nothing in it is learned"):
+        read(written(folder, {"system": "You are a pirate.", "sequence": []}))
+
+
+def test_texts_of_rows_that_are_not_read_are_named_once_for_a_file(folder: Path) -> None:
+    turn = {"role": "assistant", "content": "A fox.", "weight": 1, "critique": "Too short."}
+    file = written(
+        folder,
+        ASKED | {"id": "7", "source": "LLaVA", "hint": ""},
+        ASKED | {"rationale": "It has a tail.", "context": "What is it?"},
+        ASKED | {"rationale": "It is red.", "text": "What is it? A fox."},
+        SHOWN | {"hint": "Look at the tail."},
+        {"image": [], "messages": [turn, turn], "options": ["a fox", "a cat"]},
+    )
+    found = read(file)
+    assert len(found.train) == 5
+    assert found.warnings == (
+        f"{file}:2: the first row with texts that are not read, under rationale (2 rows), text (1 row), hint (1 row), "
+        "options (1 row), messages.critique (1 row); move what matters into what is read",
+    )
+
+
+def test_a_row_all_of_whose_texts_are_read_is_not_named(folder: Path) -> None:
+    asked = {"from": "human", "value": "<image> What is it?"}
+    turns = [asked, {"from": "gpt", "value": "A fox."}]
+    rows = ({"images": ["a.png"], "conversations": one} for one in (turns, json.dumps(turns)))
+    assert read(written(folder, ASKED, SAID, SHOWN, *rows)).warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -252,6 +307,22 @@ def test_published_parquet_files_hold_edits_and_captioned_images(tmp_path: Path)
     assert load_resized(last.images[1], (2, 2)).getpixel((0, 0)) == (0, 128, 0)
     assert described(found[3].sequence(lambda count: count - 1)) == [("all red",), ("0", "drawn")]
     assert described(found[4].sequence(first)) == [(" ",), ("0", "drawn")]
+
+
+def test_texts_of_columns_that_are_not_read_are_named_once_for_a_file(tmp_path: Path) -> None:
+    image = bytes_of("red", (16, 16))
+    edits = parquet(
+        tmp_path / "edits.parquet",
+        image_list=[[image] * 2],
+        instruction_list=[["make it red"]],
+        rationale=["It was not red."],
+        id=["7"],
+    )
+    drawn = parquet(tmp_path / "drawn.parquet", image=[image], captions=['{"a": "all red"}'], text=["It is red."])
+    read_whole = parquet(tmp_path / "read.parquet", image=[image], captions=['{"a": "all red"}'], text=["all red"])
+    assert read(edits).warnings == (f"{edits}: rows hold texts that are not read, under rationale; move what matters",)
+    assert read(drawn).warnings == (f"{drawn}: rows hold texts that are not read, under text; move what matters",)
+    assert read(read_whole).warnings == ()
 
 
 def test_the_samples_of_a_chain_of_edits_are_those_of_the_published_program(tmp_path: Path) -> None:

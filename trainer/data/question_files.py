@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,13 +11,14 @@ from typing import Any
 
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
+from trainer.config.terminal import shortened
 from trainer.data import image_warnings
 from trainer.data.image_files import MOST_WRONG_ROWS
 from trainer.data.image_io import ImageFile, read_header
 from trainer.data.image_members import SUFFIX, member, require_plain, rows_at_once
 from trainer.data.image_tables import LISTS_AT_ONCE, batches, named_file, part_read
-from trainer.data.row_files import open_parquet
-from trainer.data.sequence_rows import AnyRow, ImageProblem, parquet_row, parsed
+from trainer.data.row_files import open_parquet, unread_keys
+from trainer.data.sequence_rows import AnyRow, ImageProblem, Row, parquet_row, parsed
 from trainer.data.text_files import rows
 
 PARQUET = {"image_list": "instruction_list", "image": "captions"}
@@ -72,6 +74,8 @@ class _Found:
 
     Attributes:
         leaves_out: Whether an unreadable image is a warning, not a problem.
+        unread: {key with texts that are not read: rows} of the file that is read.
+        first_unread: The file and line of the first of these rows.
     """
 
     leaves_out: bool
@@ -79,6 +83,8 @@ class _Found:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     headers: dict[Path, ImageFile] = field(default_factory=dict)
+    unread: Counter[str] = field(default_factory=Counter)
+    first_unread: str = ""
 
     def header(self, path: Path) -> ImageFile:
         """The header of an image. Raises ImageProblem."""
@@ -92,7 +98,11 @@ class _Found:
     def add(self, place: str, read: Callable[[], AnyRow]) -> None:
         """Add a row, or what is wrong with it. place: its file and line."""
         try:
-            self.rows.append(read())
+            row = read()
+            self.rows.append(row)
+            if isinstance(row, Row) and row.unread:
+                self.first_unread = self.first_unread or place
+                self.unread.update(row.unread)
         except ImageProblem as error:
             message = f"{place}: {error}"
             if self.leaves_out:
@@ -101,6 +111,16 @@ class _Found:
                 self.problems.append(f"{message}, or set data.bad_image: warn")
         except InputError as error:
             self.problems.append(f"{place}: {error}")
+
+    def warn_of_unread(self) -> None:
+        """Name the texts that are not read, at the end of a file."""
+        if self.unread:
+            counts = (f"{key} ({image_warnings.counted(n, 'row', 'rows')})" for key, n in self.unread.items())
+            self.warnings.append(
+                f"{self.first_unread}: the first row with texts that are not read, under "
+                f"{shortened(', '.join(counts), 200)}; move what matters into what is read"
+            )
+        self.unread, self.first_unread = Counter(), ""
 
     def has_enough(self, file: Path) -> bool:
         """Whether so many rows are wrong that the rest need not be read."""
@@ -132,6 +152,7 @@ def _read_lines(file: Path, found: _Found) -> None:
                 continue
             read_image = partial(_image_of_line, found, file.parent)
             found.add(f"{file}:{number}", partial(parsed, text, read_image))
+        found.warn_of_unread()
     except InputError as error:
         found.problems.append(str(error))
     except OSError as error:
@@ -143,6 +164,7 @@ def _image_of_line(found: _Found, folder: Path, path: str) -> ImageFile:
 
 
 def _read_parquet(file: Path, found: _Found) -> None:
+    row: dict[str, Any] = {}
     try:
         for number, row in _parquet_rows(file):
             if found.has_enough(file):
@@ -152,6 +174,9 @@ def _read_parquet(file: Path, found: _Found) -> None:
                 return found.header(member(file, number - 1, column, index))
 
             found.add(f"{file}: row {number}", partial(parquet_row, row, image_of))
+        if keys := unread_keys(file, row):
+            unread = shortened(", ".join(keys), 200)
+            found.warnings.append(f"{file}: rows hold texts that are not read, under {unread}; move what matters")
     except InputError as error:
         found.problems.append(str(error))
 

@@ -11,7 +11,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -23,7 +23,7 @@ from typing import Any, Self
 from trainer.config.errors import InputError
 from trainer.config.files import MIB, opened
 from trainer.config.terminal import shortened
-from trainer.data.row_forms import COLUMNS, KEYS, completed, is_known, present, unread
+from trainer.data.row_forms import COLUMNS, KEYS, completed, is_known, present, unread, unread_except
 
 PACKED = ".gz"
 LINE_CHUNK = 2**20
@@ -101,13 +101,19 @@ def first_row(file: Path) -> Mapping[str, Any] | None:
     return None
 
 
-def unread_keys(file: Path) -> list[str]:
+def unread_keys(file: Path, read: Collection[str] | None = None) -> list[str]:
     """The keys that hold texts in the first rows of a file and are not read.
+
+    Args:
+        file: The file.
+        read: The columns of a parquet file that are read, where they are not those of `row_forms`.
 
     Raises:
         InputError: As `first_row`.
     """
-    return [*dict.fromkeys(key for row in islice(_with_all_columns(file), ROWS_LOOKED_AT) for key in unread(row))]
+    first = islice(_with_all_columns(file), ROWS_LOOKED_AT)
+    keys = (unread(row) if read is None else unread_except(row, read) for row in first)
+    return [*dict.fromkeys(key for found in keys for key in found)]
 
 
 def _with_all_columns(file: Path) -> Iterator[Mapping[str, Any]]:

@@ -121,8 +121,16 @@ def unread(row: Mapping[str, Any]) -> list[str]:
     if CHAT in kinds_of(row):
         read |= {*OPTIONS, *(BEFORE["instruction"] if kind == PREFERENCE else BEFORE.get(keys[0], ()))}
         read = read - {"system"} if _has_system(row) else read | {"system"}
+    return unread_except(row, read)
+
+
+def unread_except(row: Mapping[str, Any], read: Collection[str]) -> list[str]:
+    """The keys of a row that hold sentences which are not among what is under the keys of `read`."""
+    others = {key: [*_sentences(value)] for key, value in row.items() if key not in read}
+    if not any(others.values()):
+        return []
     said = json.dumps([row[key] for key in row if key in read], default=str)
-    return [key for key, value in row.items() if key not in read and any(one not in said for one in _sentences(value))]
+    return [key for key, sentences in others.items() if any(one not in said for one in sentences)]
 
 
 def standard(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from trainer.config.errors import InputError, not_one_of
 from trainer.config.sections import half_character
 from trainer.data.image_io import ImageFile
-from trainer.data.row_forms import as_json, folded, present
+from trainer.data.row_forms import as_json, folded, present, unread_except
 from trainer.models.parts.chat import is_read_only
+from trainer.models.parts.chat_texts import REASONING
 
 Pick = Callable[[int], int]
 """pick(n) returns a random index below n; each call draws another."""
@@ -34,9 +35,9 @@ PLACEHOLDER = "<image>"
 QUESTION = ("image", "question", "answer")
 LEARNED = {"gpt": True, "human": False, "assistant": True, "user": False, "system": False}
 """{speaker of a turn: whether the turn is learned}."""
-UNREAD = ("reasoning_content", "reasoning", "thinking", "tool_calls", "function_call", "name")
+UNREAD = (*REASONING, "reasoning_details", "tool_calls", "function_call", "name")
 """Keys of a turn that have a place in the chat templates of language models, but none in these sequences."""
-UNREAD_OF_ROW = ("tools", "chat_template_kwargs")
+UNREAD_OF_ROW = (*REASONING, "reasoning_details", "tools", "chat_template_kwargs")
 FORMS = "question with image and answer, conversations or messages, or sequence"
 EDITS_AHEAD = 2
 """Most edits of a chain that one sample makes."""
@@ -75,9 +76,15 @@ Part = TextPart | ImagePart
 
 @dataclass(frozen=True)
 class Row:
-    """A row that is one sequence."""
+    """A row that is one sequence.
+
+    Attributes:
+        parts: Its texts and images, in their order.
+        unread: The keys that hold texts which are not among its parts. Not in its repr, of which digests are made.
+    """
 
     parts: tuple[Part, ...]
+    unread: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def images(self) -> tuple[ImageFile, ...]:
@@ -153,14 +160,17 @@ def parsed(line: str, read_image: ReadImage) -> Row:
         row = present(row)
     if not isinstance(row, dict):
         return _question(row, read_image)
-    if "sequence" in row:
-        return _checked(Row(tuple(_sequence(row["sequence"], read_image))))
     _refuse_unread(row, UNREAD_OF_ROW, "the texts")
+    if "sequence" in row:
+        unread = unread_except(row, ("system", "sequence"))
+        return _checked(Row((*_system(row), *_sequence(row["sequence"], read_image)), tuple(unread)))
     for name, speaker, said in (("conversations", "from", "value"), ("messages", "role", "content")):
         if name in row:
-            return _checked(Row((*_system(row), *_conversation(row, name, (speaker, said), read_image))))
+            parts = (*_system(row), *_conversation(row, name, (speaker, said), read_image))
+            return _checked(Row(parts, tuple(_unread_of_conversation(row, name, (speaker, said)))))
     question = _question(row, read_image)
-    return Row((*_system(row), *question.parts))
+    unread = unread_except(row, ("system", *QUESTION))
+    return Row((*_system(row), *question.parts), tuple(unread))
 
 
 def _system(row: Mapping[str, Any]) -> Iterator[Part]:
@@ -224,6 +234,12 @@ def _conversation(row: Mapping[str, Any], name: str, keys: tuple[str, str], read
                 yield TextPart((text.strip() if PLACEHOLDER in said else said,))
     if used < len(paths):
         raise InputError(f"{len(paths)} images, but {used} {PLACEHOLDER}; write one where each image belongs")
+
+
+def _unread_of_conversation(row: Mapping[str, Any], name: str, keys: tuple[str, str]) -> Iterator[str]:
+    """The keys of a conversation's row, and of its turns, that hold texts which are not read."""
+    yield from unread_except(row, ("system", "image", "images", name))
+    yield from dict.fromkeys(f"{name}.{key}" for turn in as_json(row, name) for key in unread_except(turn, keys))
 
 
 def _sequence(parts: Any, read_image: ReadImage) -> Iterator[Part]:
