@@ -309,6 +309,43 @@ def test_published_parquet_files_hold_edits_and_captioned_images(tmp_path: Path)
     assert described(found[4].sequence(first)) == [(" ",), ("0", "drawn")]
 
 
+def test_a_folder_of_questions_is_read_whole_and_files_of_other_kinds_are_counted(folder: Path) -> None:
+    parquet(folder / "a.parquet", image=[bytes_of("red", (16, 16))], captions=['{"a": "all red"}'])
+    (folder / "sub").mkdir()
+    for name in ("rows.jsonl", "sub/c.JSONL"):
+        (folder / name).write_text(json.dumps(SHOWN))
+    assert [len(row.parts) for row in read(folder).train] == [2, 1, 1]
+    assert read(folder).warnings == ()
+    for name in ("d.json", "sub/e.csv", "f.jsonl.gz", "g.tar", "h.tsv", "dataset_info.json", "README.md"):
+        (folder / name).write_text("{}")
+    (found,) = read(folder).warnings
+    assert found == (
+        f"data.questions: {folder}: 5 files: d.json, f.jsonl.gz, g.tar, h.tsv, e.csv are not read; write their rows "
+        "into .jsonl or .parquet files"
+    )
+
+
+def test_hidden_folders_and_runs_hold_no_questions(folder: Path) -> None:
+    run = folder / "first-run"
+    for place in (folder, folder / ".trash", run):
+        place.mkdir(exist_ok=True)
+        (place / "rows.jsonl").write_text(json.dumps(SHOWN))
+    (folder / ".hidden.json").write_text("[]")
+    (run / "config.yaml").write_text("name: first\n")
+    (run / "logs").mkdir()
+    found = read(folder)
+    assert (len(found.train), found.warnings) == (1, ())
+
+
+def test_a_folder_without_questions_is_refused(folder: Path) -> None:
+    (folder / "rows.csv").write_text("question,answer\n")
+    with pytest.raises(InputError) as error:
+        read(folder)
+    assert str(error.value) == (
+        f"data.questions: {folder}: no .jsonl or .parquet files in this folder; write questions into such files"
+    )
+
+
 def test_texts_of_columns_that_are_not_read_are_named_once_for_a_file(tmp_path: Path) -> None:
     image = bytes_of("red", (16, 16))
     edits = parquet(

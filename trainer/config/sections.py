@@ -477,9 +477,9 @@ class DataConfig(Section):
         keywords="vqa instruction edit interleaved multi-turn conversation thinking parquet",
     )
     """For a model that draws and answers: a .jsonl file whose lines are questions (image, question, answer),
-    conversations about images, or sequences of text and images in any order; or a .parquet file, or a folder of them,
-    with edits or captioned images. Paths are relative to the file. If `data.validation` is a number, as many rows are
-    held out too."""
+    conversations about images, or sequences of text and images in any order; or a .parquet file with edits or
+    captioned images; or a folder of such files. Paths are relative to the file. If `data.validation` is a number, as
+    many rows are held out too."""
     question_share: Number = option(0.5, title="Share of questions", gt=0, lt=1)
     """Share of the samples that are rows of `data.questions`, if there are captioned images as well."""
     pack_tokens: Whole | None = option(

@@ -15,14 +15,18 @@ from trainer.config.terminal import shortened
 from trainer.data import image_warnings
 from trainer.data.image_files import MOST_WRONG_ROWS
 from trainer.data.image_io import ImageFile, read_header
-from trainer.data.image_members import SUFFIX, member, require_plain, rows_at_once
-from trainer.data.image_tables import LISTS_AT_ONCE, batches, named_file, part_read
-from trainer.data.row_files import open_parquet, unread_keys
+from trainer.data.image_members import SUFFIX, TAR, member, require_plain, rows_at_once
+from trainer.data.image_tables import COMPRESSED, CSV, LISTS_AT_ONCE, batches, named_file, part_read
+from trainer.data.row_files import PACKED, open_parquet, unread_keys
 from trainer.data.sequence_rows import AnyRow, ImageProblem, Row, parquet_row, parsed
-from trainer.data.text_files import rows
+from trainer.data.text_files import ABOUT, files_below, named, rows
 
 PARQUET = {"image_list": "instruction_list", "image": "captions"}
 """{column of images: column of their texts}, in both published kinds of parquet files."""
+READ = (".jsonl", SUFFIX)
+"""Suffixes of the files of a folder that are read."""
+OTHERS = (".json", CSV, ".tsv", TAR, *COMPRESSED, ".arrow", PACKED)
+"""Suffixes of other files with rows."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +135,20 @@ class _Found:
 
 
 def _files(source: Path, found: _Found) -> list[Path]:
-    """The file, or the parquet files of the folder."""
+    """The file, or the files of the folder that are read. Others with rows are named."""
     if not source.is_dir():
         return [source]
-    files = sorted(file for file in source.rglob(f"*{SUFFIX}") if file.is_file())
+    below = sorted(file for file in files_below(source) if file.is_file())
+    files = [file for file in below if file.suffix.lower() in READ]
     if not files:
-        found.problems.append(f"data.questions: {source}: no parquet files in this folder; name a .jsonl file")
+        found.problems.append(
+            f"data.questions: {source}: no .jsonl or .parquet files in this folder; write questions into such files"
+        )
+    if others := [file for file in below if file.name.lower().endswith(OTHERS) and file.name not in ABOUT]:
+        found.warnings.append(
+            f"data.questions: {source}: {named(others)} {'is' if len(others) == 1 else 'are'} not read; write their "
+            "rows into .jsonl or .parquet files"
+        )
     return files
 
 

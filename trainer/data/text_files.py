@@ -240,7 +240,7 @@ def find_files(path: Path) -> tuple[Path, ...]:
         return (path,)
     if not path.is_dir():
         raise InputError(f"{path}: no such file or folder; give {GIVE}, or a folder of them")
-    files = [file for file in _files_below(path) if _is_read(file)]
+    files = [file for file in files_below(path) if _is_read(file)]
     if not files:
         raise InputError(
             f"{path}: no text in this folder; put .txt, .jsonl, .json, .csv, .parquet or .npy files into it"
@@ -285,7 +285,7 @@ def _not_read(path: Path) -> str | None:
     """
     if not path.is_dir():
         return None
-    others = [file for file in _files_below(path) if not _is_read(file) and file.name not in ABOUT]
+    others = [file for file in files_below(path) if not _is_read(file) and file.name not in ABOUT]
     names = sorted(
         file.relative_to(path).as_posix() for file in others if file.name.partition(".")[0].lower() not in NOT_DATA
     )
@@ -351,7 +351,7 @@ def too_deep(folder: Path) -> InputError:
     return InputError(f"{folder}: its folders are nested more than {MOST_DEEP} deep; move the files up")
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
+def files_below(folder: Path) -> Iterator[Path]:
     """The files below a folder, but hidden ones and those of runs. Links to folders are followed, none twice."""
     entered: set[Path] = set()
     with reading(folder):
