@@ -220,20 +220,63 @@ def test_folders_named_as_kohya_s_scripts_name_them_say_how_often_their_images_o
         )
     )
     weights = {one.path.parent.name: one.weight for one in found.train}
-    assert weights.pop("10_woman") == 52 and weights.pop(tmp_path.name) == 2
-    assert weights == {"10_ohwx woman": 20, "sub": 20} | {
-        name: 2 for name in ("1_style", "01_portraits", "2023_trip", "5 apples", "7_deep")
+    assert weights.pop("10_woman") == 64 and weights.pop(tmp_path.name) == 2
+    assert weights == {"10_ohwx woman": 20, "sub": 20, "7_deep": 14} | {
+        name: 2 for name in ("1_style", "01_portraits", "2023_trip", "5 apples")
     }
     assert {one.caption for one in found.train if one.weight == 20} == {"a woman, ohwx", "ohwx woman"}
     assert found.train[-1].caption == "woman"
     assert found.warnings == (
         "data.path: images occur in an epoch as often as the names of their folders say, as in kohya's scripts: "
-        "10_ohwx woman 10 times; rename a folder to change this",
+        "10_ohwx woman 10 times, x/7_deep 7 times; rename a folder to change this",
         "data.path: 1 image has no caption but the text of the folder's name, as in kohya's scripts: first "
         f"{tmp_path}/10_ohwx woman/sub/b.png",
         "data.regularization: 1 image has no caption but the text of the folder's name, as in kohya's scripts: first "
         f"{tmp_path}/kept/10_woman/e.png",
     )
+
+
+def test_a_folder_of_the_config_may_itself_be_named_as_kohya_s_scripts_name_it(tmp_path: Path) -> None:
+    dog, woman = tmp_path / "5_sks dog", tmp_path / "10_ohwx woman"
+    add_image(dog / "a.png", caption=None)
+    add_image(dog / "b.png", caption="a dog, sks", size=(20, 20))
+    add_image(dog / "3_sks puppy" / "c.png", caption=None, size=(20, 30))
+    add_image(dog / "sub" / "4_old" / "9_older" / "d.png", caption=None, size=(20, 40))
+    add_image(woman / "e.png", caption=None, size=(20, 50))
+    found = scan(data(dog, repeats=2, folders=[{"path": str(woman)}]))
+    assert [(one.path.name, one.weight, one.caption) for one in found.train] == [
+        ("c.png", 6, "sks puppy"),
+        ("a.png", 10, "sks dog"),
+        ("b.png", 10, "a dog, sks"),
+        ("d.png", 8, "old"),
+        ("e.png", 20, "ohwx woman"),
+    ]
+    assert found.warnings == (
+        "data.path: images occur in an epoch as often as the names of their folders say, as in kohya's scripts: "
+        "3_sks puppy 3 times, 5_sks dog 5 times, sub/4_old 4 times; rename a folder to change this",
+        f"data.path: 3 images have no caption but the text of the folder's name, as in kohya's scripts: first "
+        f"{dog}/3_sks puppy/c.png",
+        "data.folders.0.path: images occur in an epoch as often as the names of their folders say, as in kohya's "
+        "scripts: 10_ohwx woman 10 times; rename a folder to change this",
+        "data.folders.0.path: 1 image has no caption but the text of the folder's name, as in kohya's scripts: first "
+        f"{woman}/e.png",
+    )
+
+
+def test_a_weight_in_the_config_replaces_the_repeats_of_that_folder_s_name(tmp_path: Path) -> None:
+    woman = tmp_path / "10_ohwx woman"
+    add_image(woman / "a.png", caption=None)
+    add_image(woman / "2_near" / "b.png", size=(20, 30))
+    found = scan(DataConfig(folders=[{"path": str(woman), "weight": 1.5}]))
+    assert [(one.path.name, one.weight, one.caption) for one in found.train] == [
+        ("b.png", 3, "a cat"),
+        ("a.png", 1.5, "ohwx woman"),
+    ]
+    (woman / "a.txt").write_text("a woman")
+    for field in ("regularization", "validation"):
+        held = scan(data(add_image(tmp_path / "x" / "c.png", size=(9, 9)).parent, **{field: str(woman)}))
+        found = [one for one in (*held.train, *held.validation) if one.path.name == "a.png"]
+        assert [(one.weight, one.caption) for one in found] == [(0.5 if field == "regularization" else 1, "a woman")]
 
 
 def test_a_trigger_that_stands_in_the_caption_is_not_put_in_front_once_more(tmp_path: Path) -> None:

@@ -341,7 +341,7 @@ class _Scanner:
         rivals = [file for file in texts if self._texts[f"{unread_files.stem_of(file)}.txt"] in self._captioned]
         self._name_uncaptioned(source, count, near)
         self._warn_of_second_captions(source, rivals)
-        self._warn_of_repeats(source, images)
+        self._warn_of_repeats(source, images if files else ())
         self.findings.warnings += unread_files.of_captioned(source.field, unread, {*near.values(), *rivals})
         if count and not images and not self.findings.problems:
             self.findings.problems.append(f"{source.field}: {source.root}: none of its {count} images can be read")
@@ -397,9 +397,10 @@ class _Scanner:
 
     def _warn_of_repeats(self, source: _Source, images: Iterable[CaptionedImage]) -> None:
         """Say which folders are trained more often, and which images without a caption have that of their folder."""
-        places = (image.location[len(str(source.root)) :].lstrip("/").partition("/") for image in images)
-        folders = dict.fromkeys(folder for folder, below, _ in places if below)
-        often = [f"{name} {times} times" for name in folders if (times := _repeats(source, f"{name}/")[0]) > 1]
+        places = (image.location[len(str(source.root)) :].lstrip("/") for image in images)
+        folders = dict.fromkeys(place.rpartition("/")[0] for place in places)
+        found = dict.fromkeys(_repeats(source, f"{folder}/") for folder in folders)
+        often = [f"{folder} {times} times" for times, _, folder in found if times > 1]
         if often:
             self.findings.warnings.append(
                 f"{source.field}: images occur in an epoch as often as the names of their folders say, as in kohya's "
@@ -522,7 +523,7 @@ class _Scanner:
 
     def _of_file(self, path: Path, row: Row | None, source: _Source) -> CaptionedImage | None:
         name = _stem(path)[len(str(source.root)) :].lstrip("/")
-        repeats, text = _repeats(source, name)
+        repeats, text, _ = _repeats(source, name)
         captions = self._captions(path, row, text)
         return self._image(path, name, captions, row.focus if row else WHOLE.focus, source, repeats=repeats)
 
@@ -777,17 +778,23 @@ def _text_files(files: Sequence[Path]) -> dict[str, str]:
     return others | {text: text for text in texts if text.endswith(".txt")}
 
 
-def _repeats(source: _Source, name: str) -> tuple[int, str]:
-    """(repeats, caption) of the images of a folder `10_ohwx woman` directly in that of the data; else 1 and "".
+def _repeats(source: _Source, name: str) -> tuple[int, str, str]:
+    """(repeats, caption, folder) of the images of a folder `10_ohwx woman`; else 1 and no texts.
+
+    Of several such folders the one nearest to that of the data counts, and the folder of the data itself only where it
+    holds none. A weight in the config replaces the repeats of the latter.
 
     name: the path of an image below the folder of the data.
     """
-    folder, below, _ = name.partition("/")
-    found = REPEATS.fullmatch(folder) if below else None
+    folders = name.split("/")[:-1]
+    depth = next((number for number, folder in enumerate(folders, 1) if REPEATS.fullmatch(folder)), 0)
+    folder = "/".join(folders[:depth]) or source.root.name
+    found = REPEATS.fullmatch(folder.rpartition("/")[2])
     if found is None:
-        return 1, ""
-    is_counted = source.is_own and source.field != "data.validation"
-    return int(found[1]) if is_counted else 1, found[2].strip()
+        return 1, "", ""
+    has_weight = not depth and source.folder is not None and source.folder.weight != 1
+    is_counted = source.is_own and source.field != "data.validation" and not has_weight
+    return int(found[1]) if is_counted else 1, found[2].strip(), folder
 
 
 def _stem(path: Path) -> str:
