@@ -322,6 +322,40 @@ def test_masks_that_leave_almost_nothing_to_learn_are_counted_also_by_a_start_th
     assert not any(isinstance(event, StatusEvent) for event in said)
 
 
+def striped(*levels: int) -> Image.Image:
+    """A mask whose columns have these levels in turn."""
+    image = black()
+    for x in range(64):
+        image.paste(levels[x % len(levels)], (x, 0, x + 1, 64))
+    return image
+
+
+@pytest.mark.parametrize(("fit", "outside"), [("crop", 0), pytest.param("pad", 0.25, marks=pytest.mark.slow)])
+def test_masks_of_class_numbers_are_counted_also_by_a_start_that_encodes_nothing(
+    tmp_path: Path, fit: str, outside: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.config.files.COARSEST_NS", -(10**18))
+    pictures, masks = make_pictures(tmp_path / "pictures", 7), tmp_path / "masks"
+    masks.mkdir()
+    faint = Image.merge("RGBA", (*[Image.new("L", (64, 64), 255)] * 3, striped(0, 100)))
+    lines = striped(255, 0, 0, 0)  # white, but the mean of every area is far below half
+    numbers = (striped(1, 5, 20), Image.new("L", (64, 64), 127), faint)
+    for number, mask in enumerate((lines, *numbers, striped(0, 255), striped(10, 128), black())):
+        with Image.open(pictures / f"{number:02}.png") as image:
+            mask.resize(image.size, Image.Resampling.NEAREST).save(masks / f"{number:02}.png")
+    cfg = run_config(pictures, data__masks=str(masks), data__mask_background=outside, data__fit=fit)
+    for _ in range(2):
+        _, said = encoded(cfg)
+        warnings = [event.message for event in said if isinstance(event, WarningEvent)]
+        assert [warning for warning in warnings if "white" in warning] == [
+            f"1 of 7 masks is white in less than 1% of the image, whose other parts have weight {outside:g}: first "
+            f"{masks}/06.png; paint what is learned white, which is 255 and not 1, or opaque",
+            f"3 of 7 masks have no level above 127, as those of class numbers, and white is 255: first {masks}/01.png, "
+            "with levels up to 20; multiply them, or paint what is learned white or opaque",
+        ]
+    assert not any(isinstance(event, StatusEvent) for event in said)
+
+
 @pytest.mark.slow
 def test_a_fully_transparent_image_is_named_also_by_a_start_that_encodes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

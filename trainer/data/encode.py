@@ -29,6 +29,7 @@ from trainer.data.image_io import (
     WHOLE,
     Framing,
     ImageFile,
+    highest_level,
     inner_size,
     is_invisible,
     load_bordered_mask,
@@ -50,6 +51,8 @@ T = TypeVar("T")
 
 LEAST_WHITE = 0.01
 """Share of an image below which its mask is probably empty, inverted, or of a program that writes 1 for white."""
+MOST_GREY = 127
+"""Highest level of a mask that probably holds numbers of classes, and no white."""
 PROGRESS_S = 0.25
 """Shortest time between two events about the number of encoded items; the last one is always written."""
 
@@ -360,23 +363,34 @@ class _DataEncoder:
         return {mask: key for mask, key in keys.items() if key not in failures}
 
     def _of_faint_masks(self, masks: Mapping[_Mask, str]) -> Iterator[str]:
-        """Warn of masks that leave almost nothing to learn. masks: {mask: its key}. Collective."""
+        """Warn of masks that leave almost nothing to learn, or little of all. masks: {mask: its key}. Collective."""
         outside = self.context.cfg.data.mask_background
         if outside == 1:
             return
         own = {mask.file.location: (mask, key) for mask, key in masks.items() if mask.file}
         crew, places = self._crew, list(own)
-        shares = {
-            place: (float(self.cache.read(own[place][1])["mask"].mean()) / own[place][0].area - outside) / (1 - outside)
-            for place in places[crew.index :: crew.size]
-        }
-        found = {place: share for part in crew.gather(shares) for place, share in part.items()}
-        faint = [place for place in places if found[place] < LEAST_WHITE]
+        measured: dict[str, tuple[float, int]] = {}
+        for place in places[crew.index :: crew.size]:
+            mask, key = own[place]
+            weights = self.cache.read(key)["mask"]
+            share = (float(weights.mean()) / mask.area - outside) / (1 - outside)
+            # Thin lines are white too, though the mean of no area is: only the file itself has its levels.
+            is_grey = (float(weights.max()) - outside) / (1 - outside) * 255 < MOST_GREY + 1
+            measured[place] = share, highest_level(mask.file) if is_grey and mask.file else 255
+        found = {place: values for part in crew.gather(measured) for place, values in part.items()}
+        faint = [place for place in places if found[place][0] < LEAST_WHITE]
         if faint:
             count = f"{len(faint)} of {len(places)} masks {'is' if len(faint) == 1 else 'are'}"
             yield (
                 f"{count} white in less than {LEAST_WHITE:.0%} of the image, whose other parts have weight "
                 f"{outside:g}: first {faint[0]}; paint what is learned white, which is 255 and not 1, or opaque"
+            )
+        grey = [place for place in places if found[place][0] >= LEAST_WHITE and found[place][1] <= MOST_GREY]
+        if grey:
+            yield (
+                f"{len(grey)} of {len(places)} masks {'has' if len(grey) == 1 else 'have'} no level above {MOST_GREY}, "
+                f"as those of class numbers, and white is 255: first {grey[0]}, with levels up to {found[grey[0]][1]}; "
+                "multiply them, or paint what is learned white or opaque"
             )
 
     def _load_mask(self, contents: Mapping[str, str], item: tuple[_Mask, tuple[int, int]]) -> Example:

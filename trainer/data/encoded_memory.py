@@ -19,8 +19,8 @@ from trainer.data.image_source import EncodedImage, Pixels
 from trainer.data.known_files import MOST_BYTES
 from trainer.data.scan_memory import keep_last, without_collection
 
-VERSION = 1
-"""Of what is remembered: raise it when other examples are made of the same images and settings."""
+VERSION = 2
+"""Of what is remembered: raise it when other examples are made of the same images and settings, or more is said."""
 FOLDER = ".known"
 """In the folder of the examples."""
 

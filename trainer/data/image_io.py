@@ -268,6 +268,12 @@ def load_mask(file: ImageFile, size: tuple[int, int], framing: Framing = WHOLE) 
         return ImageOps.mirror(levels) if framing.is_mirrored else levels
 
 
+def highest_level(mask: ImageFile) -> int:
+    """The highest level of a mask, as `load_mask` has them, of all of its pixels. Raises InputError as `load_rgb`."""
+    with _naming_file(mask.path):
+        return max(level for level, count in enumerate(_levels(mask).convert("L").histogram()) if count)
+
+
 def load_bordered_mask(
     image: ImageFile, mask: ImageFile | None, size: tuple[int, int], outside: float, framing: Framing
 ) -> Image.Image:
