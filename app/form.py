@@ -73,8 +73,13 @@ OF_THE_MODEL = (
 )
 """Fields of CARRIED that fit one model rather than one set of data."""
 
-COMPANIONS = ("data.masks", "data.references", "data.rejected")
-"""Folders whose files belong to the images of `data.path`, by their names."""
+COMPANIONS: Mapping[str, Any] = {
+    **dict.fromkeys(("data.masks", "data.references", "data.rejected")),
+    "data.validation": 0,
+    "sample.references": [],
+}
+"""{field: its value without any} of the folders and files that belong to the images of `data.path`: by their names, or
+as images of the same subject. Regularization images are of its class, and go with any subject of the class."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +228,8 @@ def edited(draft: Draft, edits: Mapping[str, str | bool]) -> Draft:
 def without_companions(draft: Draft, former: Draft) -> tuple[Draft, dict[str, str]]:
     """Take the companions that a draft has from `former` out of it, where that has other images: names repeat.
 
+    Texts keep theirs: different texts are often compared by one that is held out.
+
     Where the former images are the preset's, of the companions that were chosen only those that are called after their
     folder go with them: any other was chosen for images that were to follow.
 
@@ -234,32 +241,40 @@ def without_companions(draft: Draft, former: Draft) -> tuple[Draft, dict[str, st
         The draft, and {field: path} of what was taken out.
     """
     try:
-        own = load_config(draft.preset).config.data.model_dump(mode="json")
+        config = load_config(draft.preset).config
     except ConfigError:  # the form says so
         return draft, {}
+    own = config.model_dump(mode="json")
     before, now = _folder_of(former, own), _folder_of(draft, own)
-    if before is None or before == now:
+    if before is None or before == now or families.trains_on(config) == "text":
         return draft, {}
     is_chosen = "data.path" in former.values
     values, gone = dict(draft.values), {}
-    for name in COMPANIONS:
-        preset_has = own.get(name.removeprefix("data."))
-        path = draft.values.get(name, preset_has)
-        if not path or path != former.values.get(name, preset_has):
+    for name, nothing in COMPANIONS.items():
+        preset_has = value_at(own, name)
+        value = draft.values.get(name, preset_has)
+        paths = _paths(value)
+        if not paths or value != former.values.get(name, preset_has):
             continue
-        if preset_has:
-            values[name] = None
-        elif is_chosen or str(path).startswith(before):
+        if _paths(preset_has):
+            values[name] = nothing
+        elif is_chosen or paths[0].startswith(before):
             del values[name]
         else:
             continue
-        gone[name] = str(path)
+        gone[name] = "\n".join(paths)
     return replace(draft, values=values), gone
 
 
+def _paths(value: Any) -> list[str]:
+    """The paths in the value of a companion; none in a number of images."""
+    values = value if isinstance(value, list) else [value]
+    return [path for path in values if isinstance(path, str) and path]
+
+
 def _folder_of(draft: Draft, own: Mapping[str, Any]) -> str | None:
-    """The folder of a draft's images. own: the section `data` of its preset."""
-    path = draft.values.get("data.path", own.get("path"))
+    """The folder of a draft's images. own: the config of its preset."""
+    path = draft.values.get("data.path", value_at(own, "data.path"))
     return os.path.abspath(os.path.expanduser(path)) if isinstance(path, str) and path else None
 
 

@@ -215,7 +215,7 @@ class Studio:
         return draft
 
     def change_images(self, change: Callable[[Draft], Draft], is_typing: bool = False) -> dict[str, str]:
-        """Change the draft as `change_draft` does; masks and references of former images go with these.
+        """Change the draft as `change_draft` does; companions of former images go with these.
 
         Args:
             change: The change.

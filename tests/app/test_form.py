@@ -316,6 +316,47 @@ def test_masks_of_a_preset_or_a_copied_run_do_not_follow_to_other_images(tmp_pat
     assert form.switched(Draft(QUICKSTART, {"name": "fox"}), preset).draft.values == {"name": "fox"}
 
 
+def test_held_out_images_and_input_images_of_samples_go_with_the_former_images():
+    mine = {"data.path": "/a", "data.validation": "/a-held", "sample.references": ["/a/1.png", "/a/2.png"]}
+    a, b = Draft(QUICKSTART, mine), Draft(QUICKSTART, mine | {"data.path": "/b"})
+    kept, gone = form.without_companions(b, a)
+    assert kept.values == {"data.path": "/b"}
+    assert gone == {"data.validation": "/a-held", "sample.references": "/a/1.png\n/a/2.png"}
+    assert form.edited(kept, gone).values == b.values
+    # A number of images holds for any folder; so do what was typed for the new one, and images of the class.
+    number = {"data.validation": 2, "data.regularization": "/dogs"}
+    numbers = Draft(QUICKSTART, number | {"data.path": "/b"})
+    assert form.without_companions(numbers, Draft(QUICKSTART, number | {"data.path": "/a"})) == (numbers, {})
+    new = mine | {"data.path": "/b", "data.validation": "/b-held", "sample.references": ["/b/1.png"]}
+    assert form.without_companions(Draft(QUICKSTART, new), a) == (Draft(QUICKSTART, new), {})
+    # The first folder of one's own follows what was chosen for it, but not what lies next to the preset's.
+    theirs = [str(QUICKSTART.parent / "quickstart" / "1.png")]
+    first = Draft(QUICKSTART, {"data.validation": "/held", "sample.references": theirs})
+    own = Draft(QUICKSTART, first.values | {"data.path": "/b"})
+    kept, gone = form.without_companions(own, first)
+    assert (kept.values, gone) == (
+        {"data.validation": "/held", "data.path": "/b"},
+        {"sample.references": theirs[0]},
+    )
+
+
+def test_held_out_images_and_input_images_of_a_preset_do_not_follow_to_other_images(tmp_path: Path):
+    preset = tmp_path / "mine.yaml"
+    changes = ["data.path=/a", "data.validation=/a-held", "sample.references=[/a/1.png]", "sample.prompts=[a fox]"]
+    preset.write_text(dump_config(load_config(PRESETS / "flux2-klein-4b-lora-1gpu.yaml", changes).config))
+    draft, gone = form.without_companions(Draft(preset, {"data.path": "/b"}), Draft(preset))
+    assert draft.values == {"data.path": "/b", "data.validation": 0, "sample.references": []}
+    assert gone == {"data.validation": "/a-held", "sample.references": "/a/1.png"}
+    assert (form.check(draft).config.data.validation, form.check(draft).config.sample.references) == (0, ())
+    assert form.edited(draft, gone).values == {"data.path": "/b"}
+
+
+def test_a_held_out_text_stays_for_other_texts():
+    mine = {"data.path": "/a", "data.validation": "/held.jsonl"}
+    b = Draft(TEXT, mine | {"data.path": "/b"})
+    assert form.without_companions(b, Draft(TEXT, mine)) == (b, {})
+
+
 def test_edits_that_the_other_preset_does_not_take_are_named_with_the_reason():
     found = form.switched(Draft(QUICKSTART, {"data.flip": True, "data.masks": "/m", "name": "fox"}), TEXT)
     unread = "this model does not read it"

@@ -301,6 +301,16 @@ def test_masks_of_a_folder_that_was_chosen_go_with_it(window: Window, studio: St
     assert window.value("data.masks") == str(studio.runs.parent / "masks")
 
 
+def test_held_out_images_of_a_folder_that_was_chosen_go_with_it(window: Window, studio: Studio):
+    first, held = (make_pictures(studio.runs.parent / name, count=2) for name in ("first", "held"))
+    window.type("data.path", str(first))
+    window.type("data.validation", str(held))
+    window.type("data.path", str(make_pictures(studio.runs.parent / "second", count=2)))
+    assert (window.value("data.validation"), window.state["left_images"]["labels"]) == ("4", ["Held out"])
+    window.call("edit", edits=window.state["left_images"]["edits"])
+    assert window.value("data.validation") == str(held)
+
+
 def test_masks_survive_another_windows_edit_while_the_folder_is_typed(window: Window, studio: Studio):
     own = {"data.path": "/a", "data.masks": "/of-a"}
     studio.save_draft(Draft(studio.draft().preset, own))
