@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from app.form import Draft
 from app.looks import Looks
@@ -19,10 +20,12 @@ from tests.runs import alone, make_pictures, run_config
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigFile, dump_config, load_config
 from trainer.data.scan_memory import MOST_KEPT, keep_last
+from trainer.distributed.attach import attach
+from trainer.distributed.world import Rendezvous
 from trainer.launcher import preflight
 from trainer.parallel.quantized_cache import QuantizedCache
 from trainer.plan import calibration
-from trainer.run.folder import CACHE_LINK
+from trainer.run.folder import CACHE_LINK, RunDir
 
 PLACES = (
     "base", "examples", "examples/.known", "examples/.parts", "examples/ab", "images", "models", "plans", "rows",
@@ -71,6 +74,20 @@ def test_a_link_out_of_a_cache_is_named_before_anything_is_written(
         assert (name, str(refused.value)) == (name, f"{link}: {CACHE_LINK}")
     assert content(home) == before
     assert not any((tmp_path / "runs").glob("*/config.yaml"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_names_a_link_in_the_cache_of_its_own_machine(
+    tmp_path: Path, preset: ConfigFile, home: Path, rank: int
+) -> None:
+    run = RunDir.create(tmp_path / "runs", preset.config)
+    link = tmp_path / "bundle" / "cache" / "base"
+    link.symlink_to(home)
+    store = dist.HashStore()
+    store.set("config", dump_config(preset.config))
+    with pytest.raises(InputError) as refused:
+        attach(run.path, Rendezvous(store, rank, 2))
+    assert str(refused.value) == f"{link}: {CACHE_LINK}"
 
 
 def test_a_link_in_a_loop_is_named(tmp_path: Path, preset: ConfigFile) -> None:

@@ -55,10 +55,12 @@ def attach(path: Path, rendezvous: Rendezvous) -> RankRun:
     if rendezvous.rank == 0:
         run = RunDir.open(path)
         stage = stages.current(run, run.config())
+        cache = shared_cache(stage.config, run.path.parent)
+        guard_cache(cache)
         rendezvous.store.set("config", dump_config(stage.config))
         rendezvous.store.set("stage", json.dumps([stage.number, stage.count, stage.name, stage.before]))
         rendezvous.store.set("folder", _identity(run))
-        return RankRun(run, stage, shared_cache(stage.config, run.path.parent), False)
+        return RankRun(run, stage, cache, False)
     run = RunDir(path.absolute())
     cfg = load_config_text(rendezvous.store.get("config").decode(), (), run.config_file).config
     cache = shared_cache(cfg, run.path.parent)
