@@ -410,6 +410,19 @@ def test_a_template_that_is_a_link_to_a_private_file_is_refused(tmp_path: Path) 
         check_template(f"{tmp_path}/bundle/own.jinja")
     assert str(refused.value) == f"data.chat_template: {tmp_path}/bundle/own.jinja: {LINK}"
     check_template(f"{tmp_path}/bundle/same.jinja")
+    (tmp_path / "own.jinja").symlink_to("home/id_ed25519")  # of a preset that was unpacked in the home itself
+    with pytest.raises(InputError) as refused:
+        check_template(f"{tmp_path}/own.jinja")
+    assert str(refused.value) == f"data.chat_template: {tmp_path}/own.jinja: {LINK}"
+
+
+def test_a_template_in_the_hugging_face_cache_is_read_through_its_link(tmp_path: Path) -> None:
+    snapshot, blob = tmp_path / "snapshots" / ("0" * 40), tmp_path / "blobs" / "aa"
+    for folder in (snapshot, blob.parent):
+        folder.mkdir(parents=True)
+    blob.write_text(read_template("chatml"))
+    (snapshot / "chat_template.jinja").symlink_to("../../blobs/aa")
+    assert read_template(f"{snapshot}/chat_template.jinja") == read_template("chatml")
 
 
 def test_a_template_that_was_saved_on_windows_is_the_same(tmp_path: Path) -> None:

@@ -22,7 +22,10 @@ TEMPLATES = Path(__file__).parents[1] / "chat_templates"
 MARKER = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
 END_MARKER = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
 """The marks in a template around what the assistant writes."""
-LINK = "a link out of its folder, and what it leads to would be copied into what is exported; name that file itself"
+LINK = (
+    "a link to a file elsewhere or of another kind, which would be copied into what is exported; put the template in "
+    "its place"
+)
 MOST_TEMPLATE, MOST_TOKENIZER = files.MIB, 128 * files.MIB
 """Limits in bytes. The longest published ones have 20 kB and 33 MB."""
 OWN_MARK = re.compile(r"<\|?\w+\|?>")
@@ -38,12 +41,12 @@ def read_template(named: str) -> str:
     """Read a chat template. named: one of `template_names`, or a .jinja file.
 
     Raises:
-        InputError: The template is not one of ours; or the file is missing, too long, or a link out of its folder.
+        InputError: The template is not one of ours; or the file is missing, too long or a link elsewhere.
     """
     file = Path(named).expanduser() if named.endswith(TEMPLATE_SUFFIX) else TEMPLATES / f"{named}{TEMPLATE_SUFFIX}"
     if not named.endswith(TEMPLATE_SUFFIX) and named not in template_names():
         raise InputError(f"data.chat_template: {not_one_of(named, (*template_names(), f'a {TEMPLATE_SUFFIX} file'))}")
-    if files.leads_out(file, file.parent):
+    if files.leads_out(file, file.parent) or not _is_template(file.resolve()):
         raise InputError(f"data.chat_template: {file}: {LINK}")
     try:
         return files.read(file, MOST_TEMPLATE).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
@@ -53,6 +56,11 @@ def read_template(named: str) -> str:
         raise InputError(
             f"data.chat_template: {file} cannot be read ({error}); name another {TEMPLATE_SUFFIX} file"
         ) from error
+
+
+def _is_template(target: Path) -> bool:
+    """Whether a link may lead to this file. The folder may be the user's home, if a preset was unpacked there."""
+    return target.name.endswith(TEMPLATE_SUFFIX) or target.parent.name == "blobs"  # as the Hugging Face cache links
 
 
 def without_marks(template: str) -> str:
