@@ -14,7 +14,7 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data import looks
 from trainer.data.looks import KnownLooks, Look
-from trainer.run.folder import shared_cache
+from trainer.run.folder import guard_cache, shared_cache
 
 THREAD = "looks"
 SAVED_EVERY_S = 30.0
@@ -78,13 +78,19 @@ class Looks:
         self._passes: dict[str, _Pass] = {}
 
     def start(self, config: RunConfig, found: ScanResult) -> None:
-        """Look at the images of a complete scan. Another look that is running is stopped, and keeps what it knows."""
+        """Look at the images of a complete scan. Another look that is running is stopped, and keeps what it knows.
+
+        Raises:
+            InputError: There are no images, or the cache leads elsewhere.
+        """
         if not found.images:
             raise InputError("There are no images to look at; choose a folder of images in New run")
+        cache = shared_cache(config, self._runs)
+        guard_cache(cache)
         with self._lock:
             for other in self._passes.values():
                 other.stop()
-            started = _Pass(KnownLooks.of(config.data, shared_cache(config, self._runs)), found)
+            started = _Pass(KnownLooks.of(config.data, cache), found)
             self._passes.pop(_key(config), None)
             self._passes[_key(config)] = started
             for old in list(self._passes)[:-MOST_KEPT]:

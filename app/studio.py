@@ -48,7 +48,7 @@ from trainer.launcher import commands, preflight, torchrun
 from trainer.launcher.downloads import Downloads as ModelDownloads
 from trainer.launcher.queue import POLL_S, Entry, Queue
 from trainer.run import process as processes
-from trainer.run.folder import RunDir, is_run
+from trainer.run.folder import RunDir, guard_cache, is_run, shared_cache
 from trainer.run.manifest import newest_step
 
 PRIVATE = ("drafts", "thumbnails", "downloads", "queue", "presets")
@@ -364,6 +364,7 @@ class Studio:
         if not re.fullmatch(r"\s*(\d+\s*(,\s*\d+\s*)*)?", cards):
             raise InputError(f"GPUs: '{cards}' is not a list of numbers; write 0,1 or leave it empty for all")
         loaded = load_config(draft.preset, draft.overrides)
+        guard_cache(shared_cache(loaded.config, self.runs))
         preflight.check(loaded)
         return self.queue.add(loaded.config, [int(gpu) for gpu in cards.split(",") if gpu.strip()])
 

@@ -19,7 +19,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from tests.data.test_image_files import data, problems_of
-from trainer.data import image_members
+from trainer.data import image_members, row_files
 from trainer.data.image_files import scan
 from trainer.data.image_io import load_rgb
 from trainer.data.image_tables import Columns, TableRow, read_table
@@ -481,6 +481,7 @@ def test_row_groups_of_many_images_do_not_stay_in_memory(tmp_path: Path) -> None
 
 
 def test_images_of_a_parquet_file_are_found_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_files, "BYTES_AT_ONCE", 500)
     monkeypatch.setattr(image_members, "BYTES_KEPT", 1000)  # a few images, so that groups are read in parts
     contents = [encoded(COLOURS[number % 3]) + bytes([number]) for number in range(20)]
     columns = {"image": [{"bytes": one, "path": None} for one in contents], "text": [str(n) for n in range(20)]}

@@ -8,6 +8,7 @@ import io
 import json
 import tracemalloc
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ import pytest
 from tests.data.test_text_packing import refusal, rows_of, stream
 from tests.data.test_text_stream import END, KEYS, plain, plain_all
 from trainer.config.errors import InputError
+from trainer.config.files import MIB
 from trainer.config.sections import DataConfig
-from trainer.data import row_files
+from trainer.data import row_files, text_files
 from trainer.data.row_files import MOST_LINE
 from trainer.data.row_files import rows_of as rows_in
+from trainer.data.row_forms import kinds_of
 from trainer.data.text_files import TextFolder, count_documents, find_files, kinds, warnings_of
 from trainer.data.text_stream import StreamPosition
 
@@ -324,3 +327,55 @@ def test_documents_of_split_and_whole_packing_are_those_of_the_encoder(tmp_path:
     write(tmp_path, "a.jsonl.gz", [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}])
     found = ["".join(map(chr, row.tokens[row.documents >= 0].tolist())) for row in rows_of(stream(tmp_path, length=9))]
     assert sorted("".join(found).split("u")) == ["", "a\nxab", "aab", "aab"]
+
+
+def one_value(value: str, rows: int, **others: str) -> pa.Table:
+    """A table of equal rows, which a file stores once. others: {further column: its text}."""
+    columns = {"text": value, **others}
+    zeros = pa.array([0] * rows, pa.int32())
+    return pa.table({name: pa.DictionaryArray.from_arrays(zeros, pa.array([one])) for name, one in columns.items()})
+
+
+def test_a_text_that_a_parquet_file_stores_once_for_many_rows_does_not_fill_the_memory(tmp_path: Path) -> None:
+    table = one_value("a " * 2**22, 500)
+    pq.write_table(table, tmp_path / "a.parquet", compression="zstd", store_schema=False)
+    del table
+    before = pa.total_allocated_bytes()
+    held = [pa.total_allocated_bytes() - before for _ in islice(rows_in(tmp_path / "a.parquet"), 70)]
+    assert len(held) == 70 and max(held) < 300 * MIB
+
+
+def test_the_kinds_of_a_parquet_file_are_found_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = one_value("a " * 2**22, 200, prompt="b", completion="c")
+    pq.write_table(table, tmp_path / "a.parquet", compression="zstd", store_schema=False)
+    del table
+    before, held = pa.total_allocated_bytes(), [0]
+
+    def watched(row: dict[str, Any]) -> Any:
+        held.append(pa.total_allocated_bytes() - before)
+        return kinds_of(row)
+
+    monkeypatch.setattr(text_files, "kinds_of", watched)
+    assert kinds([tmp_path / "a.parquet"]) == {"text"}
+    assert len(held) > 2 and max(held) < 300 * MIB
+
+
+@pytest.mark.parametrize(
+    ("compression", "wrong"),
+    [
+        ("none", "row 2: the row is longer than 64 MiB; shorten or remove it"),
+        (
+            "zstd",
+            "row group 1 of the column text has 0.0 MiB that become 65; texts do not shrink so much, write the file "
+            "again",
+        ),
+    ],
+)
+def test_a_row_of_a_parquet_file_that_is_too_long_is_refused(tmp_path: Path, compression: str, wrong: str) -> None:
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a", "b" * (MOST_LINE + MIB)]}), file, compression=compression)
+    with pytest.raises(InputError) as refused:
+        list(rows_in(file))
+    assert str(refused.value) == f"{file}: {wrong}"

@@ -299,6 +299,22 @@ def test_a_run_that_was_deleted_or_damaged_keeps_no_other_from_its_turn(queue: Q
     assert queue.state_of(damaged).startswith(f"damaged: {queue.run_of(damaged).launch_file}: damaged (")
 
 
+def test_an_unstarted_run_whose_files_nobody_can_make_sense_of_keeps_no_other_from_its_turn(
+    queue: Queue, config, monkeypatch
+):
+    queue.add(config("odd"))
+    start_until_killed(queue, at="_spawn")
+    queue.add(config("next"))
+
+    def misread(events: object) -> None:
+        raise TypeError("unhashable type: 'list'")
+
+    monkeypatch.setattr("trainer.launcher.queue.last_state", misread)
+    with queue.starting() as may_start:
+        assert may_start and names(queue.start_next()) == ["next"]
+        wait_for(lambda: ended(queue))
+
+
 def test_a_run_knows_when_it_was_queued_and_taken_also_after_it_was_moved(queue: Queue, config):
     before = time.time()
     for name in ("a", "b"):

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
+from app.web.served_files import Downloads
 from tests.launcher.hub import TOKEN, Hub, Repository, serving
 from tests.runs import make_pictures, make_text, run_config, text_config
 from trainer.config.errors import InputError
-from trainer.launcher.model_card import model_card, published
+from trainer.launcher.model_card import SECOND_NAME, model_card, published
 from trainer.launcher.upload import Upload, begin_upload, upload_output
 from trainer.run.events import EventWriter, ExportEvent, SampleEvent, StepEvent
 from trainer.run.folder import LINK, RunDir
@@ -259,3 +260,27 @@ def test_a_link_in_an_exported_folder_publishes_no_private_file(run: RunDir, hub
     with pytest.raises(InputError, match=r"merges.txt: leads out of the run folder"):
         published(run).files(run)
     assert (hub.commits, "ada/fox-linked" in hub.repositories) == (before, False)
+
+
+@pytest.mark.parametrize("place", ["export/assistant/merges.txt", "samples/step-000030-0.png"])
+def test_a_second_name_of_a_private_file_is_not_published(run: RunDir, hub: Hub, tmp_path: Path, place: str) -> None:
+    """An archive that is unpacked in the home can hold one, as it can hold a link."""
+    (tmp_path / "id_ed25519").write_text("private")
+    (run.export / "assistant").mkdir()
+    record(run, ExportEvent(path="export/assistant", what="full", format="auto"))
+    (run.path / place).unlink(missing_ok=True)
+    (run.path / place).hardlink_to(tmp_path / "id_ed25519")
+    (run.path.parent / "downloads" / "a").mkdir(parents=True)
+    (run.path.parent / "downloads" / "a" / Path(place).name).symlink_to(run.path / place)  # the page makes no such link
+    before = hub.commits
+    code, said = uploaded(run, hub, "--repo=ada/fox-named", "--yes")
+    assert (code, said) == (2, f"{run.path / place}: {SECOND_NAME}")
+    assert (hub.commits, "ada/fox-named" in hub.repositories) == (before, False)
+
+
+def test_an_export_that_the_page_has_offered_is_published(run: RunDir) -> None:
+    for folder in ("downloads", "moved"):
+        link = Downloads(run.path.parent / "downloads").offer(run.export / "my-fox.safetensors")
+        assert link.samefile(run.export / "my-fox.safetensors")
+        link.parent.rename(link.parent.with_name(folder))  # offered before the runs were moved
+    assert set(published(run).files(run)) == {"my-fox.safetensors", *(f"images/step-000030-{n}.png" for n in (0, 1))}

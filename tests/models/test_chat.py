@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainer.config.errors import InputError
+from trainer.config.files import MIB, NOT_REGULAR
 from trainer.config.load import load_config
 from trainer.launcher import preflight
 from trainer.models.parts.chat import Chat, encode_spans
-from trainer.models.parts.chat_template import TEMPLATES, check_template, read_template, template_names, without_marks
+from trainer.models.parts.chat_template import (
+    LINK,
+    TEMPLATES,
+    check_template,
+    read_template,
+    stored_tokens,
+    template_names,
+    without_marks,
+)
 from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, train_tokenizer
 
 SPECIAL = (
@@ -386,6 +396,68 @@ def test_a_template_is_checked_before_a_rank_starts(tmp_path: Path) -> None:
     ) as caught:
         preflight.check(load_config(preset))
     assert f"correct it, or name one of {', '.join(template_names())}" in str(caught.value)
+
+
+def test_a_template_that_is_a_link_to_a_private_file_is_refused(tmp_path: Path) -> None:
+    """It would be copied into what is exported."""
+    for folder in ("home", "bundle"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "home" / "id_ed25519").write_text("private")
+    (tmp_path / "bundle" / "own.jinja").symlink_to("../home/id_ed25519")
+    (tmp_path / "bundle" / "chatml.jinja").write_text(read_template("chatml"))
+    (tmp_path / "bundle" / "same.jinja").symlink_to("chatml.jinja")
+    with pytest.raises(InputError) as refused:
+        check_template(f"{tmp_path}/bundle/own.jinja")
+    assert str(refused.value) == f"data.chat_template: {tmp_path}/bundle/own.jinja: {LINK}"
+    check_template(f"{tmp_path}/bundle/same.jinja")
+    (tmp_path / "own.jinja").symlink_to("home/id_ed25519")  # of a preset that was unpacked in the home itself
+    with pytest.raises(InputError) as refused:
+        check_template(f"{tmp_path}/own.jinja")
+    assert str(refused.value) == f"data.chat_template: {tmp_path}/own.jinja: {LINK}"
+
+
+def test_a_template_in_the_hugging_face_cache_is_read_through_its_link(tmp_path: Path) -> None:
+    snapshot, blob = tmp_path / "snapshots" / ("0" * 40), tmp_path / "blobs" / "aa"
+    for folder in (snapshot, blob.parent):
+        folder.mkdir(parents=True)
+    blob.write_text(read_template("chatml"))
+    (snapshot / "chat_template.jinja").symlink_to("../../blobs/aa")
+    assert read_template(f"{snapshot}/chat_template.jinja") == read_template("chatml")
+
+
+def test_a_template_that_was_saved_on_windows_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_bytes(read_template("chatml").replace("\n", "\r\n").encode())
+    assert read_template(f"{tmp_path}/own.jinja") == read_template("chatml")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "long"])
+def test_a_template_without_an_end_is_refused(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "own.jinja"
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        with file.open("wb") as stream:
+            stream.truncate(2 * MIB)
+    reason = NOT_REGULAR if kind == "pipe" else "longer than 1 MiB; remove it, or put a shorter one in its place"
+    with pytest.raises(InputError) as refused:
+        check_template(str(file))
+    assert str(refused.value) == f"data.chat_template: {file}: {reason}"
+
+
+def test_a_tokenizer_without_an_end_or_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(InputError) as refused:
+        stored_tokens(tmp_path)
+    assert str(refused.value) == f"{file}: nested too deep for a tokenizer; download the model again"
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(InputError) as refused:
+        stored_tokens(tmp_path)
+    assert str(refused.value) == f"{file}: {NOT_REGULAR}"
+    file.unlink()
+    file.write_text("[]")
+    assert stored_tokens(tmp_path) is None
 
 
 def test_a_token_that_holds_a_letter_of_a_span_is_learned() -> None:

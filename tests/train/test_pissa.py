@@ -16,13 +16,20 @@ from torch import Tensor, nn
 from tests.bench import Bench
 from tests.runs import alone, make_run, make_text, text_config, train
 from tests.train.test_language_options import logits, trained_logits
+from trainer.adapters.state import Factors
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.export import export
 from trainer.models import families
 from trainer.models.build import build_model, load_model
-from trainer.models.pissa import initial_file, principal_factors
+from trainer.models.pissa import (
+    initial_file,
+    parameters_of_factors,
+    principal_factors,
+    read_factors,
+    write_factors,
+)
 from trainer.models.start import continue_adapter
 from trainer.models.state_dict import BaseWeights
 from trainer.weights.files import WeightFiles
@@ -182,6 +189,38 @@ def test_a_run_whose_factors_are_gone_is_neither_resumed_nor_exported(bench: Ben
             act()
         assert str(caught.value) == message
     assert make_run(tmp_path, cfg, "run").config().adapter == cfg.adapter
+
+
+@pytest.mark.parametrize("place", ["value", "end"])
+def test_factors_that_were_damaged_on_the_disk_are_named(tmp_path: Path, place: str) -> None:
+    """A flipped bit makes 6.8e36 of 0.02, which would be subtracted from what is exported."""
+    cfg = text_config(make_text(tmp_path / "text"), **KINDS["fp32"])
+    file, factors = tmp_path / "initial-adapter.safetensors", {"a": (torch.full((4, 8), 0.02), torch.ones(8, 4))}
+    write_factors(factors, file)
+    assert all(map(torch.equal, found(cfg, file)["a"], factors["a"]))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 0x40
+    file.write_bytes(content if place == "value" else content[:-4])
+    reason = "has changed since it was written: its checksum differs" if place == "value" else "damaged"
+    with pytest.raises(InputError) as caught:
+        read_factors(cfg, file)
+    assert str(caught.value) == (
+        f"{file}: {reason}; it holds what adapter.init: pissa subtracted from the base. Copy it back, or start a new "
+        "run"
+    )
+
+
+def test_factors_of_an_earlier_version_have_no_checksum_and_are_read(tmp_path: Path) -> None:
+    cfg, file = text_config(make_text(tmp_path / "text"), **KINDS["fp32"]), tmp_path / "initial-adapter.safetensors"
+    factors = {"a": (torch.full((4, 8), 0.02), torch.ones(8, 4))}
+    save_file(parameters_of_factors(factors), file)
+    assert all(map(torch.equal, found(cfg, file)["a"], factors["a"]))
+
+
+def found(cfg: RunConfig, file: Path) -> Factors:
+    factors = read_factors(cfg, file)
+    assert factors is not None
+    return factors
 
 
 def test_two_starts_of_an_adapter_are_refused(tmp_path: Path) -> None:

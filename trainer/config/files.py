@@ -298,11 +298,15 @@ def opened(file: Path) -> BufferedReader:
     return open(descriptor, "rb")
 
 
-def opened_to_append(file: Path) -> int:
-    """Open a file of a run folder for reading and appending, and return its descriptor. It is made if it is missing.
+def opened_to_append(file: Path, mode: int = 0o600) -> int:
+    """Open a file of a run folder or cache to read and append, and return its descriptor. It is made if it is missing.
 
     The folder may come from a stranger: nothing is written through a link, nor into a file with a second name, which
     an archive can make as well.
+
+    Args:
+        file: The file.
+        mode: Permissions of a new file, before the umask.
 
     Raises:
         OSError: It cannot be opened.
@@ -310,7 +314,7 @@ def opened_to_append(file: Path) -> int:
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        descriptor = os.open(file, flags, 0o600)
+        descriptor = os.open(file, flags, mode)
     except OSError as error:
         if error.errno in (errno.EISDIR, errno.ELOOP):
             raise InputError(f"{file}: {NOT_REGULAR}") from error
@@ -335,7 +339,10 @@ def leads_out(path: Path, folder: Path) -> bool:
 
     The Hugging Face cache keeps the content of a snapshot's files in the folder `blobs`, which belongs to it.
     """
-    root, target = folder.resolve(), path.resolve()
+    try:
+        root, target = folder.resolve(), path.resolve()
+    except RuntimeError:  # links in a loop
+        return True
     blobs = [(above.parent / "blobs").resolve() for above in (root, *root.parents) if above.name == "snapshots"]
     return not any(target.is_relative_to(place) for place in (root, *blobs))
 

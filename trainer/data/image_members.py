@@ -10,22 +10,20 @@ import functools
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import InputError
 from trainer.config.files import MIB, opened
-from trainer.data.row_files import open_parquet
+from trainer.data.row_files import BYTES_AT_ONCE, open_parquet, require_plain, rows_at_once
 
 SUFFIX = ".parquet"
 TAR = ".tar"
-BYTES_KEPT = 256 * MIB
+BYTES_KEPT = 2 * BYTES_AT_ONCE
 """Cells of parquet columns that stay in memory; half of them are read at a time."""
 MOST_IMAGE = 1024 * MIB
 """Limit for the file of an image inside another file, bytes: 268 megapixels without any compression are less."""
-LEAST_SUSPICIOUS, MOST_PACKED = 64 * MIB, 50
-"""A column of images is refused where more bytes than this become more than 50 times as many: images are compressed."""
 
 
 def member(file: Path, row: int, column: str, number: int = 0) -> Path:
@@ -94,36 +92,6 @@ def require_size(path: Path | str, size: int) -> None:
     if size > MOST_IMAGE:
         limit = f"{MOST_IMAGE // MIB} MiB"
         raise InputError(f"{path}: {size // MIB} MiB are too many for an image, the limit is {limit}; remove it")
-
-
-def require_plain(file: Path, metadata: Any, columns: Iterable[str]) -> None:
-    """Raise InputError for a parquet file whose images take little room on the disk and would fill the memory.
-
-    Args:
-        file: The file.
-        metadata: Its `pyarrow.parquet.FileMetaData`.
-        columns: Its columns of images.
-    """
-    for group in range(metadata.num_row_groups):
-        row_group = metadata.row_group(group)
-        for chunk in map(row_group.column, range(row_group.num_columns)):
-            name = chunk.path_in_schema.partition(".")[0]
-            size, packed = chunk.total_uncompressed_size, chunk.total_compressed_size
-            if name in columns and size > max(LEAST_SUSPICIOUS, MOST_PACKED * packed):
-                raise InputError(
-                    f"{file}: row group {group + 1} of the column {name} has {packed / MIB:.1f} MiB that become "
-                    f"{size / MIB:.0f}; encoded images do not shrink so much, write the file again"
-                )
-
-
-def rows_at_once(metadata: Any, columns: Sequence[str], at_most: int) -> int:
-    """Return how many rows can be decoded at a time, even where each has the largest value of its row group."""
-    largest = 1
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for chunk in map(group.column, range(group.num_columns)):
-            if chunk.path_in_schema.partition(".")[0] in columns:
-                largest = max(largest, chunk.total_uncompressed_size)
-    return max(1, min(at_most, BYTES_KEPT // 2 // largest))
 
 
 class _Cells:

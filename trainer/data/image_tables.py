@@ -24,12 +24,10 @@ from trainer.data.image_members import (
     SUFFIX,
     TAR,
     member,
-    require_plain,
     require_size,
-    rows_at_once,
     tar_member,
 )
-from trainer.data.row_files import open_parquet, remedy_of_separator
+from trainer.data.row_files import MOST_RATIO, open_parquet, remedy_of_separator, require_plain, rows_at_once
 
 CSV = ".csv"
 TABLES = (SUFFIX, CSV, TAR)
@@ -235,9 +233,11 @@ def _parquet_rows(file: Path, columns: Columns) -> Iterator[TableRow | InputErro
         read = {name for name in (chosen.image, *chosen.references) if _is_read(schema.field(name).type)}
         names = sorted({part_read(table, name) for name in read} | ({chosen.caption} - {""}))
         require_plain(file, table.metadata, [chosen.image, *chosen.references])
+        require_plain(file, table.metadata, [chosen.caption], MOST_RATIO, "texts")
         number = 0
         has_lists = any(hasattr(schema.field(name).type, "value_field") for name in read)
-        at_once = rows_at_once(table.metadata, list(read), LISTS_AT_ONCE if has_lists else ROWS_AT_ONCE)
+        most = LISTS_AT_ONCE if has_lists else ROWS_AT_ONCE
+        at_once = rows_at_once(table.metadata, [*read, chosen.caption], most)
         for count, values in batches(table, names, at_once):
             for place in range(count):
                 row = {name: cells[place] for name, cells in values.items()}

@@ -15,9 +15,9 @@ from trainer.config.terminal import shortened
 from trainer.data import image_warnings
 from trainer.data.image_files import MOST_WRONG_ROWS
 from trainer.data.image_io import ImageFile, read_header
-from trainer.data.image_members import SUFFIX, TAR, member, require_plain, rows_at_once
+from trainer.data.image_members import SUFFIX, TAR, member
 from trainer.data.image_tables import COMPRESSED, CSV, LISTS_AT_ONCE, batches, named_file, part_read
-from trainer.data.row_files import PACKED, open_parquet, unread_keys
+from trainer.data.row_files import MOST_RATIO, PACKED, open_parquet, require_plain, rows_at_once, unread_keys
 from trainer.data.sequence_rows import AnyRow, ImageProblem, Row, parquet_row, parsed
 from trainer.data.text_files import ABOUT, files_below, named, rows
 
@@ -205,10 +205,12 @@ def _parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if has_lists and not hasattr(parquet.schema_arrow.field(images).type, "value_type"):
             raise InputError(f"{file}: its column image_list holds no lists of images; write one list for each row")
         require_plain(file, parquet.metadata, [images])
+        require_plain(file, parquet.metadata, [PARQUET[images]], MOST_RATIO, "texts")
         # Of the images only the numbers are read here, of those that have a path only these.
         read = [part_read(parquet, images)] if has_lists else []
         number = 1
-        at_once = rows_at_once(parquet.metadata, [images] if has_lists else [], LISTS_AT_ONCE)
+        columns = [PARQUET[images], *([images] if has_lists else [])]
+        at_once = rows_at_once(parquet.metadata, columns, LISTS_AT_ONCE)
         for count, values in batches(parquet, [*read, PARQUET[images]], at_once):
             for place in range(count):
                 lists = values[images][place] if has_lists else None

@@ -11,7 +11,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -28,13 +28,17 @@ from trainer.data.row_forms import COLUMNS, KEYS, completed, is_known, present, 
 PACKED = ".gz"
 LINE_CHUNK = 2**20
 PARQUET_ROWS = 64
-"""Rows of a parquet file that are converted at once."""
+"""Rows of a parquet file that are converted at once, at most."""
 ROWS_LOOKED_AT = 100
 """First rows of a file that are looked through for texts that are not read."""
 MOST_LINE = 64 * MIB
 """Limit for a row that is a line, an object or the cells of a table, bytes or letters: some 16 million tokens."""
 MOST_UNPACKED, MOST_RATIO = 1024 * MIB, 200
 """A file is no bomb if it unpacks to so many bytes at most, or to so many times its size."""
+LEAST_SUSPICIOUS, MOST_PACKED = 64 * MIB, 50
+"""A column of images is refused where more bytes than this become more than 50 times as many: images are compressed."""
+BYTES_AT_ONCE = 128 * MIB
+"""Limit for the rows of a parquet file that are converted at once."""
 ROW_KEYS = f"each row is an object with {KEYS}"
 LONG = f"longer than {MOST_LINE // MIB} MiB; shorten or remove it"
 BYTE_ORDER_MARK = "\ufeff"
@@ -121,8 +125,10 @@ def _with_all_columns(file: Path) -> Iterator[Mapping[str, Any]]:
     if suffix_of(file) == ".parquet":
         with open_parquet(file) as table:
             texts = [field.name for field in table.schema_arrow if str(field.type) in ("string", "large_string")]
-            for batch in table.iter_batches(1, columns=[*dict.fromkeys([*columns_of(table), *texts])]):
-                yield present(python_rows(batch, file, 1)[0])
+            names = [*dict.fromkeys([*columns_of(table), *texts])]
+            require_plain(file, table.metadata, names, MOST_RATIO, "texts")
+            for number, batch in enumerate(table.iter_batches(1, columns=names), 1):
+                yield present(python_rows(batch, file, number)[0])
     elif has_rows(file):
         for row in rows_of(file):
             try:
@@ -436,6 +442,43 @@ def open_parquet(file: Path) -> Iterator[Any]:
             raise InputError(f"{file}: not a parquet file, or damaged ({reason}); write it again") from error
 
 
+def require_plain(
+    file: Path, metadata: Any, columns: Iterable[str], ratio: int = MOST_PACKED, what: str = "encoded images"
+) -> None:
+    """Raise InputError for a parquet file whose values take little room on the disk and would fill the memory.
+
+    Args:
+        file: The file.
+        metadata: Its `pyarrow.parquet.FileMetaData`.
+        columns: Its columns that are read.
+        ratio: How many times smaller they may be on the disk.
+        what: The values, for the message.
+    """
+    for group in range(metadata.num_row_groups):
+        row_group = metadata.row_group(group)
+        for chunk in map(row_group.column, range(row_group.num_columns)):
+            name = chunk.path_in_schema.partition(".")[0]
+            size, packed = chunk.total_uncompressed_size, chunk.total_compressed_size
+            if name in columns and size > max(LEAST_SUSPICIOUS, ratio * packed):
+                raise InputError(
+                    f"{file}: row group {group + 1} of the column {name} has {packed / MIB:.1f} MiB that become "
+                    f"{size / MIB:.0f}; {what} do not shrink so much, write the file again"
+                )
+
+
+def rows_at_once(metadata: Any, columns: Sequence[str], at_most: int) -> int:
+    """Return how many rows can be converted at a time, even where each has the largest values of its row group.
+
+    A file stores equal values once, and each takes its full size when it is converted.
+    """
+    largest = 1
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        chunks = map(group.column, range(group.num_columns))
+        sizes = (one.total_uncompressed_size for one in chunks if one.path_in_schema.partition(".")[0] in columns)
+        largest = max(largest, sum(sizes))
+    return max(1, min(at_most, BYTES_AT_ONCE // largest))
+
+
 def columns_of(table: Any) -> list[str]:
     """The columns of a parquet file that are read."""
     return [name for name in table.schema_arrow.names if name in COLUMNS]
@@ -468,12 +511,16 @@ def _parquet(path: Path, offset: int) -> Iterator[FoundRow]:
         if not is_known(columns):
             names = shortened(", ".join(file.schema_arrow.names), 200)
             raise InputError(f"{path}: has the columns {names}; a row has {KEYS}")
+        require_plain(path, file.metadata, columns, MOST_RATIO, "texts")
+        at_once = rows_at_once(file.metadata, columns, PARQUET_ROWS)
         for group in range(file.num_row_groups):
             count = file.metadata.row_group(group).num_rows
             if row + count <= offset:
                 row += count
                 continue
-            for batch in file.iter_batches(PARQUET_ROWS, row_groups=[group], columns=columns, use_threads=False):
+            for batch in file.iter_batches(at_once, row_groups=[group], columns=columns, use_threads=False):
+                if batch.num_rows == 1 and batch.nbytes > MOST_LINE:
+                    raise InputError(f"{path}: row {row + 1}: the row is {LONG}")
                 for values in python_rows(batch, path, row + 1):
                     row += 1
                     if row > offset:

@@ -266,10 +266,10 @@ def _dataset(content: Mapping[str, Any]) -> Dataset:
 
 
 def keep_last(file: Path, content: str) -> None:
-    """Write a file, and remove all but the MOST_KEPT last used ones of its suffix. Raises OSError."""
+    """Write a file named by a digest, and remove all but the MOST_KEPT last used ones of its suffix. Raises OSError."""
     files.make_private_if_new(file.parent)
     files.replace(file, content)
-    kept = sorted(file.parent.glob(f"*{file.suffix}"), key=lambda one: one.stat().st_mtime_ns)
+    kept = sorted(file.parent.glob(f"{'[0-9a-f]' * 32}{file.suffix}"), key=lambda one: one.stat().st_mtime_ns)
     for old in kept[:-MOST_KEPT]:
         old.unlink(missing_ok=True)
 

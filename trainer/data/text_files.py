@@ -18,6 +18,7 @@ from trainer.config.terminal import shortened
 from trainer.data.row_files import (
     LINE_CHUNK,
     MOST_LINE,
+    MOST_RATIO,
     columns_of,
     csv_columns,
     first_row,
@@ -25,6 +26,8 @@ from trainer.data.row_files import (
     is_blank,
     open_parquet,
     reading,
+    require_plain,
+    rows_at_once,
     rows_of,
     suffix_of,
     unpacked,
@@ -61,7 +64,7 @@ CHAT_KEYS = re.compile(rb'"(?:messages|conversations?|instruction|question|(?:pr
 MOST_DEEP = 100
 """Limit for nested folders: each level lengthens every path, so the search takes time in the square of the depth."""
 TABLE_ROWS = 1024
-"""Rows of a parquet file whose nulls are looked at at once."""
+"""Rows of a parquet file whose nulls are looked at at once, at most."""
 MOST_COUNTED = 2**30
 """Limit for a .jsonl whose lines are counted, bytes: a second or two."""
 MOST_PARSED = 2**26
@@ -205,8 +208,9 @@ def _kinds_in_parquet(file: Path, found: frozenset[Kind]) -> frozenset[Kind]:
         names = columns_of(table)
         if possible_kinds(names) <= found:
             return found
+        require_plain(file, table.metadata, names, MOST_RATIO, "texts")
         is_nested = {name: bool(table.schema_arrow.field(name).type.num_fields) for name in names}
-        for batch in table.iter_batches(TABLE_ROWS, columns=names):
+        for batch in table.iter_batches(rows_at_once(table.metadata, names, TABLE_ROWS), columns=names):
             for valid in set(zip(*(column.is_valid().to_pylist() for column in batch.columns), strict=True)):
                 row = {name: [] if is_nested[name] else "" for name, has in zip(names, valid, strict=True) if has}
                 found |= kinds_of(row)

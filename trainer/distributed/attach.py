@@ -18,7 +18,7 @@ from trainer.config.load import dump_config, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import Rendezvous
 from trainer.run import stages
-from trainer.run.folder import RunDir, shared_cache
+from trainer.run.folder import RunDir, guard_cache, shared_cache
 from trainer.run.stages import Stage
 
 
@@ -50,18 +50,21 @@ def attach(path: Path, rendezvous: Rendezvous) -> RankRun:
         path: The run folder of rank 0.
 
     Raises:
-        InputError: The run folder does not exist, or its config is damaged.
+        InputError: The run folder does not exist, or its config is damaged; or the cache leads elsewhere.
     """
     if rendezvous.rank == 0:
         run = RunDir.open(path)
         stage = stages.current(run, run.config())
+        cache = shared_cache(stage.config, run.path.parent)
+        guard_cache(cache)
         rendezvous.store.set("config", dump_config(stage.config))
         rendezvous.store.set("stage", json.dumps([stage.number, stage.count, stage.name, stage.before]))
         rendezvous.store.set("folder", _identity(run))
-        return RankRun(run, stage, shared_cache(stage.config, run.path.parent), False)
+        return RankRun(run, stage, cache, False)
     run = RunDir(path.absolute())
     cfg = load_config_text(rendezvous.store.get("config").decode(), (), run.config_file).config
     cache = shared_cache(cfg, run.path.parent)
+    guard_cache(cache)  # that of another machine, which the launcher did not see
     number, count, name, before = json.loads(rendezvous.store.get("stage"))
     identity = rendezvous.store.get("folder")  # before looking for the file, which rank 0 writes first
     if run.identity_file.is_file() and files.read(run.identity_file) == identity:

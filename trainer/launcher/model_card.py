@@ -5,9 +5,11 @@ It says nothing of the machine: no paths, no names of users or hosts. Prompts of
 
 from __future__ import annotations
 
+import glob
 import html
 import importlib.metadata
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +31,12 @@ from trainer.run.folder import RunDir
 
 PROJECT = "ShardStudio"
 SAMPLE_FOLDER = "images"
+OFFERED = "downloads"
+"""Folder next to the runs with a hard link to each export that was downloaded from the page."""
+SECOND_NAME = (
+    "has a second name (a hard link), so that it may be a file from outside the run; export again, or put a copy in "
+    "its place"
+)
 MOST_BYTES = 2**27
 """The largest published tokenizer.json has 33 MB."""
 IN_DIFFUSERS = ("lora", "locon", "dora")
@@ -53,15 +61,31 @@ class Published:
     samples: tuple[SampleEvent, ...]
 
     def files(self, run: RunDir) -> dict[str, Path]:
-        """{path in the repository: file} of exports and sample images. Raises InputError for a link out of the run."""
+        """Return {path in the repository: file} of exports and sample images.
+
+        Raises:
+            InputError: A file leads out of the run, or is a second name of what may be outside.
+        """
         found: dict[str, Path] = {}
         for export in self.exports:
             inside = sorted(file for file in export.rglob("*") if file.is_file()) if export.is_dir() else [export]
-            for file in inside:
-                if files.leads_out(file, run.path):
-                    raise InputError(f"{file}: leads out of the run folder; remove it, and nothing of it is uploaded")
-                found[str(file.relative_to(export.parent))] = file
-        return found | {name_of(sample): run.own_file(sample.path) for sample in self.samples if not sample.is_text}
+            found |= {str(file.relative_to(export.parent)): file for file in inside}
+        found |= {name_of(sample): run.own_file(sample.path) for sample in self.samples if not sample.is_text}
+        for file in found.values():
+            if files.leads_out(file, run.path):
+                raise InputError(f"{file}: leads out of the run folder; remove it, and nothing of it is uploaded")
+            if _has_second_name(file, run.path.parent / OFFERED):
+                raise InputError(f"{file}: {SECOND_NAME}")
+        return found
+
+
+def _has_second_name(file: Path, offered: Path) -> bool:
+    """Whether a file has hard links in addition to those by which the page offers exports for download."""
+    status = file.stat()
+    if status.st_nlink == 1:
+        return False
+    names = (link for folder in offered.glob("*") for link in folder.glob(glob.escape(file.name)))
+    return status.st_nlink > 1 + sum(os.path.samestat(status, name.lstat()) for name in names)
 
 
 def published(run: RunDir) -> Published:

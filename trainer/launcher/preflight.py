@@ -32,7 +32,7 @@ from trainer.models import distilled, recognition
 from trainer.models.parts import chat_template
 from trainer.run import manifest, process, stages
 from trainer.run.events import EventReader
-from trainer.run.folder import RunDir, shared_cache
+from trainer.run.folder import RunDir, guard_cache, shared_cache
 from trainer.run.length import RunLength
 from trainer.run.manifest import Progress
 from trainer.weights.headers import PEFT_FILE, read_header
@@ -167,6 +167,8 @@ def check(loaded: ConfigFile, is_new: bool = True, cache: Path | None = None) ->
     Raises:
         InputError: The run cannot start.
     """
+    if cache:
+        guard_cache(cache)
     check_named(loaded, is_new)
     scans = [_check_stage(loaded, index, is_new, cache) for index in range(len(loaded.config.stages))]
     scans.append(_check_data(loaded.config, cache))

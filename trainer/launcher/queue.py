@@ -272,8 +272,9 @@ class Queue:
         if run.launch_file.exists() or not is_run(run.path):
             return False
         try:
-            state = last_state(EventReader(run.events_file).read())
-            return state not in ENDS and not process.adopt(run) and state in ("created", "starting")
+            with run.boundary():
+                state = last_state(EventReader(run.events_file).read())
+                return state not in ENDS and not process.adopt(run) and state in ("created", "starting")
         except (InputError, OSError):  # `state_of` reports it
             return False
 

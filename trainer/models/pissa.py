@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.adapters.kinds import KINDS
@@ -34,6 +35,9 @@ from trainer.weights.files import WeightFiles
 from trainer.weights.tensors import ReducedEntry
 
 DOWN, UP = (KINDS["lora"].parameters[name] for name in ("down", "up"))
+SUM = "checksum"
+"""Key of the checksum in the file's metadata."""
+HOLDS = "it holds what adapter.init: pissa subtracted from the base. Copy it back, or start a new run"
 
 
 def initial_file(run: RunDir) -> Path:
@@ -46,15 +50,41 @@ def starts_from_singular_values(cfg: RunConfig) -> bool:
 
 
 def read_factors(cfg: RunConfig, file: Path) -> Factors | None:
-    """Return the factors that a run started from; None for a run without PiSSA. Raises InputError if they are gone."""
+    """Return the factors that a run started from; None for a run without PiSSA.
+
+    Raises:
+        InputError: They are gone or damaged.
+    """
     if not starts_from_singular_values(cfg):
         return None
     if not file.is_file():
-        raise InputError(
-            f"{file}: missing; it holds what adapter.init: pissa subtracted from the base. Copy it back, or start a "
-            "new run"
-        )
-    return factors_of(load_file(file))
+        raise InputError(f"{file}: missing; {HOLDS}")
+    try:
+        with safe_open(file, framework="pt") as stored:
+            expected = (stored.metadata() or {}).get(SUM)
+            weights = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118, not a mapping
+    except SafetensorError as error:
+        raise InputError(f"{file}: damaged; {HOLDS}") from error
+    if expected not in (None, _sum_of(weights)):  # None: of an earlier version
+        raise InputError(f"{file}: has changed since it was written: its checksum differs; {HOLDS}")
+    return factors_of(weights)
+
+
+def write_factors(factors: Factors, file: Path) -> None:
+    """Keep the factors that a run starts from, with a checksum."""
+    weights = {name: tensor.contiguous() for name, tensor in parameters_of_factors(factors).items()}
+    draft = file.with_name(f".{file.name}")
+    save_file(weights, draft, {SUM: _sum_of(weights)})
+    files.rename(draft, file)
+
+
+def _sum_of(weights: Mapping[str, Tensor]) -> str:
+    """The checksum of parameters on the CPU: of their names, shapes and bytes."""
+    found = manifest.checksum()
+    for name, tensor in sorted(weights.items()):
+        found.update(f"{name} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def factors_of(weights: Mapping[str, Tensor]) -> Factors:
@@ -94,7 +124,7 @@ def start_factors(
         {layer: (down, up)}, fp32, on the CPU.
 
     Raises:
-        InputError: The run has checkpoints, but its factors are gone.
+        InputError: The run has checkpoints, but its factors are gone; or they are damaged.
     """
     kept = file is not None and world.rank == 0 and file.is_file()
     is_resumed = file is not None and world.rank == 0 and bool(manifest.complete(file.parent / "checkpoints"))
@@ -112,9 +142,7 @@ def start_factors(
         for of_rank in world.gather(factors):
             found |= of_rank
     if file is not None and world.rank == 0:
-        draft = file.with_name(f".{file.name}")
-        save_file({name: tensor.contiguous() for name, tensor in parameters_of_factors(found).items()}, draft)
-        files.rename(draft, file)
+        write_factors(found, file)
     note(f"adapter.init: singular values of {len(layers)} layers in {time.perf_counter() - began:.0f} s")
     return found
 

@@ -26,6 +26,9 @@ from trainer.weights.tensors import VERSION, Layout, layout
 ABANDONED_S = 3600
 """A draft that was not written to for so long is treated as left by a killed run."""
 
+DRAFTS = f".{'[0-9a-f]' * 32}-{'[0-9a-f]' * 8}"
+"""Pattern of the names of drafts. No other file is removed."""
+
 
 class QuantizedCache:
     """Files of records, one per component, format and set of weight files. Every public method is collective.
@@ -73,7 +76,7 @@ class QuantizedCache:
             return
         make_private_if_new(self._folder.parent)
         self._folder.mkdir(exist_ok=True)
-        for left in self._folder.glob(".*"):
+        for left in self._folder.glob(DRAFTS):
             with suppress(FileNotFoundError):  # another run has renamed it meanwhile
                 if time.time() - left.stat().st_mtime > ABANDONED_S:
                     left.unlink()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.config.files import make_private_if_new
+from trainer.config.files import make_private_if_new, opened_to_append
 from trainer.config.schema import RunConfig
 from trainer.plan.cards import speed_of
 from trainer.plan.hardware import Card, MeasuredStep
@@ -79,11 +79,19 @@ _MEASURED = TypeAdapter(Measured)
 
 
 def keep(cache: Path, measured: Measured) -> None:
-    """Append a measurement, for later plans. cache: folder shared by runs."""
+    """Append a measurement, for later plans.
+
+    Args:
+        cache: Folder shared by runs.
+        measured: The measurement.
+
+    Raises:
+        InputError: The file is a link, or has a second name.
+    """
     file = _file(cache)
     make_private_if_new(cache)
     file.parent.mkdir(exist_ok=True)
-    with file.open("a", encoding="utf-8") as lines:
+    with open(opened_to_append(file, 0o666), "a", encoding="utf-8") as lines:  # a cache may be shared with a group
         lines.write(json.dumps(asdict(measured)) + "\n")
 
 

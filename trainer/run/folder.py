@@ -39,6 +39,12 @@ LINK = (
     "a link. A run folder holds none: it may come from somebody else, and a run would write through it. Remove it, or "
     "put what it leads to in its place"
 )
+CACHE_LINK = (
+    "a link out of the cache, through which a run would write, and delete files of others. Put what it leads to in its "
+    "place, or set data.cache to another folder"
+)
+CACHE_FOLDERS = ("", "base", "examples", "examples/.known", "examples/.parts", "images", "models", "plans", "rows")
+"""Folders of a cache in which files are written, removed or appended to by name. Examples lie in folders below."""
 LINKING = "wandb"
 """A folder in which wandb makes links to its own cache. It writes into new folders, which it names by the time."""
 MOST_REASON = 200
@@ -353,3 +359,21 @@ def weights_of(stage: Path) -> Path:
 def shared_cache(cfg: RunConfig, runs: Path) -> Path:
     """Return the folder where runs share encoded data, tiny models and plans: `data.cache`, or `cache` in `runs`."""
     return Path(cfg.data.cache) if cfg.data.cache else runs / "cache"
+
+
+def guard_cache(cache: Path) -> None:
+    """Refuse a cache that leads elsewhere. It may have come with a stranger's preset.
+
+    The cache itself may be a link, which the user made. Single examples are not looked at, so that it is cheap.
+
+    Args:
+        cache: The folder that runs share. It need not exist.
+
+    Raises:
+        InputError: A link in it leads out of it.
+    """
+    for name in CACHE_FOLDERS:
+        with suppress(OSError), os.scandir(cache / name) as entries:
+            for entry in entries:
+                if entry.is_symlink() and files.leads_out(Path(entry.path), cache):
+                    raise InputError(f"{entry.path}: {CACHE_LINK}")

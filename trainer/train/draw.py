@@ -46,7 +46,7 @@ from trainer.run.drawings import (
     trained_weights,
     write_record,
 )
-from trainer.run.folder import RunDir, shared_cache
+from trainer.run.folder import RunDir, guard_cache, shared_cache
 
 
 def main() -> int:
@@ -99,9 +99,10 @@ def draw(run: RunDir, cfg: RunConfig, world: World) -> Path:
     """Draw `sample.prompts` of the config, which holds one, twice. Returns the folder with the files.
 
     Raises:
-        InputError: Weights are missing, damaged or of another model.
+        InputError: Weights are missing, damaged or of another model; or the cache leads elsewhere.
     """
     began, cache = time.perf_counter(), shared_cache(cfg, run.path.parent)
+    guard_cache(cache)
     source = trained_weights(run)
     family = families.make(cfg, cache)
     recipe = manifest.RECIPE if source.parent != run.checkpoints else manifest.progress_of(source).recipe

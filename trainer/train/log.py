@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.metrics.memory import MemoryMeter
@@ -208,4 +209,7 @@ class RunLog:
             is_compiled=self._is_compiled,
         )
         self.note("training", compare.describe_measured(measured), event.step)
-        keep(self._cache, measured)
+        try:
+            keep(self._cache, measured)
+        except InputError as error:
+            self.warn(f"what was measured is not kept: {error}", event.step)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
 
+from trainer.config import files
 from trainer.config.errors import InputError, not_one_of
 from trainer.config.sections import TEMPLATE_SUFFIX
 from trainer.models.parts.chat_sandbox import OverBudgetError, Sandbox
@@ -21,6 +22,12 @@ TEMPLATES = Path(__file__).parents[1] / "chat_templates"
 MARKER = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
 END_MARKER = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
 """The marks in a template around what the assistant writes."""
+LINK = (
+    "a link to a file elsewhere or of another kind, which would be copied into what is exported; put the template in "
+    "its place"
+)
+MOST_TEMPLATE, MOST_TOKENIZER = files.MIB, 128 * files.MIB
+"""Limits in bytes. The longest published ones have 20 kB and 33 MB."""
 OWN_MARK = re.compile(r"<\|?\w+\|?>")
 """A token in the source of a template of our own."""
 
@@ -34,17 +41,26 @@ def read_template(named: str) -> str:
     """Read a chat template. named: one of `template_names`, or a .jinja file.
 
     Raises:
-        InputError: The template is not one of ours, or the file is missing.
+        InputError: The template is not one of ours; or the file is missing, too long or a link elsewhere.
     """
     file = Path(named).expanduser() if named.endswith(TEMPLATE_SUFFIX) else TEMPLATES / f"{named}{TEMPLATE_SUFFIX}"
     if not named.endswith(TEMPLATE_SUFFIX) and named not in template_names():
         raise InputError(f"data.chat_template: {not_one_of(named, (*template_names(), f'a {TEMPLATE_SUFFIX} file'))}")
+    if files.leads_out(file, file.parent) or not _is_template(file.resolve()):
+        raise InputError(f"data.chat_template: {file}: {LINK}")
     try:
-        return file.read_text(encoding="utf-8")
+        return files.read(file, MOST_TEMPLATE).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except InputError as error:
+        raise InputError(f"data.chat_template: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"data.chat_template: {file} cannot be read ({error}); name another {TEMPLATE_SUFFIX} file"
         ) from error
+
+
+def _is_template(target: Path) -> bool:
+    """Whether a link may lead to this file. The folder may be the user's home, if a preset was unpacked there."""
+    return target.name.endswith(TEMPLATE_SUFFIX) or target.parent.name == "blobs"  # as the Hugging Face cache links
 
 
 def without_marks(template: str) -> str:
@@ -101,10 +117,19 @@ def _missing(named: str, tokens: Container[str]) -> list[str]:
 
 
 def stored_tokens(folder: Path) -> frozenset[str] | None:
-    """The tokens in the tokenizer.json of a model's folder; None where there is none that can be read."""
+    """The tokens in the tokenizer.json of a model's folder; None where there is none that can be read.
+
+    Raises:
+        InputError: It is not a regular file, too long or nested too deep.
+    """
+    file = folder / "tokenizer.json"
     try:
-        stored = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        stored = json.loads(files.read(file, MOST_TOKENIZER))
         vocabulary, added = stored["model"]["vocab"], [token["content"] for token in stored["added_tokens"]]
+    except InputError:
+        raise
+    except RecursionError as error:
+        raise InputError(f"{file}: nested too deep for a tokenizer; download the model again") from error
     except (OSError, ValueError, LookupError, TypeError):  # the ranks say so
         return None
     return frozenset([*(vocabulary if isinstance(vocabulary, dict) else (one[0] for one in vocabulary)), *added])

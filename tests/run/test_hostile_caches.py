@@ -1,0 +1,139 @@
+"""Caches of strangers, which come with a preset: nothing outside of them is changed through what lies in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from app.form import Draft
+from app.looks import Looks
+from app.studio import Studio
+from tests.app.test_dataset import scanned
+from tests.run.test_hostile_folders import content
+from tests.run.test_private_caches import measured
+from tests.runs import alone, make_pictures, run_config
+from trainer.config.errors import InputError
+from trainer.config.load import ConfigFile, dump_config, load_config
+from trainer.data.scan_memory import MOST_KEPT, keep_last
+from trainer.distributed.attach import attach
+from trainer.distributed.world import Rendezvous
+from trainer.launcher import preflight
+from trainer.parallel.quantized_cache import QuantizedCache
+from trainer.plan import calibration
+from trainer.run.folder import CACHE_LINK, RunDir
+
+PLACES = (
+    "base", "examples", "examples/.known", "examples/.parts", "examples/ab", "images", "models", "plans", "rows",
+    "base/.draft", "images/a.scan", "plans/measured.jsonl", "plans/a.json.gz", "rows/a.json",
+)  # fmt: skip
+LONG_AGO = (10**9, 10**9)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder of the user's, which nothing may change."""
+    (tmp_path / "home" / "papers").mkdir(parents=True)
+    (tmp_path / "home" / ".bashrc").write_text("alias ll='ls -l'\n")
+    (tmp_path / "home" / "papers" / "thesis.txt").write_text("years of work\n")
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def preset(tmp_path: Path) -> ConfigFile:
+    """A preset with its cache next to it."""
+    (tmp_path / "bundle" / "cache").mkdir(parents=True)
+    cfg = run_config(make_pictures(tmp_path / "pictures"), data__cache=str(tmp_path / "bundle" / "cache"))
+    file = tmp_path / "bundle" / "preset.yaml"
+    file.write_text(dump_config(cfg))
+    return load_config(file)
+
+
+def doors(preset: ConfigFile, runs: Path) -> Mapping[str, Callable[[], object]]:
+    return {
+        "start": lambda: preflight.new_run(preset, runs),
+        "queue": lambda: Studio(runs).enqueue(Draft(preset.source), ""),
+        "look": lambda: Looks(runs).start(preset.config, scanned(preset.config)),
+    }
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_link_out_of_a_cache_is_named_before_anything_is_written(
+    tmp_path: Path, preset: ConfigFile, home: Path, place: str
+) -> None:
+    link, before = tmp_path / "bundle" / "cache" / place, content(home)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(home / ".bashrc" if link.suffix else home / "papers")
+    for name, door in doors(preset, tmp_path / "runs").items():
+        with pytest.raises(InputError) as refused:
+            door()
+        assert (name, str(refused.value)) == (name, f"{link}: {CACHE_LINK}")
+    assert content(home) == before
+    assert not any((tmp_path / "runs").glob("*/config.yaml"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_names_a_link_in_the_cache_of_its_own_machine(
+    tmp_path: Path, preset: ConfigFile, home: Path, rank: int
+) -> None:
+    run = RunDir.create(tmp_path / "runs", preset.config)
+    link = tmp_path / "bundle" / "cache" / "base"
+    link.symlink_to(home)
+    store = dist.HashStore()
+    store.set("config", dump_config(preset.config))
+    with pytest.raises(InputError) as refused:
+        attach(run.path, Rendezvous(store, rank, 2))
+    assert str(refused.value) == f"{link}: {CACHE_LINK}"
+
+
+def test_a_link_in_a_loop_is_named(tmp_path: Path, preset: ConfigFile) -> None:
+    link = tmp_path / "bundle" / "cache" / "plans"
+    link.symlink_to("plans")
+    with pytest.raises(InputError) as refused:
+        preflight.new_run(preset, tmp_path / "runs")
+    assert str(refused.value) == f"{link}: {CACHE_LINK}"
+
+
+def test_a_cache_that_is_a_link_itself_and_links_within_it_are_used(tmp_path: Path, preset: ConfigFile) -> None:
+    cache, disk = tmp_path / "bundle" / "cache", tmp_path / "disk"
+    cache.rename(disk)
+    cache.symlink_to(disk)
+    (disk / "converted").mkdir()
+    (disk / "base").symlink_to("converted")
+    assert preflight.new_run(preset, tmp_path / "runs").config_file.is_file()
+
+
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to], ids=["link", "second name"])
+def test_no_measurement_is_appended_to_a_file_of_the_user(
+    tmp_path: Path, home: Path, link: Callable[[Path, Path], None]
+) -> None:
+    before = content(home)
+    (tmp_path / "cache" / "plans").mkdir(parents=True)
+    link(tmp_path / "cache" / "plans" / "measured.jsonl", home / ".bashrc")
+    with pytest.raises(InputError, match=r"measured\.jsonl: "):
+        calibration.keep(tmp_path / "cache", measured())
+    assert content(home) == before
+
+
+def test_only_scans_of_this_program_give_way_to_newer_ones(tmp_path: Path) -> None:
+    theirs = [tmp_path / f"run{number}.json" for number in range(3)]
+    own = [tmp_path / f"{number:032x}.json" for number in range(MOST_KEPT)]
+    for file in (*theirs, *own):
+        file.write_text("{}")
+        os.utime(file, LONG_AGO)
+    keep_last(tmp_path / f"{'f' * 32}.json", "{}")
+    assert all(file.exists() for file in theirs)
+    assert sum(file.exists() for file in own) == MOST_KEPT - 1
+
+
+def test_only_abandoned_drafts_of_this_program_are_removed(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in (".bashrc", ".netrc", f".{'a' * 32}-{'b' * 8}")]
+    for file in files:
+        file.write_text("mine")
+        os.utime(file, LONG_AGO)
+    QuantizedCache(tmp_path, alone())._begin(tmp_path / ".draft", SimpleNamespace(size=16, head=b"x"))
+    assert [file.exists() for file in files] == [True, True, False]
