@@ -31,6 +31,7 @@ from tests.runs import (
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, dump_config, load_config, stage_config
 from trainer.config.schema import RunConfig
+from trainer.config.sections import ModelConfig
 from trainer.export import hand_over
 from trainer.launcher import preflight
 from trainer.launcher.model_card import model_card
@@ -458,6 +459,15 @@ def test_less_memory_after_it_ran_out_is_for_the_stage_that_is_under_way(tmp_pat
     cfg = stages.changed(loaded(tmp_path), 1, "train.micro_batch=1")
     assert "train.micro_batch" not in cfg.stages[0].set
     assert stage_config(cfg, 1).train.micro_batch == 1
+
+
+def test_later_stages_are_checked_with_the_model_that_the_current_one_was_given(tmp_path: Path) -> None:
+    """A tiny model imitates an architecture; what was trained of it is handed over without that."""
+    model = {"family": "causal_lm", "path": "tiny", "options": {"architecture": "qwen3-1.7b"}}
+    cfg = text_config(tmp_path, model=model, stages=[{"name": name, "set": {}} for name in "abc"])
+    handed = ModelConfig(family="causal_lm", path=str(tmp_path))
+    assert stages.before_handover(cfg, 2).model == cfg.model
+    assert stages.before_handover(cfg, 2, handed).model == handed
 
 
 def test_a_handover_names_what_lies_beside_it(tmp_path: Path) -> None:

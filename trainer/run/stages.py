@@ -84,7 +84,8 @@ def before_handover(cfg: RunConfig, at: int, model: ModelConfig | None = None) -
     if at == 0:
         return stage_config(cfg, 0)
     model = model or stage_config(cfg, 0).model
-    return stage_config(cfg, at, [f"model.path={json.dumps(model.path)}", f"model.base={json.dumps(model.base)}"])
+    taken = {"path": model.path, "base": model.base, "options.architecture": model.options.architecture}
+    return stage_config(cfg, at, [f"model.{name}={json.dumps(value)}" for name, value in taken.items()])
 
 
 def _steps_of(cfg: RunConfig, at: int, folder: Path) -> int:
