@@ -270,7 +270,7 @@ def test_a_preset_in_stages_trains_and_exports_on_two_ranks(text_root: Path) -> 
 
 
 SMALL_CHAT = (
-    *("model.path=tiny", "parallel.device=cpu", "data.length=256", "data.chat_template=chatml"),
+    *("model.path=tiny", "parallel.device=cpu", "data.length=256", "data.chat_template=mistral"),
     *("train.batch_size=4", "train.precision=fp32", "optim.warmup=0", "sample.prompts=[The]", "sample.tokens=2"),
     *("sample.every=1000", "export.dtype=fp32"),
 )
