@@ -74,6 +74,7 @@ def test_what_a_rank_would_refuse_of_random_configs_is_known_before(pictures: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*script_method.* is deprecated:DeprecationWarning")  # of torch's compiler
 def test_random_configs_train_and_export_or_are_refused_before_a_rank_starts(pictures: Path, tmp_path: Path) -> None:
     ended = {"refused": 0, "trained": 0}
     for number, (family, fields, loaded) in enumerate(valid(20, pictures)):
