@@ -192,7 +192,10 @@ def test_an_exported_model_brings_the_chat_template_it_was_trained_with(bench: B
 
 
 def warnings_of(events: list[AnyEvent]) -> list[str]:
-    return [event.message for event in events if isinstance(event, WarningEvent)]
+    """The warnings after the first one: the tiny tokenizer has no token for the end that its template writes."""
+    first, *others = (event.message for event in events if isinstance(event, WarningEvent))
+    assert first.startswith("the tokenizer's chat template ends an answer with '<|im_end|>', which is not a token")
+    return others
 
 
 def test_conversations_that_are_left_out_are_warnings_of_the_run(bench: Bench, tmp_path: Path) -> None:
