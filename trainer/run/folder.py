@@ -142,7 +142,7 @@ class RunDir:
     def complete_folders(self, cfg: RunConfig) -> None:
         """Do the same as `make_folders` in an existing run folder. Raises InputError if a folder cannot be made."""
         if not self.path.is_dir():
-            raise InputError(self._gone)
+            raise InputError(self.gone)
         try:
             self.make_folders(cfg)
         except OSError as error:
@@ -301,14 +301,14 @@ class RunDir:
             if error.errno in (errno.EISDIR, errno.ELOOP):
                 raise InputError(f"{self.events_file}: {files.NOT_REGULAR}") from error
             if error.errno == errno.ENOENT:
-                raise InputError(self._gone) from error
+                raise InputError(self.gone) from error
             if error.errno != errno.EROFS:
                 raise
             lock = os.open(self.events_file, os.O_RDONLY | flags)  # it cannot be started, but its state can be derived
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not self._is_lock(lock):  # deleted, and perhaps made again, while this process waited
-                raise InputError(self._gone)
+                raise InputError(self.gone)
             yield
         finally:
             os.close(lock)
@@ -320,7 +320,8 @@ class RunDir:
             return False
 
     @property
-    def _gone(self) -> str:
+    def gone(self) -> str:
+        """The sentence about a folder that another process has deleted."""
         return f"{self.path}: the run folder was deleted or moved away"
 
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Sequence
@@ -348,14 +349,18 @@ def delete(run: RunDir) -> None:
     """
     if run.path.is_symlink():
         raise InputError(f"{run.path}: is a link; remove it by hand")
-    aside = run.path.with_name(f"{DELETED}{secrets.token_hex(8)}")
-    is_odd = os.path.lexists(run.events_file) and (run.events_file.is_symlink() or not run.events_file.is_file())
+    aside, is_odd = run.path.with_name(f"{DELETED}{secrets.token_hex(8)}"), False
+    with contextlib.suppress(OSError):
+        is_odd = not stat.S_ISREG(os.lstat(run.events_file).st_mode)
     with contextlib.ExitStack() as held:
         if not is_odd:  # else no start gets the lock either
             held.enter_context(run.locked())
         if alive(run):
             raise InputError(f"{run.path.name}: is running; stop it first")
-        files.rename(run.path, aside)
+        try:
+            files.rename(run.path, aside)
+        except FileNotFoundError as error:
+            raise InputError(run.gone) from error
     shutil.rmtree(aside)
 
 
