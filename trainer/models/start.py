@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -30,9 +30,9 @@ def check_start(built: BuiltModel, cfg: RunConfig, family: ModelFamily) -> None:
     """
     if (file := _file_of(cfg)) is None:
         return
-    shapes = _layer_shapes(family)
+    shapes = _layer_shapes(family, BaseWeights(family))
     try:
-        for _ in _read(file, built, cfg, family, lambda layer: torch.ones(()).expand(shapes[layer]))[0]:
+        for _ in _read(file, built, cfg, family, shapes, lambda layer: torch.ones(()).expand(shapes[layer]))[0]:
             pass
     except InputError as error:
         message = str(error)
@@ -52,12 +52,14 @@ def continue_adapter(
     """
     if (file := _file_of(cfg)) is None:
         return ()
-    if encoders := encoder_layers(file, _layer_shapes(family)):
+    base = BaseWeights(family)
+    shapes = _layer_shapes(family, base)
+    if encoders := encoder_layers(file, shapes):
         warn(
             f"adapter.start {file}: {counted(encoders)} of text encoders left out, as '{encoders[0]}': this kind of "
             "model is not trained with them, and the exported file will not hold them"
         )
-    values, notes = _read(file, loaded, cfg, family, BaseWeights(family).layer)
+    values, notes = _read(file, loaded, cfg, family, shapes, base.layer)
     with torch.no_grad():
         for name, value in values:
             fill_rows(loaded.trainables[name], value)
@@ -69,13 +71,18 @@ def _file_of(cfg: RunConfig) -> Path | None:
     return None if start is None else Path(start)
 
 
-def _layer_shapes(family: ModelFamily) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(family: ModelFamily, base: BaseWeights) -> dict[str, tuple[int, ...]]:
     # Live components come first: files of peft do not name the text encoder they belong to.
-    return BaseWeights(family).layer_shapes(dict.fromkeys((*family.live, *family.components)))
+    return base.layer_shapes(dict.fromkeys((*family.live, *family.components)))
 
 
 def _read(
-    file: Path, model: BuiltModel | LoadedModel, cfg: RunConfig, family: ModelFamily, base: BaseWeight
+    file: Path,
+    model: BuiltModel | LoadedModel,
+    cfg: RunConfig,
+    family: ModelFamily,
+    layer_shapes: Mapping[str, tuple[int, ...]],
+    base: BaseWeight,
 ) -> tuple[Iterator[tuple[str, Tensor]], tuple[str, ...]]:
     """Return (parameter, value) for all that the file holds, converted one by one, and sentences for the user.
 
@@ -84,7 +91,7 @@ def _read(
     """
     section = cfg.adapter
     assert not isinstance(section, NoAdapter)
-    layers = read_adapter(file, _layer_shapes(family), naming(family), base)
+    layers = read_adapter(file, layer_shapes, naming(family), base)
     idle = [name for name in layers if _is_idle(name, model.module, family)]
     used = {name: layer for name, layer in layers.items() if name not in idle}
     injected = model.adapter
