@@ -29,7 +29,7 @@ from trainer.data.text_source import check_length, encoder_of, stream_of
 from trainer.distributed.context import RankContext
 from trainer.export import check_export
 from trainer.models import families, preferences
-from trainer.models.base import TextFamily
+from trainer.models.base import ModelFamily, TextFamily
 from trainer.models.build import build_model
 from trainer.models.start import check_start
 from trainer.run.events import StatusEvent
@@ -48,21 +48,25 @@ def main() -> int:
     """Print the number of the first stage that is refused, and why; then the exit code is 2."""
     for number, cfg in enumerate(_CONFIGS.validate_json(sys.stdin.buffer.read())):
         try:
-            check_model(cfg, Path(sys.argv[1]))
+            family = check_model(cfg, Path(sys.argv[1]))
             next(_read(cfg, Path(sys.argv[1])), None)
-            check_fitting(cfg, Path(sys.argv[1]))
+            if isinstance(family, TextFamily):
+                check_fitting(cfg, family)
         except InputError as error:
             say(f"{number} {error}")
             return 2
     return 0
 
 
-def check_model(cfg: RunConfig, cache: Path) -> None:
+def check_model(cfg: RunConfig, cache: Path) -> ModelFamily:
     """Build a model without weights, with its adapter, as a rank would before it reads data.
 
     Args:
         cfg: The config of a run without stages, or of a stage.
         cache: Folder shared by runs.
+
+    Returns:
+        The model's family.
 
     Raises:
         InputError: A rank would refuse it.
@@ -75,14 +79,12 @@ def check_model(cfg: RunConfig, cache: Path) -> None:
     check_start(built, cfg, family)
     if isinstance(family, TextFamily):
         check_length(cfg, family)
+    return family
 
 
-def check_fitting(cfg: RunConfig, cache: Path) -> None:
+def check_fitting(cfg: RunConfig, family: TextFamily) -> None:
     """Raise InputError if every document of the text, or of what is held out, is left out. Tries for `TURN_S`."""
-    if trains_on(cfg) != "text":
-        return
-    family, until = families.make(cfg, cache), time.monotonic() + TURN_S
-    assert isinstance(family, TextFamily)
+    until = time.monotonic() + TURN_S
     one_by_one = cfg.model_copy(update={"data": cfg.data.model_copy(update={"shuffle_window": 1})})
 
     def left_out(epoch: int, first: str, why: str) -> None:
@@ -96,10 +98,7 @@ def check_fitting(cfg: RunConfig, cache: Path) -> None:
     for folders, epochs in ((folders_of(cfg.data), None), ((TextFolder(held_out),), 1)):
         if folders[0].files:
             with suppress(TimeoutError):
-                next(
-                    stream_of(one_by_one, family, folders, epochs, left_out, lambda epoch, first, why: None).rows(),
-                    None,
-                )
+                next(stream_of(one_by_one, family, folders, epochs, left_out, noted).rows(), None)
 
 
 @dataclass(frozen=True)
