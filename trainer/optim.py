@@ -228,6 +228,8 @@ def _adamw8bit(groups: Sequence[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
     from torchao import optim
     from torchao.optim.adam import single_param_adam
 
+    update: Any = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+
     class AdamW8bit(optim.AdamW8bit):  # type: ignore[misc]
         """torchao's AdamW on this rank's shards, under its name, which checkpoints hold.
 
@@ -252,7 +254,6 @@ def _adamw8bit(groups: Sequence[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
             state["step"] += 1
             shards = local((parameter.detach(), gradient, state["exp_avg"], state["exp_avg_sq"]))
             if shards[0].numel():
-                update: Any = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
                 weight, gradient, mean, square = shards
                 rates = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
                 update(weight, gradient, state["step"], mean, square, None, *rates, True, False)
