@@ -252,8 +252,8 @@ class CausalLM(TextFamily):
 
     @property
     def stops_of_its_own(self) -> tuple[str, ...]:
-        own = {*_listed(self._generation_config.get("eos_token_id")), self.end_of_text}
-        return tuple(self.tokenizer.convert_ids_to_tokens([one for one in self._ends_of_turns.ids if one not in own]))
+        ids = [one for one in self._ends_of_turns.ids if one not in self._stops_of_base]
+        return tuple(self.tokenizer.convert_ids_to_tokens(ids))
 
     @property
     def peft_fields(self) -> Mapping[str, str | bool]:
@@ -600,8 +600,11 @@ class CausalLM(TextFamily):
     def _stops(self) -> tuple[int, ...]:
         """The ids after which a generated text is complete: the model's own, the end of a text, and the ends of the
         turns that its chat template writes, which a base model gets to know in training."""
-        own = _listed(self._generation_config.get("eos_token_id"))
-        return tuple(dict.fromkeys((*own, self.end_of_text, *self._ends_of_turns.ids)))
+        return tuple(dict.fromkeys((*self._stops_of_base, *self._ends_of_turns.ids)))
+
+    @property
+    def _stops_of_base(self) -> tuple[int, ...]:
+        return (*_listed(self._generation_config.get("eos_token_id")), self.end_of_text)
 
     @cached_property
     def _ends_of_turns(self) -> Ends:
