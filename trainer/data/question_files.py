@@ -17,7 +17,15 @@ from trainer.data.image_files import MOST_WRONG_ROWS
 from trainer.data.image_io import ImageFile, read_header
 from trainer.data.image_members import SUFFIX, TAR, member
 from trainer.data.image_tables import COMPRESSED, CSV, LISTS_AT_ONCE, batches, named_file, part_read
-from trainer.data.row_files import MOST_RATIO, PACKED, open_parquet, require_plain, rows_at_once, unread_keys
+from trainer.data.row_files import (
+    MOST_RATIO,
+    PACKED,
+    open_parquet,
+    require_plain,
+    rows_at_once,
+    unread_keys,
+    unread_warning,
+)
 from trainer.data.sequence_rows import AnyRow, ImageProblem, Row, parquet_row, parsed
 from trainer.data.text_files import ABOUT, files_below, named, rows
 
@@ -187,8 +195,7 @@ def _read_parquet(file: Path, found: _Found) -> None:
 
             found.add(f"{file}: row {number}", partial(parquet_row, row, image_of))
         if keys := unread_keys(file, row):
-            unread = shortened(", ".join(keys), 200)
-            found.warnings.append(f"{file}: rows hold texts that are not read, under {unread}; move what matters")
+            found.warnings.append(unread_warning(str(file), keys))
     except InputError as error:
         found.problems.append(str(error))
 

@@ -120,6 +120,11 @@ def unread_keys(file: Path, read: Collection[str] | None = None) -> list[str]:
     return [*dict.fromkeys(key for found in keys for key in found)]
 
 
+def unread_warning(place: str, keys: Iterable[str]) -> str:
+    """The warning about such keys. place: the file, or the first of several."""
+    return f"{place}: rows hold texts that are not read, under {shortened(', '.join(keys), 200)}; move what matters"
+
+
 def _with_all_columns(file: Path) -> Iterator[Mapping[str, Any]]:
     """Rows with what is not read of them, up to the first that cannot be read: it is named when it is trained."""
     if suffix_of(file) == ".parquet":

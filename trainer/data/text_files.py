@@ -32,6 +32,7 @@ from trainer.data.row_files import (
     suffix_of,
     unpacked,
     unread_keys,
+    unread_warning,
 )
 from trainer.data.row_forms import (
     CHAT,
@@ -277,8 +278,7 @@ def warnings_of(cfg: DataConfig) -> Iterator[str]:
         if found:
             file, keys = next(iter(found.items()))
             more = f" and {len(found) - 1} other files" if len(found) > 1 else ""
-            unread = shortened(", ".join(keys), 200)
-            yield f"{file}{more}: rows hold texts that are not read, under {unread}; move what matters"
+            yield unread_warning(f"{file}{more}", keys)
 
 
 def _not_read(path: Path) -> str | None:
