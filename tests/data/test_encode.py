@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -297,19 +298,24 @@ def dotted() -> Image.Image:
     return image
 
 
+def save_masks(folder: Path, pictures: Path, masks: Sequence[Image.Image]) -> None:
+    """Write the masks of the first pictures, in the sizes of these."""
+    folder.mkdir()
+    for number, mask in enumerate(masks):
+        with Image.open(pictures / f"{number:02}.png") as image:
+            mask.resize(image.size, Image.Resampling.NEAREST).save(folder / f"{number:02}.png")
+
+
 @pytest.mark.parametrize(("fit", "outside"), [("crop", 0), pytest.param("pad", 0.25, marks=pytest.mark.slow)])
 def test_masks_that_leave_almost_nothing_to_learn_are_counted_also_by_a_start_that_encodes_nothing(
     tmp_path: Path, fit: str, outside: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.config.files.COARSEST_NS", -(10**18))
     pictures, masks = make_pictures(tmp_path / "pictures", 6), tmp_path / "masks"
-    masks.mkdir()
     subject = black()
     subject.paste(255, (0, 0, 8, 8))
     empty = (black(), Image.new("L", (64, 64), 1), Image.new("RGBA", (64, 64), (255, 255, 255, 0)), dotted())
-    for number, mask in enumerate((subject, *empty)):
-        with Image.open(pictures / f"{number:02}.png") as image:
-            mask.resize(image.size, Image.Resampling.NEAREST).save(masks / f"{number:02}.png")
+    save_masks(masks, pictures, [subject, *empty])
     cfg = run_config(pictures, data__masks=str(masks), data__mask_background=outside, data__fit=fit)
     expected = (
         f"4 of 5 masks are white in less than 1% of the image, whose other parts have weight {outside:g}: first "
@@ -336,13 +342,10 @@ def test_masks_of_class_numbers_are_counted_also_by_a_start_that_encodes_nothing
 ) -> None:
     monkeypatch.setattr("trainer.config.files.COARSEST_NS", -(10**18))
     pictures, masks = make_pictures(tmp_path / "pictures", 7), tmp_path / "masks"
-    masks.mkdir()
     faint = Image.merge("RGBA", (*[Image.new("L", (64, 64), 255)] * 3, striped(0, 100)))
     lines = striped(255, 0, 0, 0)  # white, but the mean of every area is far below half
     numbers = (striped(1, 5, 20), Image.new("L", (64, 64), 127), faint)
-    for number, mask in enumerate((lines, *numbers, striped(0, 255), striped(10, 128), black())):
-        with Image.open(pictures / f"{number:02}.png") as image:
-            mask.resize(image.size, Image.Resampling.NEAREST).save(masks / f"{number:02}.png")
+    save_masks(masks, pictures, [lines, *numbers, striped(0, 255), striped(10, 128), black()])
     cfg = run_config(pictures, data__masks=str(masks), data__mask_background=outside, data__fit=fit)
     for _ in range(2):
         _, said = encoded(cfg)

@@ -14,7 +14,7 @@ from app.form import Draft
 from app.looks import Looks
 from app.studio import Studio
 from tests.app.test_dataset import scanned
-from tests.run.test_hostile_folders import content
+from tests.run.test_hostile_folders import content, make_home
 from tests.run.test_private_caches import measured
 from tests.runs import alone, make_pictures, run_config
 from trainer.config.errors import InputError
@@ -36,11 +36,7 @@ LONG_AGO = (10**9, 10**9)
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A folder of the user's, which nothing may change."""
-    (tmp_path / "home" / "papers").mkdir(parents=True)
-    (tmp_path / "home" / ".bashrc").write_text("alias ll='ls -l'\n")
-    (tmp_path / "home" / "papers" / "thesis.txt").write_text("years of work\n")
-    return tmp_path / "home"
+    return make_home(tmp_path / "home")
 
 
 @pytest.fixture

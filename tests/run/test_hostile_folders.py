@@ -62,11 +62,15 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """What nothing may change: a folder with a file, and the text of all below."""
-    (tmp_path / "home" / "papers").mkdir(parents=True)
-    (tmp_path / "home" / ".bashrc").write_text("alias ll='ls -l'\n")
-    (tmp_path / "home" / "papers" / "thesis.txt").write_text("years of work\n")
-    return tmp_path / "home"
+    return make_home(tmp_path / "home")
+
+
+def make_home(folder: Path) -> Path:
+    """Make a folder of the user's, which nothing may change: with a file, and another below."""
+    (folder / "papers").mkdir(parents=True)
+    (folder / ".bashrc").write_text("alias ll='ls -l'\n")
+    (folder / "papers" / "thesis.txt").write_text("years of work\n")
+    return folder
 
 
 def content(folder: Path) -> dict[str, bytes]:
