@@ -107,7 +107,7 @@ def test_thinking_that_a_template_drops_from_earlier_answers_only_is_noted(token
 
 
 def test_what_is_known_of_dropped_thoughts_hides_no_other_loss(tokenizer: Any, tmp_path: Path) -> None:
-    """A template that drops thoughts of earlier answers, and what is said beside a call of a tool everywhere."""
+    """The template drops the thoughts of earlier answers, and the content of every message that calls a tool."""
     source = THINKS.replace("{{ said }}", "{{ '' if message.tool_calls else said }}")
     made = chat(tokenizer, tmp_path, source)
     called = [CALLED[0], CALLED[1] | {"content": "I look first"}, *CALLED[2:]]
