@@ -186,6 +186,7 @@ def test_a_drag_zooms_all_charts_and_a_double_click_or_the_button_resets_them(sh
     assert readout(loss)[0] == "step 1,000"
     drag(sheet, norm, 0.5, 0.6)
     loss.locator(".reset").click()
+    sheet.evaluate(DRAWN)
     point_at(sheet, norm, 0.999)
     assert readout(norm)[0] == "step 1,000"
     drag(sheet, norm, 0.5, 0.6)
