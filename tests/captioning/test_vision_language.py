@@ -123,6 +123,15 @@ def test_a_model_that_can_think_aloud_is_asked_not_to(folders, tmp_path, caplog)
     assert "not a valid argument" not in caplog.text
 
 
+def test_a_chat_template_that_never_ends_is_refused(folders, tmp_path):
+    folder = change(folders["qwen3_vl"], tmp_path / "endless")
+    (folder / "chat_template.jinja").write_text(
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(InputError, match=r"its chat template cannot be used \(it takes more than 200,000 steps\)"):
+        VisionLanguageFolder(str(folder)).inputs(images()[0], "Describe it.")
+
+
 def test_florence2_is_asked_a_fixed_prompt_or_the_users_and_the_things_it_lists_are_tags(folders):
     model = load(folders["florence2"], alone())
     source = model.source

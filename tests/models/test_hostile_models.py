@@ -86,6 +86,26 @@ def test_the_config_code_of_a_language_model_is_not_run(tmp_path: Path, marker: 
     assert not marker.exists()
 
 
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture"), [("flux2", "dev"), ("flux2", "klein-4b"), ("flux3", ""), ("z_image", "")]
+)
+def test_a_chat_template_of_a_text_encoder_that_never_ends_is_refused(tmp_path, family, architecture):
+    kind, options = families.get(family), {"architecture": architecture} if architecture else {}
+    tiny = kind(ModelConfig(family=family, path="tiny", options=options), ObjectiveConfig(), tmp_path / "cache").folder
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    (folder / "tokenizer" / "chat_template.jinja").write_text(ENDLESS)
+    model = kind(ModelConfig(family=family, path=str(folder)), ObjectiveConfig(), tmp_path / "cache")
+    with pytest.raises(InputError) as error:
+        model.text_lengths(["a red fox"])
+    assert str(error.value) == (
+        f"{folder / 'tokenizer'}: its chat template cannot be used (it takes more than 200,000 steps); download the "
+        "model again"
+    )
+
+
 def test_a_config_that_never_ends_or_is_too_deep_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "deep.json").write_text("[" * 100_000)

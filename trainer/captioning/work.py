@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from jinja2 import TemplateError
 from PIL import Image
 
 from trainer.captioning.styles import cleaned, instruction
@@ -69,9 +68,6 @@ def _prompt(source: VisionLanguageFolder, request: CaptionRequest, log: _Log) ->
         log.warn(f"{request.model}: does not follow instructions, so captions may name what --omit lists")
     try:
         source.inputs(BLANK, prompt)
-    except TemplateError as error:
-        template = f"{request.model}: its chat template cannot be asked with an image ({error})"
-        raise InputError(f"{template}; download it again or name another model") from error
     except ValueError as error:
         raise InputError(
             f"--prompt: {request.model} cannot be asked so ({error}); change it or leave it out"

@@ -19,6 +19,7 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.models.build import Listener, Loader, block_layers, place_encoder
+from trainer.models.parts.chat_template import rendered
 from trainer.models.parts.folder import TRANSFORMERS_STEM, ModelFolder
 from trainer.models.parts.language_configs import first_line
 from trainer.models.parts.next_token import ATTENTIONS, block_names, parameters_on_meta
@@ -152,8 +153,11 @@ class VisionLanguageFolder:
             return dict(self.processor(images=image, text=prompt, return_tensors="pt"))
         quiet = {"enable_thinking": False} if "enable_thinking" in self._template else {}
         content = [{"type": "image", "image": image}, {"type": "text", "text": prompt}]
+        messages = [{"role": "user", "content": content}]
+        # The processor renders without a budget, so a template that would never end is found here.
+        rendered(self.processor.tokenizer, messages, self._template, add_generation_prompt=True, **quiet)
         encoded = self.processor.apply_chat_template(
-            [{"role": "user", "content": content}],
+            messages,
             chat_template=self._template,
             add_generation_prompt=True,
             tokenize=True,

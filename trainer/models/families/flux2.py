@@ -30,6 +30,7 @@ from trainer.models.base import (
     references_of,
 )
 from trainer.models.objectives import Batch, Example, Loss, empirical_mu
+from trainer.models.parts.chat_template import rendered
 from trainer.models.parts.flow_matching import (
     denoise,
     euler_scheduler,
@@ -138,14 +139,13 @@ def _messages_dev(caption: str) -> list[dict[str, Any]]:
 
 
 def _template_dev(tokenizer: Any, caption: str) -> str:
-    text: str = tokenizer.apply_chat_template(_messages_dev(caption), tokenize=False)
-    return text
+    return rendered(tokenizer, _messages_dev(caption))
 
 
 def _tokenize_dev(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[str, Tensor]:
-    tokens: Mapping[str, Tensor] = tokenizer.apply_chat_template(
-        [_messages_dev(caption)],
-        return_dict=True,
+    tokens: Mapping[str, Tensor] = tokenizer(
+        _template_dev(tokenizer, caption),
+        add_special_tokens=False,
         return_tensors="pt",
         padding="max_length",
         truncation=True,
@@ -156,10 +156,7 @@ def _tokenize_dev(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[str,
 
 def _template_klein(tokenizer: Any, caption: str) -> str:
     messages = [{"role": "user", "content": caption}]
-    text: str = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
-    )
-    return text
+    return rendered(tokenizer, messages, add_generation_prompt=True, enable_thinking=False)
 
 
 def _tokenize_klein(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[str, Tensor]:

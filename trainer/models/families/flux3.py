@@ -25,6 +25,7 @@ from trainer.config.errors import InputError
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.models.base import ImageFamily, LoadModule, TextLength, references_of
 from trainer.models.objectives import Batch, Example, Loss, Shift
+from trainer.models.parts.chat_template import rendered
 from trainer.models.parts.flow_matching import (
     denoise,
     euler_scheduler,
@@ -295,10 +296,7 @@ def _widen_norms(model: nn.Module) -> None:
 
 def _templated(tokenizer: Any, caption: str) -> str:
     """Put the caption into the chat template."""
-    text: str = tokenizer.apply_chat_template(
-        [{"role": "user", "content": caption}], tokenize=False, add_generation_prompt=True
-    )
-    return text
+    return rendered(tokenizer, [{"role": "user", "content": caption}], add_generation_prompt=True)
 
 
 def _tokenize(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[str, Tensor]:

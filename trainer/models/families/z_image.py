@@ -26,6 +26,7 @@ from trainer.config.families import Distilled
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.models.base import ImageFamily, LoadModule, TextLength
 from trainer.models.objectives import Batch, Example, Loss, Shift
+from trainer.models.parts.chat_template import rendered
 from trainer.models.parts.flow_matching import (
     denoise,
     euler_scheduler,
@@ -285,10 +286,8 @@ FAMILY = ZImage
 
 def _templated(tokenizer: Any, caption: str) -> str:
     """Put the caption into the chat template."""
-    text: str = tokenizer.apply_chat_template(
-        [{"role": "user", "content": caption}], tokenize=False, add_generation_prompt=True, enable_thinking=True
-    )
-    return text
+    messages = [{"role": "user", "content": caption}]
+    return rendered(tokenizer, messages, add_generation_prompt=True, enable_thinking=True)
 
 
 def _predict(model: nn.ModuleDict, latents: Tensor, sigma: Tensor, prompt: Batch) -> Tensor:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
@@ -88,6 +90,35 @@ def check_jinja(named: str, template: str) -> None:
             f"data.chat_template: {named} is not a jinja template ({wrong}); correct it, or name one of "
             f"{', '.join(template_names())}"
         ) from error
+
+
+def rendered(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str | None = None, **variables: Any
+) -> str:
+    """Render messages as the tokenizer's `apply_chat_template` does, but within a budget.
+
+    Args:
+        tokenizer: One of transformers.
+        messages: As in transformers.
+        template: None for the tokenizer's own.
+        variables: Those of the template, as `add_generation_prompt`.
+
+    Raises:
+        InputError: There is no template, or it refuses the messages or takes too long.
+    """
+    given = {**tokenizer.special_tokens_map, "tools": None, "documents": None, "add_generation_prompt": False}
+    try:
+        sandbox = _compiled(template or tokenizer.get_chat_template())
+        return sandbox.render({**given, **variables, "messages": list(messages)}, len(str(messages)))[0]
+    except Exception as error:  # a template is a program, which may raise anything
+        raise InputError(
+            f"{tokenizer.name_or_path}: its chat template cannot be used ({error}); download the model again"
+        ) from error
+
+
+@lru_cache(maxsize=4)
+def _compiled(template: str) -> Sandbox:
+    return Sandbox(template)
 
 
 def check_marks(named: str, tokens: Container[str]) -> None:
