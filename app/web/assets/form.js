@@ -31,7 +31,8 @@
       if (isLost) complain('');
       [isLost, sent] = [false, {}];
       take(answer, edits);
-      if (answer.left_images.labels.length) offerUndo(`Left behind, as it belongs to the former images: ${answer.left_images.labels.join(', ')}. `, () => typedAgain(answer.left_images.edits));
+      if ('data.path' in edits) $('left-images').replaceChildren();
+      if (answer.left_images.labels.length) offerUndo(`Left behind, as it belongs to the former images: ${answer.left_images.labels.join(', ')}. `, () => typedAgain(answer.left_images.edits), 'left-images', () => inputs['data.path'].input);
     } catch (error) {
       if (!(error instanceof studio.Refused)) throw error;
       isLost = error.lost;
@@ -611,14 +612,17 @@
     return true;
   }
 
-  /** A sentence under the models with a button that takes back what it tells of; `undo` resolves to whether it did. */
-  function offerUndo(sentence, undo) {
-    $('left').replaceChildren(h('div.notice', { role: 'status' }, h('p', {}, sentence, h('button.btn.s', { type: 'button', onclick: async () => {
+  /**
+   * A sentence in `place` with a button that takes back what it tells of; `undo` resolves to whether it did. `after`
+   * gives the element that the keyboard is at then.
+   */
+  function offerUndo(sentence, undo, place = 'left', after = () => $('tiles').querySelector('.on')) {
+    $(place).replaceChildren(h('div.notice', { role: 'status' }, h('p', {}, sentence, h('button.btn.s', { type: 'button', onclick: async () => {
       if (!await undo()) return;
-      $('left').replaceChildren();
-      studio.refocus($('tiles').querySelector('.on'));
+      $(place).replaceChildren();
+      studio.refocus(after());
     } }, 'Undo'))));
-    studio.refocus($('left').querySelector('button')); // what was pressed is hidden now
+    studio.refocus($(place).querySelector('button')); // what was pressed is hidden now
   }
 
   const copyButton = text => h('button.btn.s', { type: 'button', onclick: async () => await studio.copy(text()) ? studio.toast('Copied.') : studio.toast('The browser lets no page copy here: select the text and press Ctrl C.', true) }, 'Copy');
@@ -749,10 +753,10 @@
     rank.querySelector('.stepper').after(slider);
     return [
       h('section.card#card-model', { 'aria-labelledby': 'h-model' }, h('div.ttl', {}, h('span.step#step-1', { 'aria-hidden': 'true' }, '1'), h('h2#h-model', {}, 'Model'), h('span.grow'), h('span.seg#model-filter', { role: 'group', 'aria-label': 'Which models' })),
-        h('div.tiles#tiles'), h('div.get#model-facts'), h('div#left'), h('p.lab', {}, h('span.l', {}, 'How it is trained '), h('span.dim.sm#presets-note')), h('div.presets#presets'),
+        h('div.tiles#tiles'), h('div.get#model-facts'), h('div#left.left-behind'), h('p.lab', {}, h('span.l', {}, 'How it is trained '), h('span.dim.sm#presets-note')), h('div.presets#presets'),
         h('details.own-model', {}, h('summary.sm', {}, 'Another model of this family, from a folder or the hub'), row('model.path'))),
       h('section.card#card-data', { 'aria-labelledby': 'data-title' }, h('div.ttl', {}, h('span.step#step-2', { 'aria-hidden': 'true' }, '2'), h('h2#data-title', {}, 'Pictures'), h('span#data-tag'), h('span.grow'), h('a.sm', { href: link('data') }, 'Open in Data')),
-        h('div.g2', {}, h('div.all', {}, row('data.path', { control: h('span.path', {}, path, h('button.btn#browse', { type: 'button', onclick: browse }, 'Browse …')), help: 'Each image with its caption in a .txt file of the same name.', textHelp: 'A folder or file: a document in each .txt file, each line of a .jsonl file, or each row of a .parquet file.' }), h('div.chips#recent', { role: 'group', 'aria-label': 'Recent folders' }), h('div#pair-hint', { 'aria-live': 'polite' })),
+        h('div.g2', {}, h('div.all', {}, row('data.path', { control: h('span.path', {}, path, h('button.btn#browse', { type: 'button', onclick: browse }, 'Browse …')), help: 'Each image with its caption in a .txt file of the same name.', textHelp: 'A folder or file: a document in each .txt file, each line of a .jsonl file, or each row of a .parquet file.' }), h('div.chips#recent', { role: 'group', 'aria-label': 'Recent folders' }), h('div#left-images.left-behind'), h('div#pair-hint', { 'aria-live': 'polite' })),
           row('data.trigger', { help: 'A word that means nothing yet. It is put where a caption says [trigger].' }), row('data.validation', { help: 'Images that are not trained on, to measure progress: a number, or a folder.', textHelp: 'A file or folder of texts that are not trained on, to measure progress.' })),
         h('div.thumbs#thumbs'), h('div.data-facts#data-facts')),
       h('section.card#card-method', { 'aria-labelledby': 'h-method' }, h('div.ttl', {}, h('span.step#step-3', { 'aria-hidden': 'true' }, '3'), h('h2#h-method', {}, 'Method'), h('span.dim', {}, 'What matters most; everything else is under More.')),

@@ -155,6 +155,22 @@ def test_another_preset_keeps_the_data_and_says_what_it_leaves_behind(page: Page
     assert page.locator("#page-new").get_attribute("data-preset") == "quickstart"
 
 
+def test_held_out_images_go_with_their_folder_and_come_back_below_the_new_one(page: Page, runs: Path, draft: Path):
+    folders = [make_pictures(runs.parent / f"of-{name}", count=2) for name in ("first", "held", "second")]
+    first, held, second = map(str, folders)
+    for field, typed in (("data-path", first), ("data-validation", held), ("data-path", second)):
+        write_over(page, f"field-{field}", typed)
+        page.keyboard.press("Enter")
+        settled(page)
+    assert "data.validation" not in values(draft)
+    left = page.locator("#left-images")
+    left.get_by_text("Left behind, as it belongs to the former images: Held out.").wait_for()
+    left.get_by_role("button", name="Undo").click()
+    reads(page, "data-validation", held)
+    left.get_by_role("button").wait_for(state="detached")
+    assert values(draft) == {"data.path": second, "data.validation": held}
+
+
 @pytest.mark.slow
 def test_a_path_is_glanced_at_while_it_is_typed_and_read_when_the_field_is_left(page: Page, runs: Path):
     folder = make_pictures(runs.parent / "typed", count=3)
