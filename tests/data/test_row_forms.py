@@ -108,10 +108,24 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
             id="TRL's lists as JSON texts",
         ),
         pytest.param(
+            {"prompt": json.dumps(said("user", "Q")), "completion": "A"}, {"messages": QA}, id="a list in a table"
+        ),
+        pytest.param(
             {"prompt": '[{"x": 1}] is', "completion": "[]"}, {"prompt": '[{"x": 1}] is', "completion": "[]"}, id="code"
         ),
         pytest.param(
             {"prompt": '[{"x": 1}]', "completion": "[{]"}, {"prompt": '[{"x": 1}]', "completion": "[{]"}, id="data"
+        ),
+        *(
+            pytest.param(row, row, id=f"JSON that is learned as text, {number}")
+            for number, row in enumerate(
+                (
+                    {"prompt": "The flights", "completion": '[{"from": "Paris", "to": "London"}]'},
+                    {"prompt": "Who", "completion": '[{"name": "Ann Lee", "role": "CEO"}]'},
+                    {"prompt": "Who", "completion": '[{"role": "CEO", "content": "Ann Lee"}]'},
+                    {"prompt": json.dumps(QA), "completion": "safe"},
+                )
+            )
         ),
     ],
 )
@@ -147,6 +161,10 @@ def test_a_row_is_read_in_the_form_of_its_dataset(row: dict[str, Any], expected:
         ),
         ({"messages": QA, "chosen": QA, "rejected": QA[:1]}, {"chosen": QA, "rejected": QA[:1]}),
         (
+            {"prompt": "Who", "chosen": '[{"role": "CEO", "content": "Ann"}]', "rejected": "[]"},
+            {"prompt": "Who", "chosen": '[{"role": "CEO", "content": "Ann"}]', "rejected": "[]"},
+        ),
+        (
             {"chosen": json.dumps(QA), "rejected": json.dumps(said("user", "Q", "assistant", "B"))},
             {"chosen": QA, "rejected": said("user", "Q", "assistant", "B")},
         ),
@@ -167,6 +185,14 @@ def test_two_answers_are_read_in_the_form_of_their_dataset(row: dict[str, Any], 
         ({"instruction": 5, "output": "a"}, '"instruction" is not a string; write it in quotes'),
         ({"question": "a", "answer": ["b"]}, '"answer" is not a string; write it in quotes'),
         ({"prompt": [QA[0]], "completion": 5}, '"completion" is neither a string nor a list of messages'),
+        (
+            {"prompt": str(QA[:1]), "completion": str(QA[1:])},
+            '"prompt" holds messages as Python prints them, not JSON; write them with json.dumps',
+        ),
+        (
+            {"prompt": "a", "chosen": "[{'content': 'b', 'role': 'assistant'}]", "rejected": "c"},
+            '"chosen" holds messages as Python prints them, not JSON; write them with json.dumps',
+        ),
         ({"instruction": "a", "output": "b", "history": [["c"]]}, '"history" is not a list of pairs; write [question,'),
         (
             {"conversations": [{"from": "function_call", "value": "f(x)"}]},

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from trainer.config.errors import InputError
-from trainer.models.parts.chat import ASSISTANT
+from trainer.models.parts.chat import ASSISTANT, OTHER_ROLES, ROLES
 
 Kind = Literal["text", "pair", "chat", "preference"]
 TEXT: Kind = "text"
@@ -56,6 +56,10 @@ SPEAKERS = {
 """{who speaks in a turn of ShareGPT: the role of a message}; who is not here is a role."""
 
 
+PYTHON = re.compile(r"\s*\[\{'(?:\w+': .*)?(?:role|from)': '(?:system|user|assistant|human|gpt)'", re.DOTALL)
+"""The beginning of a list of messages as Python prints it, and as pandas writes it into .csv files."""
+
+
 def kind_of(row: Mapping[str, Any] | Collection[str]) -> Kind:
     """The kind of document in a row.
 
@@ -63,8 +67,10 @@ def kind_of(row: Mapping[str, Any] | Collection[str]) -> Kind:
         row: The row, or its keys. A prompt that is a list of messages makes it a conversation.
     """
     kind, keys = _form_of(row)
-    is_chat = kind == PAIR and isinstance(row, Mapping) and any(isinstance(_listed(row[key]), list) for key in keys)
-    return CHAT if is_chat else kind
+    if kind != PAIR or not isinstance(row, Mapping):
+        return kind
+    row = _with_messages(row)
+    return CHAT if any(isinstance(row[key], list) for key in keys) else kind
 
 
 def kinds_of(row: Mapping[str, Any]) -> frozenset[Kind]:
@@ -72,7 +78,7 @@ def kinds_of(row: Mapping[str, Any]) -> frozenset[Kind]:
     kind, others = kind_of(row), without_answers(row)
     if kind != PREFERENCE:
         return frozenset({kind})
-    is_chat = not isinstance(_listed(row["chosen"]), str) or _question_key(others) is not None
+    is_chat = not isinstance(_with_messages(row)["chosen"], str) or _question_key(others) is not None
     other = {kind_of(others)} if is_known(others) else set()
     return frozenset({PREFERENCE, *other, *([CHAT] if is_chat else [])})
 
@@ -142,7 +148,10 @@ def standard(row: Mapping[str, Any]) -> dict[str, Any]:
     kind, keys = _form_of(row)
     if not keys:
         return dict(row)
-    row = {key: _listed(value) if key in ("prompt", "completion", *ANSWERS) else value for key, value in row.items()}
+    row = _with_messages(row)
+    for key in ("prompt", "completion", *ANSWERS):
+        if isinstance(row.get(key), str) and PYTHON.match(row[key]):
+            raise InputError(f'"{key}" holds messages as Python prints them, not JSON; write them with json.dumps')
     if kind_of(row) in (TEXT, PAIR):
         return {key: folded(row[key]) if isinstance(row[key], str) else row[key] for key in keys}
     options = {key: as_json(row, key) for key in OPTIONS if row.get(key) not in (None, "")}
@@ -270,23 +279,50 @@ def _with_system(row: Mapping[str, Any], messages: list[Any]) -> list[Any]:
     return [{"role": "system", "content": _text(row, "system")}, *messages]
 
 
+def _with_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row with the messages that texts of it hold as JSON, as in tables.
+
+    A model may learn to write JSON: answers are messages only if all are. It may learn to judge a conversation: a
+    prompt that ends with an answer, and is followed by a text, is a text too.
+    """
+    answers = {key: _listed(row[key]) for key in ("completion", *ANSWERS) if key in row}
+    are_messages = bool(answers) and all(isinstance(answer, list) for answer in answers.values())
+    found = {**row, **answers} if are_messages else dict(row)
+    prompt = _listed(row.get("prompt"))
+    if isinstance(prompt, list) and (are_messages or not _ends_with_answer(prompt)):
+        found["prompt"] = prompt
+    return found
+
+
 def _listed(value: Any) -> Any:
-    """The messages that a text holds as JSON, as in tables; any other value as it is."""
+    """The messages that a text holds as JSON; any other value as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith("[{"):
         return value
     try:
         found = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    is_talk = isinstance(found, list) and all(
-        isinstance(one, dict) and ("role" in one or "from" in one) for one in found
-    )
-    return found if is_talk else value
+    return found if isinstance(found, list) and all(map(_is_message, found)) else value
+
+
+def _ends_with_answer(messages: Sequence[Any]) -> bool:
+    last = messages[-1] if messages else None
+    return isinstance(last, dict) and ASSISTANT in (last.get("role"), SPEAKERS.get(str(last.get("from"))))
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    if "from" in value:
+        return "value" in value and value["from"] in (*SPEAKERS, *ROLES)
+    is_said = any(key in value for key in ("content", "tool_calls", "function_call"))
+    return is_said and value.get("role") in (*ROLES, *OTHER_ROLES)
 
 
 def _has_system(row: Mapping[str, Any]) -> bool:
     """Whether a conversation of the row begins with a system message, which then counts."""
-    turns = (_listed(row[key]) for key in ("prompt", *TURNS, *ANSWERS) if key in row)
+    row = _with_messages(row)
+    turns = (_listed(row[key]) if key in TURNS else row[key] for key in ("prompt", *TURNS, *ANSWERS) if key in row)
     firsts = (one[0] for one in turns if isinstance(one, list) and one and isinstance(one[0], dict))
     return any(first.get("role", first.get("from")) in ("system", "developer") for first in firsts)
 
