@@ -345,10 +345,10 @@ class _Scan(Watcher):
                 self.found(file)
                 counts.append(text_files.count_documents(file))
             conversation = next(filter(None, map(_conversation, files)), ())
+            warnings = tuple(text_files.warnings_of(self._config.data))
         except InputError as error:
             return ScanResult(0, problems=(str(error),))
         num_documents = None if None in counts else sum(filter(None, counts))
-        warnings = tuple(text_files.warnings_of(self._config.data))
         return ScanResult(
             len(texts), texts=texts, num_documents=num_documents, conversation=conversation, warnings=warnings
         )

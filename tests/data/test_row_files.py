@@ -143,6 +143,13 @@ def test_texts_of_rows_that_are_not_read_are_named_once(tmp_path: Path) -> None:
     ]
 
 
+def test_a_table_with_a_broken_value_in_what_is_not_read_is_trained(tmp_path: Path) -> None:
+    titles = pa.array([b"one", b"caf\xe9"]).cast(pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": ["a fox", "a hare"], "title": titles}), tmp_path / "a.parquet")
+    assert list(warnings_of(DataConfig(path=str(tmp_path)))) == []
+    assert len(rows_of(stream(tmp_path, length=100))) > 0
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_texts_of_later_rows_that_are_not_read_are_named(tmp_path: Path, name: str) -> None:
     row = {"question": "Who is it?", "answer": "A fox."}

@@ -12,7 +12,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import BufferedReader
@@ -127,20 +127,21 @@ def unread_warning(place: str, keys: Iterable[str]) -> str:
 
 def _with_all_columns(file: Path) -> Iterator[Mapping[str, Any]]:
     """Rows with what is not read of them, up to the first that cannot be read: it is named when it is trained."""
-    if suffix_of(file) == ".parquet":
-        with open_parquet(file) as table:
-            texts = [field.name for field in table.schema_arrow if str(field.type) in ("string", "large_string")]
-            names = [*dict.fromkeys([*columns_of(table), *texts])]
-            require_plain(file, table.metadata, names, MOST_RATIO, "texts")
-            for number, batch in enumerate(table.iter_batches(1, columns=names), 1):
-                yield present(python_rows(batch, file, number)[0])
-    elif has_rows(file):
-        for row in rows_of(file):
-            try:
-                values = row.values()
-            except InputError:
-                return
-            yield values
+    with suppress(InputError):
+        if suffix_of(file) == ".parquet":
+            yield from _rows_of_texts(file)
+        elif has_rows(file):
+            yield from (row.values() for row in rows_of(file))
+
+
+def _rows_of_texts(file: Path) -> Iterator[Mapping[str, Any]]:
+    """Rows of a parquet file with what is read and all other texts."""
+    with open_parquet(file) as table:
+        texts = [field.name for field in table.schema_arrow if str(field.type) in ("string", "large_string")]
+        names = [*dict.fromkeys([*columns_of(table), *texts])]
+        require_plain(file, table.metadata, names, MOST_RATIO, "texts")
+        for number, batch in enumerate(table.iter_batches(1, columns=names), 1):
+            yield present(python_rows(batch, file, number)[0])
 
 
 @contextmanager
