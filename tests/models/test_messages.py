@@ -105,6 +105,15 @@ def test_arguments_that_are_no_json_of_an_object_stay_and_empty_ones_are_none(gi
     assert message["tool_calls"][0]["function"]["arguments"] == read
 
 
+@pytest.mark.parametrize("calls", ["null", "[]", "", [], None])
+def test_an_answer_without_calls_has_no_key_of_them(calls: Any) -> None:
+    """Some templates ask whether there is the key."""
+    [message] = checked_messages([{"role": "assistant", "content": "a", "tool_calls": calls}])
+    assert message == {"role": "assistant", "content": "a"}
+    with pytest.raises(InputError, match=r'^message 1: has no "content"; write it, or remove the message$'):
+        checked_messages([{"role": "assistant", "content": None, "tool_calls": calls}])
+
+
 @pytest.mark.parametrize(
     "calls", [5, ["call"], [{"function": "f"}], [{"function": {"name": "f"}}], [{"arguments": 5}], {"arguments": "{}"}]
 )

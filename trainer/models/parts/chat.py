@@ -29,7 +29,7 @@ from trainer.models.parts.chat_texts import (
     positions,
     written,
 )
-from trainer.models.parts.messages import CALL, as_read, checked_variables, with_objects
+from trainer.models.parts.messages import as_read, checked_variables, with_objects
 
 MOST_KEPT = 8
 """Values for variables of a template whose conversations stay prepared."""
@@ -542,11 +542,12 @@ def checked_messages(messages: object) -> list[Message]:
             content = "".join(_text_of(part, number) for part in content)
         if content is not None and not isinstance(content, str):
             raise InputError(f'message {number}: "content" is not a string; write it in quotes')
-        if content is None and not message.get("tool_calls") and not message.get(CALL):
-            raise InputError(f'message {number}: has no "content"; write it, or remove the message')
         if half := half_character(json.dumps(message, ensure_ascii=False, default=str)):
             raise InputError(f"message {number}: {half}")
-        checked.append(with_objects({**message, "content": content}))
+        made = with_objects({**message, "content": content})
+        if content is None and not made.get("tool_calls"):
+            raise InputError(f'message {number}: has no "content"; write it, or remove the message')
+        checked.append(made)
     return checked
 
 

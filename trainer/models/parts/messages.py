@@ -28,6 +28,11 @@ def with_objects(message: Message) -> Message:
         message = {key: value for key, value in message.items() if key != CALL} | {"tool_calls": [called]}
     if isinstance(message.get("tool_calls"), str):  # as in tables
         message = {**message, "tool_calls": _as_list(message["tool_calls"])}
+    if "tool_calls" in message and message["tool_calls"] in (
+        [],
+        None,
+    ):  # some templates ask for the key, not for what it holds
+        message = {key: value for key, value in message.items() if key != "tool_calls"}
     return _with_arguments(message, _as_object)
 
 
@@ -117,7 +122,7 @@ def _as_list(calls: str) -> Any:
         found = json.loads(calls) if calls.strip() else []
     except (ValueError, RecursionError):
         return calls
-    return found if isinstance(found, list) else [found]
+    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 def _as_text(arguments: Any) -> Any:
