@@ -68,6 +68,8 @@ def _prompt(source: VisionLanguageFolder, request: CaptionRequest, log: _Log) ->
         log.warn(f"{request.model}: does not follow instructions, so captions may name what --omit lists")
     try:
         source.inputs(BLANK, prompt)
+    except InputError:
+        raise
     except ValueError as error:
         raise InputError(
             f"--prompt: {request.model} cannot be asked so ({error}); change it or leave it out"
