@@ -46,9 +46,11 @@ def read_template(named: str) -> str:
         InputError: The template is not one of ours; or the file is missing, too long or a link elsewhere.
     """
     file = Path(named).expanduser() if named.endswith(TEMPLATE_SUFFIX) else TEMPLATES / f"{named}{TEMPLATE_SUFFIX}"
-    if not named.endswith(TEMPLATE_SUFFIX) and named not in template_names():
+    is_ours = named in template_names()
+    if not is_ours and not named.endswith(TEMPLATE_SUFFIX):
         raise InputError(f"data.chat_template: {not_one_of(named, (*template_names(), f'a {TEMPLATE_SUFFIX} file'))}")
-    if files.leads_out(file, file.parent) or not _is_template(file.resolve()):
+    # Some installers link our own files.
+    if not is_ours and (files.leads_out(file, file.parent) or not _is_template(file.resolve())):
         raise InputError(f"data.chat_template: {file}: {LINK}")
     try:
         return files.read(file, MOST_TEMPLATE).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
