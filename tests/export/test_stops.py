@@ -146,7 +146,7 @@ def test_an_adapter_of_a_base_that_stops_elsewhere_is_warned_of_and_has_a_readme
     run = make_run(tmp_path, cfg, "run")
     train(alone(), cfg, run)
     readme = (exported(cfg, run, "adapter") / "README.md").read_text()
-    assert "Answers end with `<|im_end|>`" in readme
+    assert "In conversations answers end with `<|im_end|>`" in readme
     assert "model.generation_config = GenerationConfig.from_pretrained" in readme
     assert warnings(cfg.exporting("merged", "auto", "fp32"), tmp_path / "cache") == []
 

@@ -126,8 +126,8 @@ model = PeftModel.from_pretrained(model, adapter)
 STOPS = """\
 # Where answers end
 
-Answers end with {stops}, at which the base does not stop. A program that loads the adapter takes the stop tokens of
-the base; give it those of this folder:
+In conversations answers end with {stops}, at which the base does not stop. A program that loads the adapter takes the
+stop tokens of the base; give it those of this folder:
 
 ```python
 from transformers import GenerationConfig
