@@ -23,7 +23,8 @@ from trainer.config.load import ConfigError, ConfigFile, dump_config, load_confi
 from trainer.export import export
 from trainer.launcher import commands, preflight
 from trainer.launcher.queue import Queue
-from trainer.train.rehearsal import check_model
+from trainer.models import families
+from trainer.train.rehearsal import check_fitting, check_model
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_TORCH = "import sys, launch; code = launch.main(sys.argv[1:]); assert 'torch' not in sys.modules; exit(code)"
@@ -375,9 +376,24 @@ def test_a_plain_config_starts_no_process_that_imports_torch(pictures: Path, tmp
     assert not preflight.needs_model(run_config(pictures))
     assert not preflight.needs_model(load_config(PRESETS / "quickstart.yaml").config)
     short, long = {"prompt": "\u0436" * 200, "completion": "b"}, {"prompt": "a" * 3000, "completion": "b"}
-    for rows in ([short], [long, short], [{"text": "a" * 9000}]):
+    for rows in ([short], [long, short], [{"text": "a" * 9000}], [{**short, "notes": "a" * 3000}]):
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
         assert not preflight.needs_model(text_config(file, data__length=512))
-    file.write_text(json.dumps(long), encoding="utf-8")
-    assert preflight.needs_model(text_config(file, data__length=512))
+    for row in (long, {**long, "prompt": f"\ud83d{long['prompt']}"}):
+        file.write_text(json.dumps(row), encoding="utf-8")
+        assert preflight.needs_model(text_config(file, data__length=512))
+
+
+def test_plain_text_is_not_tokenized_before_a_run_starts(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cut and never left out, and a file may have gigabytes."""
+    cfg = text_config(make_text(tmp_path / "text"))
+    family = families.make(cfg, cache)
+
+    def fail(self: Any, text: str) -> list[int]:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(type(family), "tokenize", fail)
+    check_fitting(cfg, family)

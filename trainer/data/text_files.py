@@ -138,6 +138,15 @@ def kinds(files: Sequence[Path]) -> frozenset[Kind]:
     return frozenset(found)
 
 
+def has_plain_text(files: Sequence[Path]) -> bool:
+    """Whether a file begins with plain text, which is cut to `data.length` and never left out."""
+    for file in files:
+        with reading(file):
+            if not has_rows(file) or kind_of(first_row(file) or {}) == TEXT:
+                return True
+    return False
+
+
 def check_preferences(files: Sequence[Path], compares: bool) -> None:
     """Raise InputError for files of preferences that a run does not compare, and for others that it cannot.
 

@@ -23,8 +23,8 @@ from trainer.config.schema import RunConfig, start_rules
 from trainer.config.sections import HUB_ID, MODEL_WORDS, ModelConfig, NoAdapter, RankAdapter
 from trainer.data import image_files, question_files, text_files
 from trainer.data.image_tables import TABLES
-from trainer.data.row_files import has_rows, rows_of
-from trainer.data.row_forms import TEXT
+from trainer.data.row_files import rows_of
+from trainer.data.row_forms import standard
 from trainer.data.scan_memory import Keep, checked
 from trainer.launcher import capacity, network
 from trainer.metrics import trackers
@@ -56,6 +56,8 @@ USUAL_LENGTH = 2048
 """Tokens of a row up to which published language models take them."""
 USUAL_RANK, SMALL_RANK = 64, 16
 """Ranks up to which layers take them, of published models and of small ones."""
+BYTES_OF_A_TOKEN = 2
+"""Fewer than almost all tokens have. Where they have fewer, a rank finds rows that are too long."""
 ROWS_MEASURED = 20
 """First rows of text of which one shows that not all are too long."""
 SMALL_SIDE = 512
@@ -266,18 +268,16 @@ def needs_model(cfg: RunConfig) -> bool:
 
 
 def _may_be_too_long(cfg: RunConfig) -> bool:
-    """Whether every prompt or conversation of some text could be too long: by their bytes, as a token has at least one.
-
-    Plain text is cut, and never left out.
-    """
+    """Whether every prompt or conversation of some text could be too long, by the bytes of what is read of it."""
     for found in text_files.of_config(cfg.data):
-        if not found or not all(map(has_rows, found)) or text_files.kinds(found) <= {TEXT}:
+        if not found or text_files.has_plain_text(found):
             continue
         try:
-            first = [row.values() for row in islice(rows_of(found[0]), ROWS_MEASURED)]
+            first = [standard(row.values()) for row in islice(rows_of(found[0]), ROWS_MEASURED)]
         except InputError:  # it is named with its line where all rows are read
             continue
-        if all(len(json.dumps(row, default=str, ensure_ascii=False).encode()) > cfg.data.length for row in first):
+        texts = (json.dumps(row, default=str, ensure_ascii=False) for row in first)
+        if all(len(text.encode("utf-8", "surrogatepass")) > BYTES_OF_A_TOKEN * cfg.data.length for text in texts):
             return True
     return False
 

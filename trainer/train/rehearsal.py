@@ -23,7 +23,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.terminal import say
 from trainer.data.encode import StopRequested
 from trainer.data.text_documents import read_documents
-from trainer.data.text_files import TextFolder, check_preferences, digest, folders_of, of_config
+from trainer.data.text_files import TextFolder, check_preferences, digest, folders_of, has_plain_text, of_config
 from trainer.data.text_rows import key_of
 from trainer.data.text_source import check_length, encoder_of, stream_of
 from trainer.distributed.context import RankContext
@@ -96,7 +96,8 @@ def check_fitting(cfg: RunConfig, family: TextFamily) -> None:
 
     _, held_out = of_config(cfg.data)
     for folders, epochs in ((folders_of(cfg.data), None), ((TextFolder(held_out),), 1)):
-        if folders[0].files:
+        files = [file for folder in folders for file in folder.files]
+        if files and not has_plain_text(files):
             with suppress(TimeoutError):
                 next(stream_of(one_by_one, family, folders, epochs, left_out, noted).rows(), None)
 
