@@ -325,6 +325,46 @@ def test_a_folder_of_questions_is_read_whole_and_files_of_other_kinds_are_counte
     )
 
 
+def test_files_next_to_the_parquet_files_of_a_folder_that_hold_no_questions_are_left_out(folder: Path) -> None:
+    parquet(folder / "a.parquet", image=[bytes_of("red", (16, 16))], captions=['{"a": "all red"}'])
+    (folder / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a red square"}')
+    (folder / "metadata.csv").write_text("file_name,text\na.png,a red square\n")
+    (folder / "parquet_info").mkdir()
+    (folder / "parquet_info" / "edits.json").write_text('{"a.parquet": {"num_row_groups": 1}}')
+    assert (len(read(folder).train), read(folder).warnings) == (1, ())
+    for name, line in (("b.jsonl", '{"image": "a.png", "text": "a red square"}'), ("c.jsonl", "[1]")):
+        (folder / name).write_text(line)
+    found = read(folder)
+    assert len(found.train) == 1
+    assert found.warnings == (
+        f"data.questions: {folder}: 2 files: b.jsonl, c.jsonl are not read, since their first rows are of another "
+        "form; where they are to be trained, write each row as a question with image and answer, conversations or "
+        "messages, or sequence",
+    )
+
+
+@pytest.mark.parametrize(
+    "line", ['{"image": "a.png", "question": "What?"}', "{", '{"conversations": []}'], ids=["no answer", "cut", "empty"]
+)
+def test_a_wrong_first_row_of_questions_is_refused_in_a_folder_too(folder: Path, line: str) -> None:
+    parquet(folder / "a.parquet", image=[bytes_of("red", (16, 16))], captions=['{"a": "all red"}'])
+    (folder / "b.jsonl").write_text(line)
+    with pytest.raises(InputError, match=r"b\.jsonl:1: "):
+        read(folder)
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "b.jsonl"])
+def test_rows_of_another_form_are_refused_where_nothing_else_is_named(folder: Path, name: str) -> None:
+    (folder / name).write_text('{"file_name": "a.png", "text": "a red square"}')
+    for place in (folder, folder / name):
+        with pytest.raises(InputError) as error:
+            read(place)
+        assert str(error.value) == (
+            f'{folder}/{name}:1: no "image"; each line is a JSON object with image, question, answer, all texts, or '
+            "with conversations, messages or sequence"
+        )
+
+
 def test_hidden_folders_and_runs_hold_no_questions(folder: Path) -> None:
     run = folder / "first-run"
     for place in (folder, folder / ".trash", run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
 from trainer.config.terminal import shortened
 from trainer.data import image_warnings
-from trainer.data.image_files import MOST_WRONG_ROWS
+from trainer.data.image_files import METADATA, MOST_WRONG_ROWS
 from trainer.data.image_io import ImageFile, read_header
 from trainer.data.image_members import SUFFIX, TAR, member
 from trainer.data.image_tables import COMPRESSED, CSV, LISTS_AT_ONCE, batches, named_file, part_read
@@ -26,7 +27,7 @@ from trainer.data.row_files import (
     unread_keys,
     unread_warning,
 )
-from trainer.data.sequence_rows import AnyRow, ImageProblem, Row, parquet_row, parsed
+from trainer.data.sequence_rows import FORMS, AnyRow, ImageProblem, Row, is_of_a_form, parquet_row, parsed
 from trainer.data.text_files import ABOUT, files_below, named, rows
 
 PARQUET = {"image_list": "instruction_list", "image": "captions"}
@@ -35,6 +36,8 @@ READ = (".jsonl", SUFFIX)
 """Suffixes of the files of a folder that are read."""
 OTHERS = (".json", CSV, ".tsv", TAR, *COMPRESSED, ".arrow", PACKED)
 """Suffixes of other files with rows."""
+PARQUET_INFO = "parquet_info"
+"""Folder of the index that comes with published parquet files. It holds no rows."""
 
 
 @dataclass(frozen=True)
@@ -147,17 +150,41 @@ def _files(source: Path, found: _Found) -> list[Path]:
     if not source.is_dir():
         return [source]
     below = sorted(file for file in files_below(source) if file.is_file())
-    files = [file for file in below if file.suffix.lower() in READ]
+    readable = [file for file in below if file.suffix.lower() in READ]
+    # Captions of a folder of images, and files of other programs, may lie next to the questions. They are refused only
+    # where nothing else is read: then they are what was meant.
+    strange = {file for file in readable if file.name in METADATA or _has_other_rows(file)}
+    files = [file for file in readable if file not in strange] or readable
     if not files:
         found.problems.append(
             f"data.questions: {source}: no .jsonl or .parquet files in this folder; write questions into such files"
         )
-    if others := [file for file in below if file.name.lower().endswith(OTHERS) and file.name not in ABOUT]:
+    if files != readable and (others := sorted(file for file in strange if file.name not in METADATA)):
+        is_one = len(others) == 1
+        found.warnings.append(
+            f"data.questions: {source}: {named(others)} {'is' if is_one else 'are'} not read, since "
+            f"{'its first row is' if is_one else 'their first rows are'} of another form; where "
+            f"{'it is' if is_one else 'they are'} to be trained, write each row as a {FORMS}"
+        )
+    about = (*ABOUT, *METADATA)
+    others = [file for file in below if file.name.lower().endswith(OTHERS) and file.name not in about]
+    if others := [file for file in others if PARQUET_INFO not in file.relative_to(source).parts[:-1]]:
         found.warnings.append(
             f"data.questions: {source}: {named(others)} {'is' if len(others) == 1 else 'are'} not read; write their "
             "rows into .jsonl or .parquet files"
         )
     return files
+
+
+def _has_other_rows(file: Path) -> bool:
+    """Whether the first row of a .jsonl is one of another program. What cannot be read is refused where it is read."""
+    if file.suffix.lower() == SUFFIX:
+        return False
+    try:
+        line = next((line for _, _, line in rows(file)), None)
+        return line is not None and not is_of_a_form(json.loads(line.decode("utf-8-sig")))
+    except (OSError, InputError, ValueError, RecursionError):
+        return False
 
 
 def _read_lines(file: Path, found: _Found) -> None:

@@ -150,6 +150,15 @@ def _chosen(part: TextPart, pick: Pick) -> TextPart:
     return TextPart((part.texts[number],), part.learned, part.kept)
 
 
+def is_of_a_form(row: Any) -> bool:
+    """Whether a row of JSON is meant as one of the forms. A question may lack one of its keys: `parsed` names it."""
+    if not isinstance(row, dict):
+        return False
+    return (
+        any(key in row for key in ("sequence", "conversations", "messages")) or sum(key in row for key in QUESTION) > 1
+    )
+
+
 def parsed(line: str, read_image: ReadImage) -> Row:
     """Parse a row of a .jsonl. Raises InputError with the reason and the remedy, without file and line."""
     try:
