@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from app.form import Draft
@@ -19,13 +20,16 @@ from tests.run.test_private_caches import measured
 from tests.runs import alone, make_pictures, run_config
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigFile, dump_config, load_config
+from trainer.data.cache import ExampleCache
 from trainer.data.scan_memory import MOST_KEPT, keep_last
 from trainer.distributed.attach import attach
 from trainer.distributed.world import Rendezvous
 from trainer.launcher import preflight
+from trainer.models import families
+from trainer.models.parts.published import published_folder
 from trainer.parallel.quantized_cache import QuantizedCache
 from trainer.plan import calibration
-from trainer.run.folder import CACHE_LINK, RunDir
+from trainer.run.folder import CACHE_LINK, CACHE_NAMES, RunDir, guard_cache
 
 PLACES = (
     "base", "examples", "examples/.known", "examples/.parts", "examples/ab", "images", "models", "plans", "rows",
@@ -101,6 +105,61 @@ def test_a_cache_that_is_a_link_itself_and_links_within_it_are_used(tmp_path: Pa
     (disk / "converted").mkdir()
     (disk / "base").symlink_to("converted")
     assert preflight.new_run(preset, tmp_path / "runs").config_file.is_file()
+
+
+@pytest.mark.parametrize(
+    "place",
+    (
+        "venv",
+        ".cache",
+        "flux",
+        "models/flux",
+        "models/tiny-sd",
+        "base/sdxl",
+        "images/photos",
+        "rows/table",
+        "plans/a.txt",
+    ),
+)
+def test_links_of_names_that_no_run_uses_are_left_alone(
+    tmp_path: Path, preset: ConfigFile, home: Path, place: str
+) -> None:
+    link, before = tmp_path / "bundle" / "cache" / place, content(home)
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(home / "papers")
+    assert preflight.new_run(preset, tmp_path / "runs").config_file.is_file()
+    assert content(home) == before
+
+
+@pytest.mark.parametrize(
+    "place",
+    (
+        "Examples", "examples/AB", "examples/.known/a.json", "examples/.parts/a", f"base/{'a' * 32}.safetensors",
+        "models/tiny-sdxl-0123456789ab", "models/published-sd3-large-0123456789ab", "models/.tiny-sdxl-0123456789ab-x",
+        f"images/{'a' * 32}.looks-1.json", "images/a.handed", "plans/.12-34.part", "rows/a.checked", "rows/.12-34.part",
+    ),
+)  # fmt: skip
+def test_a_link_of_any_name_that_a_run_writes_is_named(tmp_path: Path, home: Path, place: str) -> None:
+    link = tmp_path / "cache" / place
+    link.parent.mkdir(parents=True)
+    link.symlink_to(home / "papers")
+    with pytest.raises(InputError) as refused:
+        guard_cache(tmp_path / "cache")
+    assert str(refused.value) == f"{link}: {CACHE_LINK}"
+
+
+def test_every_name_that_runs_leave_in_a_cache_is_one_that_is_guarded(tmp_path: Path, preset: ConfigFile) -> None:
+    cache = tmp_path / "bundle" / "cache"
+    preflight.new_run(preset, tmp_path / "runs")
+    calibration.keep(cache, measured())
+    families.make(preset.config, cache).folder  # noqa: B018
+    published_folder(preset.config.model, cache / "models")
+    ExampleCache(cache / "examples").write("ab" * 32, {"latents": torch.zeros(1)})
+    made = [file.relative_to(cache) for file in cache.rglob("*") if len(file.relative_to(cache).parts) < 3]
+    assert {file.parts[0] for file in made} == {"examples", "images", "models", "plans"}
+    for file in made:
+        folder = "" if len(file.parts) == 1 else file.parts[0]
+        assert CACHE_NAMES[folder].fullmatch(file.name), file
 
 
 @pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to], ids=["link", "second name"])

@@ -8,10 +8,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,10 +42,24 @@ LINK = (
 )
 CACHE_LINK = (
     "a link out of the cache, through which a run would write, and delete files of others. Put what it leads to in its "
-    "place, or set data.cache to another folder"
+    "place, or set data.cache to another folder: that may be on another disk, or itself be a link"
 )
-CACHE_FOLDERS = ("", "base", "examples", "examples/.known", "examples/.parts", "images", "models", "plans", "rows")
-"""Folders of a cache in which files are written, removed or appended to by name. Examples lie in folders below."""
+CACHE_NAMES: Mapping[str, re.Pattern[str]] = {
+    folder: re.compile(names, re.IGNORECASE | re.DOTALL)
+    for folder, names in {
+        "": "base|examples|images|models|plans|rows",
+        "base": r"\..*|[0-9a-f]{32}\.safetensors",
+        "examples": r"\..*|[0-9a-f]{2}",
+        "examples/.known": ".*",
+        "examples/.parts": ".*",
+        "images": r"\..*|.*\.(json|scan|handed)",
+        "models": r"\.?(tiny|published)-.+-[0-9a-f]{12}(-.*)?",
+        "plans": r"\..*|measured\.jsonl|.*\.json\.gz",
+        "rows": r"\..*|.*\.(json|checked)",
+    }.items()
+}
+"""{folder of a cache: names in it under which runs write, remove or append to files}. Drafts begin with a dot. Other
+names are those of the user, who may give a folder with much else. A file system may ignore case."""
 LINKING = "wandb"
 """A folder in which wandb makes links to its own cache. It writes into new folders, which it names by the time."""
 MOST_REASON = 200
@@ -365,16 +380,18 @@ def shared_cache(cfg: RunConfig, runs: Path) -> Path:
 def guard_cache(cache: Path) -> None:
     """Refuse a cache that leads elsewhere. It may have come with a stranger's preset.
 
-    The cache itself may be a link, which the user made. Single examples are not looked at, so that it is cheap.
+    The cache itself may be a link, which the user made, and so may be names that no run uses. Single examples are not
+    looked at, so that it is cheap.
 
     Args:
         cache: The folder that runs share. It need not exist.
 
     Raises:
-        InputError: A link in it leads out of it.
+        InputError: A link in it, of a name that runs use, leads out of it.
     """
-    for name in CACHE_FOLDERS:
-        with suppress(OSError), os.scandir(cache / name) as entries:
+    for folder, names in CACHE_NAMES.items():
+        with suppress(OSError), os.scandir(cache / folder) as entries:
             for entry in entries:
-                if entry.is_symlink() and files.leads_out(Path(entry.path), cache):
+                is_used = entry.is_symlink() and names.fullmatch(entry.name)
+                if is_used and files.leads_out(Path(entry.path), cache):
                     raise InputError(f"{entry.path}: {CACHE_LINK}")
