@@ -228,7 +228,8 @@ def test_folders_named_as_kohya_s_scripts_name_them_say_how_often_their_images_o
     assert found.train[-1].caption == "woman"
     assert found.warnings == (
         "data.path: images occur in an epoch as often as the names of their folders say, as in kohya's scripts: "
-        "10_ohwx woman 10 times, x/7_deep 7 times; rename a folder to change this",
+        "10_ohwx woman 10 times, x/7_deep 7 times; to change this, "
+        "rename a folder or give it a weight in data.folders",
         "data.path: 1 image has no caption but the text of the folder's name, as in kohya's scripts: first "
         f"{tmp_path}/10_ohwx woman/sub/b.png",
         "data.regularization: 1 image has no caption but the text of the folder's name, as in kohya's scripts: first "
@@ -253,14 +254,64 @@ def test_a_folder_of_the_config_may_itself_be_named_as_kohya_s_scripts_name_it(t
     ]
     assert found.warnings == (
         "data.path: images occur in an epoch as often as the names of their folders say, as in kohya's scripts: "
-        "3_sks puppy 3 times, 5_sks dog 5 times, sub/4_old 4 times; rename a folder to change this",
+        "3_sks puppy 3 times, 5_sks dog 5 times, sub/4_old 4 times; to "
+        "change this, rename a folder or give it a weight in data.folders",
         f"data.path: 3 images have no caption but the text of the folder's name, as in kohya's scripts: first "
         f"{dog}/3_sks puppy/c.png",
         "data.folders.0.path: images occur in an epoch as often as the names of their folders say, as in kohya's "
-        "scripts: 10_ohwx woman 10 times; rename a folder to change this",
+        "scripts: 10_ohwx woman 10 times; to change this, rename a folder or give it a weight in data.folders",
         "data.folders.0.path: 1 image has no caption but the text of the folder's name, as in kohya's scripts: first "
         f"{woman}/e.png",
     )
+
+
+@pytest.mark.parametrize("number", [256, 512, 768])
+def test_a_resolution_in_a_folder_s_name_is_not_a_number_of_repeats(tmp_path: Path, number: int) -> None:
+    faces = tmp_path / f"{number}_faces"
+    add_image(faces / "a.png", caption=None)
+    add_image(faces / "3_sks dog" / "b.png", caption=None, size=(20, 30))
+    for path in (tmp_path, faces):
+        found = scan(data(path, repeats=2))
+        assert {one.path.name: (one.weight, one.caption) for one in found.train} == {
+            "a.png": (2, "faces"),
+            "b.png": (6, "sks dog"),
+        }
+        assert (
+            "data.path: numbers that are resolutions, or count folders from 0 or 1 on, are not read as repeats: "
+            f"{number}_faces; where they are meant, give these folders a weight in data.folders"
+        ) in found.warnings
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_numbers_of_classes_in_folders_names_are_not_numbers_of_repeats(tmp_path: Path, start: int) -> None:
+    names = [f"{number}_{name}" for number, name in enumerate(("cat", "dog", "fox", "owl"), start)]
+    for number, name in enumerate(names):
+        add_image(tmp_path / "train" / name / "a.png", size=(20, 20 + number))
+    add_image(tmp_path / "train" / names[3] / "5_sks owl" / "b.png", size=(30, 20))
+    for path, before in ((tmp_path, "train/"), (tmp_path / "train", "")):
+        found = scan(data(path))
+        weights = {one.path.parent.name: one.weight for one in found.train}
+        assert weights == {**dict.fromkeys(names, 1), "5_sks owl": 5}
+        unread = [f"{before}{name}" for name in names[2 - start :]]
+        assert found.warnings[1:] == (
+            "data.path: numbers that are resolutions, or count folders from 0 or 1 on, are not read as repeats: "
+            f"{', '.join(unread)}; where they are meant, give these folders a weight in data.folders",
+        )
+    # The folders of a config may be such siblings too.
+    folders = [{"path": str(tmp_path / "train" / name)} for name in names]
+    weights = [one.weight for one in scan(DataConfig(folders=[folders[0] | {"weight": 3}, *folders[1:]])).train]
+    assert weights == [3, 1, 1, 5, 1]
+    weights = [one.weight for one in scan(data(tmp_path, folders=[folders[1] | {"weight": 3}])).train]
+    assert sorted(weights) == [1, 1, 1, 3, 5]
+
+
+@pytest.mark.parametrize(
+    "names", [("1_a", "2_b"), ("1_a", "2_b", "4_c"), ("1_a", "1_b", "2_c", "3_d"), ("2_a", "3_b", "4_c")]
+)
+def test_numbers_that_do_not_count_the_folders_are_repeats(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for number, name in enumerate(names):
+        add_image(tmp_path / name / "a.png", size=(20, 20 + number))
+    assert [one.weight for one in scan(data(tmp_path)).train] == [int(name[0]) for name in names]
 
 
 def test_a_weight_in_the_config_replaces_the_repeats_of_that_folder_s_name(tmp_path: Path) -> None:

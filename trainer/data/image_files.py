@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from trainer.config.errors import InputError
 from trainer.config.files import opened
@@ -44,13 +44,19 @@ from trainer.data.image_tables import (
 )
 from trainer.data.known_files import KnownFiles
 from trainer.data.masks_references import Findings, Masks, References, Rejected
-from trainer.data.text_files import rows
+from trainer.data.text_files import MOST_NAMED, rows
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 """Files that list the captions of the images next to and below them."""
 REPEATS = re.compile(r"([1-9]\d{0,2})_(.*\S.*)")
 """Names of folders as kohya's scripts read them: how often their images occur, and their caption where they have none.
 Not 01_portraits, which is a number in a list, nor 2023_holiday, a year."""
+RESOLUTIONS = frozenset({"256", "512", "768"})
+"""Numbers in such names that are usual resolutions. Larger ones have more digits than repeats."""
+COUNTED = re.compile(r"(0|[1-9]\d{0,2})_.*\S.*")
+"""Names of folders that may count them, such as those of classes."""
+LEAST_COUNTED = 3
+"""Fewest folders that are counted, in place of having repeats: 1_style next to 2_face is common in kohya's scripts."""
 MOST_WRONG_ROWS = 1000
 """Wrong rows after which the rest of a .jsonl is not read."""
 MAX_CAPTION = 64 * 2**10
@@ -301,6 +307,7 @@ class _Scanner:
         self._twice: list[Path] = []
         self._relisted: list[Path] = []
         self._named_by_folder: list[Path] = []
+        self._counted: frozenset[str] = frozenset()
         self._masks = self._companions(Masks, "data.masks", cfg.masks)
         self._own_masks: dict[str, Masks | None] = {
             f"{_FOLDERS}{number}.path": self._companions(Masks, f"{_FOLDERS}{number}.masks", folder.masks)
@@ -322,6 +329,9 @@ class _Scanner:
         self._texts |= _text_files(files)
         listed = self._metadata([file for file in files if file.name in METADATA], by_name(paths))
         self._watcher.listed({image: row.captions[0] for image, row in listed.items() if row.captions})
+        # Folders that the config lists separately count too: a weight for one must not make repeats of the others.
+        below = {path.parent for path in paths}
+        self._counted = _counted(below.union(*(folder.parents for folder in below), read_folders(self.cfg)))
         images = [image for path in paths if (image := self._of_file(path, listed.get(path), source)) is not None]
         self._check(source, len(paths), images, files)
         return images
@@ -399,12 +409,20 @@ class _Scanner:
         """Say which folders are trained more often, and which images without a caption have that of their folder."""
         places = (image.location[len(str(source.root)) :].lstrip("/") for image in images)
         folders = dict.fromkeys(place.rpartition("/")[0] for place in places)
-        found = dict.fromkeys(_repeats(source, f"{folder}/") for folder in folders)
-        often = [f"{folder} {times} times" for times, _, folder in found if times > 1]
+        found = dict.fromkeys(_repeats(source, f"{folder}/", self._counted) for folder in folders)
+        often = [f"{one.folder} {one.times} times" for one in found if one.times > 1]
         if often:
             self.findings.warnings.append(
                 f"{source.field}: images occur in an epoch as often as the names of their folders say, as in kohya's "
-                f"scripts: {', '.join(often)}; rename a folder to change this"
+                f"scripts: {', '.join(often)}; to change this, rename a folder or give it a weight in data.folders"
+            )
+        unread = [one.folder for one in found if one.unread > 1]
+        if unread:
+            more = f" and {len(unread) - MOST_NAMED} more" if len(unread) > MOST_NAMED else ""
+            self.findings.warnings.append(
+                f"{source.field}: numbers that are resolutions, or count folders from 0 or 1 on, are not read as "
+                f"repeats: {', '.join(unread[:MOST_NAMED])}{more}; where they are meant, give these folders a weight "
+                "in data.folders"
             )
         named, self._named_by_folder = self._named_by_folder, []
         if named:
@@ -523,9 +541,9 @@ class _Scanner:
 
     def _of_file(self, path: Path, row: Row | None, source: _Source) -> CaptionedImage | None:
         name = _stem(path)[len(str(source.root)) :].lstrip("/")
-        repeats, text, _ = _repeats(source, name)
-        captions = self._captions(path, row, text)
-        return self._image(path, name, captions, row.focus if row else WHOLE.focus, source, repeats=repeats)
+        found = _repeats(source, name, self._counted)
+        captions = self._captions(path, row, found.caption)
+        return self._image(path, name, captions, row.focus if row else WHOLE.focus, source, repeats=found.times)
 
     def _image(
         self,
@@ -778,23 +796,69 @@ def _text_files(files: Sequence[Path]) -> dict[str, str]:
     return others | {text: text for text in texts if text.endswith(".txt")}
 
 
-def _repeats(source: _Source, name: str) -> tuple[int, str, str]:
-    """(repeats, caption, folder) of the images of a folder `10_ohwx woman`; else 1 and no texts.
+class _Repeats(NamedTuple):
+    """What the name of a folder says of its images.
+
+    Attributes:
+        times: How often they occur.
+        caption: Their caption, where they have no other.
+        folder: The folder.
+        unread: The number in its name, if it is none of repeats; else 1.
+    """
+
+    times: int = 1
+    caption: str = ""
+    folder: str = ""
+    unread: int = 1
+
+
+def _repeats(source: _Source, name: str, counted: frozenset[str]) -> _Repeats:
+    """Read the name of the folder `10_ohwx woman` of an image.
 
     Of several such folders the one nearest to that of the data counts, and the folder of the data itself only where it
-    holds none. A weight in the config replaces the repeats of the latter.
+    holds none; one whose number is none of repeats, only where there is no other. A weight in the config replaces the
+    repeats of the folder of the data.
 
-    name: the path of an image below the folder of the data.
+    Args:
+        source: The folder of the data.
+        name: The path of the image below it.
+        counted: Folders whose numbers count them.
     """
     folders = name.split("/")[:-1]
-    depth = next((number for number, folder in enumerate(folders, 1) if REPEATS.fullmatch(folder)), 0)
-    folder = "/".join(folders[:depth]) or source.root.name
-    found = REPEATS.fullmatch(folder.rpartition("/")[2])
-    if found is None:
-        return 1, "", ""
-    has_weight = not depth and source.folder is not None and source.folder.weight != 1
-    is_counted = source.is_own and source.field != "data.validation" and not has_weight
-    return int(found[1]) if is_counted else 1, found[2].strip(), folder
+    named = ["/".join(folders[:depth]) for depth, folder in enumerate(folders, 1) if REPEATS.fullmatch(folder)]
+    read: tuple[str, re.Match[str], bool] | None = None
+    for folder in (*named, ""):
+        path = f"{source.root}/{folder}" if folder else str(source.root)
+        found = REPEATS.fullmatch(os.path.basename(path))
+        if found is None:
+            continue
+        is_read = found[1] not in RESOLUTIONS and path not in counted
+        if read is None or is_read:
+            read = folder, found, is_read
+        if is_read:
+            break
+    if read is None:
+        return _Repeats()
+    folder, found, is_read = read
+    has_weight = not folder and source.folder is not None and source.folder.weight != 1
+    is_weighed = source.is_own and source.field != "data.validation" and not has_weight
+    number = int(found[1]) if is_weighed else 1
+    times, unread = (number, 1) if is_read else (1, number)
+    return _Repeats(times, found[2].strip(), folder or source.root.name, unread)
+
+
+def _counted(folders: Iterable[Path]) -> frozenset[str]:
+    """The paths of folders whose numbers count them: three or more in one folder, from 0 or 1 on, each number once."""
+    siblings: dict[Path, list[tuple[int, str]]] = {}
+    for folder in folders:
+        if found := COUNTED.fullmatch(folder.name):
+            siblings.setdefault(folder.parent, []).append((int(found[1]), str(folder)))
+    counted: list[str] = []
+    for numbered in siblings.values():
+        numbers = sorted(number for number, _ in numbered)
+        is_series = numbers[0] < 2 and numbers == [*range(numbers[0], numbers[0] + len(numbers))]
+        counted += [path for _, path in numbered] if is_series and len(numbers) >= LEAST_COUNTED else []
+    return frozenset(counted)
 
 
 def _stem(path: Path) -> str:

@@ -28,7 +28,7 @@ from trainer.data.image_io import WHOLE, ImageFile, entries_below, folders_with_
 from trainer.data.image_members import file_of
 from trainer.data.known_files import FOLDER, MOST_BYTES, KnownFiles
 
-VERSION = 4
+VERSION = 5
 """Of what is remembered: raise it when a scan of the same files finds something else."""
 Keep = Callable[[], None]
 SUFFIX = ".scan"
