@@ -39,6 +39,14 @@ def opened(folder: Path) -> Any:
     return families.get("causal_lm")(model, ObjectiveConfig(), folder.parent / "cache")
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_kernel_for_attention_that_config_json_names_need_not_be_installed(tmp_path: Path, key: str) -> None:
+    family = opened(saved(tmp_path / "model", "gpt2"))
+    change(family.folder, **{key: "flash_attention_2"})
+    family = opened(family.folder)
+    verify_base(family, COMPONENT, BaseWeights(family))
+
+
 def change(folder: Path, **values: Any) -> None:
     """Change config.json."""
     file = folder / "config.json"

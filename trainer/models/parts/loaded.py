@@ -41,9 +41,10 @@ def loaded_tensors(kind: Any, folder: Path, numbers: bool = True) -> Mapping[str
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
+            attn_implementation="eager",  # config.json may name one whose package is not here
             **place,
         )
-    except OSError as error:  # a shard without its index, or files of an adapter next to the model's
+    except (ImportError, OSError, ValueError) as error:  # a shard without its index, an adapter's files next to it
         reason = str(error).partition("\n")[0]
         raise RuntimeError(
             f"{folder}: transformers cannot load it ({reason}); give a folder as save_pretrained writes it"
