@@ -127,7 +127,7 @@ def test_a_file_that_an_export_copies_is_no_link_to_a_file_of_the_user(tmp_path:
         copy_files(model, TOKENIZER_FILES, tmp_path / "export")
     assert str(error.value) == (
         f"{model}/merges.txt: a link out of the model's folder, which would be copied into what is exported; put the "
-        "file in its place"
+        "file in its place, or copy the folder with cp -rL and name the copy"
     )
     assert list((tmp_path / "export").iterdir()) == []
     cfg = text_config(make_text(tmp_path / "text"), model__path=str(model), model__base=None)
@@ -150,3 +150,21 @@ def test_links_of_the_hugging_face_cache_and_links_within_a_model_are_copied(tmp
         "merges.txt": "merges",
         "vocab.json": "merges",
     }
+
+
+@pytest.mark.parametrize(("name", "is_cached"), [("ab" * 20, True), ("ab" * 32, True), ("id_rsa", False)])
+def test_a_model_downloaded_into_a_folder_may_link_to_files_of_the_hugging_face_cache(
+    tmp_path: Path, name: str, is_cached: bool
+) -> None:
+    """As older versions of its command made it. Names of files there tell their content."""
+    blobs = tmp_path / "hub" / "models--me--fox" / "blobs"
+    for folder in (blobs, tmp_path / "model", tmp_path / "export"):
+        folder.mkdir(parents=True)
+    (blobs / name).write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").symlink_to(blobs / name)
+    if is_cached:
+        copy_files(tmp_path / "model", TOKENIZER_FILES, tmp_path / "export")
+        assert (tmp_path / "export" / "tokenizer.json").read_text() == "{}"
+    else:
+        with pytest.raises(InputError, match=r"tokenizer\.json: a link out of the model's folder"):
+            copy_files(tmp_path / "model", TOKENIZER_FILES, tmp_path / "export")

@@ -18,6 +18,7 @@ from tests.rooms import ROOT
 from tests.runs import make_pictures, run_config
 from trainer.run import compiler
 from trainer.run.process import worker_environment
+from trainer.weights.identity import SMALL_BYTES, digest
 
 ON_GPU: dict[str, Any] = {"parallel__device": "auto", "train__compile": "auto"}
 
@@ -96,6 +97,19 @@ def test_a_folder_that_others_may_fill_is_not_used(tmp_path: Path, home: Path, d
     assert found == {compiler.FOLDER: f"{tmp_path}/temporary/shardstudio-{os.getuid()}/compiled"}
     assert problem.startswith(f"{home}/shardstudio/compiled: cannot be used (")
     assert problem.endswith("is kept in the temporary folder, and may have to be made again")
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_folders_made_for_a_group_by_the_users_mask_are_not_ours(tmp_path: Path, home: Path, is_large: bool) -> None:
+    """What is made first for other memories is as private."""
+    before = os.umask(0o002)
+    try:
+        file = tmp_path / "weights"
+        file.write_bytes(bytes(SMALL_BYTES + is_large))
+        digest([file])
+        assert compiler.cache_environment() == ({compiler.FOLDER: f"{home}/shardstudio/compiled"}, "")
+    finally:
+        os.umask(before)
 
 
 def test_a_cache_folder_in_which_others_may_rename_is_not_used(home: Path) -> None:

@@ -86,18 +86,27 @@ def test_a_file_that_was_written_just_now_is_not_remembered(
     assert not Stamp(0, time.time_ns(), 0, 0).is_safe(time.time_ns())
 
 
-@pytest.mark.parametrize("home", ["a file", "no home"])
-def test_without_a_place_for_memories_files_are_read_each_time(
-    tmp_path: Path, memories: Path, monkeypatch: pytest.MonkeyPatch, home: str
+@pytest.mark.parametrize("home", ["a file", "no home", "of a group"])
+@pytest.mark.parametrize("has_temporary", [True, False])
+def test_without_a_cache_of_the_user_they_are_remembered_in_the_temporary_folder_or_read_each_time(
+    tmp_path: Path, memories: Path, monkeypatch: pytest.MonkeyPatch, home: str, has_temporary: bool
 ) -> None:
     before = digest([model(tmp_path)])
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    if not has_temporary:
+        (temporary / f"shardstudio-{os.getuid()}").write_text("")
     if home == "a file":
         (tmp_path / "taken").write_text("")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
+    elif home == "of a group":
+        memories.parent.chmod(0o770)
     else:
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(Path, "home", _no_home)
     assert digest([tmp_path / "vae"]) == before
+    assert len(list(temporary.glob(f"*/{FOLDER}/*.json"))) == has_temporary
 
 
 def _no_home() -> Path:

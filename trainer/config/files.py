@@ -9,9 +9,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +33,12 @@ PAGE_BYTES = 64 * 1024
 MOST_SHOWN = 200
 """Longest location within a file that an error shows, in characters."""
 NOT_REGULAR = "not a regular file; remove it, or put a file in its place"
-LEADS_OUT = "a link out of the model's folder, which would be copied into what is exported; put the file in its place"
+LEADS_OUT = (
+    "a link out of the model's folder, which would be copied into what is exported; put the file in its place, or copy "
+    "the folder with cp -rL and name the copy"
+)
+BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+"""Names of files in the Hugging Face cache, by their content."""
 COARSEST_NS = 2_000_000_000
 """Coarsest time stamps of a file system, those of FAT. A file that was read earlier than this after its last change may
 have changed once more without another time stamp; git reads such files again too."""
@@ -347,6 +354,19 @@ def leads_out(path: Path, folder: Path) -> bool:
     return not any(target.is_relative_to(place) for place in (root, *blobs))
 
 
+def leads_out_of_model(file: Path, folder: Path) -> bool:
+    """Whether a file of a model's folder is a link out of it, and not to a file of the Hugging Face cache.
+
+    Downloads into a folder of one's own used to link to that cache. Its files are named by their content, so that
+    nobody can name one who does not know it.
+    """
+    if not leads_out(file, folder):
+        return False
+    target = Path(os.path.realpath(file))
+    is_cached = target.parent.name == "blobs" and target.parents[1].name.startswith("models--")
+    return not (is_cached and BLOB.fullmatch(target.name))
+
+
 def unreadable(file: Path | str, error: OSError) -> InputError:
     """Return the InputError for a file that exists but cannot be read."""
     return InputError(f"{file}: cannot be read ({error.strerror}); repair or remove it")
@@ -453,6 +473,34 @@ def user_cache() -> Path | None:
         base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
         return base / "shardstudio"
     return None
+
+
+def own_folders() -> Iterator[Path]:
+    """The folders of this user that only this program writes to, best first: the last does not outlive the machine.
+
+    They may not exist, or be of no use: see `make_own`.
+    """
+    cache = user_cache()
+    if cache is not None:
+        yield cache
+    yield Path(tempfile.gettempdir()) / f"shardstudio-{os.getuid()}"
+
+
+def make_own(folder: Path) -> None:
+    """Make a folder that only this user can access. Raises OSError if others may have written to an existing one."""
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    around = folder.parent.stat()
+    if around.st_mode & stat.S_IWOTH and not around.st_mode & stat.S_ISVTX:
+        raise PermissionError(0, f"others may rename what is in {folder.parent}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or others_write:
+        yours = f"; if all in it is yours, chmod -R go-w {folder}"
+        raise PermissionError(0, f"others may write to {folder}, or it is not a folder{yours}")
+    folder.chmod(0o700)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(0, "it is not writable")
 
 
 def private_mode(folder: Path) -> int:

@@ -359,7 +359,7 @@ def _linked_companions(folder: Path) -> Iterator[str]:
     """Problems with the small files of a model's folder that an export copies: links to files elsewhere."""
     for file in sorted(folder.glob("*")) if os.path.isdir(folder) else ():
         is_copied = file.suffix in COPIED and file.name not in ("config.json", "model_index.json")
-        if is_copied and file.is_symlink() and files.leads_out(file, folder):
+        if is_copied and file.is_symlink() and files.leads_out_of_model(file, folder):
             yield f"{file}: {files.LEADS_OUT}"
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import stat
 import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
 from trainer.config import files
 from trainer.config.schema import RunConfig
@@ -40,36 +37,14 @@ def cache_environment() -> tuple[dict[str, str], str]:
     if FOLDER in os.environ:
         return {}, ""
     problem = ""
-    for place in _places():
+    for home in files.own_folders():
+        place = home / "compiled"
         try:
-            _make_own(place.parent)
-            _make_own(place)
+            files.make_own(home)
+            files.make_own(place)
         except OSError as error:
             kept = "what torch.compile makes is kept in the temporary folder, and may have to be made again"
             problem = problem or f"{place}: cannot be used ({error.strerror}); {kept}"
         else:
             return {FOLDER: str(place)}, problem
     return {FOLDER: tempfile.mkdtemp(prefix="shardstudio-")}, problem
-
-
-def _places() -> Iterator[Path]:
-    cache = files.user_cache()
-    if cache is not None:
-        yield cache / "compiled"
-    yield Path(tempfile.gettempdir()) / f"shardstudio-{os.getuid()}" / "compiled"
-
-
-def _make_own(folder: Path) -> None:
-    """Make a folder that only this user can access. Raises OSError if others may have written to an existing one."""
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    around = folder.parent.stat()
-    if around.st_mode & stat.S_IWOTH and not around.st_mode & stat.S_ISVTX:
-        raise PermissionError(0, f"others may rename what is in {folder.parent}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or others_write:
-        raise PermissionError(0, "others may write to it, or it is not a folder")
-    folder.chmod(0o700)
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(0, "it is not writable")

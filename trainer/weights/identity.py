@@ -48,23 +48,29 @@ def digest(paths: Iterable[Path]) -> str:
 def _digest(file: Path) -> str:
     """A digest of the file's bytes."""
     file = file.resolve()  # a name in the Hugging Face cache is a link to a file that several models may share
-    cache = files.user_cache()
-    if cache is None or file.stat().st_size <= SMALL_BYTES:
+    if file.stat().st_size <= SMALL_BYTES:
         return _read(file)
-    memory = cache / FOLDER / f"{hashlib.sha256(str(file).encode('utf-8', 'surrogateescape')).hexdigest()[:32]}.json"
-    with ExitStack() as lock:
-        with suppress(OSError):  # a full or read-only disk: each rank reads the file, and so does the next start
-            files.make_private(memory.parent)
-            lock.enter_context(files.locked(memory.with_suffix(".lock")))
+    name = hashlib.sha256(str(file).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    memories: list[Path] = []
+    with ExitStack() as locks:
+        for folder in files.own_folders():  # a later one where the first is full, read-only or of others
+            with suppress(OSError):
+                files.make_own(folder)
+                files.make_own(folder / FOLDER)
+                locks.enter_context(files.locked(folder / FOLDER / f"{name}.lock"))
+                memories.append(folder / FOLDER / f"{name}.json")
         stamp, began = Stamp.of(file), time.time_ns()
-        with suppress(OSError, InputError):
-            known_stamp, known = files.read_json(memory, _KNOWN)
-            if known_stamp == stamp:
-                return known
+        for memory in memories:
+            with suppress(OSError, InputError):
+                known_stamp, known = files.read_json(memory, _KNOWN)
+                if known_stamp == stamp:
+                    return known
         found = _read(file)
         if stamp.is_safe(began) and Stamp.of(file) == stamp:
-            with suppress(OSError):
-                files.replace(memory, _KNOWN.dump_json((stamp, found)))
+            for memory in memories:
+                with suppress(OSError):
+                    files.replace(memory, _KNOWN.dump_json((stamp, found)))
+                    break
     return found
 
 

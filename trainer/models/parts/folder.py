@@ -239,7 +239,7 @@ def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
     """
     for file in (source / name for name in names):
         if file.is_file():
-            if file.suffix != ".safetensors" and files.leads_out(file, source):  # weights were read as weights
+            if file.suffix != ".safetensors" and files.leads_out_of_model(file, source):  # weights were read as weights
                 raise InputError(f"{file}: {files.LEADS_OUT}")
             shutil.copyfile(file, folder / file.name)
 
