@@ -213,6 +213,19 @@ def test_a_starter_killed_before_it_started_a_run_starts_it_in_the_folder_that_i
     assert queue.state_of(entry) == "finished"
 
 
+def test_a_run_whose_starter_was_killed_waits_while_the_queue_is_paused(queue, config):
+    queue.add(config("a"))
+    start_until_killed(queue, at="_spawn")
+    queue.change(Settings(is_paused=True, after_failure="pause"))
+    with queue.starting():
+        queue.start_next()
+        assert (queue.running(), queue.settings.noted) == ([], 0)
+        queue.change(Settings())
+        queue.start_next()
+        assert names(queue.running()) == ["a"]
+        wait_for(lambda: ended(queue))
+
+
 @pytest.mark.slow
 def test_a_starter_killed_after_it_started_a_run_never_starts_it_twice(queue, config):
     queue.add(config("waits"))

@@ -186,7 +186,6 @@ class Queue:
         try:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._go_on_with_interrupted()
                 yield True
                 return
             yield False
@@ -203,6 +202,7 @@ class Queue:
         """
         taken = self._put_damaged_aside()
         self._put_back_interrupted()
+        self._go_on_with_interrupted()
         self._note_failures()
         while (waiting := self.waiting()) and not self.settings.is_paused and not self.blockers(waiting[0]):
             taken.append(self._take(waiting[0]))
@@ -264,8 +264,11 @@ class Queue:
     def _go_on_with_interrupted(self) -> None:
         """Start taken entries in their run folders: the process that made those was killed before it started them."""
         for entry in self.taken():
-            if entry.run and not entry.error and self._was_never_started(self.run_of(entry)):
+            if self._is_interrupted(entry) and not self.settings.is_paused and not self.blockers(entry):
                 self._start(entry)
+
+    def _is_interrupted(self, entry: Entry) -> bool:
+        return bool(entry.run) and not entry.error and self._was_never_started(self.run_of(entry))
 
     def _was_never_started(self, run: RunDir) -> bool:
         """Whether a run has no process. One that runs and has no record yet gets it."""
@@ -283,7 +286,8 @@ class Queue:
         settings, problem = self._read_settings()
         if problem:  # `noted` is unknown
             return
-        failed = [entry.number for entry in self.taken() if entry.number > settings.noted and self.has_failed(entry)]
+        new = [entry for entry in self.taken() if entry.number > settings.noted and not self._is_interrupted(entry)]
+        failed = [entry.number for entry in new if self.has_failed(entry)]
         if failed:
             is_paused = settings.is_paused or settings.after_failure == "pause"
             self.change(replace(settings, is_paused=is_paused, noted=max(failed)))
