@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -216,6 +217,22 @@ def test_a_run_folder_that_is_a_link_is_left_to_its_owner(runs: Path, tmp_path: 
     with pytest.raises(InputError, match=r"linked: is a link; remove it by hand"):
         process.delete(RunDir(runs / "linked"))
     assert (runs / "linked").is_symlink()
+
+
+def test_a_deletion_that_cannot_remove_a_file_names_the_folder_that_is_left(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(path: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", f"{path}/logs/.nfs1")  # as of a log that is open on NFS
+
+    monkeypatch.setattr("shutil.rmtree", busy)
+    with pytest.raises(InputError) as error:
+        process.delete(RunDir(runs / "fox"))
+    [left] = runs.glob(".deleted-*")
+    assert str(error.value) == (
+        "fox: is deleted, but files of it could not be removed (Device or resource busy: "
+        f"{left}/logs/.nfs1); remove the folder {left} by hand"
+    )
 
 
 def test_what_an_interrupted_deletion_has_left_is_removed_when_the_page_starts(runs: Path) -> None:

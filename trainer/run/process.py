@@ -344,8 +344,8 @@ def delete(run: RunDir) -> None:
     A folder of a stranger is deleted as well, and nothing that a link in it leads to.
 
     Raises:
-        InputError: The run is running, or another process has deleted it.
-        OSError: The folder cannot be removed.
+        InputError: The run is running, another process has deleted it, or not all of it could be removed.
+        OSError: The folder cannot be renamed.
     """
     if run.path.is_symlink():
         raise InputError(f"{run.path}: is a link; remove it by hand")
@@ -361,7 +361,14 @@ def delete(run: RunDir) -> None:
             files.rename(run.path, aside)
         except FileNotFoundError as error:
             raise InputError(run.gone) from error
-    shutil.rmtree(aside)
+    try:
+        shutil.rmtree(aside)
+    except OSError as error:
+        if aside.exists():  # else another process has removed it, as `remove_deleted`
+            raise InputError(
+                f"{run.path.name}: is deleted, but files of it could not be removed ({error.strerror}: "
+                f"{error.filename}); remove the folder {aside} by hand"
+            ) from error
 
 
 def remove_deleted(runs: Path) -> None:
