@@ -179,6 +179,18 @@ def test_a_run_does_not_go_on_to_a_step_or_epoch_that_it_has_passed(cfg: RunConf
             ("0.000146", "0.001", "is constant now"),
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            COSINE | {"steps": 16},
+            16,
+            {"steps": 20},
+            (
+                "9.61e-06",
+                "9.55e-05",
+                "cosine now ends at 20",
+                "where that is too much, stop and resume with a lower optim.lr",
+            ),
+            marks=pytest.mark.slow,
+        ),
         (COSINE, 2, {"steps": 5}, None),  # rises by less than a tenth
         pytest.param(COSINE | {"warmup": 3}, 1, {}, None, marks=pytest.mark.slow),
         pytest.param(COSINE, 4, {"steps": 8, "lr": 2e-3}, None, marks=pytest.mark.slow),  # as was asked
@@ -191,7 +203,7 @@ def test_a_learning_rate_that_rises_when_a_run_goes_on_is_said_with_both_figures
     before: dict[str, Any],
     trained: int,
     after: dict[str, Any],
-    said: tuple[str, str, str] | None,
+    said: tuple[str, ...] | None,
 ) -> None:
     begun = changed(cfg, before | {"lr": 1e-3})
     go_on(begun, run, trained)
@@ -199,11 +211,9 @@ def test_a_learning_rate_that_rises_when_a_run_goes_on_is_said_with_both_figures
     assert warnings == ([] if said is None else [rise(*said)])
 
 
-def rise(before: str, after: str, why: str) -> str:
-    return (
-        f"the learning rate rises from {before} to {after}, because optim.schedule {why}; to go on at the former rate, "
-        f"stop and resume with optim.schedule=constant optim.lr={before}"
-    )
+def rise(before: str, after: str, why: str, remedy: str = "") -> str:
+    former = f"to go on at the former rate, stop and resume with optim.schedule=constant optim.lr={before}"
+    return f"the learning rate rises from {before} to {after}, because optim.schedule {why}; {remedy or former}"
 
 
 def changed(cfg: RunConfig, values: dict[str, Any]) -> RunConfig:

@@ -87,6 +87,8 @@ from trainer.train.sampling import Sampler
 log = logging.getLogger(__name__)
 RISE = 1.1
 """A learning rate that is so many times as high after a resume is worth a warning."""
+LEAST_RATE = 0.01
+"""Part of `optim.lr` below which hardly anything is learned."""
 SKIPS_IN_A_ROW = 20
 """A model without one finite number in so many steps is broken; further steps do not repair it."""
 
@@ -776,9 +778,11 @@ class Trainer:
             why = (
                 "is constant now" if optim.schedule == "constant" else f"{optim.schedule} now ends at {self.num_steps}"
             )
+            former = f"to go on at the former rate, stop and resume with optim.schedule=constant optim.lr={before:.3g}"
+            if before < LEAST_RATE * optim.lr:  # as at the end of a schedule
+                former = "where that is too much, stop and resume with a lower optim.lr"
             self.log.warn(
-                f"the learning rate rises from {before:.3g} to {after:.3g}, because optim.schedule {why}; to go on at "
-                f"the former rate, stop and resume with optim.schedule=constant optim.lr={before:.3g}",
+                f"the learning rate rises from {before:.3g} to {after:.3g}, because optim.schedule {why}; {former}",
                 self.step,
             )
 
