@@ -375,3 +375,67 @@ def test_a_metadata_csv_without_its_columns_is_refused_with_those_it_has(
     add_image(tmp_path / "a.png")
     (tmp_path / "metadata.csv").write_text(f"{header}\r\na.png;hello\r\n", encoding="utf-8")
     assert problems_of(data(tmp_path)) == [f"{tmp_path}/metadata.csv: {said}"]
+
+
+@pytest.mark.parametrize("folder", ["plain", "10_ohwx man"])
+def test_masks_of_onetrainer_among_the_images_are_not_trained(tmp_path: Path, folder: str) -> None:
+    add_image(tmp_path / folder / "a.png", caption="ohwx")
+    add_image(tmp_path / folder / "a-masklabel.png", caption="", mode="L")
+    add_image(tmp_path / folder / "b-masklabel.png", caption="a picture of this name")
+    problems = problems_of(data(tmp_path, missing_caption="empty"))
+    assert problems == [
+        f"data.path: 1 mask lies among the images, as OneTrainer has them: first {tmp_path}/{folder}/a-masklabel.png; "
+        "move them into a folder of their own, under the names of their images, and name it in data.masks"
+    ]
+
+
+@pytest.mark.parametrize("name", ["captions.csv", "metadata.parquet", "all.json"])
+def test_a_file_that_may_hold_the_captions_is_named_where_they_are_missing(tmp_path: Path, name: str) -> None:
+    for number in range(2):
+        add_image(tmp_path / f"{number}.png", caption=None, size=(20 + number, 20))
+    (tmp_path / name).write_bytes(b"file_name,text\n")
+    [problem] = problems_of(data(tmp_path))
+    assert problem.endswith(
+        f"; {tmp_path}/{name} is not read, captions of several images are read from a metadata.jsonl or metadata.csv "
+        "with file_name and text"
+    )
+
+
+def test_a_row_of_an_image_that_is_left_out_is_no_mistake(tmp_path: Path) -> None:
+    add_image(tmp_path / "a.png", caption=None)
+    (tmp_path / "b.gif").write_bytes(b"GIF89a")
+    rows = [{"file_name": "a.png", "text": "a fox"}, {"file_name": "b.gif", "text": "a hare"}]
+    (tmp_path / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert captions_of(data(tmp_path, bad_image="warn")) == ["a fox"]
+    [problem] = problems_of(data(tmp_path))
+    assert ".gif images are not read" in problem
+
+
+def test_one_list_of_captions_serves_folders_that_the_config_names_separately(tmp_path: Path) -> None:
+    for name in ("train/a.png", "val/b.png"):
+        add_image(tmp_path / name, caption=None)
+    rows = [{"file_name": "train/a.png", "text": "a fox"}, {"file_name": "val/b.png", "text": "a hare"}]
+    (tmp_path / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = scan(data(tmp_path, validation=str(tmp_path / "val")))
+    assert [[image.caption for image in part] for part in (found.train, found.validation)] == [["a fox"], ["a hare"]]
+    (tmp_path / "val" / "b.png").rename(tmp_path / "val" / "c.png")
+    problems = problems_of(data(tmp_path, validation=str(tmp_path / "val")))
+    assert f"{tmp_path}/metadata.jsonl:2: no such image: val/b.png; correct file_name or remove the line" in problems
+
+
+def test_an_empty_text_file_hides_no_caption_of_a_list(tmp_path: Path) -> None:
+    add_image(tmp_path / "a.png", caption="\n")
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": "a fox"}))
+    assert captions_of(data(tmp_path)) == ["a fox"]
+    assert warnings_of(tmp_path) == []
+
+
+@pytest.mark.parametrize(("at", "weight"), [("each", 3.0), ("largest", 1.0)])
+def test_regularization_images_occur_as_often_as_all_others_at_their_resolutions(
+    tmp_path: Path, at: str, weight: float
+) -> None:
+    for name in ("own/a.png", "own/b.png", "class/c.png", "class/d.png"):
+        add_image(tmp_path / name, caption="fox", size=(20 + ord(name[-5]), 20))
+    folder = {"path": str(tmp_path / "own"), "resolutions": [64, 96, 128]}
+    cfg = DataConfig(folders=(folder,), regularization=str(tmp_path / "class"), at_resolutions=at, resolution=64)
+    assert [image.weight for image in scan(cfg).train] == [1.0, 1.0, weight, weight]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +44,7 @@ from trainer.data.image_tables import (
 )
 from trainer.data.known_files import KnownFiles
 from trainer.data.masks_references import Findings, Masks, References, Rejected
-from trainer.data.text_files import MOST_NAMED, rows
+from trainer.data.text_files import ABOUT, MOST_NAMED, rows
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 """Files that list the captions of the images next to and below them."""
@@ -57,6 +57,8 @@ COUNTED = re.compile(r"(0|[1-9]\d{0,2})_.*\S.*")
 """Names of folders that may count them, such as those of classes."""
 LEAST_COUNTED = 3
 """Fewest folders that are counted, in place of having repeats: 1_style next to 2_face is common in kohya's scripts."""
+LABEL = re.compile(r"(.*)-masklabel", re.DOTALL)
+"""The name of a mask that OneTrainer reads next to its image."""
 MOST_WRONG_ROWS = 1000
 """Wrong rows after which the rest of a .jsonl is not read."""
 MAX_CAPTION = 64 * 2**10
@@ -206,7 +208,7 @@ def scan(cfg: DataConfig, watcher: Watcher | None = None, known: KnownFiles | No
     scanner.finish()
     if isinstance(cfg.validation, int):
         images, held_out = _set_aside(images, cfg.validation)
-    images += _as_frequent(others, images, cfg.regularization_weight)
+    images += _as_frequent(others, images, cfg)
     dataset = Dataset(tuple(images), tuple(held_out), tuple(image_warnings.folded(scanner.findings.warnings)))
     # A folder may be listed twice, with other settings.
     paths = map(Path, dict.fromkeys(image.location for image in (*images, *held_out)))
@@ -286,11 +288,19 @@ def _set_aside(images: list[CaptionedImage], count: int) -> tuple[list[Captioned
 
 
 def _as_frequent(
-    others: Sequence[CaptionedImage], images: Sequence[CaptionedImage], loss_weight: float
+    others: Sequence[CaptionedImage], images: Sequence[CaptionedImage], cfg: DataConfig
 ) -> list[CaptionedImage]:
-    """Regularization images that together occur as often as `images`, whether there are fewer or more of them."""
-    weights = sum(image.weight for image in images)
-    return [replace(other, weight=weights / len(others), loss_weight=loss_weight) for other in others]
+    """Regularization images that together occur as often as `images`, whether there are fewer or more of them.
+
+    An image occurs at each of its resolutions, unless it is trained at the largest that it fills alone.
+    """
+
+    def times(image: CaptionedImage) -> int:
+        return max(1, len(image.sides)) if cfg.at_resolutions == "each" else 1
+
+    wanted = sum(image.weight * times(image) for image in images)
+    weight = wanted / sum(map(times, others)) if others else 0.0
+    return [replace(other, weight=weight, loss_weight=cfg.regularization_weight) for other in others]
 
 
 class _Scanner:
@@ -308,6 +318,7 @@ class _Scanner:
         self._relisted: list[Path] = []
         self._named_by_folder: list[Path] = []
         self._counted: frozenset[str] = frozenset()
+        self._rows_elsewhere: dict[Path, Row] = {}
         self._masks = self._companions(Masks, "data.masks", cfg.masks)
         self._own_masks: dict[str, Masks | None] = {
             f"{_FOLDERS}{number}.path": self._companions(Masks, f"{_FOLDERS}{number}.masks", folder.masks)
@@ -327,7 +338,10 @@ class _Scanner:
             return self._of_tables(source, tables)
         paths = self._paths(source, files)
         self._texts |= _text_files(files)
-        listed = self._metadata([file for file in files if file.name in METADATA], by_name(paths))
+        # Rows of images that are left out are no mistakes.
+        left_out = [file for file in files if file.suffix.lower() in OTHER_IMAGE_SUFFIXES]
+        listed = self._metadata([file for file in files if file.name in METADATA], by_name([*left_out, *paths]))
+        listed = {path: row for path in paths if (row := self._rows_elsewhere.get(path))} | listed
         self._watcher.listed({image: row.captions[0] for image, row in listed.items() if row.captions})
         # Folders that the config lists separately count too: a weight for one must not make repeats of the others.
         below = {path.parent for path in paths}
@@ -349,7 +363,8 @@ class _Scanner:
         near = unread_files.nearest(unread, [Path(place) for place, _ in self._uncaptioned]) if files else {}
         texts = [file for file in unread if file.suffix.lower() == ".txt"]
         rivals = [file for file in texts if self._texts[f"{unread_files.stem_of(file)}.txt"] in self._captioned]
-        self._name_uncaptioned(source, count, near)
+        lists = [file for file in unread if file.suffix.lower() in unread_files.LISTS and file.name not in ABOUT]
+        self._name_uncaptioned(source, count, near, lists[:1])
         self._warn_of_second_captions(source, rivals)
         self._warn_of_repeats(source, images if files else ())
         self.findings.warnings += unread_files.of_captioned(source.field, unread, {*near.values(), *rivals})
@@ -360,13 +375,14 @@ class _Scanner:
     def _is_read(self, file: Path) -> bool:
         return file.name in METADATA or str(file) in self._captioned
 
-    def _name_uncaptioned(self, source: _Source, count: int, near: Mapping[Path, Path]) -> None:
+    def _name_uncaptioned(self, source: _Source, count: int, near: Mapping[Path, Path], lists: Sequence[Path]) -> None:
         """Name the images of a folder that have no caption, as a problem or, where that is allowed, as a warning.
 
         Args:
             source: The folder.
             count: Its images.
             near: {image: a file that probably is its caption}.
+            lists: A file that may hold captions of several images, and is not read.
         """
         missing, self._uncaptioned = self._uncaptioned, []
         if not missing:
@@ -376,6 +392,11 @@ class _Scanner:
             f"; {file} is not read, a caption is read from {os.path.basename(_stem(image))}.txt"
             for image, file in [*near.items()][:1]
         )
+        for file in () if near else lists:
+            hint = (
+                f"; {file} is not read, captions of several images are read from a metadata.jsonl or metadata.csv with "
+                "file_name and text"
+            )
         is_allowed = self.cfg.missing_caption == "empty"
         done = f"{'has' if len(missing) == 1 else 'have'} no caption"
         if is_allowed:
@@ -537,6 +558,16 @@ class _Scanner:
             self.findings.problems.append(
                 f"{source.field}: {source.root}: no images in this folder; expected {expected}"
             )
+        stems = {os.path.splitext(path)[0] for path in paths}
+        labels = [
+            path for path in paths if (label := LABEL.fullmatch(str(path.parent / path.stem))) and label[1] in stems
+        ]
+        if labels:
+            count = image_warnings.counted(len(labels), "mask lies", "masks lie")
+            self.findings.problems.append(
+                f"{source.field}: {count} among the images, as OneTrainer has them: first {labels[0]}; move them into "
+                "a folder of their own, under the names of their images, and name it in data.masks"
+            )
         return paths
 
     def _of_file(self, path: Path, row: Row | None, source: _Source) -> CaptionedImage | None:
@@ -617,10 +648,10 @@ class _Scanner:
                 return None
             lines = text.splitlines() if self.cfg.caption_lines else [text]
             written = tuple(line.strip() for line in lines if line.strip())
-            self._twice += [path] if captions not in ((), written) else []
+            self._twice += [path] if written and captions not in ((), written) else []
             if file != wanted and written:
                 self._watcher.listed({path: written[0]})
-            captions = written
+            captions = written or captions
         elif of_folder and not captions:
             self._named_by_folder.append(path)
             captions = (of_folder,)
@@ -645,7 +676,8 @@ class _Scanner:
                         raise InputError(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
                     with self._collecting(file, offset, f"{file}:{number}: "):
                         try:
-                            image, row = metadata_row(line.decode().removeprefix("\ufeff"), file.parent, images)
+                            text = line.decode().removeprefix("\ufeff")
+                            image, row = metadata_row(text, file.parent, images, self._separate_folders)
                         except StalePoint as error:
                             self.findings.warnings.append(f"{file}:{number}: {error}")
                         else:
@@ -653,6 +685,8 @@ class _Scanner:
                             if former and former.captions and row.captions not in ((), former.captions):
                                 self._relisted.append(image)
                             listed[image] = _joined(former, row)
+        # Of folders that the config names separately, as one for validation.
+        self._rows_elsewhere |= {image: row for image, row in listed.items() if str(image) not in images}
         return listed
 
     def _text(self, path: Path) -> str | None:
@@ -731,10 +765,16 @@ def named_images(file: Path) -> frozenset[Path]:
     return frozenset(named)
 
 
-def metadata_row(line: str, folder: Path, images: Mapping[str, Path]) -> tuple[Path, Row]:
+def metadata_row(
+    line: str, folder: Path, images: Mapping[str, Path], elsewhere: Collection[Path] = ()
+) -> tuple[Path, Row]:
     """The image of a row and the row. Raises InputError with the reason and the remedy, without file and line.
 
-    images: {path, as it is and as it is compared: image}.
+    Args:
+        line: The row.
+        folder: The folder that its file is in.
+        images: {path, as it is and as it is compared: image}.
+        elsewhere: Folders below it whose images are not among those.
     """
     try:
         row = json.loads(line)
@@ -755,6 +795,8 @@ def metadata_row(line: str, folder: Path, images: Mapping[str, Path]) -> tuple[P
         raise InputError(f"{name}: {too_long(size)}")
     path = os.path.normpath(folder / row["file_name"])
     image = images.get(path) or images.get(same_name(path))
+    if image is None and any(Path(path).is_relative_to(other) for other in elsewhere) and os.path.isfile(path):
+        image = Path(path)
     if image is None:
         raise (StalePoint if is_point else InputError)(f"no such image: {name}; correct file_name or remove the line")
     return image, Row(tuple(unix_lines(caption).strip() for caption in captions), focus)

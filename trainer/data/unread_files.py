@@ -13,6 +13,8 @@ from trainer.data.image_warnings import counted
 CAPTION = ".txt"
 OTHER_CAPTIONS = frozenset({".caption", ".captions", ".cap", ".tags", ".json", ".jsonl", CSV, ".tsv"})
 """Suffixes under which other programs keep captions."""
+LISTS = frozenset({".json", ".jsonl", CSV, ".tsv", ".parquet"})
+"""Those of files with captions of several images."""
 UNNAMED = frozenset({"thumbs.db", "desktop.ini", "readme", "license", "readme.txt", "license.txt"})
 """Names, in lower case, of files that accompany data and hold none, as do those that end in .md."""
 MOST_SUFFIXES = 5
