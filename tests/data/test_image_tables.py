@@ -491,6 +491,29 @@ def test_images_of_a_parquet_file_are_found_in_any_order(tmp_path: Path, monkeyp
             assert image_members.opened_image(image_members.member(file, row, "image")).read() == contents[row]
 
 
+@pytest.mark.parametrize("columns", [("image",), ("image", "before"), ("image", "before", "after")])
+def test_columns_that_are_read_in_turn_do_not_push_each_other_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(row_files, "BYTES_AT_ONCE", 1000)  # less than a row group, so that it is read in parts
+    monkeypatch.setattr(image_members, "BYTES_KEPT", 2000)
+    read, parts = image_members._read, []
+
+    def counted(*args: Any) -> tuple[list[Any], int]:
+        parts.append(read(*args))
+        return parts[-1]
+
+    monkeypatch.setattr(image_members, "_read", counted)
+    contents = {name: [os.urandom(100) for _ in range(40)] for name in columns}
+    file = write_parquet(tmp_path / "a.parquet", contents)
+    for row in range(40):
+        for name in columns:
+            assert image_members.opened_image(image_members.member(file, row, name)).read() == contents[name][row]
+    # Parts of 9 rows, and with three columns of 6, after larger ones of the first two before the third was known.
+    assert len(parts) == {1: 5, 2: 10, 3: 23}[len(columns)]
+    assert max(size for _, size in parts) <= 1000
+
+
 def test_a_tar_file_with_a_name_of_gigabytes_and_a_member_that_is_no_image_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.tar"
     header = tarfile.TarInfo("x")

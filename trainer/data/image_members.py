@@ -21,7 +21,8 @@ from trainer.data.row_files import BYTES_AT_ONCE, open_parquet, require_plain, r
 SUFFIX = ".parquet"
 TAR = ".tar"
 BYTES_KEPT = 2 * BYTES_AT_ONCE
-"""Cells of parquet columns that stay in memory; half of them are read at a time."""
+"""Cells of parquet columns that stay in memory. At most half of them are read at a time, and less where a file has more
+than two columns of images."""
 MOST_IMAGE = 1024 * MIB
 """Limit for the file of an image inside another file, bytes: 268 megapixels without any compression are less."""
 
@@ -99,6 +100,7 @@ class _Cells:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[Path, int, int, str], tuple[int, list[Any], int]] = OrderedDict()
+        self._columns: dict[Path, set[str]] = {}
         self._lock = threading.Lock()
 
     def value(self, file: Path, row: int, column: str) -> Any:
@@ -110,7 +112,11 @@ class _Cells:
             first, cells, _ = self._kept.get(key, (0, [], 0))
             if not first <= place < first + len(cells):
                 self._kept.pop(key, None)
-                first, cells, size = place, *_read(file, group, column, place)
+                # An image and its references are read in turn: a part of each column must fit next to the others.
+                columns = self._columns.setdefault(file, set())
+                columns.add(column)
+                limit = BYTES_KEPT // max(2, len(columns))
+                first, cells, size = place, *_read(file, group, column, place, limit)
                 self._kept[key] = (first, cells, size)
                 while sum(size for *_, size in self._kept.values()) > BYTES_KEPT and len(self._kept) > 1:
                     self._kept.popitem(last=False)
@@ -121,8 +127,8 @@ class _Cells:
 _CELLS = _Cells()
 
 
-def _read(file: Path, group: int, column: str, first: int) -> tuple[list[Any], int]:
-    """The cells of a row group from a row on, as many as BYTES_KEPT has room for, and their bytes.
+def _read(file: Path, group: int, column: str, first: int, limit: int) -> tuple[list[Any], int]:
+    """The cells of a row group from a row on, as many as fit into `limit` bytes but at least one, and their bytes.
 
     A page of a parquet file is decoded as a whole, so that single rows are expensive, and so are open pages.
     """
@@ -134,11 +140,11 @@ def _read(file: Path, group: int, column: str, first: int) -> tuple[list[Any], i
         for batch in found.iter_batches(at_once, row_groups=[group], columns=[column]):
             if place + batch.num_rows > first:
                 new = batch.column(column).slice(max(0, first - place))
+                if cells and size + new.nbytes > limit:
+                    break
                 cells += list(new)
                 size += new.nbytes
             place += batch.num_rows
-            if size >= BYTES_KEPT // 2:
-                break
     return cells, size
 
 
