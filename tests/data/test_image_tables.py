@@ -401,6 +401,31 @@ def test_other_files_next_to_tables_are_counted(tmp_path: Path) -> None:
     assert scan(data(tmp_path / "a.parquet")).warnings == ()
 
 
+def test_lists_about_tar_files_are_not_tables_but_counted(tmp_path: Path) -> None:
+    write_tar(tmp_path / "00000.tar", {"0.png": encoded(COLOURS[0]), "0.txt": b"number 0"})
+    write_parquet(tmp_path / "00000.parquet", {"url": ["https://host/0.png"], "caption": ["a"], "key": ["0"]})
+    (tmp_path / "00000_stats.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "stats.csv").write_text("count,failed\n1,0\n", encoding="utf-8")
+    assert seen(tmp_path) == EXPECTED[:1]
+    assert scan(data(tmp_path)).warnings == (
+        f"data.path: 3 files next to tables of images are not read: first {tmp_path}/00000.parquet (.parquet, .json, "
+        ".csv)",
+    )
+
+
+def test_a_csv_next_to_parquet_files_is_a_table_only_where_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "0.png").write_bytes(encoded(COLOURS[1]))
+    folder = tmp_path / "shards"
+    write_parquet(folder / "a.parquet", {"image": of_hub()[:1], "text": TEXTS[:1]})
+    (folder / "list.csv").write_text("file_name,text\n../photos/0.png,number 1\n", encoding="utf-8")
+    assert seen(folder) == EXPECTED[:1]
+    assert scan(data(folder)).warnings == (
+        f"data.path: 1 file next to tables of images is not read: first {folder}/list.csv",
+    )
+    assert seen(folder, folders=[{"path": str(folder / "list.csv")}]) == EXPECTED[:2]
+
+
 def test_a_second_image_of_a_tar_s_sample_is_named(tmp_path: Path) -> None:
     names = ("0.jpg", "0.png", "1.png", "2.png", "2.webp", "2.tif", "3.png", "3.mask.png")
     images = {name: encoded((number, 0, 0)) for number, name in enumerate(names)}

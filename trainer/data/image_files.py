@@ -31,6 +31,7 @@ from trainer.data.image_io import (
     entries_below,
     same_name,
 )
+from trainer.data.image_members import TAR
 from trainer.data.image_tables import (
     COMPRESSED,
     CSV,
@@ -455,7 +456,7 @@ class _Scanner:
 
     def _tables(self, source: _Source, files: Sequence[Path]) -> list[Path]:
         """The files of several images each that are read: that which the config names, or those of a folder that has
-        no images of its own."""
+        no images of its own, of one kind."""
         for file in files:
             if file.name.lower().endswith(COMPRESSED):
                 self.findings.problems.append(f"{source.field}: {file}: {IS_COMPRESSED}")
@@ -463,6 +464,9 @@ class _Scanner:
         others = [file for file in tables if file.suffix.lower() != CSV]
         if not others and tables and source.root not in tables:
             tables = []  # a .csv next to images is read where it is named, or called metadata.csv
+        # Programs that write tar files of images list them in .parquet or .csv files next to these.
+        tars = [file for file in others if file.suffix.lower() == TAR]
+        tables = tars or others or tables
         has_images = any(file.suffix.lower() in IMAGE_SUFFIXES for file in files)
         if has_images and others:
             count = image_warnings.counted(len(others), "file is", "files are")
