@@ -300,7 +300,9 @@ def test_wrong_rows_of_a_csv_and_samples_of_a_tar_are_named(tmp_path: Path) -> N
     ]
     file = write_tar(tmp_path / "a.tar", {"a.png": encoded(COLOURS[0]), "a.json": b"{", "b.txt": b"b"})
     assert problems_of(data(file))[0].startswith(f"{file}: a: its .json cannot be read (")
-    assert problems_of(data(file))[1] == f"{file}: b: has no image, only txt; add it or remove the sample"
+    assert problems_of(data(file))[1] == (
+        f"{file}: b: has no image, only txt; add it or remove the sample, or set data.bad_image: warn"
+    )
 
 
 def test_columns_that_cannot_be_told_apart_or_found_are_refused(tmp_path: Path) -> None:
@@ -424,6 +426,51 @@ def test_a_csv_next_to_parquet_files_is_a_table_only_where_it_is_named(tmp_path:
         f"data.path: 1 file next to tables of images is not read: first {folder}/list.csv",
     )
     assert seen(folder, folders=[{"path": str(folder / "list.csv")}]) == EXPECTED[:2]
+
+
+def test_files_of_a_tar_that_belong_to_no_sample_are_counted(tmp_path: Path) -> None:
+    members = {"0.png": encoded(COLOURS[0]), "0.txt": b"number 0", "README.md": b"about", "sub/LICENSE.txt": b"free"}
+    file = write_tar(tmp_path / "a.tar", members | {"dataset_info.json": b"{}", "1.cls": b"3", "Makefile": b""})
+    assert seen(file) == EXPECTED[:1]
+    assert scan(data(file)).warnings == (
+        f"data.path: 5 files in tar files belong to no image and are not read: first {file}/README.md (.md, .txt, "
+        ".json, .cls, without a suffix)",
+    )
+
+
+def test_a_sample_without_its_image_is_a_bad_image(tmp_path: Path) -> None:
+    members = {"0.png": encoded(COLOURS[0]), "0.txt": b"number 0", "1.txt": b"a", "2.json": b"{}", "3.heic": b""}
+    members |= {"3.txt": b"b", "my.photo.1.jpg": encoded(COLOURS[1]), "my.photo.1.txt": b"c", "4.before.png": b""}
+    file = write_tar(tmp_path / "a.tar", members)
+    dots = ", since the name of a sample ends at the first dot"
+    said = [
+        f"{file}: {sample}: has no image, only {only}; add it or remove the sample"
+        for sample, only in (
+            ("1", "txt"),
+            ("2", "json"),
+            ("3", "heic, txt"),
+            ("my", f"photo.1.jpg, photo.1.txt{dots}"),
+            ("4", f"before.png{dots}"),
+        )
+    ]
+    assert problems_of(data(file))[:3] == [f"{one}, or set data.bad_image: warn" for one in said[:3]]
+    assert seen(file, bad_image="warn") == EXPECTED[:1]
+    assert scan(data(file, bad_image="warn")).warnings == (
+        *(f"left out: {one}" for one in said[:3]),
+        f"and 2 more like these: {file}",
+    )
+
+
+def test_names_with_several_dots_in_a_tar_are_explained(tmp_path: Path) -> None:
+    file = write_tar(tmp_path / "a.tar", {"my.photo.1.jpg": encoded(COLOURS[0]), "my.photo.1.txt": b"a"})
+    assert problems_of(data(file)) == [
+        f"{file}: holds no images: the name of a sample ends at the first dot, so that my.photo.1.jpg has the suffix "
+        "photo.1.jpg; rename the files without further dots, or name a suffix that all have in data.image_column"
+    ]
+    texts = write_tar(tmp_path / "b.tar", {"0.txt": b"a", "README.md": b"b"})
+    assert problems_of(data(texts)) == [
+        f"{texts}: holds no images; a sample is an image and a text of one name, as in 000.jpg and 000.txt"
+    ]
 
 
 def test_a_second_image_of_a_tar_s_sample_is_named(tmp_path: Path) -> None:
@@ -563,7 +610,9 @@ def test_thousands_of_samples_without_an_image_are_a_few_sentences(tmp_path: Pat
     members = {f"{number:05}.txt": b"a" for number in range(3000)}
     file = write_tar(tmp_path / "a.tar", {"a.png": encoded(COLOURS[0]), "a.txt": b"a", **members})
     said = problems_of(data(file))
-    assert len(said) == 5 and said[0] == f"{file}: 00000: has no image, only txt; add it or remove the sample"
+    assert len(said) == 5 and said[0] == (
+        f"{file}: 00000: has no image, only txt; add it or remove the sample, or set data.bad_image: warn"
+    )
     assert said[3:] == [
         f"and 997 more like these: {file}",
         f"{file}: 1000 rows are wrong; the rest of them was not read",

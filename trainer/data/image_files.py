@@ -38,7 +38,9 @@ from trainer.data.image_tables import (
     IS_COMPRESSED,
     TABLES,
     Columns,
+    NoImage,
     TableRow,
+    Unread,
     csv_rows,
     read_table,
     unix_lines,
@@ -480,14 +482,20 @@ class _Scanner:
         """The usable images of tables, in their order."""
         images: list[CaptionedImage] = []
         unused: list[str] = []
+        unread: list[Path] = []
         count, columns = 0, Columns.of(self.cfg)
         for table in tables:
             prefix = table.relative_to(source.root).with_suffix("").as_posix() + "/" if len(tables) > 1 else ""
             before, captions = len(self.findings.problems), dict[Path, str]()
             with self._collecting(table):
                 for row in read_table(table, columns):
+                    if isinstance(row, Unread):
+                        unread.append(table / row.name.lstrip("/"))
+                        continue
                     count += 1
-                    if isinstance(row, InputError):
+                    if isinstance(row, NoImage):
+                        self._bad_image(str(row))
+                    elif isinstance(row, InputError):
                         self.findings.problems.append(str(row))
                     else:
                         captions |= {row.image: row.captions[0]} if row.captions else {}
@@ -499,6 +507,7 @@ class _Scanner:
         if not count and not self.findings.problems:
             self.findings.problems.append(f"{source.field}: {source.root}: holds no rows; name a file with images")
         self.findings.warnings += unread_files.of_samples(source.field, unused)
+        self.findings.warnings += unread_files.of_members(source.field, unread)
         self._check(source, count, images)
         return images
 

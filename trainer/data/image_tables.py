@@ -11,7 +11,7 @@ import json
 import os
 import tarfile
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -46,6 +46,14 @@ ROWS_AT_ONCE, LISTS_AT_ONCE = 1024, 16
 """Rows that are read at a time: of texts, and of lists, which may hold whole images."""
 MOST_TEXT = 2**20
 """Bytes of a text, or of a name, in a tar file that are read."""
+ABOUT = frozenset(
+    (
+        *("readme", "license", "licence", "copying", "notice", "citation", "changelog"),
+        *("dataset_info", "dataset_infos", "metadata", "info", "stats"),
+    )
+)
+"""Names, in lower case and without suffix, of files in a tar file that are about a dataset, where no image has them."""
+_DOTS = "the name of a sample ends at the first dot"
 
 
 @dataclass(frozen=True)
@@ -87,8 +95,19 @@ class Columns:
         return cls(data.image_column, data.caption_column, data.reference_columns, data.caption_lines)
 
 
-def read_table(file: Path, columns: Columns) -> Iterator[TableRow | InputError]:
-    """Yield the rows of a table; for a wrong one, what is wrong with it.
+class NoImage(InputError):
+    """A sample has a caption and no image."""
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A file in a tar file that belongs to no image. name: its name there."""
+
+    name: str
+
+
+def read_table(file: Path, columns: Columns) -> Iterator[TableRow | InputError | Unread]:
+    """Yield the rows of a table; for a wrong one, what is wrong with it; and files in it that belong to no row.
 
     Raises:
         OSError: The file cannot be read.
@@ -321,25 +340,48 @@ class _Member:
     size: int
 
 
-def _tar_rows(file: Path, columns: Columns) -> Iterator[TableRow | InputError]:
+def _tar_rows(file: Path, columns: Columns) -> Iterator[TableRow | InputError | Unread]:
     with opened(file) as stream:
         # By name, not by neighbours: tar itself packs a folder in the order of its disk.
         samples: dict[str, dict[str, _Member]] = {}
         for sample, one in _tar_members(file, stream):
             samples.setdefault(sample, {})[one.suffix] = one
-        _require_images(file, list(dict.fromkeys(suffix for group in samples.values() for suffix in group)), columns)
+        _require_images(file, {one.suffix: one for group in samples.values() for one in group.values()}, columns)
         for sample, group in samples.items():
-            yield _sample(file, stream, sample, group, columns)
+            if _is_sample(sample, group, columns):
+                yield _sample(file, stream, sample, group, columns)
+            else:
+                yield from (Unread(one.name) for one in group.values())
 
 
-def _require_images(file: Path, known: Sequence[str], columns: Columns) -> None:
-    """Raise InputError where no sample of a tar file can have an image."""
+def _require_images(file: Path, known: Mapping[str, _Member], columns: Columns) -> None:
+    """Raise InputError where no sample of a tar file can have an image. known: {suffix: a file with it}."""
     if columns.image:
-        _chosen(file, known, columns)
+        _chosen(file, list(known), columns)
     elif not any(suffix in TAR_IMAGES for suffix in known):
+        if dotted := next((suffix for suffix in known if _is_dotted(suffix)), ""):
+            raise InputError(
+                f"{file}: holds no images: {_DOTS}, so that {known[dotted].name} has the suffix {dotted}; rename the "
+                "files without further dots, or name a suffix that all have in data.image_column"
+            )
         raise InputError(
             f"{file}: holds no images; a sample is an image and a text of one name, as in 000.jpg and 000.txt"
         )
+
+
+def _is_dotted(suffix: str) -> bool:
+    """Whether a file is an image, but for its name with several dots."""
+    return suffix not in TAR_IMAGES and suffix.rpartition(".")[2] in TAR_IMAGES
+
+
+def _is_sample(name: str, members: Iterable[str], columns: Columns) -> bool:
+    """Whether files of one name are an image with its caption, or a part of these. members: their suffixes."""
+    suffixes = [suffix for suffix in members if suffix]  # a column of Columns without a name is ""
+    images = (*TAR_IMAGES, columns.image, *columns.references)
+    if any(suffix in images or _is_dotted(suffix) for suffix in suffixes):
+        return True
+    captions = (columns.caption, *CAPTION_COLUMNS, "json")
+    return os.path.basename(name).lower() not in ABOUT and any(suffix in captions for suffix in suffixes)
 
 
 class _Headers:
@@ -393,7 +435,9 @@ def _sample(
     suffixes = (columns.image,) if columns.image else TAR_IMAGES
     own = [members[suffix] for suffix in suffixes if suffix in members and suffix not in columns.references]
     if not own:
-        return InputError(f"{place}: has no image, only {', '.join(members)}; add it or remove the sample")
+        why = f", since {_DOTS}" if any(map(_is_dotted, members)) else ""
+        found = shortened(", ".join(members))
+        return NoImage(f"{place}: has no image, only {found}{why}; add it or remove the sample")
     image, *others = own
     absent = [suffix for suffix in columns.references if suffix not in members]
     if absent:

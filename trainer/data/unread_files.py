@@ -101,6 +101,14 @@ def of_samples(field: str, unused: Sequence[str]) -> Iterator[str]:
         )
 
 
+def of_members(field: str, unread: Sequence[Path]) -> Iterator[str]:
+    """Warn of files in tar files that belong to no image. unread: each as `TAR/NAME`."""
+    if unread:
+        count = counted(len(unread), "file in tar files belongs", "files in tar files belong")
+        is_are = "is" if len(unread) == 1 else "are"
+        yield f"{field}: {count} to no image and {is_are} not read: first {unread[0]}{_suffixes(unread)}"
+
+
 def of_folders(field: str, passed: Iterable[str]) -> Iterator[str]:
     """Warn of folders with images that are passed over."""
     folders = folders_with_images(passed)
