@@ -19,6 +19,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from tests.data.test_image_files import data, problems_of
+from trainer.config.terminal import shortened
 from trainer.data import image_members, row_files
 from trainer.data.image_files import scan
 from trainer.data.image_io import load_rgb
@@ -361,6 +362,24 @@ def test_a_cell_that_names_a_folder_is_a_problem_of_its_row(tmp_path: Path, cell
     (tmp_path / "a.csv").write_text(f"file_name,text\n{cell},a\n", encoding="utf-8")
     (problem,) = problems_of(data(tmp_path / "a.csv"))
     assert problem.endswith("or set data.bad_image: warn")
+
+
+@pytest.mark.parametrize("caption", ["ein schöner Fuchs, " * 20, "a beautiful fox, " * 20, "a/" * 3000])
+def test_a_caption_in_the_column_of_names_is_no_name_of_a_file(tmp_path: Path, caption: str) -> None:
+    (tmp_path / "0.png").write_bytes(encoded(COLOURS[0]))
+    (tmp_path / "d.csv").write_text(f'file_name,text\n0.png,a\n"{caption}",b\n', encoding="utf-8")
+    listed = {"image": [["0.png"], [caption]], "text": ["a", "b"]}
+    file = write_parquet(tmp_path / "d.parquet", listed)
+    said = (
+        f"holds {shortened(caption)}, which is too long for the name of a file; correct the row, or name the columns "
+        "of images in data.image_column and data.reference_columns"
+    )
+    assert problems_of(data(tmp_path / "d.csv")) == [f"{tmp_path}/d.csv:3: its column file_name {said}"]
+    assert problems_of(data(file)) == [f"{file}: row 2: its column image {said}"]
+    write_parquet(file, {"image": ["0.png", "0.png"], "before": ["0.png", caption]})
+    assert problems_of(data(file, reference_columns=["before"], missing_caption="empty")) == [
+        f"{file}: row 2: its column before {said}"
+    ]
 
 
 def test_tables_without_rows_are_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.data.test_image_files import add_image, captions_of, data, problems_of
+from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
 from trainer.data import question_files
 from trainer.data.image_files import scan
@@ -199,6 +200,9 @@ def test_a_table_finds_images_however_their_accents_are_written(tmp_path: Path) 
     row = {"image": f"photos/{COMPOSED}.png", "question": "What?", "answer": "A cat."}
     (tmp_path / "list.jsonl").write_text(json.dumps(row), encoding="utf-8")
     assert len(question_files.of_config(DataConfig(questions=str(tmp_path / "list.jsonl"))).train) == 1
+    (tmp_path / "list.jsonl").write_text(json.dumps(row | {"image": "é" * 200}), encoding="utf-8")
+    with pytest.raises(InputError, match=r"list.jsonl:1: .*é: cannot be read \(File name too long\)"):
+        question_files.of_config(DataConfig(questions=str(tmp_path / "list.jsonl")))
 
 
 def test_folders_named_as_kohya_s_scripts_name_them_say_how_often_their_images_occur(tmp_path: Path) -> None:

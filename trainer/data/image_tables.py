@@ -46,6 +46,8 @@ ROWS_AT_ONCE, LISTS_AT_ONCE = 1024, 16
 """Rows that are read at a time: of texts, and of lists, which may hold whole images."""
 MOST_TEXT = 2**20
 """Bytes of a text, or of a name, in a tar file that are read."""
+MOST_NAME, MOST_PATH = 255, 4095
+"""Bytes of the name of a file, and of its path, on Linux."""
 ABOUT = frozenset(
     (
         *("readme", "license", "licence", "copying", "notice", "citation", "changelog"),
@@ -189,12 +191,18 @@ def unix_lines(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _named(folder: Path, path: Any) -> Path:
+def _named(folder: Path, column: str, path: Any) -> Path:
     """The file that a cell names, relative to the table's folder. Raises InputError for what names none."""
     if not isinstance(path, str) or not path or "\0" in path:
         raise InputError("names no image file; correct or remove the row")
     if "://" in path:
         raise InputError(f"{shortened(path)} is an address; download the image and name its file")
+    parts = map(os.fsencode, path.split("/"))
+    if max(map(len, parts)) > MOST_NAME or len(os.fsencode(folder / path)) > MOST_PATH:
+        raise InputError(
+            f"its column {column} holds {shortened(path)}, which is too long for the name of a file; correct the row, "
+            "or name the columns of images in data.image_column and data.reference_columns"
+        )
     return named_file(folder, path)
 
 
@@ -203,7 +211,8 @@ def named_file(folder: Path, name: str) -> Path:
     file, *others = (
         Path(os.path.normpath(folder / form)) for form in (name, *(unicodedata.normalize(form, name) for form in FORMS))
     )
-    return file if name.isascii() else next((one for one in (file, *others) if one.exists()), file)
+    # Unlike Path.exists, os.path.exists knows no file of a name that is too long, in place of raising an error.
+    return file if name.isascii() else next((one for one in (file, *others) if os.path.exists(one)), file)
 
 
 def _row(
@@ -224,7 +233,7 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[TableRow | InputError]:
         chosen = chosen or _chosen(file, list(row), columns)
         place = f"{file}:{line}"
         try:
-            image = _named(file.parent, row[chosen.image])
+            image = _named(file.parent, chosen.image, row[chosen.image])
             references = tuple(_reference(file.parent, row, name) for name in chosen.references)
         except InputError as error:
             yield InputError(f"{place}: {error}")
@@ -236,7 +245,7 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[TableRow | InputError]:
 def _reference(folder: Path, row: Mapping[str, str], column: str) -> Path:
     if not row[column]:
         raise InputError(f"its column {column} names no image, and data.reference_columns names it; fill or remove it")
-    return _named(folder, row[column])
+    return _named(folder, column, row[column])
 
 
 # --- parquet ----------------------------------------------------------------------------------------------------------
@@ -320,9 +329,11 @@ def _images(file: Path, number: int, column: str, row: Mapping[str, Any]) -> lis
     if not cell.is_valid:
         return []
     if not hasattr(cell, "values"):
-        return [_named(file.parent, cell.as_py())]
+        return [_named(file.parent, column, cell.as_py())]
     return [
-        _named(file.parent, one.as_py()) if isinstance(one.as_py(), str) else member(file, number, column, place)
+        _named(file.parent, column, one.as_py())
+        if isinstance(one.as_py(), str)
+        else member(file, number, column, place)
         for place, one in enumerate(cell.values)
     ]
 
