@@ -512,7 +512,8 @@ def test_a_table_next_to_images_is_not_read_and_said(tmp_path: Path) -> None:
     found = scan(data(tmp_path))
     assert len(found.train) == 1
     assert found.warnings == (
-        f"data.path: 1 file is not read, since the folder has images of its own: first {file}; name it in data.folders",
+        f"data.path: 1 file is not read, since the folder has images of its own: first {file}; name it in place of the "
+        "folder",
     )
 
 

@@ -474,7 +474,7 @@ class _Scanner:
             count = image_warnings.counted(len(others), "file is", "files are")
             self.findings.warnings.append(
                 f"{source.field}: {count} not read, since the folder has images of its own: first {others[0]}; name "
-                "it in data.folders"
+                "it in place of the folder"
             )
         return [] if has_images else tables
 
