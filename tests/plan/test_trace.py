@@ -34,7 +34,7 @@ QUICK = ("causal_lm-llama-3.2-1b", "flux2-demo")
 def compared(folder: Path, *models: str) -> list[dict[str, Any]]:
     """Return the lines of `shallow`, run in a process of its own since the fake device cannot be removed."""
     argv = [sys.executable, "-m", "tests.plan.shallow", str(folder), *models]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1100)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

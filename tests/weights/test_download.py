@@ -137,7 +137,8 @@ def test_a_download_that_was_killed_continues_where_it_was(here):
     code, state, _ = here.end(here.start())
     assert (code, state.state, state.num_bytes) == (0, "done", TOTAL)
     assert [asked for asked in here.hub.ranges if asked] == [f"bytes={begin}-"]  # small files come whole
-    assert here.hub.bytes_sent - (6 * MIB - begin) <= PIECE, "which the connection of the killed process had left"
+    # Beside the rest, what the connections of the killed process had left, and small files that it had not finished.
+    assert here.hub.bytes_sent - (6 * MIB - begin) <= PIECE + 2 * (TOTAL - 6 * MIB)
     assert (find_folder("model.path", FLUX2) / WEIGHTS).read_bytes() == FILES[WEIGHTS]
 
 
