@@ -73,9 +73,9 @@ def _prepared(folder: Path) -> Iterator[Callable[[Any], None]]:
 
     def answer(value: Any) -> None:
         where, (kind, change) = value
-        while runs.exists():  # a thread of the studio before this one may still write into its cache
+        while runs.exists():  # a thread of the studio before this one may still write into its drafts, also later
             shutil.rmtree(runs, ignore_errors=True)
-        shutil.copytree(whole, runs)
+        shutil.copytree(whole, runs, dirs_exist_ok=True)
         studio = Studio(runs)
         if kind == "race":
             _at_once(RunDir(runs / ATTACKED), change)
