@@ -12,7 +12,7 @@ import torch
 
 from tests.distributed.pool import IMPORTED, leave_process_group
 
-pytest.register_assert_rewrite("tests.bench")
+pytest.register_assert_rewrite("tests.bench", "tests.notebooks.lessons")
 # A shell starts a command with `&` so that it ignores Ctrl-C, and what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # until everything is collected: tests that are read leave no garbage, and looking for it takes 8 s

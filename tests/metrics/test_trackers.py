@@ -447,9 +447,10 @@ def test_a_tracker_that_raises_is_one_warning_and_passes_that_thing_over_when_se
 @pytest.mark.slow
 @pytest.mark.parametrize("is_over", [False, True], ids=["while the run goes on", "after its end"])
 def test_a_tracker_that_hangs_ends_with_one_warning(run: RunDir, is_over: bool) -> None:
-    os.mkfifo(run.samples / "pipe.png")  # whoever opens it waits for ever
-    write(run, SampleEvent(step=1, prompt="a fox", index=0, path="samples/pipe.png"), status("finished"))
     with rank_0(run, "tensorboard", patience_s=3):
+        until(Files(run, "tensorboard").position.exists)  # a folder with a pipe is not opened, so it comes later
+        os.mkfifo(run.samples / "pipe.png")  # whoever opens it waits for ever
+        write(run, SampleEvent(step=1, prompt="a fox", index=0, path="samples/pipe.png"), status("finished"))
         if not is_over:
             until(lambda: warnings(run))
     [said] = until(lambda: warnings(run))

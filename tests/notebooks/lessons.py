@@ -32,7 +32,7 @@ LESSONS = {
         parameters={"STEPS": 12, "SUBJECTS": ["fox face", "bicycle"]},
         answers=(Answers("12 * 16 / 28", "12"), Answers("16 * (256 + 1024)", "256 * 1024")),
         shows=(
-            r"adapter\.rnk: unknown field; did you mean 'rank'\?",
+            r"adapter\.rnk: unknown field; did you mean 'adapter\.rank'\?",
             FINISHED,
             r"step 0 .* step 12 ",
             r"12 steps of 16 images\n32 images, 4 of them held out",
@@ -112,7 +112,7 @@ LESSONS = {
         answers=(Answers("7.5", "24 / 16"), Answers("0.1 * 12 * 16", "12 * 16")),
         shows=(
             r"-square\.png: cannot be read \(.*\); replace or remove it, or set data\.bad_image: warn",
-            r"-wide\.png: no caption; write it into .*-wide\.txt, or set data\.missing_caption: empty",
+            r"have no caption: first .*-wide\.png; write it into .*-wide\.txt, or set data\.missing_caption: empty",
             r"-square\.txt: byte 12 \(0xfc\) is not UTF-8; save the file as UTF-8",
             r"left out: 0000-rat-square",
             r"4 images to train",
