@@ -41,6 +41,41 @@ READS_ENVIRONMENT = frozenset(
     }
 )
 MAX_LINES = 60
+# Who may ask for the number of processes. The others ask for `data_size`, the number of shares of a step's samples.
+COUNTS_PROCESSES = {
+    "app.model_choices": "a preset's ranks, each a GPU",
+    "app.run_screen": "a preset's ranks, each a GPU",
+    "trainer.benchmark.variants": "variants on equally many GPUs",
+    "trainer.benchmark.worker": "bytes that each rank sends",
+    "trainer.captioning.work": "captions, an image per process",
+    "trainer.checkpoint.restore": "files read by each process",
+    "trainer.checkpoint.save": "files written by each process",
+    "trainer.config.schema": "strategies and groups of GPUs",
+    "trainer.config.sections": "it declares both",
+    "trainer.data.encode": "files encoded by each process",
+    "trainer.distributed.watchdog": "processes that it watches",
+    "trainer.distributed.world": "it declares both",
+    "trainer.launcher.commands": "a log of each process",
+    "trainer.launcher.torchrun": "a log of each process",
+    "trainer.metrics.step_time": "whether there are others to wait for",
+    "trainer.models.build": "whether the model is sharded",
+    "trainer.models.pissa": "layers factorized by each process",
+    "trainer.models.sharding": "whether the model is sharded",
+    "trainer.models.vision_language": "whether the model is sharded",
+    "trainer.parallel.load": "rows read by each process",
+    "trainer.parallel.mesh": "a mesh of all processes",
+    "trainer.parallel.replicas": "copies on each process",
+    "trainer.plan.decide": "whether NCCL holds memory",
+    "trainer.plan.encoders": "whether the encoder is sharded",
+    "trainer.plan.fit": "whether NCCL holds memory",
+    "trainer.plan.memory": "GPUs",
+    "trainer.plan.phases": "whether NCCL holds memory",
+    "trainer.plan.sizes": "shards and replicas",
+    "trainer.plan.trace": "a mesh of all processes",
+    "trainer.run.report": "memory of each process",
+    "trainer.train.log": "GPUs",
+    "trainer.train.loop": "flags of each process",
+}
 STARTS_THREADS = {
     "trainer.distributed.threads": "it is what all others start threads with",
     "trainer.weights.download": "has no torch",
@@ -188,6 +223,14 @@ def starts_threads(module: Module) -> Iterator[str]:
                 yield f"{node.lineno}: starts threads by itself"
 
 
+def counts_processes(module: Module) -> Iterator[str]:
+    """What follows from the samples of a step asks for `data_rank` and `data_size`: ranks may share their samples."""
+    if module.name not in COUNTS_PROCESSES:
+        for node in module.nodes(ast.Attribute):
+            if re.search(r"world\.size$|\.world_size$", ast.unparse(node)):
+                yield f"{node.lineno}: reads {ast.unparse(node)}"
+
+
 RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     imports_another_room,
     needs_too_much,
@@ -201,6 +244,7 @@ RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     opens_any_picture,
     writes_by_itself,
     starts_threads,
+    counts_processes,
 )
 
 
@@ -282,6 +326,9 @@ def test_the_code_keeps_the_rule(rule):
         (prints, "trainer.config.terminal", "print(1)", []),
         (opens_any_picture, "app.notebook.lessons", "Image.open(file)", ["1: opens a picture of any format"]),
         (opens_any_picture, "app.notebook.lessons", "Image.open(file, formats=('PNG',))", []),
+        (counts_processes, "trainer.data.loader", "self._world.size\nworld.data_size", ["1: reads self._world.size"]),
+        (counts_processes, "trainer.plan.choices", "cfg.parallel.world_size", ["1: reads cfg.parallel.world_size"]),
+        (counts_processes, "trainer.parallel.mesh", "world.size", []),
         (starts_threads, "trainer.data.loader", "with ThreadPoolExecutor(2): ...", ["1: starts threads by itself"]),
     ],
 )

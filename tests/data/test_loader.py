@@ -360,7 +360,7 @@ def test_all_ranks_make_equally_many_passes_of_one_size_and_pad_with_weight_0(
 
 def test_padding_repeats_the_last_sample() -> None:
     sampler = sampler_of([0] * 9, 5)
-    with Loader(sampler, example_of, rank=1, world_size=2, micro_batch=3) as loader:
+    with Loader(sampler, example_of, data_rank=1, data_size=2, micro_batch=3) as loader:
         (batch,) = loader.micro_batches(2)
     last = sampler.batch(2)[4].index
     assert batch.indices == (13, 14, 14)

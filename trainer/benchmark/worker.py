@@ -95,7 +95,7 @@ def _watched_step(trainer: Trainer) -> Cost:
         trainer.train_step()
     trainer.settle()
     passes = cfg.micro_steps
-    images = cfg.train.batch_size // world.size // passes
+    images = cfg.train.batch_size // world.data_size // passes
     model = _whole(trainer)
     shards = loaded.mesh.size(-1) if loaded.mesh else 1
     mine = RankBytes(

@@ -161,7 +161,7 @@ class RunConfig(Section):
     def micro_steps(self) -> int:
         """Forward passes per rank and optimizer step. The last one may hold padding, which has no weight in the
         loss."""
-        return math.ceil(self.train.batch_size / (self.parallel.world_size * self.train.micro_batch))
+        return math.ceil(self.train.batch_size / (self.parallel.data_size * self.train.micro_batch))
 
 
 def rules(cfg: RunConfig) -> Iterator[Problem]:

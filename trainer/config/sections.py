@@ -729,6 +729,11 @@ class ParallelConfig(Section):
         """Total number of ranks on all nodes."""
         return self.devices * self.nodes
 
+    @property
+    def data_size(self) -> int:
+        """Number of shares into which the samples of a step are divided: one per rank."""
+        return self.world_size
+
 
 class SampleConfig(Section):
     every: Whole = option(0, title="Samples every", ge=0, unit="steps", keywords="preview images test")

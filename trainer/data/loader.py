@@ -268,8 +268,8 @@ class Loader(Generic[ItemT]):
     Args:
         batch_sampler: The items of each step.
         fetch: fetch(item) returns the item's example; called on the thread.
-        rank: This rank.
-        world_size: Number of ranks.
+        data_rank: The share of the samples that this rank reads.
+        data_size: Number of shares.
         micro_batch: Most examples per pass.
         own_micro_batch: own_micro_batch(item) returns the most examples of a pass with this item; None for
             `micro_batch`.
@@ -283,8 +283,8 @@ class Loader(Generic[ItemT]):
         self,
         batch_sampler: BatchSampler[ItemT],
         fetch: Callable[[ItemT], Example],
-        rank: int,
-        world_size: int,
+        data_rank: int,
+        data_size: int,
         micro_batch: int,
         loss_weight: Callable[[ItemT], float] = lambda item: 1.0,
         device: torch.device = CPU,
@@ -297,7 +297,7 @@ class Loader(Generic[ItemT]):
         self._loss_weight = loss_weight
         self._prepare = prepare
         self._batch_key = batch_key
-        self._rank, self._world_size = rank, world_size
+        self._data_rank, self._data_size = data_rank, data_size
         self._micro_batch, self._own_micro_batch = micro_batch, own_micro_batch
         self._thread = worker_threads(1, "loader", device)
         self._ahead: dict[int, Future[list[MicroBatch]]] = {}
@@ -327,8 +327,8 @@ class Loader(Generic[ItemT]):
         for position, item in enumerate(batch):
             groups.setdefault(self._batch_key(item), []).append(position)
         limits = [min(self._own_micro_batch(batch[p]) or self._micro_batch for p in group) for group in groups.values()]
-        passes = passes_of(list(groups.values()), limits, self._world_size)
-        return [self._load_pass(step, batch, *one) for one in passes[self._rank :: self._world_size]]
+        passes = passes_of(list(groups.values()), limits, self._data_size)
+        return [self._load_pass(step, batch, *one) for one in passes[self._data_rank :: self._data_size]]
 
     def _load_pass(self, step: int, batch: tuple[ItemT, ...], positions: Sequence[int], num_present: int) -> MicroBatch:
         first_index = self._batch_sampler.sizes.before(step)
@@ -343,16 +343,16 @@ class Loader(Generic[ItemT]):
 
 
 def passes_of(
-    groups: Sequence[Sequence[int]], limits: Sequence[int], world_size: int
+    groups: Sequence[Sequence[int]], limits: Sequence[int], data_size: int
 ) -> list[tuple[tuple[int, ...], int]]:
-    """Divide a batch into as few passes as all ranks can share equally, each of items that fit together.
+    """Divide a batch into as few passes as all shares can have equally many of, each of items that fit together.
 
-    Rank r takes every `world_size`-th pass from r on, so that passes of one shape run at the same time.
+    Share r takes every `data_size`-th pass from r on, so that passes of one shape run at the same time.
 
     Args:
         groups: Positions in the batch of the items with each batch key.
         limits: Most items per pass of each group.
-        world_size: Number of ranks.
+        data_size: Number of shares.
 
     Returns:
         (positions, number of them that count) of each pass. Passes of a group have one size: the last positions repeat
@@ -362,7 +362,7 @@ def passes_of(
     def number(most: int) -> int:
         return sum(math.ceil(len(group) / min(most, limit)) for group, limit in zip(groups, limits, strict=True))
 
-    total = math.ceil(number(max(limits)) / world_size) * world_size
+    total = math.ceil(number(max(limits)) / data_size) * data_size
     most = next(most for most in count(1) if number(most) <= total)  # small passes, where that takes no more of them
     passes: list[tuple[tuple[int, ...], int]] = []
     for group, limit in zip(groups, limits, strict=True):

@@ -46,7 +46,10 @@ class PendingSum:
 
 @dataclass(frozen=True)
 class World:
-    """This rank among the others. `gather`, `sum`, `begin_sum`, `add_up` and `barrier` are collective.
+    """This rank among the others. `gather`, the sums and `barrier` are collective.
+
+    A rank is a process. What follows from the samples of a step (who reads which of them, their sums, the scale of the
+    loss) asks `data_rank` and `data_size`; what is about processes asks `rank` and `size`.
 
     Attributes:
         rank, size: Among all ranks.
@@ -56,6 +59,7 @@ class World:
         heartbeat: That of this rank.
         guests: Ranks on machines that do not see the run folder of rank 0.
         guest_leaders: The first rank on each of those machines.
+        ranks_per_sample: Ranks that work on the same samples and compute the same loss. They follow each other.
     """
 
     rank: int
@@ -68,6 +72,17 @@ class World:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     guests: tuple[int, ...] = ()
     guest_leaders: tuple[int, ...] = ()
+    ranks_per_sample: int = 1
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this rank's share of the samples, equal on the ranks that work on the same samples."""
+        return self.rank // self.ranks_per_sample
+
+    @property
+    def data_size(self) -> int:
+        """Number of shares into which the samples of a step are divided."""
+        return self.size // self.ranks_per_sample
 
     def gather(self, value: Any) -> list[Any]:
         """Gather `value` of every rank, in rank order."""
@@ -93,6 +108,12 @@ class World:
         if self.size > 1:
             with self.heartbeat.waiting("all_reduce"):
                 dist.all_reduce(tensor)
+
+    def sum_over_data(self, tensor: Tensor) -> None:
+        """Sum a tensor of the device over the samples of all ranks, in place: as `add_up`, each sample counts once."""
+        if self.rank % self.ranks_per_sample:  # another rank brings the same numbers
+            tensor.zero_()
+        self.add_up(tensor)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

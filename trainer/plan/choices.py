@@ -184,9 +184,9 @@ def _all_bits(format: str, formats: Mapping[str, str]) -> list[float]:
     return [_bits(one) for one in (format, *formats.values())]
 
 
-def micro_batches(cfg: RunConfig, world_size: int) -> Ladder:
+def micro_batches(cfg: RunConfig, data_size: int) -> Ladder:
     """Samples per rank and pass that divide those of a rank and step, which stay."""
-    most = math.ceil(cfg.train.batch_size / world_size)
+    most = math.ceil(cfg.train.batch_size / data_size)
     sizes = [size for size in range(most, 0, -1) if most % size == 0]
     return tuple({"train.micro_batch": size} for size in sizes)
 

@@ -349,8 +349,8 @@ class _Search:
 
     def _points_of(self, lowered: Choice, num_devices: int, only_least: bool = False) -> Iterator[Choice]:
         """Yield all combinations of choices that are not ladders. only_least: those that need the least memory."""
-        world_size = num_devices * self.cfg.parallel.nodes
-        sizes = self._allowed(choices.micro_batches(self.cfg, world_size))
+        parallel = self.cfg.parallel.model_copy(update={"devices": num_devices})
+        sizes = self._allowed(choices.micro_batches(self.cfg, parallel.data_size))
         ahead = self._allowed(choices.prefetch(self.cfg))
         for spread, base, size, gathered in itertools.product(
             self._allowed(choices.sharding(self.cfg, num_devices)),

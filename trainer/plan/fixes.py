@@ -94,7 +94,7 @@ def largest(cfg: RunConfig, card: Card, cache: Path) -> dict[str, int]:
     def fits(field: str) -> Callable[[int], bool]:
         def check(value: int) -> bool:
             # A larger pass needs a larger batch.
-            batch = {"train.batch_size": value * cfg.parallel.world_size} if field == "train.micro_batch" else {}
+            batch = {"train.batch_size": value * cfg.parallel.data_size} if field == "train.micro_batch" else {}
             changed = _changed(cfg, {field: value} | batch)
             return changed is not None and _can_fit(changed, card, cache, reserve)
 

@@ -43,7 +43,7 @@ def passes_of(cfg: RunConfig) -> int:
     if trains_on(cfg) == "text" or cfg.data.pack_tokens is not None:
         return cfg.micro_steps
     _, images = _largest_pass(cfg)
-    return math.ceil(math.ceil(cfg.train.batch_size / cfg.parallel.world_size) / images)
+    return math.ceil(math.ceil(cfg.train.batch_size / cfg.parallel.data_size) / images)
 
 
 def _largest_pass(cfg: RunConfig) -> tuple[int, int]:

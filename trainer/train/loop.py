@@ -325,9 +325,9 @@ class Trainer:
             self.oom_context.enter(BACKWARD)
             if is_last:
                 flags = world.begin_sum(self._flags())  # backward hides it
-            # FSDP averages over ranks; the loss of the step is a sum over them.
+            # FSDP averages over ranks; the loss of the step is a sum over their samples.
             mine = loss.total / batch_size if shares is None else loss.parts_with(shares)
-            (mine * world.size).backward()  # type: ignore[no-untyped-call]
+            (mine * world.data_size).backward()  # type: ignore[no-untyped-call]
             self.clock.mark(BACKWARD)
             sums.add(loss)
         assert flags is not None, "a step has at least one pass"
@@ -361,14 +361,14 @@ class Trainer:
         weights = self.family.loss_weights
         if not weights:
             return None
-        counts = [0.0] * len(weights)
+        counts = torch.zeros(len(weights), dtype=torch.float64)
         for micro_batch in micro_batches:
             for example, weight in zip(micro_batch.examples, micro_batch.weights, strict=True):
                 if weight:
-                    counts = [a + b for a, b in zip(counts, self.family.loss_counts(example), strict=True)]
+                    counts += torch.tensor(self.family.loss_counts(example), dtype=torch.float64)
         with self.clock.communication():
-            totals = self.world.sum(counts)
-        shares = [weight / total if total else 0.0 for weight, total in zip(weights, totals, strict=True)]
+            self.world.sum_over_data(counts)
+        shares = [weight / total if total else 0.0 for weight, total in zip(weights, counts.tolist(), strict=True)]
         return send(torch.tensor(shares), self.world.device)
 
     def _prepare(
@@ -427,7 +427,7 @@ class Trainer:
         cfg = self.cfg.optim
         with self.clock.communication():
             row = sums.row()
-            self.world.add_up(row)
+            self.world.sum_over_data(row)
         factor = self._gradient_factor(row, self._batch_sizes.of(self.step))
         norm = scale_gradients(self.parameters, factor, cfg.clip_norm)
         is_bad = (~norm.isfinite() | (row[NON_FINITE] > 0).to(norm.device)).float()
@@ -506,7 +506,7 @@ class Trainer:
     def _note_skipped(self, numbers: StepNumbers) -> None:
         """Count a step that left the weights unchanged, or end the run: all ranks see the same loss and norm."""
         reason = (
-            f"step {numbers.step}: the loss is not finite on {numbers.non_finite} of {self.world.size} ranks"
+            f"step {numbers.step}: the loss is not finite on {numbers.non_finite} of {self.world.data_size} ranks"
             if numbers.non_finite
             else f"step {numbers.step}: the gradient norm is {numbers.grad_norm}, the loss {numbers.loss}"
         )
@@ -575,18 +575,18 @@ class Trainer:
 
     def validate(self) -> float:
         """Mean loss on the held-out examples, with noise and timesteps that are the same every time."""
-        count, size = self.data.num_held_out, self.world.size
+        count, size = self.data.num_held_out, self.world.data_size
         self.settle()
         sums = Sums.zero(self._num_parts, torch.empty(0, dtype=torch.float64, device=self.world.device))
         seed = derived_seed(self.cfg.train.seed, "validation")
         with self._evaluating():
             for first in range(0, count, size):
-                index = first + self.world.rank
+                index = first + self.world.data_rank
                 example = self.data.held_out(index % count)
                 mine = 1.0 if index < count else 0.0
                 sums.add(self._loss(self._prepare(seed, (example,), (mine,), (index % count,))))
         row = sums.row()
-        self.world.add_up(row)
+        self.world.sum_over_data(row)
         total, weight, _, non_finite, *parts = row.tolist()
         mean = math.nan if non_finite else self._step_loss(total, weight, parts)
         losses, metrics = self._means(parts)
@@ -792,8 +792,8 @@ class Trainer:
         return Loader(
             data.batch_sampler(self._batch_sizes, saved),
             data.example,
-            world.rank,
-            world.size,
+            world.data_rank,
+            world.data_size,
             self.cfg.train.micro_batch,
             data.loss_weight,
             world.device,

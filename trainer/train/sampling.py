@@ -103,8 +103,8 @@ def draw_all(numbers: Sequence[int], draw: Callable[[int], bytes], world: World)
         {number: content of the file} on rank 0, {} on other ranks.
     """
     samples: dict[int, bytes] = {}
-    for first in range(0, len(numbers), world.size):
-        position = first + world.rank
+    for first in range(0, len(numbers), world.data_size):
+        position = first + world.data_rank
         number = numbers[position % len(numbers)]
         drawn = draw(number)
         mine = {number: drawn} if position < len(numbers) else {}
