@@ -199,7 +199,7 @@ def _steps(found: Sequence[SampleEvent]) -> dict[str, Any]:
     cells: dict[int, list[dict[str, Any]]] = {step: [] for step in shown}
     for sample in found:
         if sample.step in cells:
-            cell = {"index": sample.index, "prompt": sample.prompt, "step": sample.step, "is_text": sample.is_text}
+            cell = {"index": sample.index, "prompt": sample.prompt, "step": sample.step, "kind": sample.kind.name}
             if cell not in cells[sample.step]:
                 cells[sample.step].append(cell)
     listed = [{"step": step, "cells": cells[step]} for step in shown]

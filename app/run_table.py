@@ -379,7 +379,6 @@ def summarized(follower: Follower) -> Summary:
     """Return the row of a run. Raises InputError or OSError as `Follower` does."""
     view, events, config = follower.view(), follower.events(), follower.config
     last = max(view.samples, key=lambda sample: sample.step, default=None)
-    is_text = last is not None and last.is_text
     return Summary(
         name=view.path.name,
         state=view.state,
@@ -397,8 +396,8 @@ def summarized(follower: Follower) -> Summary:
         eta_s=_finite(view.eta_s) if view.is_running else None,
         is_stuck=view.is_stuck,
         reason=_reason(view),
-        sample=last.path if last and not is_text else "",
-        text=last.text[:TEXT_CHARS] if last and is_text else "",
+        sample=last.picture if last else "",
+        text=last.text[:TEXT_CHARS] if last else "",
         problem=_shortened(follower.run, "; ".join(view.problems)),
     )
 

@@ -32,14 +32,14 @@ class SampleRow:
     Attributes:
         index: Position of the prompt in `sample.prompts`. After a change of the prompts, several rows have the same.
         prompt: The prompt.
-        is_text: Whether the samples are text.
+        kind: Name of the kind of the samples.
         steps: Steps at which it was drawn, ascending.
-        missing: Those of the steps whose image is not in the run folder.
+        missing: Those of the steps whose picture is not in the run folder.
     """
 
     index: int
     prompt: str
-    is_text: bool
+    kind: str
     steps: tuple[int, ...]
     missing: tuple[int, ...]
 
@@ -53,8 +53,8 @@ def rows(run: RunDir, samples: Iterable[SampleEvent]) -> list[SampleRow]:
     made = []
     for (index, prompt), at in sorted(found.items(), key=lambda item: (item[0][0], min(item[1]))):
         steps = sorted(at)
-        missing = tuple(step for step in steps if not at[step].is_text and not _is_present(run, at[step], present))
-        made.append(SampleRow(index, prompt, at[steps[-1]].is_text, tuple(steps), missing))
+        missing = tuple(step for step in steps if not _is_present(run, at[step], present))
+        made.append(SampleRow(index, prompt, at[steps[-1]].kind.name, tuple(steps), missing))
     return made
 
 
@@ -68,11 +68,14 @@ def _entries(run: RunDir) -> list[os.DirEntry[str]]:
 
 
 def _is_present(run: RunDir, sample: SampleEvent, present: set[str]) -> bool:
-    folder, _, name = sample.path.rpartition("/")
+    if sample.kind.is_text:  # its event holds what is shown
+        return True
+    path = sample.picture or sample.path
+    folder, _, name = path.rpartition("/")
     if folder == run.samples.name and name in present:
         return True
     try:
-        return run.own_file(sample.path).is_file()
+        return run.own_file(path).is_file()
     except (InputError, OSError, ValueError):
         return False
 

@@ -276,11 +276,11 @@ async def ended(run: RunDir) -> State:
 
 
 def samples(run: RunDir) -> dict[str, dict[str, Path]]:
-    """Return the run's sample images as {"step 50": {prompt: file}}, for `gallery`."""
+    """Return the pictures of the run's samples as {"step 50": {prompt: file}}, for `gallery`."""
     drawn: dict[str, dict[str, Path]] = {}
     for sample in _samples(run):
-        if not sample.is_text:
-            drawn.setdefault(f"step {sample.step}", {})[sample.prompt] = run.path / sample.path
+        if sample.picture:
+            drawn.setdefault(f"step {sample.step}", {})[sample.prompt] = run.path / sample.picture
     return drawn
 
 
@@ -288,7 +288,7 @@ def texts(run: RunDir) -> dict[str, list[tuple[str, str]]]:
     """Return the run's sample texts as {"step 50": [(prompt or question, text)]}, in the order of the config."""
     written: dict[str, list[tuple[str, str]]] = {}
     for sample in _samples(run):
-        if sample.is_text:
+        if sample.kind.is_text:
             text = (run.path / sample.path).read_text(encoding="utf-8")
             written.setdefault(f"step {sample.step}", []).append((sample.prompt, text))
     return written

@@ -150,10 +150,12 @@ class Dashboard:
         return html.newest(html.figure(self._small(sample), sample) for sample in newest)
 
     def _small(self, sample: SampleEvent) -> Markup:
-        if sample.is_text:
+        if sample.kind.is_text:
             return html.text_sample(sample)
+        if not sample.picture:
+            return Markup("<span>{}</span>").format(sample.path)
         try:
-            small = self._thumbnails.of(self.run.path / sample.path, SIDE)
+            small = self._thumbnails.of(self.run.path / sample.picture, SIDE)
         except InputError as error:
             return html.missing(str(error))
         data = base64.b64encode(small.read_bytes()).decode()

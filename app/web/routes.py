@@ -19,6 +19,7 @@ from app.web import upload_routes
 from trainer.config.errors import InputError
 from trainer.run.folder import RunDir
 from trainer.run.report import POLICY, write_report
+from trainer.run.samples import kind_of
 
 
 def add(app: FastAPI, studio: Studio) -> None:
@@ -44,7 +45,9 @@ def add(app: FastAPI, studio: Studio) -> None:
             path = samples.own_file(studio.run(name), file)
         except (InputError, OSError, ValueError) as error:
             return _refused(error)
-        return FileResponse(path, media_type="application/octet-stream", headers=attachment(f"{name}-{file}"))
+        kind = kind_of(file)  # a player needs the type; whatever else it is, the browser keeps it as a file
+        media_type = kind.mime if kind.is_played else "application/octet-stream"
+        return FileResponse(path, media_type=media_type, headers=attachment(f"{name}-{file}"))
 
     @app.get("/runs/{name}/report")
     def report(name: str) -> Response:

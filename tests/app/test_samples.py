@@ -31,8 +31,8 @@ def rows_of(run: RunDir) -> list[SampleRow]:
 def test_a_row_has_all_steps_of_a_prompt_and_marks_those_whose_file_is_missing(run: RunDir):
     (run.samples / "step-000020-1.png").unlink()
     assert rows_of(run) == [
-        SampleRow(0, "a cat", False, (20, 40), ()),
-        SampleRow(1, "a dog", False, (20, 40), (20,)),
+        SampleRow(0, "a cat", "image", (20, 40), ()),
+        SampleRow(1, "a dog", "image", (20, 40), (20,)),
     ]
 
 

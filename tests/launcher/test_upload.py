@@ -91,8 +91,8 @@ def test_the_export_the_card_and_the_newest_samples_are_uploaded(run: RunDir, hu
     assert repository.files == {
         "README.md": model_card(run, "ada/fox").encode(),
         "my-fox.safetensors": WEIGHTS,
-        "images/step-000030-0.png": PIXELS + b"\x1e\x00",
-        "images/step-000030-1.png": PIXELS + b"\x1e\x01",
+        "samples/step-000030-0.png": PIXELS + b"\x1e\x00",
+        "samples/step-000030-1.png": PIXELS + b"\x1e\x01",
     }
 
 
@@ -161,13 +161,13 @@ def test_the_card_says_what_the_hub_and_a_reader_need(run: RunDir) -> None:
         "tags": ["lora", "diffusers", "text-to-image", "shardstudio"],
         "instance_prompt": "TOK",
         "widget": [
-            {"text": "TOK *in* the\nsnow", "output": {"url": "images/step-000030-0.png"}},
-            {"text": 'a "quoted" <b>TOK</b>: #1', "output": {"url": "images/step-000030-1.png"}},
+            {"text": "TOK *in* the\nsnow", "output": {"url": "samples/step-000030-0.png"}},
+            {"text": 'a "quoted" <b>TOK</b>: #1', "output": {"url": "samples/step-000030-1.png"}},
         ],
     }
     assert "Write `TOK` in a prompt for what it learned." in card
     assert 'pipe.load_lora_weights("ada/fox", weight_name="my-fox.safetensors")' in card
-    assert "![TOK \\*in\\* the snow](images/step-000030-0.png)" in card
+    assert "![TOK \\*in\\* the snow](samples/step-000030-0.png)" in card
     assert 'a "quoted" &lt;b&gt;TOK&lt;/b&gt;: \\#1' in card
     for row in ("Method | LoRA", "Rank | 4", "Steps | 30", "Dataset | 3 images with captions"):
         assert f"| {row} |" in card
@@ -283,4 +283,4 @@ def test_an_export_that_the_page_has_offered_is_published(run: RunDir) -> None:
         link = Downloads(run.path.parent / "downloads").offer(run.export / "my-fox.safetensors")
         assert link.samefile(run.export / "my-fox.safetensors")
         link.parent.rename(link.parent.with_name(folder))  # offered before the runs were moved
-    assert set(published(run).files(run)) == {"my-fox.safetensors", *(f"images/step-000030-{n}.png" for n in (0, 1))}
+    assert set(published(run).files(run)) == {"my-fox.safetensors", *(f"samples/step-000030-{n}.png" for n in (0, 1))}

@@ -22,6 +22,7 @@ from trainer.launcher import commands
 from trainer.run.drawings import Drawing, DrawingRequest, check_request, drawings
 from trainer.run.events import EventWriter, ExportEvent
 from trainer.run.folder import RunDir
+from trainer.run.samples import TEXT
 from trainer.train.draw import draw, on_one_device
 
 SAMPLES: dict[str, Any] = {
@@ -130,7 +131,7 @@ def test_a_language_model_writes_two_texts(tmp_path: Path) -> None:
     texts = [(run.path / file).read_text(encoding="utf-8") for file in (drawing.base, drawing.trained)]
     assert texts == [(run.samples / f"step-00000{step}-1.txt").read_text(encoding="utf-8") for step in (0, 8)]
     assert texts[0] != texts[1]
-    assert drawing.is_text
+    assert drawing.kind is TEXT
     assert (drawing.size, drawing.steps) == (None, None)
     with pytest.raises(InputError, match="guidance: has no effect for causal_lm; leave it out"):
         check_request(run, DrawingRequest("a", guidance=2.0))

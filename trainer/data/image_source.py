@@ -25,6 +25,7 @@ from trainer.models.base import ImageFamily, LoadModule
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
 from trainer.run.manifest import RECIPE, Progress
+from trainer.run.samples import IMAGE, Sample, SampleKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,16 +248,17 @@ class ImageDrawer(SampleDrawer):
         if recipe < 2:
             self._sample = self._sample.model_copy(update={"scheduler": "euler"})
 
-    def suffix(self, index: int) -> str:
-        return ".png"
+    def kind(self, index: int) -> SampleKind:
+        return IMAGE
 
     def prepare(self) -> Draw:
         autoencoder = self._family.image_encoder(self._load)
         negative = self._data.cache.read(self._data.negative)
 
-        def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> bytes:
+        def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> Sample:
             text = self._data.prompt(index) | self._inputs(self._data.prompts[index])
-            return png(self._family.sample(model, autoencoder, text, negative, self._sample, rng))
+            image = self._family.sample(model, autoencoder, text, negative, self._sample, rng)
+            return Sample(IMAGE, png(image))
 
         return draw
 

@@ -31,6 +31,7 @@ from trainer.models.objectives import Example
 from trainer.rng import SampleRng, derived_seed
 from trainer.run.events import Emit, WarningEvent
 from trainer.run.manifest import RECIPE, Progress
+from trainer.run.samples import TEXT, Sample, SampleKind
 
 log = logging.getLogger(__name__)
 
@@ -324,18 +325,19 @@ class MixedDrawer(SampleDrawer):
         groups = (range(self._num_images), range(self._num_images, len(self.prompts)))
         return tuple(group for group in groups if group)
 
-    def suffix(self, index: int) -> str:
-        return ".png" if index < self._num_images else ".txt"
+    def kind(self, index: int) -> SampleKind:
+        return self._images.kind(index) if index < self._num_images else TEXT
 
     def prepare(self) -> Draw:
         draw_image = self._images.prepare() if self._num_images else None
 
-        def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> bytes:
+        def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> Sample:
             if index < self._num_images:
                 assert draw_image is not None
                 return draw_image(model, index, rng)
             image = load_seen(self._question_images[index - self._num_images], self._family, self._cfg)
-            return self._family.answer(model, image, self.prompts[index], self._cfg.sample, rng).encode()
+            answer = self._family.answer(model, image, self.prompts[index], self._cfg.sample, rng)
+            return Sample(TEXT, answer.encode())
 
         return draw
 

@@ -14,8 +14,9 @@ from trainer.distributed.context import RankContext
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
 from trainer.run.manifest import Progress
+from trainer.run.samples import Sample, SampleKind
 
-Draw = Callable[[nn.ModuleDict, int, SampleRng], bytes]
+Draw = Callable[[nn.ModuleDict, int, SampleRng], Sample]
 """(live components, index of the prompt, its random numbers) -> the content of the sample's file. Calls the model
 equally often for every prompt of a group of `SampleDrawer.groups`, so that ranks that share a sharded model stay
 together."""
@@ -111,8 +112,8 @@ class SampleDrawer(ABC):
         return (range(len(self.prompts)),)
 
     @abstractmethod
-    def suffix(self, index: int) -> str:
-        """The suffix of a sample's file: .png or .txt."""
+    def kind(self, index: int) -> SampleKind:
+        """The kind of a sample, which names its file before it is drawn."""
 
     @abstractmethod
     def prepare(self) -> Draw:

@@ -37,8 +37,10 @@ from trainer.distributed.world import World
 from trainer.models.base import TextFamily
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
+from trainer.run import samples
 from trainer.run.events import Emit, StatusEvent, WarningEvent
 from trainer.run.manifest import RECIPE, Progress
+from trainer.run.samples import Sample, SampleKind
 
 POSITIONS_KEPT = 4
 """Number of last steps whose positions are kept: batches are read ahead, and a run may be saved before or after the
@@ -177,15 +179,17 @@ class TextDrawer(SampleDrawer):
     def change_prompts(self, prompts: Sequence[str]) -> None:
         self.prompts = tuple(prompts)
 
-    def suffix(self, index: int) -> str:
-        return ".txt"
+    def kind(self, index: int) -> SampleKind:
+        return samples.TEXT
 
     def prepare(self) -> Draw:
-        def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> bytes:
-            prompt, sample = self.prompts[index], self._cfg.sample
+        def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> Sample:
+            prompt, cfg = self.prompts[index], self._cfg.sample
             if self._answers:
-                return f"{prompt}\n\n{self._family.reply(model, prompt, sample, rng).strip()}".encode()
-            return (prompt + self._family.generate(model, prompt, sample, rng)).encode()
+                text = f"{prompt}\n\n{self._family.reply(model, prompt, cfg, rng).strip()}"
+            else:
+                text = prompt + self._family.generate(model, prompt, cfg, rng)
+            return Sample(samples.TEXT, text.encode())
 
         return draw
 

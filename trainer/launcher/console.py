@@ -248,7 +248,7 @@ def sentence(event: MessageEvent) -> str:
             measured = f"{perplexity}{format_losses(event.losses)}{format_metrics(event.metrics)}"
             return f"step {event.step}: validation loss {event.loss:.4f}{measured}"
         case SampleEvent():
-            text = f": {' '.join(event.text.split())}" if event.is_text else ""
+            text = f": {' '.join(event.text.split())}" if event.kind.is_text else ""
             return f"step {event.step}: sample {event.path}{text}"
         case PromptsEvent():
             prompts = "; ".join(" ".join(prompt.split()) for prompt in event.prompts)

@@ -30,7 +30,7 @@ from trainer.run.events import EventReader, ExportEvent, SampleEvent, latest_ste
 from trainer.run.folder import RunDir
 
 PROJECT = "ShardStudio"
-SAMPLE_FOLDER = "images"
+SAMPLE_FOLDER = "samples"
 OFFERED = "downloads"
 """Folder next to the runs with a hard link to each export that was downloaded from the page."""
 SECOND_NAME = (
@@ -61,7 +61,7 @@ class Published:
     samples: tuple[SampleEvent, ...]
 
     def files(self, run: RunDir) -> dict[str, Path]:
-        """Return {path in the repository: file} of exports and sample images.
+        """Return {path in the repository: file} of exports and of samples that are not read in the card itself.
 
         Raises:
             InputError: A file leads out of the run, or is a second name of what may be outside.
@@ -70,7 +70,7 @@ class Published:
         for export in self.exports:
             inside = sorted(file for file in export.rglob("*") if file.is_file()) if export.is_dir() else [export]
             found |= {str(file.relative_to(export.parent)): file for file in inside}
-        found |= {name_of(sample): run.own_file(sample.path) for sample in self.samples if not sample.is_text}
+        found |= {name_of(sample): run.own_file(sample.path) for sample in self.samples if not sample.kind.is_text}
         for file in found.values():
             if files.leads_out(file, run.path):
                 raise InputError(f"{file}: leads out of the run folder; remove it, and nothing of it is uploaded")
@@ -115,11 +115,12 @@ def published(run: RunDir) -> Published:
 
 
 def _is_shown(run: RunDir, sample: SampleEvent) -> bool:
-    return sample.is_text or (sample.path.endswith(".png") and run.own_file(sample.path).is_file())
+    kind = sample.kind
+    return kind.is_text or (sample.path.endswith(kind.suffix) and run.own_file(sample.path).is_file())
 
 
 def name_of(sample: SampleEvent) -> str:
-    """The path of a sample image in the repository."""
+    """The path of a sample's file in the repository."""
     return f"{SAMPLE_FOLDER}/{Path(sample.path).name}"
 
 
@@ -209,7 +210,7 @@ class _Card:
         return known.card_licence if known else {}
 
     def _widget(self, sample: SampleEvent) -> dict[str, Any]:
-        output = {"text": sample.text} if sample.is_text else {"url": name_of(sample)}
+        output = {"text": sample.text} if sample.kind.is_text else {"url": name_of(sample)}
         return {"text": sample.prompt, "output": output}
 
     def sections(self) -> Iterator[str]:
@@ -320,8 +321,10 @@ class _Card:
             return ()
 
     def _sample(self, sample: SampleEvent) -> str:
-        if sample.is_text:
+        if sample.kind.is_text:
             return f"```text\n{sample.text.replace('```', '` ` `')}\n```"
+        if sample.kind.is_played:
+            return f'<video controls src="{html.escape(name_of(sample))}"></video>\n\n*{_plain(sample.prompt)}*'
         return f"![{_plain(sample.prompt)}]({name_of(sample)})\n\n*{_plain(sample.prompt)}*"
 
     def _settings(self) -> dict[str, str]:

@@ -22,6 +22,7 @@ from trainer.run import manifest, stages
 from trainer.run.events import EventReader, ExportEvent
 from trainer.run.folder import RunDir
 from trainer.run.prompts import check_prompt, prompts_in_force
+from trainer.run.samples import SampleKind, kind_of
 
 RECORD = "drawing.json"
 
@@ -107,8 +108,8 @@ class Drawing:
     time: float
 
     @property
-    def is_text(self) -> bool:
-        return self.trained.endswith(".txt")
+    def kind(self) -> SampleKind:
+        return kind_of(self.trained)
 
 
 _DRAWING = TypeAdapter(Drawing)

@@ -20,6 +20,7 @@ from typing import Annotated, Generic, Literal, Self, TypeVar
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from trainer.config import files
+from trainer.run.samples import SampleKind, kind_of
 
 State = Literal[
     "created",  # the run folder exists, nothing was started
@@ -160,7 +161,7 @@ class SampleEvent(Event):
         prompt: Its prompt.
         index: Position of the prompt among those that samples were drawn from.
         path: The file.
-        text: Beginning of a text sample; empty for an image.
+        text: Beginning of a text sample; empty for other kinds.
     """
 
     prompt: str
@@ -170,9 +171,14 @@ class SampleEvent(Event):
     type: Literal["sample"] = "sample"
 
     @property
-    def is_text(self) -> bool:
-        """Whether it is text and not an image. `text` can be empty either way."""
-        return self.path.endswith(".txt")
+    def kind(self) -> SampleKind:
+        """Its kind, by the file's name: a text can be empty."""
+        return kind_of(self.path)
+
+    @property
+    def picture(self) -> str:
+        """The path of the image that shows it, in the run folder; empty if it has none."""
+        return self.kind.picture(self.path)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,7 @@ from trainer.run.events import (
 from trainer.run.folder import RunDir
 from trainer.run.length import RunLength
 from trainer.run.pace import Clock
+from trainer.run.samples import IMAGE
 
 POINTS_PER_LINE = 600
 SAMPLE_COLUMNS = 8
@@ -58,7 +59,7 @@ NEAR_ZERO = 0.35
 """An axis begins at 0 if its lowest value is below this share of the highest."""
 WIDTH, HEIGHT = 640, 240
 LEFT, RIGHT, TOP, BOTTOM = 80, 12, 12, 46
-IMAGE_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """The Content-Security-Policy of the file: inline style and embedded images only, no scripts and no network."""
@@ -131,7 +132,7 @@ def _data(cfg: RunConfig) -> str:
     """Return the number of images as they are now, of the first MOST_FILES of each folder, and the trigger."""
     folders = list(filter(None, [cfg.data.path, *(folder.path for folder in cfg.data.folders)]))
     found = [list(islice(Path(folder).rglob("*"), MOST_FILES)) for folder in folders]
-    count = sum(file.suffix.lower() in IMAGE_TYPES for files_there in found for file in files_there)
+    count = sum(file.suffix.lower() in IMAGE_SUFFIXES for files_there in found for file in files_there)
     at_least = "at least " if any(len(files_there) == MOST_FILES for files_there in found) else ""
     names = ", ".join(Path(folder).name for folder in folders)
     counted = f"{at_least}{count:,} images of {names}" if count else names or "no data"
@@ -549,18 +550,19 @@ def spread(steps: Sequence[int], limit: int) -> list[int]:
 def _sample(run: RunDir, event: SampleEvent | None) -> Markup:
     if event is None:
         return Markup()
-    if event.is_text:
+    if event.kind.is_text:
         return Markup('<pre class="written">{}</pre>').format(event.text)
-    kind = IMAGE_TYPES.get(Path(event.path).suffix.lower())
     try:
-        file = run.own_file(event.path)
-        is_image = kind is not None and file.is_file()
+        file = run.own_file(event.picture or event.path)
+        is_there = file.is_file() and (not event.picture or event.picture.endswith(IMAGE.suffix))
     except (InputError, OSError, ValueError):
-        is_image = False
-    if not is_image:
+        is_there = False
+    if not is_there:
         return Markup('<span class="missing" title="{}">missing</span>').format(event.path)
+    if not event.picture:  # it is heard: the report is one file without players
+        return Markup("<span>{}</span>").format(event.path)
     data = base64.b64encode(file.read_bytes()).decode()
-    return Markup('<img src="data:{};base64,{}" alt="{}, step {}">').format(kind, data, event.prompt, event.step)
+    return Markup('<img src="data:{};base64,{}" alt="{}, step {}">').format(IMAGE.mime, data, event.prompt, event.step)
 
 
 CHART_STYLE = f"""

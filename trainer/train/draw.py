@@ -17,7 +17,6 @@ import torch
 
 from trainer import adapters
 from trainer.checkpoint.restore import StoredWeights
-from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
@@ -47,6 +46,7 @@ from trainer.run.drawings import (
     write_record,
 )
 from trainer.run.folder import RunDir, guard_cache, shared_cache
+from trainer.run.samples import Sample
 
 
 def main() -> int:
@@ -127,11 +127,11 @@ def draw(run: RunDir, cfg: RunConfig, world: World) -> Path:
 
 @dataclass(frozen=True)
 class _Result:
-    """The content of both files."""
+    """Both samples."""
 
     drawer: SampleDrawer
-    base: bytes
-    trained: bytes
+    base: Sample
+    trained: Sample
     number: int
     seconds: float
 
@@ -172,9 +172,9 @@ def _take_trained_weights(loaded: LoadedModel, cfg: RunConfig, family: ModelFami
 
 
 def _write(run: RunDir, cfg: RunConfig, family: ModelFamily, source: Path, result: _Result) -> Path:
-    folder, suffix = new_folder(run), result.drawer.suffix(0)
-    for name, content in (("trained", result.trained), ("base", result.base)):
-        files.create(folder / f"{name}{suffix}", content)
+    folder, suffix = new_folder(run), result.trained.kind.suffix
+    result.trained.write(folder / f"trained{suffix}")
+    result.base.write(folder / f"base{suffix}")
     drawing = Drawing(
         prompt=result.drawer.prompts[0],
         seed=cfg.sample.seed,

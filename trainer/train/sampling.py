@@ -8,16 +8,13 @@ from pathlib import Path
 
 from torch import nn
 
-from trainer.config import files
 from trainer.data.source import Draw, SampleDrawer
 from trainer.distributed.world import World
 from trainer.rng import SampleRng
 from trainer.run.events import AnyEvent, SampleEvent
 from trainer.run.folder import RunDir
+from trainer.run.samples import Sample
 from trainer.train.log import RunLog
-
-SHOWN_TEXT = 4000
-"""Characters of a sample text that its event holds; its file holds all."""
 
 
 class Sampler:
@@ -49,39 +46,38 @@ class Sampler:
         drawn: bool = self._world.gather(bool(paths) and all(path.exists() for path in paths))[0]
         return not drawn
 
-    def draw(self, model: nn.ModuleDict, draw_sample: Draw) -> dict[int, bytes]:
-        """{number of the prompt: content of its file} on rank 0, {} on other ranks. Collective.
+    def draw(self, model: nn.ModuleDict, draw_sample: Draw) -> dict[int, Sample]:
+        """{number of the prompt: its sample} on rank 0, {} on other ranks. Collective.
 
         Args:
             model: The live components, with the weights to evaluate.
             draw_sample: The result of `SampleDrawer.prepare`.
         """
 
-        def draw(index: int) -> bytes:
+        def draw(index: int) -> Sample:
             return draw_sample(model, index, SampleRng(self._seed, (index,), self._world.device))
 
         groups = [draw_all(group, draw, self._world) for group in self._drawer.groups]
         return {index: sample for group in groups for index, sample in sorted(group.items())}
 
-    def write(self, samples: dict[int, bytes], step: int) -> list[Path]:
+    def write(self, samples: dict[int, Sample], step: int) -> list[Path]:
         """Write the drawn samples and emit their events. A full disk is a warning. Returns the paths."""
         paths: list[Path] = []
         try:
-            for index, content in samples.items():
+            for index, sample in samples.items():
                 path = self._file(index, step)
-                files.replace(path, content)
+                sample.write(path)
                 paths.append(path)
-                text = content.decode()[:SHOWN_TEXT] if path.suffix == ".txt" else ""
                 name = str(path.relative_to(self._run.path))
                 prompt = self._prompts[name] = self._drawer.prompts[index]
-                self._log.emit(SampleEvent(step=step, prompt=prompt, index=index, path=name, text=text))
+                self._log.emit(SampleEvent(step=step, prompt=prompt, index=index, path=name, text=sample.text))
         except OSError as error:
             self._log.warn(f"samples could not be written ({error}); free disk space", step)
         return paths
 
     def _file(self, index: int, step: int) -> Path:
         """The file of a sample. Where another prompt has taken its name, this prompt's digest is added to it."""
-        prompt, suffix = self._drawer.prompts[index], self._drawer.suffix(index)
+        prompt, suffix = self._drawer.prompts[index], self._drawer.kind(index).suffix
         file = self._run.samples / f"step-{self._before + step:06d}-{index}{suffix}"
         if self._prompts.get(str(file.relative_to(self._run.path)), prompt) == prompt:
             return file
@@ -89,20 +85,20 @@ class Sampler:
         return file.with_name(f"{file.stem}-{digest}{suffix}")
 
 
-def draw_all(numbers: Sequence[int], draw: Callable[[int], bytes], world: World) -> dict[int, bytes]:
+def draw_all(numbers: Sequence[int], draw: Callable[[int], Sample], world: World) -> dict[int, Sample]:
     """Spread samples over the ranks. Collective.
 
     An error ends this rank at once, and torchrun the others: were it agreed first, ranks inside the model would wait
     for this one in vain.
 
     Args:
-        draw: (number) -> content of the sample's file. It may call a sharded model, so every rank calls it equally
+        draw: (number) -> sample. It may call a sharded model, so every rank calls it equally
             often: a rank without a sample of its own draws one again and drops it.
 
     Returns:
-        {number: content of the file} on rank 0, {} on other ranks.
+        {number: sample} on rank 0, {} on other ranks.
     """
-    samples: dict[int, bytes] = {}
+    samples: dict[int, Sample] = {}
     for first in range(0, len(numbers), world.data_size):
         position = first + world.data_rank
         number = numbers[position % len(numbers)]

@@ -24,6 +24,13 @@ studio.h = function (kind, properties, ...children) {
   return element;
 };
 
+/** The element of a sample, as `samples_images` answers it: a text, a picture, or the name of what is only heard. */
+studio.sample = (answer, alt) => answer.text !== undefined ? studio.h('pre.written', {}, answer.text)
+  : answer.src ? studio.h('img.image', { src: answer.src, alt, loading: 'lazy', decoding: 'async' }) : studio.h('div.missing.none', { title: alt }, answer.file);
+
+/** What the lightbox plays of a sample; undefined for one without a duration. */
+studio.played = (run, answer) => answer.played && answer.file && { type: answer.played, src: ['', 'runs', run, 'samples', answer.file].map(encodeURIComponent).join('/') };
+
 /** Make an SVG element. */
 studio.svg = function (tag, attributes, ...children) {
   const element = document.createElementNS('http://www.w3.org/2000/svg', tag);

@@ -1,11 +1,12 @@
 // Samples in full size, over the page: `studio.lightbox(items, index)`. An item has a `title`, a `text` below it, and one
-// of `src` (an address), `load` (returns one later, or null) and `written` (a sample that is text).
+// of `src` (an address), `load` (returns one later, or null), `written` (a sample that is text) and `played` ({ src, type } of
+// one with a duration; `src` of the item is its poster).
 'use strict';
 {
   const { h } = studio;
 
   studio.lightbox = function (items, index = 0) {
-    const before = document.activeElement, image = h('img', { alt: '' }), written = h('pre.written', { tabIndex: 0 });
+    const before = document.activeElement, image = h('img', { alt: '' }), written = h('pre.written', { tabIndex: 0 }), player = h('video', { controls: true, loop: true });
     const title = h('b'), text = h('p'), problem = h('div.missing', {}, 'missing');
     const step = by => () => show((index + by + items.length) % items.length);
     const arrow = (name, sign, by) => h('button.btn', { type: 'button', title: name, 'aria-label': name, hidden: items.length < 2, onclick: step(by) }, sign);
@@ -17,7 +18,7 @@
         event.preventDefault();
         step(by)();
       } },
-    h('div.stage', {}, image, written, problem),
+    h('div.stage', {}, image, player, written, problem),
     h('div.foot', {}, arrow('Back', '←', -1), arrow('Next', '→', 1), h('div.words', { role: 'status' }, title, text),
       h('button.btn', { type: 'button', onclick: () => dialog.close() }, 'Close')));
 
@@ -28,7 +29,13 @@
       studio.say(text, item.text || '');
       const isText = item.written !== undefined;
       written.hidden = !isText;
-      image.hidden = problem.hidden = true;
+      image.hidden = problem.hidden = player.hidden = true;
+      player.removeAttribute('src');
+      player.load(); // ends what was played
+      if (item.played) {
+        Object.assign(player, { hidden: false, poster: item.src || '', src: item.played.src });
+        return;
+      }
       if (isText) { written.textContent = item.written; return; }
       item.src ??= await item.load();
       if (index !== at || !dialog.open) return;

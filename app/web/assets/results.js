@@ -56,7 +56,7 @@
   } }, 'Stop'));
 
   function drawing(found) {
-    const side = (name, title) => h('figure', {}, found.is_text ? h('pre.code.written', { tabIndex: 0 }, found.texts[name])
+    const side = (name, title) => h('figure', {}, found.kind === 'text' || found.texts[name] ? h('pre.code.written', { tabIndex: 0 }, found.texts[name])
       : found.images[name] ? h('img.image', { src: found.images[name], alt: `${title}: ${found.prompt}` }) : h('div.missing', {}, 'missing'), h('figcaption.sm', {}, title));
     return h('li', {}, h('p', {}, h('b', {}, found.prompt), h('span.dim.sm', {}, ` seed ${found.seed}, ${studio.duration(found.seconds)}, ${studio.when(found.time)}`)),
       h('div.pair', {}, side('base', 'without'), side('trained', 'with')));

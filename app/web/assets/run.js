@@ -287,7 +287,7 @@ studio.runTabs = studio.runTabs || {};
 
   function drawStrip(cells, answers, count = 0) {
     studio.fill(parts.strip, [cells, answers], () => cells.map((cell, at) => figure(cell, answers[at], () => open(cells, answers, at))));
-    parts.strip.classList.toggle('texts', cells.some(cell => cell.is_text));
+    parts.strip.classList.toggle('texts', cells.some(cell => cell.kind === 'text'));
     strip.counts = [cells.length, count];
     sayStripNote();
   }
@@ -303,15 +303,14 @@ studio.runTabs = studio.runTabs || {};
   function figure(cell, answer, act) {
     const caption = h('figcaption', { title: cell.prompt }, cell.prompt || '(no prompt)');
     if (answer.problem) return h('figure', {}, h('div.missing', { title: answer.problem }, 'missing'), caption);
-    const shown = cell.is_text ? h('pre.written', {}, answer.text)
-      : h('img.image', { src: answer.src, alt: `${cell.prompt}, step ${studio.count(cell.step)}`, loading: 'lazy', decoding: 'async' });
+    const shown = studio.sample(answer, `${cell.prompt}, step ${studio.count(cell.step)}`);
     return h('figure', {}, h('button.enlarge', { type: 'button', title: 'Open in full size', onclick: act }, shown), caption);
   }
 
   function open(cells, answers, index) {
     const run = name, shown = cells.map((cell, at) => ({ cell, answer: answers[at] })).filter(({ answer }) => !answer.problem);
-    const items = shown.map(({ cell: { index: number, prompt, step, is_text }, answer }) => ({
-      title: step ? `Step ${studio.count(step)}` : 'Before training', text: prompt, written: is_text ? answer.text : undefined,
+    const items = shown.map(({ cell: { index: number, prompt, step }, answer }) => ({
+      title: step ? `Step ${studio.count(step)}` : 'Before training', text: prompt, written: answer.text, played: studio.played(run, answer),
       load: async () => {
         try {
           return (await studio.call('samples_images', { name: run, cells: [{ index: number, prompt, step }], is_full: true }))[0].src || null;

@@ -77,7 +77,7 @@ studio.runTabs = studio.runTabs || {};
   function wanted() {
     if (!data || !isShown()) return [];
     const all = (inPair ? wantedByPair() : wantedByRows()).filter(({ row, step, isFull }) =>
-      row.has.has(step) && !row.gone.has(step) && !(isFull && row.is_text) && !answers.has(keyOf(row, step, isFull)));
+      row.has.has(step) && !row.gone.has(step) && !(isFull && row.kind === 'text') && !answers.has(keyOf(row, step, isFull)));
     return all.filter(cell => cell.isFull === all[0].isFull).slice(0, PER_REQUEST);
   }
 
@@ -186,7 +186,7 @@ studio.runTabs = studio.runTabs || {};
 
   /** Positions in `steps` that a row shows: the first, and those around the chosen one. */
   function columns(row) {
-    const most = row.is_text ? (innerWidth < 1000 ? 1 : 3) : innerWidth < 700 ? 3 : innerWidth < 1180 ? 5 : 7;
+    const most = row.kind === 'text' ? (innerWidth < 1000 ? 1 : 3) : innerWidth < 700 ? 3 : innerWidth < 1180 ? 5 : 7;
     if (most === 1) return [chosen];
     if (steps.length <= most) return steps.map((_, at) => at);
     const from = Math.max(1, Math.min(chosen - Math.ceil((most - 1) / 2), last() - most + 2));
@@ -197,7 +197,7 @@ studio.runTabs = studio.runTabs || {};
     const shown = columns(row), focused = document.activeElement;
     studio.say(card.note, noteOf(row));
     card.strip.style.setProperty('--columns', String(shown.length));
-    card.strip.classList.toggle('texts', row.is_text);
+    card.strip.classList.toggle('texts', row.kind === 'text');
     const figures = shown.map(at => figureOf(card, row, at));
     if (studio.fill(card.strip, shown.map(at => steps[at]), () => figures.map(figure => figure.element)) && card.strip.contains(focused)) focused.focus();
     for (const [step] of card.figures) if (!shown.some(at => steps[at] === step)) card.figures.delete(step);
@@ -241,9 +241,11 @@ studio.runTabs = studio.runTabs || {};
     else if (!answer) place.dataset.key || studio.fill(place, '', () => h('div.image.waiting'));
     else studio.fill(place, answer, () => {
       if (answer.problem) return mark('cannot be shown', answer.problem);
-      if (row.is_text) return h('pre.written', { tabIndex: 0, 'aria-label': `Sample of ${stepWord(step)}` }, answer.text);
-      const img = h('img.image', { src: answer.src, loading: 'lazy', decoding: 'async', alt: `${row.prompt}, ${stepWord(step)}` });
-      return h('button.open', { type: 'button', title: 'Open in full size', onclick: () => open(row, step) }, img);
+      const element = studio.sample(answer, `${row.prompt}, ${stepWord(step)}`);
+      if (row.kind !== 'text') return h('button.open', { type: 'button', title: 'Open in full size', onclick: () => open(row, step) }, element);
+      element.tabIndex = 0;
+      element.setAttribute('aria-label', `Sample of ${stepWord(step)}`);
+      return element;
     });
   }
 
@@ -251,8 +253,8 @@ studio.runTabs = studio.runTabs || {};
     const shown = columns(row).map(at => steps[at]).filter(other => row.has.has(other) && !row.gone.has(other));
     const cells = (studio.lightbox ? shown : [step]).map(other => ({ index: row.index, prompt: row.prompt, step: other }));
     const found = await studio.call('samples_images', { name, cells, is_full: true });
-    const items = cells.map((cell, at) => ({ src: found[at].src, title: `Step ${studio.count(cell.step)}`, step: cell.step,
-      text: `${row.prompt} · step ${studio.count(cell.step)} · seed ${data.seed}, prompt ${row.index + 1}` })).filter(item => item.src);
+    const items = cells.map((cell, at) => ({ src: found[at].src, played: studio.played(name, found[at]), title: `Step ${studio.count(cell.step)}`, step: cell.step,
+      text: `${row.prompt} · step ${studio.count(cell.step)} · seed ${data.seed}, prompt ${row.index + 1}` })).filter(item => item.src || item.played);
     if (studio.lightbox) studio.lightbox(items, items.findIndex(item => item.step === step));
     else window.open(items[0].src, '_blank', 'noopener');
   }
@@ -261,7 +263,7 @@ studio.runTabs = studio.runTabs || {};
 
   function drawPair() {
     const row = data.rows[pairRow], [from, to] = [steps[left], steps[chosen]];
-    parts.slide.classList.toggle('texts', row.is_text);
+    parts.slide.classList.toggle('texts', row.kind === 'text');
     side(parts.leftSide, row, from);
     side(parts.rightSide, row, to);
     studio.say(parts.leftWord, stepWord(from));
@@ -283,7 +285,7 @@ studio.runTabs = studio.runTabs || {};
   /** Show one side of the pair. The image element stays, so that the former image is shown until the next one is there. */
   function side(place, row, step) {
     const answer = answerOf(row, step), img = place.querySelector('img');
-    if (row.is_text || !answer?.src || !row.has.has(step) || row.gone.has(step)) {
+    if (row.kind === 'text' || !answer?.src || !row.has.has(step) || row.gone.has(step)) {
       if (answer || !row.has.has(step) || row.gone.has(step)) fillSample(place, row, step, answer);
     } else if (!img) studio.fill(place, ['image', rowKey(row)], () => imageOf(row, step, answer));
     else if (img.getAttribute('src') !== answer.src) Object.assign(img, { src: answer.src, alt: `${row.prompt}, ${stepWord(step)}` });

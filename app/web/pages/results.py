@@ -67,10 +67,12 @@ def _drawing(studio: Studio, run: RunDir, drawing: Drawing) -> dict[str, Any]:
     for name, path in (("trained", drawing.trained), ("base", drawing.base)):
         try:
             file = run.own_file(path)
-            if drawing.is_text:
+            if drawing.kind.is_text:
                 texts[name] = file.read_text(encoding="utf-8", errors="replace")[:20_000]
+            elif picture := drawing.kind.picture(path):
+                addresses[name] = address(studio.thumbnails.of(run.own_file(picture), FULL))
             else:
-                addresses[name] = address(studio.thumbnails.of(file, FULL))
+                texts[name] = path
         except (InputError, OSError, ValueError):  # shown as missing
             continue
     return {
@@ -78,7 +80,7 @@ def _drawing(studio: Studio, run: RunDir, drawing: Drawing) -> dict[str, Any]:
         "seed": drawing.seed,
         "seconds": drawing.seconds,
         "time": drawing.time,
-        "is_text": drawing.is_text,
+        "kind": drawing.kind.name,
         "texts": texts,
         "images": addresses,
     }

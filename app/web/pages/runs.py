@@ -131,10 +131,12 @@ def _cell(studio: Studio, view: RunView, sample: SampleEvent | None) -> dict[str
     if sample is None:
         return None
     facts: dict[str, Any] = {"step": sample.step, "prompt": sample.prompt}
-    if sample.is_text:
+    if sample.kind.is_text:
         return facts | {"text": sample.text}
+    if not sample.picture:
+        return facts | {"text": sample.path}
     try:
-        file = RunDir(view.path).own_file(sample.path)
+        file = RunDir(view.path).own_file(sample.picture)
         small, full = (address(studio.thumbnails.of(file, side)) for side in (2 * SMALL, FULL))
     except (InputError, OSError, ValueError) as error:
         return facts | {"problem": str(error)}

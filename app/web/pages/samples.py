@@ -14,6 +14,7 @@ from app.web.served_files import FULL, SMALL, address
 from trainer.config.errors import InputError
 from trainer.run.events import SampleEvent
 from trainer.run.folder import RunDir
+from trainer.run.samples import TEXT
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def calls(studio: Studio) -> Calls:
             "is_running": view.is_running,
             "size": samples.num_bytes(run),
             "seed": follower.config.sample.seed,
-            "settings": samples.settings(follower.config, any(row.is_text for row in rows)) if rows else "",
+            "settings": samples.settings(follower.config, any(row.kind == TEXT.name for row in rows)) if rows else "",
         }
 
     def samples_images(
@@ -64,19 +65,26 @@ def _key(sample: SampleEvent) -> tuple[int, str, int]:
 
 
 def _shown(studio: Studio, run: RunDir, sample: SampleEvent | None, is_full: bool) -> dict[str, str]:
-    """Return {"text": ...}, {"src": address} or {"problem": sentence}, with "file" when it can be downloaded."""
+    """Return what is shown of a sample.
+
+    Returns:
+        {"text": ...}, {"src": address of its picture}, {} for one that is only heard, or {"problem": sentence}; with
+        "file", its name, where it can be downloaded, and "played", its media type, where that is played.
+    """
     if sample is None:
         return {"problem": "there is no such sample any more"}
     name = sample.path.rpartition("/")[2]
     try:
         samples.own_file(run, name)
-        download = {"file": name}
+        download = {"file": name} | ({"played": sample.kind.mime} if sample.kind.is_played else {})
     except (InputError, OSError, ValueError):
         download = {}
-    if sample.is_text:
+    if sample.kind.is_text:
         return {"text": sample.text, **download}
+    if not sample.picture and download:
+        return download
     try:
-        file = run.own_file(sample.path)
+        file = run.own_file(sample.picture or sample.path)
         if not file.is_file():
             return {"problem": f"{sample.path}: not in the run folder any more"}
         return {"src": address(studio.thumbnails.of(file, FULL if is_full else SMALL)), **download}

@@ -32,8 +32,8 @@ from trainer.run.folder import RunDir
 
 NOT_FIGURES = ("step", "time", "type", "losses", "metrics")
 FIGURES = tuple(each.name for each in fields(StepEvent) if each.name not in NOT_FIGURES)
-SAMPLES = ("PNG",)
-"""The format of samples. A run folder from elsewhere may hold anything under their names."""
+PICTURES = ("PNG",)
+"""The format of the pictures of samples. A run folder from elsewhere may hold anything under their names."""
 _OTHER_UNIT = {"images": ("tokens_per_second",), "tokens": ("images_per_second",)}
 
 
@@ -48,7 +48,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class SampleImage:
-    """A sample image. index: number of its prompt."""
+    """The picture of a sample. index: number of its prompt."""
 
     step: int
     time: float
@@ -58,7 +58,7 @@ class SampleImage:
 
     def image(self) -> Image.Image:
         """Read the image. Raises OSError for a file that is not of the format of samples."""
-        with Image.open(self.path, formats=SAMPLES) as image:
+        with Image.open(self.path, formats=PICTURES) as image:
             image.load()
             return image
 
@@ -190,10 +190,12 @@ class Feed:
             others = _named("validation_loss", event.losses) | _named("validation", event.metrics)
             return Figures(step, when, {"validation_loss": event.loss, **perplexity, **others})
         if isinstance(event, SampleEvent) and position.is_new(f"sample {event.index}", step):
-            if event.is_text:
+            if event.kind.is_text:
                 return Note(step, when, "sample", event.text)
+            if not event.picture:
+                return Note(step, when, "sample", event.path)
             try:
-                return SampleImage(step, when, event.index, event.prompt, self._run.own_file(event.path))
+                return SampleImage(step, when, event.index, event.prompt, self._run.own_file(event.picture))
             except (InputError, OSError, ValueError):  # a run folder from elsewhere
                 return Note(step, when, "sample", f"{event.path}: no image")
         if isinstance(event, StatusEvent):
