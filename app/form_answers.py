@@ -19,7 +19,7 @@ from trainer.config.errors import InputError
 from trainer.config.fields import Slot, all_names, label, slot, unit
 from trainer.config.load import COMMAND_LINE, dump_config, load_config_text, similar_name
 from trainer.config.schema import RunConfig
-from trainer.config.titles import METHODS as METHOD_NAMES
+from trainer.config.sections import ADAPTERS
 from trainer.gpus import Gpu
 from trainer.launcher import capacity
 from trainer.plan import picture
@@ -73,17 +73,7 @@ GROUPS: Mapping[str, str] = {
     "Cluster": "machines, SLURM, Kubernetes",
 }
 """{group: what is in it}"""
-_LINES = {
-    "lora": "A small update of each layer. Loads everywhere.",
-    "locon": "LoRA that changes convolutions as well.",
-    "dora": "LoRA with trained lengths: closer to full training.",
-    "loha": "Products of small matrices: more detail for the same size.",
-    "lokr": "Kronecker products: small files, good for styles.",
-    "boft": "Rotates the weights; keeps best what the model knows.",
-    "diag-oft": "Rotates blocks of outputs; a small, gentle change.",
-    "none": "No adapter: all weights. Large files, much more memory.",
-}
-METHODS = [[kind, name, _LINES[kind]] for kind, name in METHOD_NAMES.items()]
+METHODS = [[kind, adapter.title, adapter.line] for kind, adapter in ADAPTERS.items()]
 
 
 def rows(checked: Checked) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import PydanticCustomError
@@ -177,12 +177,22 @@ class ModelConfig(Section):
 
 
 class NoAdapter(Section):
+    title: ClassVar[str] = "All weights"
+    line: ClassVar[str] = "No adapter: all weights. Large files, much more memory."
     type: Literal["none"] = "none"
     """Train the model's own weights."""
 
 
 class AdapterSection(Section):
-    """Fields that all adapters share."""
+    """Fields that all adapters share.
+
+    Attributes:
+        title: Name of the method on every screen.
+        line: A line about it, for the form.
+    """
+
+    title: ClassVar[str]
+    line: ClassVar[str]
 
     type: str
     """Kind of adapter."""
@@ -243,6 +253,8 @@ class LoraAdapter(LowRankAdapter):
     """Low-rank update of each target layer (arXiv 2106.09685)."""
 
     type: Literal["lora"] = "lora"
+    title: ClassVar[str] = "LoRA"
+    line: ClassVar[str] = "A small update of each layer. Loads everywhere."
     init: Literal["default", "pissa"] = option("default", title="Initial values", keywords="pissa svd qpissa")
     """What the adapter starts from: nothing (default), or the largest singular values of each layer, which are taken
     out of the frozen base (pissa, arXiv 2404.02948). The export is then an ordinary LoRA of twice the rank."""
@@ -252,6 +264,8 @@ class LoconAdapter(ConvAdapter, LowRankAdapter):
     """Low-rank update of linear layers and convolutions (LyCORIS, arXiv 2309.14859)."""
 
     type: Literal["locon"] = "locon"
+    title: ClassVar[str] = "LoCon"
+    line: ClassVar[str] = "LoRA that changes convolutions as well."
     conv_rank: Rank | None = option(None, title="Rank of convolutions")
     """Rank for the convolutions in the model's blocks, if it has any. Empty: `adapter.rank`."""
 
@@ -260,18 +274,24 @@ class DoraAdapter(LowRankAdapter):
     """Low-rank update of the direction of each weight row, with a separately trained magnitude (arXiv 2402.09353)."""
 
     type: Literal["dora"] = "dora"
+    title: ClassVar[str] = "DoRA"
+    line: ClassVar[str] = "LoRA with trained lengths: closer to full training."
 
 
 class LohaAdapter(ConvAdapter):
     """Element-wise product of two low-rank updates (arXiv 2108.06098)."""
 
     type: Literal["loha"] = "loha"
+    title: ClassVar[str] = "LoHa"
+    line: ClassVar[str] = "Products of small matrices: more detail for the same size."
 
 
 class LokrAdapter(ConvAdapter):
     """Kronecker product of a small matrix and a low-rank one (arXiv 2309.14859)."""
 
     type: Literal["lokr"] = "lokr"
+    title: ClassVar[str] = "LoKr"
+    line: ClassVar[str] = "Kronecker products: small files, good for styles."
     factor: Whole = option(-1, ge=-1, le=1024)
     """Largest size of the small matrix. -1: split each layer as close to square as its sizes allow."""
     decompose_both: bool = option(False, title="Factor both matrices")
@@ -284,6 +304,8 @@ class DiagOftAdapter(AdapterSection):
     """Rotation of each block of a layer's outputs (arXiv 2306.07280), in LyCORIS' form."""
 
     type: Literal["diag-oft"] = "diag-oft"
+    title: ClassVar[str] = "Diag-OFT"
+    line: ClassVar[str] = "Rotates blocks of outputs; a small, gentle change."
     block_size: Whole = option(8, ge=2, le=1024, unit="outputs")
     """Number of outputs that are rotated together. A layer whose width is not divisible by it uses the next larger
     divisor."""
@@ -293,6 +315,8 @@ class BoftAdapter(AdapterSection):
     """Several stages of block rotations, interleaved like a butterfly (arXiv 2311.06243), in LyCORIS' form."""
 
     type: Literal["boft"] = "boft"
+    title: ClassVar[str] = "BOFT"
+    line: ClassVar[str] = "Rotates the weights; keeps best what the model knows."
     block_size: Whole = option(8, ge=2, le=1024, unit="outputs")
     """Number of outputs that are rotated together. Each layer uses the smallest even size, from this one up, that
     splits its width into a power of two of blocks."""
@@ -300,10 +324,14 @@ class BoftAdapter(AdapterSection):
     """Number of butterfly stages. Empty: enough for every output to mix with every other."""
 
 
-Adapter = Annotated[
-    LoraAdapter | LoconAdapter | DoraAdapter | LohaAdapter | LokrAdapter | DiagOftAdapter | BoftAdapter | NoAdapter,
-    Field(discriminator="type"),
-]
+AnyAdapter = (
+    LoraAdapter | LoconAdapter | DoraAdapter | LohaAdapter | LokrAdapter | BoftAdapter | DiagOftAdapter | NoAdapter
+)
+ADAPTERS: dict[str, type[AdapterSection] | type[NoAdapter]] = {
+    adapter.model_fields["type"].default: adapter for adapter in get_args(AnyAdapter)
+}
+"""{`adapter.type`: its section}, in the order of the form."""
+Adapter = Annotated[AnyAdapter, Field(discriminator="type")]
 
 
 class QuantizeConfig(Section):
@@ -586,6 +614,11 @@ class ObjectiveConfig(Section):
     )
     """Preference training (DPO, arXiv 2305.18290) on pairs of a preferred and a rejected answer or image: how strongly
     the adapter is kept near the base model. Text: 0.1 is usual. Images (arXiv 2311.12908): 2000 to 5000. Empty: off."""
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether the run is trained on pairs of a chosen and a rejected answer or image."""
+        return self.dpo_beta is not None
 
 
 class OptimConfig(Section):

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
-from trainer.config.sections import MODEL_WORDS, NoAdapter, RankAdapter
+from trainer.config.sections import ADAPTERS, MODEL_WORDS, NoAdapter, RankAdapter
 
-METHODS = {"lora": "LoRA", "locon": "LoCon", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr", "boft": "BOFT"}
-METHODS |= {"diag-oft": "Diag-OFT", "none": "All weights"}
+METHODS = {kind: adapter.title for kind, adapter in ADAPTERS.items()}
 """{`adapter.type`: its name}"""
 
 
