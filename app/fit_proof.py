@@ -185,7 +185,7 @@ def _make_images(cfg: RunConfig, folder: Path) -> None:
 def _make_texts(cfg: RunConfig, folder: Path) -> None:
     rows = 2 * cfg.train.batch_size * (WARM_UP_STEPS + STEPS)
     line = " ".join(str(number) for number in range(cfg.data.length))
-    if cfg.objective.dpo_beta is None:
+    if not cfg.objective.compares_pairs:
         files.replace(folder / "texts.txt", "\n\n".join([line] * rows))
         return
     short = line[: cfg.data.length // PAIRS_PER_ROW]  # a token has one character or more

@@ -339,7 +339,7 @@ class _Scan(Watcher):
     def _read_text(self) -> ScanResult:
         try:
             files = text_files.of_config(self._config.data)[0]
-            text_files.check_preferences(files, self._config.objective.dpo_beta is not None)
+            text_files.check_preferences(files, self._config.objective.compares_pairs)
             texts, counts = text_files.sizes(files), []
             for file in files:
                 self.found(file)

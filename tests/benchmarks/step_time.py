@@ -32,7 +32,7 @@ from trainer.config.sections import ParallelConfig
 from trainer.data.image_source import EncodedData
 from trainer.distributed.world import World, connect
 from trainer.models.families.flux2 import Flux2, image_ids, text_ids
-from trainer.models.objectives import Batch
+from trainer.models.objectives.base import Batch
 
 PAIRS = 11
 WARM_UP = 3

@@ -25,7 +25,7 @@ from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import LoadModule
 from trainer.models.families.flux2 import Flux2
-from trainer.models.objectives import Example
+from trainer.models.objectives.base import Example
 from trainer.models.parts.text_encoder import write_tiny_tokenizer
 from trainer.run.folder import RunDir
 from trainer.train.log import emitter

@@ -15,7 +15,7 @@ import torch
 
 from trainer.config.errors import InputError
 from trainer.data.cache import PARTS, Crew, ExampleCache, content_keys, encode_missing, missing
-from trainer.models.objectives import Example
+from trainer.models.objectives.base import Example
 
 T = TypeVar("T")
 HANG_S = 10.0

@@ -16,7 +16,7 @@ import torch
 from trainer.config.errors import InputError
 from trainer.data.epochs import num_images, occurrences
 from trainer.data.loader import BatchSizes, Choices, ImageBatchSampler, ImageItem, Loader, MicroBatch, passes_of
-from trainer.models.objectives import Example
+from trainer.models.objectives.base import Example
 from trainer.run.manifest import Progress
 
 BUCKETS = [0] * 7 + [1] * 4 + [2]

@@ -21,7 +21,7 @@ from trainer.config.sections import ModelConfig, ModelOptions, ObjectiveConfig, 
 from trainer.models import families
 from trainer.models.base import ImageFamily, ModelFamily, MultimodalFamily, SequencePart, TextFamily
 from trainer.models.families import get, names
-from trainer.models.objectives import Batch, Example
+from trainer.models.objectives.base import Batch, Example
 from trainer.rng import SampleRng, generator
 from trainer.weights.files import WeightFiles, give_storage, read_tensor, stored_tensors
 

@@ -20,7 +20,7 @@ from tests.models.common import batch_of, edit_json, load, make, model_of, pictu
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig, ObjectiveConfig, SampleConfig
 from trainer.models.base import MultimodalFamily, SequencePart
-from trainer.models.objectives import Example
+from trainer.models.objectives.base import Example
 from trainer.models.parts.bagel_packing import DrawnPiece, GapPiece, Marks, SeenPiece, TextPiece, pack
 from trainer.models.parts.bagel_sequences import size_within
 from trainer.rng import SampleRng

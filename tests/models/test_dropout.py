@@ -35,7 +35,7 @@ from trainer.export import export
 from trainer.models import families
 from trainer.models.base import ModelFamily, MultimodalFamily
 from trainer.models.build import LoadedModel, build_model, load_model
-from trainer.models.objectives import Example
+from trainer.models.objectives.base import Example
 from trainer.rng import SampleRng, generator
 from trainer.run.events import AnyEvent, Emit, WarningEvent
 from trainer.run.folder import RunDir

@@ -20,7 +20,8 @@ from trainer.export import export
 from trainer.models import families
 from trainer.models.base import FLOW_FIELDS
 from trainer.models.build import encoder_loader
-from trainer.models.objectives import Batch, Example, Shift, draw_sigma
+from trainer.models.objectives.base import Batch, Example
+from trainer.models.objectives.flow_matching import Shift, draw_sigma
 from trainer.models.parts import flow_matching
 from trainer.parallel.fsdp_rules import check_calls
 from trainer.parallel.parallelize import blocks_of

@@ -34,7 +34,7 @@ from trainer.config.errors import InputError
 from trainer.config.models import published_models
 from trainer.config.sections import ModelConfig, ObjectiveConfig, SampleConfig
 from trainer.models.families.flux2 import ARCHITECTURES, Flux2, image_ids, text_ids
-from trainer.models.objectives import add_noise, draw_sigma, empirical_mu
+from trainer.models.objectives.flow_matching import add_noise, draw_sigma, empirical_mu
 from trainer.models.parts.folder import ModelFolder, write_once
 from trainer.models.parts.images import pack, patchify, unpack, unpatchify
 from trainer.models.parts.text_encoder import stacked_layers

@@ -25,7 +25,8 @@ from tests.models.common import (
 )
 from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.models.families.flux2 import REFERENCE_TIME, Flux2, image_ids
-from trainer.models.objectives import Example, add_noise, draw_sigma
+from trainer.models.objectives.base import Example
+from trainer.models.objectives.flow_matching import add_noise, draw_sigma
 from trainer.rng import SampleRng
 
 # Smaller ones are refused by the pipelines, and these are left at their size.

@@ -41,7 +41,7 @@ from trainer.distributed.context import RankContext
 from trainer.models import families
 from trainer.models.build import encoder_loader
 from trainer.models.families.flux3 import ARCHITECTURES, Flux3, image_ids, text_ids
-from trainer.models.objectives import Shift, add_noise, draw_sigma
+from trainer.models.objectives.flow_matching import Shift, add_noise, draw_sigma
 from trainer.models.parts.images import pack
 from trainer.models.parts.packed_vae import latent_statistics
 from trainer.rng import SampleRng

@@ -6,21 +6,17 @@ from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_snr
 
 from trainer.config.sections import ObjectiveConfig
-from trainer.models.objectives import (
+from trainer.models.objectives.base import squared_error, total_loss
+from trainer.models.objectives.diffusion import diffuse, diffusion_target, draw_timestep, min_snr_weight
+from trainer.models.objectives.flow_matching import (
     Shift,
     ShiftLine,
     add_noise,
-    diffuse,
-    diffusion_target,
     draw_sigma,
-    draw_timestep,
     empirical_mu,
-    min_snr_weight,
     shift_factor,
     shift_sigma,
     sigma_at,
-    squared_error,
-    total_loss,
     velocity,
 )
 from trainer.rng import SampleRng

@@ -26,7 +26,7 @@ from tests.models.common import (
 )
 from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.models.families.z_image import ARCHITECTURES, ZImage
-from trainer.models.objectives import Shift, add_noise, draw_sigma
+from trainer.models.objectives.flow_matching import Shift, add_noise, draw_sigma
 from trainer.rng import SampleRng
 
 CAPTIONS = ["a red fox", "", "a long caption of many words " * 10]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.runs import make_pictures, run_config
 from trainer.config.load import dump_config
-from trainer.models.objectives import empirical_mu
+from trainer.models.objectives.flow_matching import empirical_mu
 from trainer.plan.timesteps import NUM_BINS, bucket_timesteps, main
 from trainer.run.process import worker_environment
 

@@ -46,28 +46,28 @@ FAULTS = (
     # What a step minimizes
     _fault(
         "the velocity points from noise to data",
-        "trainer/models/objectives.py",
+        "trainer/models/objectives/flow_matching.py",
         "    return noise - latents\n",
         "    return latents - noise\n",
         "models/test_objectives.py",
     ),
     _fault(
         "timesteps are shifted the wrong way",
-        "trainer/models/objectives.py",
+        "trainer/models/objectives/flow_matching.py",
         "return factor * sigma / (1 + (factor - 1) * sigma)",
         "return sigma / (factor + (1 - factor) * sigma)",
         "models/test_objectives.py",
     ),
     _fault(
         "min-SNR weighs by the larger of the two",
-        "trainer/models/objectives.py",
+        "trainer/models/objectives/diffusion.py",
         "return (gamma / snr).clamp(max=1)",
         "return (gamma / snr).clamp(min=1)",
         "models/test_objectives.py",
     ),
     _fault(
         "the velocity of discrete diffusion adds the latents",
-        "trainer/models/objectives.py",
+        "trainer/models/objectives/diffusion.py",
         "return alpha_bar.sqrt() * noise - (1 - alpha_bar).sqrt() * latents",
         "return alpha_bar.sqrt() * noise + (1 - alpha_bar).sqrt() * latents",
         "models/test_objectives.py",

@@ -29,7 +29,7 @@ from tests.runs import (
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.models import families
-from trainer.models.objectives import velocity
+from trainer.models.objectives.flow_matching import velocity
 from trainer.rng import SampleRng
 from trainer.run.events import AnyEvent, WarningEvent
 from trainer.run.folder import RunDir

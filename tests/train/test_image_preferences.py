@@ -23,7 +23,7 @@ from trainer.config.families import refused
 from trainer.config.schema import RunConfig
 from trainer.data.image_files import scan
 from trainer.data.loader import ImageItem
-from trainer.models.objectives import Example
+from trainer.models.objectives.base import Example
 from trainer.rng import SampleRng
 from trainer.run.events import ValidationEvent
 from trainer.train.loop import StepNumbers, Trainer

@@ -25,7 +25,7 @@ from trainer.data.text_files import check_preferences
 from trainer.data.text_source import encoder_of
 from trainer.distributed.world import World
 from trainer.models import families
-from trainer.models.preferences import Answers
+from trainer.models.objectives.preferences import Answers
 from trainer.run.events import ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.train.loop import StepNumbers, Trainer

@@ -121,7 +121,7 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
         conditional = known.architectures.get(architecture, conditional)
     yield from unread("objective", cfg.objective, known.objective_read(conditional))
     yield from wrong_sizes(cfg, known.longest_side, known.size_multiple)
-    if cfg.objective.dpo_beta is not None and "rejected" in known.data_fields and not cfg.data.rejected:
+    if cfg.objective.compares_pairs and "rejected" in known.data_fields and not cfg.data.rejected:
         yield Problem(
             "objective.dpo_beta", "needs data.rejected, the folder with the images that are not preferred; name it"
         )

@@ -340,7 +340,7 @@ def _objective_rules(cfg: RunConfig) -> Iterator[Problem]:
 def _preference_rules(cfg: RunConfig) -> Iterator[Problem]:
     """Check that pairs are compared with a model without the adapter, and that nothing in the data applies to one image
     of a pair only."""
-    if cfg.objective.dpo_beta is None:
+    if not cfg.objective.compares_pairs:
         if cfg.data.rejected:
             yield Problem(
                 "data.rejected",

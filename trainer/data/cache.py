@@ -22,7 +22,7 @@ from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.files import make_private_if_new
 from trainer.data.known_files import KnownFiles
-from trainer.models.objectives import Example
+from trainer.models.objectives.base import Example
 
 T = TypeVar("T")
 

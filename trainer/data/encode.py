@@ -44,7 +44,7 @@ from trainer.data.scan_memory import ScanMemory
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import ImageFamily, LoadModule
-from trainer.models.objectives import Example
+from trainer.models.objectives.base import Example
 from trainer.run.events import Emit, StatusEvent, WarningEvent
 
 T = TypeVar("T")

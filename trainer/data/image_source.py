@@ -22,7 +22,7 @@ from trainer.data.scan_memory import without_collection
 from trainer.data.source import DataSource, Draw, SampleDrawer
 from trainer.distributed.context import RankContext
 from trainer.models.base import ImageFamily, LoadModule
-from trainer.models.objectives import Example
+from trainer.models.objectives.base import Example
 from trainer.rng import SampleRng
 from trainer.run.manifest import RECIPE, Progress
 from trainer.run.samples import IMAGE, Sample, SampleKind

@@ -19,7 +19,7 @@ import torch
 from trainer.config.errors import InputError
 from trainer.data import epochs
 from trainer.distributed.threads import worker_threads
-from trainer.models.objectives import Batch, Example
+from trainer.models.objectives.base import Batch, Example
 from trainer.rng import SampleRng, derived_seed, generator
 from trainer.run.manifest import Progress
 

@@ -27,7 +27,7 @@ from trainer.data.sequence_rows import AnyRow, EditChain, ImagePart, ImageProble
 from trainer.data.source import DataSource, Draw, SampleDrawer
 from trainer.distributed.context import RankContext
 from trainer.models.base import LoadModule, MultimodalFamily, PartKind, SequencePart, references_of
-from trainer.models.objectives import Example
+from trainer.models.objectives.base import Example
 from trainer.rng import SampleRng, derived_seed
 from trainer.run.events import Emit, WarningEvent
 from trainer.run.manifest import RECIPE, Progress

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.data.loader import BatchSampler, BatchSizes
 from trainer.distributed.context import RankContext
-from trainer.models.objectives import Example
+from trainer.models.objectives.base import Example
 from trainer.rng import SampleRng
 from trainer.run.manifest import Progress
 from trainer.run.samples import Sample, SampleKind

@@ -35,7 +35,7 @@ from trainer.data.text_stream import START, LeftOut, PackedRow, Packing, StreamP
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import TextFamily
-from trainer.models.objectives import Example
+from trainer.models.objectives.base import Example
 from trainer.rng import SampleRng
 from trainer.run import samples
 from trainer.run.events import Emit, StatusEvent, WarningEvent
@@ -78,7 +78,7 @@ class TextSource(DataSource):
         files, self._held_out_files = of_config(cfg.data)
         self.digest = world.gather(_digest(files, self._folders))[0]
         _check_same(files, world)
-        check_preferences((*files, *self._held_out_files), cfg.objective.dpo_beta is not None)
+        check_preferences((*files, *self._held_out_files), cfg.objective.compares_pairs)
         emit(StatusEvent(state="loading", message=f"texts are read from {named(files)}"))
         about_chats = family.chat_warnings(cfg) if CHAT in kinds(files) else ()
         for message in (*warnings_of(cfg.data), *about_chats):
@@ -261,7 +261,7 @@ def stream_of(
     data = cfg.data
     return TextStream(
         folders,
-        encoder_of(family, recipe, cfg.objective.dpo_beta is not None),
+        encoder_of(family, recipe, cfg.objective.compares_pairs),
         seed=cfg.train.seed,
         length=data.length,
         shuffle_window=data.shuffle_window,

@@ -96,7 +96,7 @@ def _continues_adapter(cfg: RunConfig, following: RunConfig, family: ModelFamily
     Modules that are trained whole are handed over with it where `export.format: auto` holds them. Preference training
     compares the model with itself without its adapter: that must be the result of this stage.
     """
-    if following.objective.dpo_beta is not None:
+    if following.objective.compares_pairs:
         return False
     if starts_from_singular_values(cfg):  # the exported adapter has another base and rank
         return False

@@ -328,7 +328,7 @@ def _check_data(cfg: RunConfig, cache: Path | None) -> Keep:
         question_files.of_config(cfg.data)
     else:
         files, held_out = text_files.of_config(cfg.data)
-        text_files.check_preferences((*files, *held_out), cfg.objective.dpo_beta is not None)
+        text_files.check_preferences((*files, *held_out), cfg.objective.compares_pairs)
         if cfg.data.chat_template:
             chat_template.check_template(cfg.data.chat_template)
     return keep

@@ -29,7 +29,8 @@ from trainer.config.sections import (
     SampleConfig,
 )
 from trainer.models import distilled
-from trainer.models.objectives import Batch, Example, Loss, Shift
+from trainer.models.objectives.base import Batch, Example, Loss
+from trainer.models.objectives.flow_matching import Shift
 from trainer.models.parts.document_attention import document_begins
 from trainer.models.parts.dropout import configured_dropout, dropout_warning
 from trainer.models.parts.folder import DIFFUSERS_STEM, ModelFolder, copy_files

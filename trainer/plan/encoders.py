@@ -18,7 +18,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig
 from trainer.models.base import ImageFamily, ModelFamily
 from trainer.models.build import place_encoder, prepare_encoder
-from trainer.models.objectives import Example
+from trainer.models.objectives.base import Example
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.parallelize import COMPUTE_DTYPE
 from trainer.plan import fake_device

@@ -148,7 +148,7 @@ def plan_of(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve = 
     strategy = strategy_of(cfg, model_pass, card)
     sharding = sharding_of(cfg, strategy)
     memory = simulate(model_pass, sharding)
-    if cfg.objective.dpo_beta is not None:
+    if cfg.objective.compares_pairs:
         _add_reference(model_pass, memory)
     received = _received(memory, sharding)
     return MemoryPlan(
@@ -186,7 +186,7 @@ def least_of(cfg: RunConfig, model: Model, card: Card) -> tuple[float, float]:
     model_pass = model.table.training(size_of(cfg), rank_of(cfg), again)
     sharding = sharding_of(cfg, strategy_of(cfg, model_pass, card))
     memory = least(model_pass, sharding)
-    if cfg.objective.dpo_beta is not None:
+    if cfg.objective.compares_pairs:
         _add_reference(model_pass, memory)
     held = 0.0 if cfg.parallel.offload_blocks == "auto" else memory.peak
     return _time(cfg, model_pass, memory, sharding, card).middle, held
@@ -261,7 +261,7 @@ def _decoded(cfg: RunConfig, model_pass: ModelPass) -> float:
     if cfg.quantize.format == "none":
         return 0.0
     stored = [sum(p.numbers for p in unit.parameters if p.stored == 1) for unit in model_pass.units]
-    reference = cfg.objective.dpo_beta is not None
+    reference = cfg.objective.compares_pairs
     passes = sum(size * (2 + (number in model_pass.repeated) + reference) for number, size in enumerate(stored))
     return passes * 16 / BITS[cfg.quantize.format]
 

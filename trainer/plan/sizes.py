@@ -33,7 +33,7 @@ def size_of(cfg: RunConfig) -> Size:
         return Size(cfg.data.pack_tokens * (known.size_multiple if known else 1) ** 2, cfg.train.micro_batch)
     count = max(1, len(cfg.data.reference_columns)) if cfg.data.has_references else 0
     references = count * _images_per_reference(cfg)
-    pair = 1 if cfg.objective.dpo_beta is None else 2
+    pair = 2 if cfg.objective.compares_pairs else 1
     side, images = _largest_pass(cfg)
     return Size((1 + references) * side**2, pair * images)
 

@@ -22,7 +22,7 @@ from trainer.data.buckets import Buckets, images_per_bucket
 from trainer.data.image_files import scan
 from trainer.models import families
 from trainer.models.base import FLOW_FIELDS, ImageFamily
-from trainer.models.objectives import shift_factor, shift_sigma, sigma_at
+from trainer.models.objectives.flow_matching import shift_factor, shift_sigma, sigma_at
 
 NUM_BINS = 20
 NUM_QUANTILES = 10_000

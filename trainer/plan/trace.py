@@ -40,7 +40,7 @@ from trainer.models.build import (
     shard_model,
     sync_gradients,
 )
-from trainer.models.objectives import Batch
+from trainer.models.objectives.base import Batch
 from trainer.models.parts.published import published_folder
 from trainer.optim import Ema, make_optimizer
 from trainer.parallel.mesh import device_mesh

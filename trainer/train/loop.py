@@ -36,7 +36,7 @@ from trainer.export import check_export
 from trainer.metrics.memory import local_bytes
 from trainer.metrics.out_of_memory import OomContext, explain_out_of_memory
 from trainer.metrics.step_time import BACKWARD, DATA, FORWARD, OPTIMIZER, StepMarks, StepTimer
-from trainer.models import families, preferences
+from trainer.models import families
 from trainer.models.build import (
     build_model,
     encoder_loader,
@@ -44,7 +44,8 @@ from trainer.models.build import (
     reshard,
     sync_gradients,
 )
-from trainer.models.objectives import Example, Loss, perplexity_of
+from trainer.models.objectives import kinds as objectives
+from trainer.models.objectives.base import Example, Loss, perplexity_of
 from trainer.models.parts.neftune import noises
 from trainer.models.pissa import initial_file
 from trainer.models.start import continue_adapter
@@ -207,7 +208,7 @@ class Trainer:
         self._asked: defaultdict[Hashable, set[Draw]] = defaultdict(set)  # by a pass with a batch of these shapes
         self.log = RunLog(run, world, emit, before)
         self.family = families.make(cfg, cache)
-        self.objective = preferences.make(cfg, self.family)
+        self.objective = objectives.make(cfg, self.family)
         self._recipe, was_compiled = self._begun_with()
         self.family.follow_recipe(self._recipe)
         for warning in (*self.family.warnings(cfg), *self.objective.warnings(cfg)):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.models.objectives import Loss
+from trainer.models.objectives.base import Loss
 
 WEIGHT, NON_FINITE = 1, 3
 """Places in `Sums.row`."""

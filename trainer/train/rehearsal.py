@@ -28,9 +28,10 @@ from trainer.data.text_rows import key_of
 from trainer.data.text_source import check_length, encoder_of, stream_of
 from trainer.distributed.context import RankContext
 from trainer.export import check_export
-from trainer.models import families, preferences
+from trainer.models import families
 from trainer.models.base import ModelFamily, TextFamily
 from trainer.models.build import build_model
+from trainer.models.objectives import kinds as objectives
 from trainer.models.start import check_start
 from trainer.run.events import StatusEvent
 from trainer.run.manifest import RECIPE
@@ -72,7 +73,7 @@ def check_model(cfg: RunConfig, cache: Path) -> ModelFamily:
         InputError: A rank would refuse it.
     """
     family = families.make(cfg, cache)
-    objective = preferences.make(cfg, family)
+    objective = objectives.make(cfg, family)
     built = build_model(cfg, family)
     objective.check(built)
     check_export(cfg, family, built.trainables)
@@ -157,7 +158,7 @@ def _read(cfg: RunConfig, cache: Path) -> Iterator[str]:
         return
     trained, held_out = of_config(cfg.data)
     paths = [file for file in (*trained, *held_out) if file.suffix.lower() not in WHOLE_FILES]
-    compares = cfg.objective.dpo_beta is not None
+    compares = cfg.objective.compares_pairs
     check_preferences((*trained, *held_out), compares)
     if not paths:
         return

@@ -31,7 +31,8 @@ from trainer.config.sections import (
     SampleConfig,
 )
 from trainer.models.base import FLOW_FIELDS, LoadModule, MultimodalFamily, SequencePart, TextLength, references_of
-from trainer.models.objectives import Batch, Example, Loss, Shift
+from trainer.models.objectives.base import Batch, Example, Loss
+from trainer.models.objectives.flow_matching import Shift
 from trainer.models.parts.bagel_network import (
     BAGEL_7B_MOT,
     BLOCKS,

@@ -17,7 +17,7 @@ from trainer.config.errors import InputError, not_one_of
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, DataConfig, ModelConfig, NoAdapter, ObjectiveConfig, SampleConfig
 from trainer.models.base import PREFERENCE_FIELDS, TextFamily, Weigh
-from trainer.models.objectives import Batch, Loss
+from trainer.models.objectives.base import Batch, Loss
 from trainer.models.parts.attention_probe import Sight, computes_within, layer_pattern, position_ids, sight
 from trainer.models.parts.chat import Chat, Encoded, encode_spans
 from trainer.models.parts.chat_template import read_template, without_marks
@@ -148,7 +148,7 @@ class CausalLM(TextFamily):
         """Take how conversations are encoded, and turn layers whose weights are (inputs, outputs) into linear ones if
         an adapter or codes are to change them. A full fine-tune keeps them, as checkpoints of older versions do."""
         self._template, self._system = cfg.data.chat_template or None, cfg.data.system
-        if cfg.objective.dpo_beta is not None and not self.packs_documents:
+        if cfg.objective.compares_pairs and not self.packs_documents:
             raise InputError(
                 f"objective.dpo_beta: the two answers of a pair share a row, but in a {type(self._empty).__name__} the "
                 "documents of a row see each other; leave it empty, or train another model"

@@ -22,7 +22,7 @@ from trainer.config.errors import InputError
 from trainer.config.families import Distilled
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.models.base import FLOW_FIELDS, PREFERENCE_FIELDS, ImageFamily, LoadModule, TextLength
-from trainer.models.objectives import Batch, Example, Loss
+from trainer.models.objectives.base import Batch, Example, Loss
 from trainer.models.parts.clip import (
     CLIP_L,
     CLIP_TOKENS,

@@ -29,7 +29,8 @@ from trainer.models.base import (
     TextLength,
     references_of,
 )
-from trainer.models.objectives import Batch, Example, Loss, empirical_mu
+from trainer.models.objectives.base import Batch, Example, Loss
+from trainer.models.objectives.flow_matching import empirical_mu
 from trainer.models.parts.chat_template import rendered
 from trainer.models.parts.flow_matching import (
     denoise,

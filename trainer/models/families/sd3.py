@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from trainer.config.families import Distilled
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.models.base import ImageFamily, LoadModule, TextLength
-from trainer.models.objectives import Batch, Example, Loss, Shift
+from trainer.models.objectives.base import Batch, Example, Loss
+from trainer.models.objectives.flow_matching import Shift
 from trainer.models.parts.clip import (
     CLIP_G,
     CLIP_L,

@@ -33,17 +33,8 @@ from trainer.models.base import (
     LoadModule,
     TextLength,
 )
-from trainer.models.objectives import (
-    Batch,
-    Example,
-    Loss,
-    diffuse,
-    diffusion_target,
-    draw_timestep,
-    min_snr_weight,
-    squared_error,
-    total_loss,
-)
+from trainer.models.objectives.base import Batch, Example, Loss, squared_error, total_loss
+from trainer.models.objectives.diffusion import diffuse, diffusion_target, draw_timestep, min_snr_weight
 from trainer.models.parts.clip import (
     CLIP_G,
     CLIP_L,

@@ -25,7 +25,8 @@ from trainer.config.errors import InputError
 from trainer.config.families import Distilled
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.models.base import ImageFamily, LoadModule, TextLength
-from trainer.models.objectives import Batch, Example, Loss, Shift
+from trainer.models.objectives.base import Batch, Example, Loss
+from trainer.models.objectives.flow_matching import Shift
 from trainer.models.parts.chat_template import rendered
 from trainer.models.parts.flow_matching import (
     denoise,

@@ -1,4 +1,4 @@
-"""What a step minimizes: the family's own loss, or the loss of preference training (DPO) on pairs.
+"""Preference training (DPO): the loss of pairs of a chosen and a rejected answer or image.
 
 DPO raises the probability of the chosen one of a pair above that of the rejected one, both measured against a
 reference: the model itself with its adapter switched off, in the same step and on the same inputs. Source: Direct
@@ -8,7 +8,6 @@ Preference Optimization (arXiv 2305.18290), eq. 7.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,35 +19,8 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
 from trainer.models.base import ModelFamily, TextFamily
 from trainer.models.build import BuiltModel
-from trainer.models.objectives import Batch, Example, Loss
+from trainer.models.objectives.base import Batch, Example, Items, Loss, Objective
 from trainer.rng import SampleRng
-
-Items = tuple[Sequence[Example], Sequence[float], SampleRng]
-"""Examples that share a batch key, the weight of each and their random numbers."""
-
-
-class Objective:
-    """The family's own loss."""
-
-    metrics: ClassVar[tuple[str, ...]] = ()
-    """Names of what is measured in addition to the loss, in the order of `Loss.metrics`."""
-    images_per_example: ClassVar[int] = 1
-    """Number of images that are trained on with an example of a model of images."""
-
-    def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
-        """Sentences about this config to show before training; the run starts anyway."""
-        return ()
-
-    def check(self, built: BuiltModel) -> None:
-        """Raise InputError for a model that cannot be trained so."""
-
-    def items(self, examples: Sequence[Example], weights: Sequence[float], rng: SampleRng) -> Items:
-        """The items of one forward pass over these examples."""
-        return examples, weights, rng
-
-    def loss(self, family: ModelFamily, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        """The loss of a batch of `items`; arguments as those of `ModelFamily.loss`."""
-        return family.loss(model, batch, rng)
 
 
 class _Preferences(Objective):
@@ -60,10 +32,14 @@ class _Preferences(Objective):
         beta: `objective.dpo_beta`.
     """
 
+    beta: float
+
     metrics = ("margins", "accuracies")
 
-    def __init__(self, beta: float) -> None:
-        self.beta = beta
+    def __init__(self, cfg: RunConfig) -> None:
+        super().__init__(cfg)
+        assert cfg.objective.dpo_beta is not None
+        self.beta = cfg.objective.dpo_beta
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
         if isinstance(cfg.adapter, NoAdapter) or cfg.adapter.start is None:
@@ -84,6 +60,10 @@ class _Preferences(Objective):
 
 class TextPreferences(_Preferences):
     """Pairs of answers: documents 2n and 2n + 1 of a row are the chosen and the rejected answer of one pair."""
+
+    @classmethod
+    def is_of(cls, cfg: RunConfig, family: ModelFamily) -> bool:
+        return cfg.objective.compares_pairs and isinstance(family, TextFamily)
 
     def loss(self, family: ModelFamily, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
         assert isinstance(family, TextFamily)
@@ -122,6 +102,10 @@ class ImagePreferences(_Preferences):
 
     images_per_example = 2
 
+    @classmethod
+    def is_of(cls, cfg: RunConfig, family: ModelFamily) -> bool:
+        return cfg.objective.compares_pairs and not isinstance(family, TextFamily)
+
     def items(self, examples: Sequence[Example], weights: Sequence[float], rng: SampleRng) -> Items:
         """Chosen images, then rejected ones; those of a pair draw equal random numbers, as they share an index."""
         chosen = [{key: tensor for key, tensor in example.items() if key != "rejected"} for example in examples]
@@ -133,14 +117,6 @@ class ImagePreferences(_Preferences):
             reference = _errors(family.loss(model, batch, rng))
         chosen, rejected = (_errors(family.loss(model, batch, rng)) - reference).chunk(2)
         return pair_loss(-self.beta / 2 * (chosen - rejected), batch["weight"].chunk(2)[0])
-
-
-def make(cfg: RunConfig, family: ModelFamily) -> Objective:
-    """The objective of a run."""
-    beta = cfg.objective.dpo_beta
-    if beta is None:
-        return Objective()
-    return TextPreferences(beta) if isinstance(family, TextFamily) else ImagePreferences(beta)
 
 
 def pair_loss(margins: Tensor, weight: Tensor) -> Loss:

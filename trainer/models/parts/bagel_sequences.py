@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainer.config.sections import ObjectiveConfig
-from trainer.models.objectives import Batch, Example, Shift, add_noise, draw_sigma, squared_error, velocity
+from trainer.models.objectives.base import Batch, Example, squared_error
+from trainer.models.objectives.flow_matching import Shift, add_noise, draw_sigma, velocity
 from trainer.models.parts.bagel_packing import (
     PATCH,
     DrawnPiece,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.config.errors import InputError
 from trainer.config.sections import ObjectiveConfig
-from trainer.models.objectives import Prediction
+from trainer.models.objectives.diffusion import Prediction
 from trainer.models.parts.folder import ModelFolder
 
 CONFIG = "scheduler/scheduler_config.json"

@@ -11,18 +11,8 @@ import torch
 from torch import Tensor
 
 from trainer.config.sections import ObjectiveConfig
-from trainer.models.objectives import (
-    Batch,
-    Example,
-    Loss,
-    Shift,
-    ShiftLine,
-    add_noise,
-    draw_sigma,
-    squared_error,
-    total_loss,
-    velocity,
-)
+from trainer.models.objectives.base import Batch, Example, Loss, squared_error, total_loss
+from trainer.models.objectives.flow_matching import Shift, ShiftLine, add_noise, draw_sigma, velocity
 from trainer.rng import SampleRng
 
 

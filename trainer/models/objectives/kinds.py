@@ -1,0 +1,16 @@
+"""The objectives: what a step may minimize. A further one is a file of this folder and a line here."""
+
+from __future__ import annotations
+
+from trainer.config.schema import RunConfig
+from trainer.models.base import ModelFamily
+from trainer.models.objectives.base import Objective
+from trainer.models.objectives.preferences import ImagePreferences, TextPreferences
+
+OBJECTIVES: tuple[type[Objective], ...] = (TextPreferences, ImagePreferences, Objective)
+"""The first that answers for a run is its objective; the last one answers for all."""
+
+
+def make(cfg: RunConfig, family: ModelFamily) -> Objective:
+    """Return the objective of a run."""
+    return next(kind for kind in OBJECTIVES if kind.is_of(cfg, family))(cfg)
