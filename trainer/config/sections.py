@@ -325,7 +325,7 @@ class BoftAdapter(AdapterSection):
 
 
 AnyAdapter = (
-    LoraAdapter | LoconAdapter | DoraAdapter | LohaAdapter | LokrAdapter | BoftAdapter | DiagOftAdapter | NoAdapter
+    LoraAdapter | LoconAdapter | DoraAdapter | LohaAdapter | LokrAdapter | DiagOftAdapter | BoftAdapter | NoAdapter
 )
 ADAPTERS: dict[str, type[AdapterSection] | type[NoAdapter]] = {
     adapter.model_fields["type"].default: adapter for adapter in get_args(AnyAdapter)
