@@ -56,10 +56,9 @@ DRAWN = {
 }
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def drawn_kinds(runs: Path) -> RunDir:
     """A run that drew a sample of each kind."""
-    run = recorded(tmp_path / "runs", "kinds")
+    run = recorded(runs, "kinds")
     (run.path / "export").mkdir(exist_ok=True)
     (run.path / "export" / "adapter.safetensors").write_bytes(b"weights")
     with EventWriter(run.events_file) as events:
@@ -69,6 +68,11 @@ def run(tmp_path: Path) -> RunDir:
             events.write(SampleEvent(step=STEP, prompt=f"a {name}", index=index, path=path, text=sample.text))
         events.write(ExportEvent(step=STEP, path="export/adapter.safetensors", what="adapter", format="diffusers"))
     return run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return drawn_kinds(tmp_path / "runs")
 
 
 def test_a_kind_is_known_by_its_suffix_and_has_one_of_its_own() -> None:

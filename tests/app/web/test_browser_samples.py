@@ -17,6 +17,7 @@ from PIL import Image
 from playwright.sync_api import Page
 
 from tests.app.browser import Server, ask_again, recorded, until
+from tests.app.test_sample_kinds import drawn_kinds
 from trainer.run.events import EventWriter, SampleEvent, StepEvent
 from trainer.run.folder import RunDir
 
@@ -32,6 +33,7 @@ def recordings(server: Server) -> None:
     (many.samples / "step-000100-1.png").unlink()
     recorded(server.runs, "bad-samples", sample__prompts=[BAD, BAD])
     recorded(server.runs, "no-samples", sample__prompts=[], sample__every=0)
+    drawn_kinds(server.runs)
     write_text_samples(recorded(server.runs, "text-samples", sample__prompts=[], sample__every=0))
 
 
@@ -224,3 +226,20 @@ def test_a_run_of_10000_steps_and_400_samples_opens_within_a_second(page: Page, 
     open_samples(page, "long-samples")
     until(page, "document.querySelectorAll('#page-run .now img').length === 2")
     assert (first_s < 3, time.monotonic() - began < 1) == (True, True)
+
+
+def test_what_has_a_duration_is_shown_by_its_poster_or_name_and_played(page: Page):
+    open_samples(page, "kinds")
+    shows(page, "60")
+    for words in ("a text", "a clip", "a sound"):
+        page.locator("#page-run").get_by_text(words, exact=True).first.scroll_into_view_if_needed()
+    poster = page.locator("#page-run .now img[alt='a clip, step 60']")
+    until(page, "document.querySelector(\".now img[alt='a clip, step 60']\")?.naturalWidth === 64")
+    poster.click()
+    until(page, "document.querySelector('#lightbox video').src.endsWith('step-000060-2.mp4')")
+    assert page.locator("#lightbox video").get_attribute("poster")
+    page.keyboard.press("Escape")
+    page.locator("#page-run .now").get_by_text("step-000060-3.wav", exact=True).click()
+    until(page, "document.querySelector('#lightbox video')?.duration === 0.1")
+    page.keyboard.press("Escape")
+    page.locator("#page-run .now pre", has_text="Once <b>upon</b> a time").wait_for()
