@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from trainer.config.terminal import complain, not_installed
+from trainer.system.terminal import complain, not_installed
 
 CUT_OFF = 128 + signal.SIGPIPE
 """Exit code where nothing reads the output any more, as a shell gives it for a program that SIGPIPE ended."""

@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from app.captioning import Captioning, Progress
-from trainer.config.errors import InputError
-from trainer.config.terminal import complain, say, shortened
+from app.data.captioning import Captioning, Progress
 from trainer.launcher.commands import EXIT_CODES, POLL_S, StopRequests
 from trainer.run import process
 from trainer.run.captioning import CaptionJob, CaptionRequest
+from trainer.system.errors import InputError
+from trainer.system.terminal import complain, say, shortened
 
 MOST_SHOWN = 5
 """Sentences about images without a caption that are shown at the end."""

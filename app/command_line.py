@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, get_args
 
-from trainer.config.errors import InputError
-from trainer.config.installation import program
 from trainer.config.load import load_config
 from trainer.config.presets import preset_file
 from trainer.config.sections import ExportConfig
-from trainer.config.terminal import complain, printable, say
 from trainer.run.captioning import CaptionRequest, Style
+from trainer.system.errors import InputError
+from trainer.system.installation import program
+from trainer.system.terminal import complain, printable, say
 
 REFUSED_PATHS = {
     **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP), "name another path"),
@@ -365,7 +365,7 @@ def _fit(options: argparse.Namespace) -> int:
     found = fit_command.search(load_config(preset, options.overrides), runs, options.gpus, keep)
     fit_command.show(found, options.price)
     if options.prove and found.is_complete:
-        from app.fit_proof import prove
+        from app.form.fit_proof import prove
 
         found = prove(found, runs)
     if not found.is_complete:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config.errors import InputError
-from trainer.gpus import Gpu
 from trainer.launcher import doctor
 from trainer.launcher.doctor import Check
+from trainer.system.errors import InputError
+from trainer.system.gpus import Gpu
 
 
 @dataclass(frozen=True)

@@ -19,37 +19,36 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from app import form
-from app.caption_lengths import Lengths
-from app.data_folders import DataFolders
-from app.earlier_runs import EarlierRuns
-from app.fit_preview import FitPreviews, Question
-from app.folders import Picker, Recent, Unsettled
-from app.form import Checked, Draft
-from app.live import Live
-from app.looks import Looks
+from app.data.caption_lengths import Lengths
+from app.data.data_folders import DataFolders
+from app.data.folders import Picker, Recent, Unsettled
+from app.data.looks import Looks
+from app.data.scans import Scans
+from app.data.uploads import Uploads
+from app.form import draft as form
+from app.form.draft import Checked, Draft
+from app.form.earlier_runs import EarlierRuns
+from app.form.fit_preview import FitPreviews, Question
+from app.form.model_choices import ModelChoices
+from app.form.plan_preview import PlanPreview, PlanPreviews
 from app.machine import Machine
-from app.model_choices import ModelChoices
-from app.monitor import Follower, explained, find_runs
-from app.plan_preview import PlanPreview, PlanPreviews
-from app.scans import Scans
-from app.uploads import Uploads
+from app.runs.live import Live
+from app.runs.monitor import Follower, explained, find_runs
 from app.web.served_files import Downloads, Thumbnails
-from trainer import gpus
-from trainer.config import files
-from trainer.config.errors import InputError
 from trainer.config.fields import all_names
-from trainer.config.installation import PRESETS
 from trainer.config.load import dump_config, load_config, stage_configs
 from trainer.config.presets import FIRST_PRESET, find_presets
 from trainer.config.sections import NAME_HELP, NAME_PATTERN
-from trainer.gpus import Gpu, visible
 from trainer.launcher import commands, preflight, torchrun
-from trainer.launcher.downloads import Downloads as ModelDownloads
+from trainer.launcher.jobs.downloads import Downloads as ModelDownloads
 from trainer.launcher.queue import POLL_S, Entry, Queue
 from trainer.run import process as processes
 from trainer.run.folder import RunDir, guard_cache, is_run, shared_cache
 from trainer.run.manifest import newest_step
+from trainer.system import files, gpus
+from trainer.system.errors import InputError
+from trainer.system.gpus import Gpu, visible
+from trainer.system.installation import PRESETS
 
 PRIVATE = ("drafts", "thumbnails", "downloads", "queue", "presets")
 """Subfolders of the runs folder with mode 0700: they hold copies of images, captions and configs."""

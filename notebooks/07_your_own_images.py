@@ -78,7 +78,7 @@ except ValueError as error:
 # image without a caption, and `data.bad_image: warn` leaves out unreadable files. The fourth has to be repaired.
 
 # %%
-from trainer.data import image_files
+from trainer.data.images import image_files
 
 spoilt[3].with_suffix(".txt").write_text("Kaninchen, müde", encoding="utf-8")
 LENIENT = ["data.missing_caption=empty", "data.bad_image=warn", "data.validation=0"]
@@ -120,7 +120,7 @@ notebook.Table(
 
 # %%
 from trainer.config import families
-from trainer.data.buckets import bucket_sizes, choose_bucket, images_per_bucket
+from trainer.data.images.buckets import bucket_sizes, choose_bucket, images_per_bucket
 
 data = config.config.data
 multiple = families.of(config.config.model.family).size_multiple
@@ -136,7 +136,7 @@ notebook.Table(
 # Some of the images as the model would get them, bucket by bucket:
 
 # %%
-from trainer.data.image_io import load_rgb
+from trainer.data.images.image_io import load_rgb
 
 cut = RUNS / "as-trained"
 cut.mkdir(exist_ok=True)
@@ -154,7 +154,7 @@ notebook.gallery(rows, size=max(max(size) for size in sizes))
 # an image gets borders, which are not learned. With `data.resolutions: [48, 64]` each image is trained at both sizes:
 
 # %%
-from trainer.data.buckets import Buckets
+from trainer.data.images.buckets import Buckets
 
 several = notebook.config("quickstart", *CHANGES, f"data.path={folder}", "data.resolutions=[48,64]").config.data
 buckets = Buckets.of(several, multiple, longest=None)

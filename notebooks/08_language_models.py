@@ -55,12 +55,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from trainer.data.text_files import TextFolder
-from trainer.data.text_source import encoder_of, example_of
-from trainer.data.text_stream import TextStream
+from trainer.data.text.text_files import TextFolder
+from trainer.data.text.text_source import encoder_of, example_of
+from trainer.data.text.text_stream import TextStream
 from trainer.models import families
-from trainer.models.parts.chunked_loss import sum_losses_in_chunks
-from trainer.models.parts.document_attention import attend_within
+from trainer.models.parts.language.chunked_loss import sum_losses_in_chunks
+from trainer.models.parts.language.document_attention import attend_within
 from trainer.rng import SampleRng
 
 logging.disable_progress_bar()

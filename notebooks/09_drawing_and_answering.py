@@ -102,7 +102,7 @@ config = notebook.config(preset)
 import torch
 
 from trainer.models import families
-from trainer.models.parts.bagel_packing import DrawnPiece, SeenPiece, TextPiece, pack
+from trainer.models.parts.bagel.bagel_packing import DrawnPiece, SeenPiece, TextPiece, pack
 
 family = families.make(config.config, RUNS / "cache")
 sizes = family.sizes

@@ -19,12 +19,12 @@ from tests.distributed.matrix import METHODS
 from tests.models.common import IMAGES
 from tests.readme import write_section
 from tests.runs import alone, make_pictures, make_run, run_config
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ADAPTER_FILES
-from trainer.export import export
+from trainer.export.export import export
 from trainer.rng import generator
 from trainer.run.folder import RunDir
+from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
 
 ADAPTERS = tuple(method for method in METHODS if METHODS[method]["type"] != "none")

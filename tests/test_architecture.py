@@ -31,8 +31,8 @@ READS_ENVIRONMENT = frozenset(
         "app.web.access",
         "app.web.server",
         "trainer.__main__",
-        "trainer.config.files",
-        "trainer.gpus.visible",
+        "trainer.system.files",
+        "trainer.system.gpus.visible",
         "trainer.launcher.network",
         "trainer.run.allocator",
         "trainer.run.compiler",
@@ -43,9 +43,9 @@ READS_ENVIRONMENT = frozenset(
 MAX_LINES = 60
 # Who may ask for the number of processes. The others ask for `data_size`, the number of shares of a step's samples.
 COUNTS_PROCESSES = {
-    "app.model_choices": "a preset's ranks, each a GPU",
-    "app.run_screen": "a preset's ranks, each a GPU",
-    "trainer.benchmark.variants": "variants on equally many GPUs",
+    "app.form.model_choices": "a preset's ranks, each a GPU",
+    "app.runs.run_screen": "a preset's ranks, each a GPU",
+    "trainer.launcher.jobs.variants": "variants on equally many GPUs",
     "trainer.benchmark.worker": "bytes that each rank sends",
     "trainer.captioning.work": "captions, an image per process",
     "trainer.checkpoint.restore": "files read by each process",
@@ -65,14 +65,14 @@ COUNTS_PROCESSES = {
     "trainer.parallel.load": "rows read by each process",
     "trainer.parallel.mesh": "a mesh of all processes",
     "trainer.parallel.replicas": "copies on each process",
-    "trainer.plan.decide": "whether NCCL holds memory",
-    "trainer.plan.encoders": "whether the encoder is sharded",
-    "trainer.plan.fit": "whether NCCL holds memory",
+    "trainer.plan.search.decide": "whether NCCL holds memory",
+    "trainer.plan.record.encoders": "whether the encoder is sharded",
+    "trainer.plan.search.fit": "whether NCCL holds memory",
     "trainer.plan.memory": "GPUs",
-    "trainer.plan.phases": "whether NCCL holds memory",
-    "trainer.plan.sizes": "shards and replicas",
-    "trainer.plan.trace": "a mesh of all processes",
-    "trainer.run.report": "memory of each process",
+    "trainer.plan.simulate.phases": "whether NCCL holds memory",
+    "trainer.plan.simulate.sizes": "shards and replicas",
+    "trainer.plan.record.trace": "a mesh of all processes",
+    "trainer.view.report": "memory of each process",
     "trainer.train.log": "GPUs",
     "trainer.train.loop": "flags of each process",
 }
@@ -84,7 +84,7 @@ STARTS_THREADS = {
 }
 # Who may write or rename files by itself: what is lost or torn there is made again, or is flushed as a whole.
 WRITES_BY_ITSELF = {
-    "trainer.config.files": "it is what all others write with",
+    "trainer.system.files": "it is what all others write with",
     "trainer.export": "files of a draft folder, which `export.drafts` flushes one by one before it gets its name",
     "trainer.models": "files of a draft folder, which `folder.write_once` flushes before it gets its name",
     "trainer.checkpoint": "puts checkpoints aside and takes their names from those it removes; it writes none so",
@@ -193,15 +193,15 @@ def opens_any_picture(module: Module) -> Iterator[str]:
 def prints(module: Module) -> Iterator[str]:
     """Names and texts of strangers reach a terminal by one way, which takes commands to it out."""
     for node in module.nodes(ast.Name):
-        if node.id == "print" and module.name != "trainer.config.terminal":
-            yield f"{node.lineno}: prints past trainer.config.terminal"
+        if node.id == "print" and module.name != "trainer.system.terminal":
+            yield f"{node.lineno}: prints past trainer.system.terminal"
     for node in module.nodes(ast.Attribute):
         if ast.unparse(node) in ("sys.stdout.write", "sys.stderr.write"):
-            yield f"{node.lineno}: prints past trainer.config.terminal"
+            yield f"{node.lineno}: prints past trainer.system.terminal"
 
 
 def writes_by_itself(module: Module) -> Iterator[str]:
-    """What is kept is written and renamed by `trainer.config.files`: a power cut leaves the former or the new file."""
+    """What is kept is written and renamed by `trainer.system.files`: a power cut leaves the former or the new file."""
     if any(f"{module.name}.".startswith(f"{name}.") for name in WRITES_BY_ITSELF):
         return
     for node in module.nodes(ast.Call):
@@ -271,8 +271,8 @@ def test_the_code_keeps_the_rule(rule):
             "def f():\n    from trainer import config, launcher",
             ["2: run imports launcher"],
         ),
-        (imports_another_room, "trainer.launcher.torchrun", "import app.monitor", ["1: launcher imports app"]),
-        (imports_another_room, "app.form", "from trainer.train.loop import Trainer", ["1: app imports train"]),
+        (imports_another_room, "trainer.launcher.torchrun", "import app.runs.monitor", ["1: launcher imports app"]),
+        (imports_another_room, "app.form.draft", "from trainer.train.loop import Trainer", ["1: app imports train"]),
         (needs_too_much, "trainer.train.loop", "import torch\nfrom accelerate import A", ["2: imports accelerate"]),
         (names_a_family, "trainer.train.loop", "x = 1\nif f == 'flux2':\n    ...", ["2: names flux2"]),
         (names_a_family, "trainer.export", "from d import Flux2Pipeline", ["1: names Flux2"]),
@@ -290,15 +290,15 @@ def test_the_code_keeps_the_rule(rule):
             ["1: suppresses Exception"],
         ),
         (guesses_attributes, "trainer.train.loop", "getattr(a, b)\ngetattr(a, b, 0)", ["2: getattr(a, b, 0)"]),
-        (writes_html_unescaped, "app.html", "f'<p>{x}</p>'", ["1: fills HTML without escaping"]),
-        (writes_html_unescaped, "app.html", "f'<img alt=\"{x}\">' f'{y}'", ["1: fills HTML without escaping"]),
+        (writes_html_unescaped, "app.runs.html", "f'<p>{x}</p>'", ["1: fills HTML without escaping"]),
+        (writes_html_unescaped, "app.runs.html", "f'<img alt=\"{x}\">' f'{y}'", ["1: fills HTML without escaping"]),
         (
             writes_html_unescaped,
-            "app.html",
+            "app.runs.html",
             "Markup(x)\nMarkup(f(x))",
             ["1: takes a value for markup", "2: takes a value for markup"],
         ),
-        (writes_html_unescaped, "app.html", "Markup('<p>{}</p>').format(x)\nMarkup(STYLE)\nf'{a} < {b}'", []),
+        (writes_html_unescaped, "app.runs.html", "Markup('<p>{}</p>').format(x)\nMarkup(STYLE)\nf'{a} < {b}'", []),
         (reads_environment, "trainer.optim", "import os\nos.environ['A']", ["2: reads os.environ"]),
         (
             writes_by_itself,
@@ -308,26 +308,31 @@ def test_the_code_keeps_the_rule(rule):
         ),
         (
             writes_by_itself,
-            "app.run_table",
+            "app.runs.run_table",
             "os.replace(a, b)\ndraft.replace(b)\na.rename(b)",
             ["1: os.replace", "2: draft.replace", "3: a.rename"],
         ),
         (
             writes_by_itself,
-            "app.run_table",
+            "app.runs.run_table",
             "'a'.replace('b', 'c')\nreplace(a, b=1)\nfiles.replace(a, 'b')\nfiles.rename(a, b)",
             [],
         ),
         (writes_by_itself, "trainer.export.model", "file.write_text(t)", []),
         (reads_environment, "trainer.distributed.world", "import os\nos.getenv('A')", []),
-        (prints, "trainer.launcher.doctor", "say(1)\nprint(1)", ["2: prints past trainer.config.terminal"]),
-        (prints, "app.notebook", "plan(cfg, print)", ["1: prints past trainer.config.terminal"]),
-        (prints, "trainer.train.loop", "sys.stderr.write(a)", ["1: prints past trainer.config.terminal"]),
-        (prints, "trainer.config.terminal", "print(1)", []),
+        (prints, "trainer.launcher.doctor", "say(1)\nprint(1)", ["2: prints past trainer.system.terminal"]),
+        (prints, "app.notebook", "plan(cfg, print)", ["1: prints past trainer.system.terminal"]),
+        (prints, "trainer.train.loop", "sys.stderr.write(a)", ["1: prints past trainer.system.terminal"]),
+        (prints, "trainer.system.terminal", "print(1)", []),
         (opens_any_picture, "app.notebook.lessons", "Image.open(file)", ["1: opens a picture of any format"]),
         (opens_any_picture, "app.notebook.lessons", "Image.open(file, formats=('PNG',))", []),
         (counts_processes, "trainer.data.loader", "self._world.size\nworld.data_size", ["1: reads self._world.size"]),
-        (counts_processes, "trainer.plan.choices", "cfg.parallel.world_size", ["1: reads cfg.parallel.world_size"]),
+        (
+            counts_processes,
+            "trainer.plan.search.choices",
+            "cfg.parallel.world_size",
+            ["1: reads cfg.parallel.world_size"],
+        ),
         (counts_processes, "trainer.parallel.mesh", "world.size", []),
         (starts_threads, "trainer.data.loader", "with ThreadPoolExecutor(2): ...", ["1: starts threads by itself"]),
     ],

@@ -12,8 +12,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
-from trainer.config.errors import InputError
-from trainer.config.installation import EXTRAS
 from trainer.config.sections import OptimConfig
 from trainer.distributed.world import World
 from trainer.optim import (
@@ -27,6 +25,8 @@ from trainer.optim import (
     scale_gradients,
     state_tensors,
 )
+from trainer.system.errors import InputError
+from trainer.system.installation import EXTRAS
 
 
 def rates(steps: int, **fields: object) -> list[float]:

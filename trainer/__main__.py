@@ -11,25 +11,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config.imports import quick_imports
+from trainer.system.imports import quick_imports
 
 with quick_imports():
     import torch
     from torch import Tensor
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from trainer.config.errors import InputError
     from trainer.config.schema import RunConfig
     from trainer.config.sections import TrackersConfig
-    from trainer.config.terminal import complain, say
     from trainer.distributed.attach import RankRun, attach
     from trainer.run import process, stages
     from trainer.run.events import Emit, EventWriter, ExportEvent, State, StatusEvent, WarningEvent
     from trainer.run.failure import less_memory
     from trainer.run.folder import RunDir, shared_cache
     from trainer.run.preemption import Preemption, catch_preemption
-    from trainer.run.report import write_report
     from trainer.run.stages import Stage
+    from trainer.system.errors import InputError
+    from trainer.system.terminal import complain, say
+    from trainer.view.report import write_report
 
 if TYPE_CHECKING:
     from trainer.distributed.world import World
@@ -167,7 +167,7 @@ def _stop_requested(run: RunDir, world: World, preemption: Preemption) -> bool:
 
 def _hand_over(stage: Stage, run: RunDir, weights: Mapping[str, Tensor]) -> None:
     """Write the weights of a stage for the next one, which begins once they exist."""
-    from trainer.export import hand_over
+    from trainer.export.export import hand_over
 
     torch.set_num_threads(os.cpu_count() or 1)
     hand_over(stage, run, shared_cache(stage.config, run.path.parent), weights)
@@ -175,7 +175,7 @@ def _hand_over(stage: Stage, run: RunDir, weights: Mapping[str, Tensor]) -> None
 
 def _export(cfg: RunConfig, run: RunDir, before: int, weights: Mapping[str, Tensor] | None = None) -> list[Path]:
     """Export the newest checkpoint. Returns the paths, the main one last: scripts read the last line of the output."""
-    from trainer.export import export
+    from trainer.export.export import export
     from trainer.run.manifest import newest_step
 
     # The launcher gives each process one thread, as ranks share the cores. By now the other ranks have left.

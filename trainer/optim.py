@@ -3,11 +3,12 @@
 A new optimizer is an entry of `_MAKERS` here, and its name in three other places:
 
 - the `Literal` of `OptimConfig.type` in `config/sections.py`, which makes it a value of `optim.type`;
-- `STATE_BYTES` in `plan/sizes.py`: bytes of its state per trained number, for the memory plan;
+- `STATE_BYTES` in `plan/simulate/sizes.py`: bytes of its state per trained number, for the memory plan;
 - `config/aliases.py`: names that other trainers use for it, and `REFUSED_VALUES` if it was refused there until now.
 
-An optimizer of an optional package also goes into `EXTRAS` of `config/installation.py`. One that evaluates other
-weights than it trains also needs the rules that `config/schema.py` and `plan/phases.py` have for `schedulefree`.
+An optimizer of an optional package also goes into `EXTRAS` of `system/installation.py`. One that evaluates other
+weights than it trains also needs the rules that `config/schema.py` and `plan/simulate/phases.py` have for
+`schedulefree`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainer.config.errors import InputError
-from trainer.config.installation import missing_package
 from trainer.config.sections import OptimConfig
+from trainer.system.errors import InputError
+from trainer.system.installation import missing_package
 
 
 def make_optimizer(trainables: Mapping[str, nn.Parameter], cfg: OptimConfig) -> Optimizer:

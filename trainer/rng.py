@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from trainer.pinned import pin, send
+from trainer.system.pinned import pin, send
 
 
 def derived_seed(*parts: int | str) -> int:

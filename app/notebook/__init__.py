@@ -14,32 +14,32 @@ from typing import Literal
 
 from markupsafe import Markup
 
-from app.html import in_notebook, plan_bar
-from app.monitor import Follower, find_runs
 from app.notebook import captions, dashboard_widget
 from app.notebook.dashboard_widget import Dashboard
 from app.notebook.form_widget import Form
 from app.notebook.lessons import Table, exercise, gallery
+from app.runs.html import in_notebook, plan_bar
+from app.runs.monitor import Follower, find_runs
 from trainer import plan as plans
-from trainer.benchmark import variants as trials
-from trainer.benchmark.variants import Trial
 from trainer.config import presets
-from trainer.config.amounts import GIB
-from trainer.config.errors import InputError
-from trainer.config.installation import CHECKOUT
 from trainer.config.load import ConfigFile, load_config
-from trainer.config.terminal import say
-from trainer.gpus import support, visible
 from trainer.launcher import capacity, commands, fit_command, preflight, torchrun
 from trainer.launcher.fit_command import Found
+from trainer.launcher.jobs import variants as trials
+from trainer.launcher.jobs.variants import Trial
 from trainer.launcher.torchrun import RunHandle
 from trainer.plan import hardware as hardware_of
-from trainer.plan.fit import Proposal
-from trainer.plan.fixes import Fix, fixes
 from trainer.plan.memory import MemoryPlan
+from trainer.plan.search.fit import Proposal
+from trainer.plan.search.fixes import Fix, fixes
 from trainer.run import process as processes
 from trainer.run.events import ENDS, EventReader, ExportEvent, SampleEvent, State, StatusEvent
 from trainer.run.folder import RunDir, shared_cache
+from trainer.system.amounts import GIB
+from trainer.system.errors import InputError
+from trainer.system.gpus import support, visible
+from trainer.system.installation import CHECKOUT
+from trainer.system.terminal import say
 
 RUNS = (CHECKOUT or Path.cwd()) / "runs"
 """The folder of runs, shared with the page: the checkout's, or `runs` in the current folder of an installation."""

@@ -6,12 +6,12 @@ import asyncio
 from pathlib import Path
 
 from app.caption_command import lines
-from app.captioning import Captioning
+from app.data.captioning import Captioning
 from app.notebook.lessons import Table
-from trainer.config.errors import InputError
-from trainer.config.terminal import say
 from trainer.run import process
 from trainer.run.captioning import CaptionRequest
+from trainer.system.errors import InputError
+from trainer.system.terminal import say
 
 POLL_S = 0.2
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
+from trainer.plan.simulate.zero import ModelBytes, RankBytes, expected
+
 from app.notebook.lessons import Bars, Table
-from trainer.benchmark.variants import Trial
-from trainer.parallel.strategy import ModelBytes, RankBytes, expected
+from trainer.launcher.jobs.variants import Trial
 
 MB, GB = 1e6, 1e9
 ZERO = {"ddp": "nothing", "grad_op": "gradients, optimizer state", "full": "weights too"}

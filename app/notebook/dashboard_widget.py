@@ -11,14 +11,14 @@ from functools import partial
 import ipywidgets as widgets
 from IPython.display import DisplayHandle, display
 from markupsafe import Markup
+from trainer.view.charts import chart
 
-from app import html
-from app.monitor import Follower, RunView
+from app.runs import html
+from app.runs.monitor import Follower, RunView
 from app.web.served_files import Thumbnails
-from trainer.config.errors import InputError
 from trainer.run.events import ENDS, SampleEvent, WarningEvent
 from trainer.run.folder import Request, RunDir
-from trainer.run.report import chart
+from trainer.system.errors import InputError
 
 POLL_S = 0.5
 BUTTONS: Mapping[Request, tuple[str, str]] = {

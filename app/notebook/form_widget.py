@@ -14,8 +14,8 @@ from ipywidgets.widgets.widget_description import DescriptionStyle
 from ipywidgets.widgets.widget_string import HTMLStyle, TextStyle
 from markupsafe import Markup, escape
 
-from app import form
-from app.form import Checked, Row
+from app.form import draft as form
+from app.form.draft import Checked, Row
 from trainer.config.fields import shown
 from trainer.config.load import ConfigError, ConfigFile, load_config
 

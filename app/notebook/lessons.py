@@ -12,8 +12,8 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from trainer.config.terminal import say
-from trainer.data.image_io import load_preview, read_header
+from trainer.data.images.image_io import load_preview, read_header
+from trainer.system.terminal import say
 
 NUMBER = re.compile(r"[-+\u2212~≈]?\s*[.\d]")
 """The beginning of a cell that holds a number, with or without unit."""

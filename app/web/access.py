@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.web import security
-from trainer.config.errors import InputError
-from trainer.config.terminal import say
+from trainer.system.errors import InputError
+from trainer.system.terminal import say
 
 PASSWORD_VARIABLE = "SHARDSTUDIO_AUTH"
 

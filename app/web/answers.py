@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import ValidationError, validate_call
 
-from app.monitor import explained
-from trainer.config.errors import InputError
+from app.runs.monitor import explained
 from trainer.config.sections import half_character
+from trainer.system.errors import InputError
 
 Calls = Mapping[str, Callable[..., Any]]
 """{name: function}; a function returns what JSON can hold."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from trainer.run.report import Line, last_values
+from trainer.view.lines import Line, last_values
 
 DIGITS = 7
 """Of a value, as fp32 has."""

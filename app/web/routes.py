@@ -11,15 +11,16 @@ from urllib.parse import quote
 
 from fastapi import FastAPI
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from trainer.view.render import POLICY
 
-from app import samples
-from app.monitor import explained
+from app.runs import samples
+from app.runs.monitor import explained
 from app.studio import Studio
 from app.web import upload_routes
-from trainer.config.errors import InputError
 from trainer.run.folder import RunDir
-from trainer.run.report import POLICY, write_report
 from trainer.run.samples import kind_of
+from trainer.system.errors import InputError
+from trainer.view.report import write_report
 
 
 def add(app: FastAPI, studio: Studio) -> None:

@@ -29,9 +29,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.uploads import MOST_CHUNK
-from trainer.config import files
-from trainer.config.errors import InputError
+from app.data.uploads import MOST_CHUNK
+from trainer.system import files
+from trainer.system.errors import InputError
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 ALL_ADDRESSES = ("0.0.0.0", "::")

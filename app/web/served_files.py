@@ -8,10 +8,10 @@ import shutil
 import threading
 from pathlib import Path
 
-from trainer.config import files
-from trainer.config.errors import InputError
-from trainer.data.image_io import load_preview, read_header
-from trainer.data.image_members import file_of
+from trainer.data.images.image_io import load_preview, read_header
+from trainer.data.images.image_members import file_of
+from trainer.system import files
+from trainer.system.errors import InputError
 
 FULL = 2048
 SMALL = 256

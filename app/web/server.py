@@ -43,7 +43,7 @@ from app.web.pages import (
     samples,
     upload,
 )
-from trainer.config.terminal import say
+from trainer.system.terminal import say
 
 PAGES = (
     frame,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gradio as gr
 
-from trainer.run.colors import variables
+from trainer.view.colors import variables
 
 FONTS = ("system-ui", "sans-serif")
 MONO = ("ui-monospace", "monospace")

@@ -10,10 +10,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from app.monitor import explained
+from app.data.uploads import MOST_CHUNK, NotWritten, Unknown, WrongOffset
+from app.runs.monitor import explained
 from app.studio import Studio
-from app.uploads import MOST_CHUNK, NotWritten, Unknown, WrongOffset
-from trainer.config.errors import InputError
+from trainer.system.errors import InputError
 
 MOST_DIGITS = 12
 

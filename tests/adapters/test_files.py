@@ -18,7 +18,7 @@ from tests.adapters import consumers
 from tests.adapters.examples import Example, cached_example, saved
 from trainer.adapters.files import encoder_layers
 from trainer.adapters.formats import adapter_files
-from trainer.config.errors import InputError
+from trainer.system.errors import InputError
 
 FP32 = 5e-6
 TO_K = "transformer.transformer_blocks.0.attn.to_k"

@@ -17,8 +17,8 @@ from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import AdapterFile, adapter_files, suffixes
 from trainer.adapters.kinds import ROTATIONS
 from trainer.adapters.layer import LayerAdapter
-from trainer.config.errors import InputError
 from trainer.models import families
+from trainer.system.errors import InputError
 
 FORMATS = ("auto", "diffusers", "comfyui", "kohya", "lycoris", "peft")
 FP32 = 2e-6

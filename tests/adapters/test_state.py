@@ -11,7 +11,6 @@ from torch import Tensor
 from tests.adapters.nets import BOTH, CONFIGS, Adapted, net
 from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.state import TrainedAdapter, parameters_of
-from trainer.config.errors import InputError
 from trainer.config.sections import (
     AdapterSection,
     BoftAdapter,
@@ -22,6 +21,7 @@ from trainer.config.sections import (
     LokrAdapter,
     LoraAdapter,
 )
+from trainer.system.errors import InputError
 
 
 def restored(adapted: Adapted, name: str, layer: LayerAdapter) -> dict[str, Tensor]:

@@ -13,7 +13,6 @@ from torch import nn
 from tests.adapters.nets import NET_TARGETS, Net, family_targets
 from trainer import adapters
 from trainer.adapters import Injected, Targets
-from trainer.config.errors import InputError
 from trainer.config.sections import (
     AdapterSection,
     BoftAdapter,
@@ -28,6 +27,7 @@ from trainer.config.sections import (
 )
 from trainer.models import families
 from trainer.models.base import ModelFamily
+from trainer.system.errors import InputError
 
 
 @pytest.fixture(scope="module")

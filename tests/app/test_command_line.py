@@ -11,15 +11,15 @@ import pytest
 from packaging.requirements import Requirement
 
 import launch as command_line
-from tests.gpus.machines import CPU, CU130, HIDDEN, MIXED, OLD_DRIVER, SLICED, TURING, install, pretend
+from tests.system.gpus.machines import CPU, CU130, HIDDEN, MIXED, OLD_DRIVER, SLICED, TURING, install, pretend
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig, ModelConfig
-from trainer.gpus.support import Build
 from trainer.launcher import console, torchrun
 from trainer.launcher.doctor import graphics, notebooks, package, requirements, shared_memory
 from trainer.run.events import CheckpointEvent, LengthEvent, SampleEvent, StatusEvent, StepEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.run.length import RunLength
+from trainer.system.gpus.support import Build
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +66,8 @@ def test_help_names_every_mode_and_imports_neither_torch_nor_gradio():
         "import sys, launch\n"
         "try: launch.main(['--headless', '--help'])\n"
         "except SystemExit as exit_: assert exit_.code == 0\n"
-        "import trainer.launcher.commands, trainer.launcher.doctor, trainer.run.report, trainer.data.image_files\n"
+        "import trainer.launcher.commands, trainer.launcher.doctor, trainer.view.report\n"
+        "import trainer.data.images.image_files\n"
         "assert not {'torch', 'numpy', 'diffusers', 'gradio', 'ipywidgets'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)

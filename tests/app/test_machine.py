@@ -11,8 +11,8 @@ import pytest
 
 from app import machine
 from app.machine import Examination, Machine
-from trainer.gpus import Gpu
 from trainer.launcher.doctor import Check
+from trainer.system.gpus import Gpu
 
 FINE = Check("ok", "disk", "99 GB free")
 ADVICE = Check("warn", "shared memory", "64 MiB", "mount more")

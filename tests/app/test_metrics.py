@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.monitor import CHARTS, METRIC_CHARTS, Follower
+from app.runs.monitor import CHARTS, METRIC_CHARTS, Follower
 from app.web.pages import run as run_page
 from tests.runs import run_config
 from trainer.launcher.console import StepSummary, sentence
@@ -15,7 +15,7 @@ from trainer.metrics.trackers.feed import Feed, Figures, Position
 from trainer.run.events import EventReader, EventWriter, StepEvent, ValidationEvent
 from trainer.run.folder import RunDir
 from trainer.run.length import RunLength
-from trainer.run.report import write_report
+from trainer.view.report import write_report
 
 SECONDS = {f"seconds_{part}": 0.1 for part in ("data", "forward", "backward", "optimizer", "communication")}
 HELD_OUT = ValidationEvent(step=2, loss=0.6, metrics={"margins": 0.2, "accuracies": 0.75})

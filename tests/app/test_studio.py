@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from app import form, run_table
-from app.form import Draft
+from app.form import draft as form
+from app.form.draft import Draft
+from app.runs import run_table
 from app.studio import Studio
 from tests.app.browser import recorded
 from tests.runs import make_pictures, write_preset
-from trainer.config.errors import InputError
 from trainer.run import process
+from trainer.system.errors import InputError
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.audit.check import Check
 from tests.audit.families import REFERENCES, SCHEDULER, ZERO_TERMINAL
 from tests.audit.reference import Draws, levels_apart
 from tests.audit.run import Model, started, write_picture
-from trainer.export import export
+from trainer.export.export import export
 
 SIZE = (96, 64)
 """Width and height."""

@@ -31,9 +31,9 @@ from trainer.models.build import build_model, materialize, shard_model
 from trainer.models.parts.published import published_folder
 from trainer.optim import make_optimizer
 from trainer.parallel.mesh import device_mesh
-from trainer.plan import fake_device
-from trainer.plan.steps import Size
-from trainer.plan.trace import batch_of, trace_step
+from trainer.plan.record import fake_device
+from trainer.plan.record.trace import batch_of, trace_step
+from trainer.plan.simulate.steps import Size
 from trainer.rng import SampleRng
 
 BLOCKS = {"num_layers": 2, "num_single_layers": 6, "num_attention_heads": 8, "joint_attention_dim": 7680}

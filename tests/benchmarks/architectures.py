@@ -26,9 +26,9 @@ from tests.benchmarks.architectures_config import CHANGES
 from tests.distributed import run_ranks
 from tests.runs import make_run, steps_of, text_config
 from trainer.distributed.world import World
-from trainer.models.parts.language_configs import causal_class
-from trainer.models.parts.random_language_models import write_byte_tokenizer
-from trainer.models.parts.tiny_configs import tiny_config
+from trainer.models.parts.language.language_configs import causal_class
+from trainer.models.parts.language.random_language_models import write_byte_tokenizer
+from trainer.models.parts.language.tiny_configs import tiny_config
 from trainer.train.loop import Trainer
 
 REPORT = Path(__file__).with_name("ARCHITECTURES.md")

@@ -23,8 +23,8 @@ from tests.commands import launch_py
 from tests.demo_model.captioner_images import named
 from tests.demo_model.pictures import FONT, Picture, glyphs
 from tests.demo_model.style import LOOKS, in_inks, in_style
-from trainer.config.errors import InputError
-from trainer.config.terminal import complain, say
+from trainer.system.errors import InputError
+from trainer.system.terminal import complain, say
 
 LIMIT = 0.8
 """Share of the names in all looks together that were not trained."""

@@ -2,7 +2,7 @@
 
 Nothing runs: Inductor lowers each graph for the plan's fake device with its scheduling for Triton and the properties of
 an H100, and its scheduler decides what is fused. `python -m tests.benchmarks.compiled_count` compares elementwise bytes
-of steps with those of `kernel_count`. For a process of its own (see `trainer.plan.fake_device`).
+of steps with those of `kernel_count`. For a process of its own (see `trainer.plan.record.fake_device`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from tests.benchmarks.kernel_count import (
 )
 from trainer.config.load import load_config
 from trainer.parallel.compile import describe_compiled
-from trainer.plan import fake_device
+from trainer.plan.record import fake_device
 
 ROOT = Path(__file__).parents[2]
 PRESETS = ("flux2-dev-lora-4gpu", "flux2-klein-4b-lora-1gpu")

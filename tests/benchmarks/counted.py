@@ -30,8 +30,8 @@ from trainer.config.sections import ModelConfig
 from trainer.models import families
 from trainer.models.build import build_model, materialize, shard_model
 from trainer.models.parts.published import published_folder
-from trainer.plan.sizes import size_of
-from trainer.plan.trace import batch_of
+from trainer.plan.record.trace import batch_of
+from trainer.plan.simulate.sizes import size_of
 from trainer.rng import SampleRng
 
 TINY = ("flux2", "sd3", "sdxl", "causal_lm")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.benchmarks.gpu_report import Place, Report, Row
-from trainer.models.parts.document_attention import begins_mask, document_begins, within_documents
+from trainer.models.parts.language.document_attention import begins_mask, document_begins, within_documents
 from trainer.parallel.attention import KERNELS, preferred
 from trainer.weights.quantization import FORMATS, decode_in_pieces
 

@@ -19,8 +19,8 @@ from tests.benchmarks.gpu_plan import Case, in_process, seconds_of, stepping
 from tests.benchmarks.gpu_report import GIB, Place, Report, Row
 from trainer.config.schema import RunConfig
 from trainer.plan.cards import speed_of
-from trainer.plan.fixes import planned
-from trainer.plan.trace import on_this_machine
+from trainer.plan.record.trace import on_this_machine
+from trainer.plan.search.fixes import planned
 from trainer.run.process import worker_environment
 
 WARM_UP, STEPS = 3, 6

@@ -32,10 +32,10 @@ from trainer.models.build import blocks_to_offload, build_model, materialize, of
 from trainer.optim import make_optimizer
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.strategy import Strategy
-from trainer.plan import fake_device
-from trainer.plan.fixes import planned
-from trainer.plan.sizes import size_of
-from trainer.plan.trace import batch_of, on_this_machine, trace_step
+from trainer.plan.record import fake_device
+from trainer.plan.record.trace import batch_of, on_this_machine, trace_step
+from trainer.plan.search.fixes import planned
+from trainer.plan.simulate.sizes import size_of
 from trainer.rng import SampleRng
 from trainer.run.process import worker_environment
 

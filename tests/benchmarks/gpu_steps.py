@@ -28,7 +28,7 @@ from trainer.distributed.world import World, connect
 from trainer.metrics.memory import MemoryMeter
 from trainer.plan.calibration import Measured, keep, tells_speed
 from trainer.plan.cards import speed_of
-from trainer.plan.fixes import planned
+from trainer.plan.search.fixes import planned
 from trainer.run.compiler import FOLDER
 from trainer.run.process import worker_environment
 from trainer.train.loop import Trainer

@@ -1,6 +1,6 @@
 """Counts the kernels of a training step, what they compute and what they read and write, on the plan's fake device.
 
-For a process of its own (see `trainer.plan.fake_device`).
+For a process of its own (see `trainer.plan.record.fake_device`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from trainer.config.schema import RunConfig
 from trainer.models import families
 from trainer.models.build import build_model
 from trainer.optim import scale_gradients
-from trainer.plan import fake_device, plan
-from trainer.plan.decide import decided
-from trainer.plan.memory_tracker import GATHERED, REDUCED, MemoryTracker, decoding, is_quantized, operations
-from trainer.plan.sizes import size_of
-from trainer.plan.trace import Sharded, on_this_machine, sharded_model
+from trainer.plan import plan
+from trainer.plan.record import fake_device
+from trainer.plan.record.memory_tracker import GATHERED, REDUCED, MemoryTracker, decoding, is_quantized, operations
+from trainer.plan.record.trace import Sharded, on_this_machine, sharded_model
+from trainer.plan.search.decide import decided
+from trainer.plan.simulate.sizes import size_of
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = PHASES = ("forward", "recompute", "backward", "optimizer")
 MATRIX, MATRIX_FP32, SMALL = "matrix products", "matrix products of fp32", "small matrix products"

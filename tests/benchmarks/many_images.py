@@ -20,12 +20,12 @@ from PIL import Image
 from tests.benchmarks.startup import wait_for_run
 from tests.commands import PRESET
 from tests.runs import alone, make_run
-from trainer.config.files import COARSEST_NS
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.data import encoded_memory
-from trainer.data.known_files import KnownFiles
-from trainer.data.scan_memory import ScanMemory, checked
+from trainer.data.images.known_files import KnownFiles
+from trainer.data.images.scan_memory import ScanMemory, checked
+from trainer.system.files import COARSEST_NS
 from trainer.train.loop import Trainer
 
 IMAGES = 100_000

@@ -19,10 +19,10 @@ from pathlib import Path
 from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
 from trainer.plan.memory import plan_of
-from trainer.plan.phases import CAPTIONS, SAMPLING, TRAINING, captions, over_all
-from trainer.plan.sizes import rank_of, sharding_of, size_of
+from trainer.plan.simulate.phases import CAPTIONS, SAMPLING, TRAINING, captions, over_all
+from trainer.plan.simulate.sizes import rank_of, sharding_of, size_of
+from trainer.plan.simulate.timeline import simulate_forward
 from trainer.plan.store import find_model
-from trainer.plan.timeline import simulate_forward
 
 USUAL, WORST = 0.01, 0.03
 """Largest error, as a share of the traced peak: of all but UNUSUAL, and of any."""
@@ -161,9 +161,9 @@ def _outcome(case: Case, cache: Path) -> Outcome:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     from trainer.models import families
-    from trainer.plan import fake_device
-    from trainer.plan.encoders import trace_captions
-    from trainer.plan.trace import on_this_machine, trace_sampling, trace_step
+    from trainer.plan.record import fake_device
+    from trainer.plan.record.encoders import trace_captions
+    from trainer.plan.record.trace import on_this_machine, trace_sampling, trace_step
 
     cfg = case.config()
     model = find_model(cfg, cache)

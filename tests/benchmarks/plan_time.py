@@ -11,11 +11,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from app.plan_preview import THIS_MACHINE, PlanPreviews
+from app.form.plan_preview import THIS_MACHINE, PlanPreviews
 from trainer.config.load import load_config, load_config_text
 from trainer.config.schema import RunConfig
-from trainer.plan.fixes import planned
 from trainer.plan.hardware import CARDS
+from trainer.plan.search.fixes import planned
 from trainer.plan.store import find_model
 
 ROOT = Path(__file__).parents[2]

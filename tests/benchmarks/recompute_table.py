@@ -9,9 +9,9 @@ import sys
 from itertools import product
 
 from tests.plan.common import NOWHERE, run
-from trainer.config.amounts import GIB
 from trainer.plan.memory import MemoryPlan, plan_of
 from trainer.plan.store import known_model
+from trainer.system.amounts import GIB
 
 SIDES, RANKS, FORMATS, MODES = (512, 1024), (1, 2, 4), ("none", "int8", "nf4"), ("none", "selective", "full")
 LIMIT = 20 * GIB

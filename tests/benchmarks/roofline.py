@@ -38,8 +38,8 @@ from trainer.config.schema import RunConfig
 from trainer.parallel.strategy import ring_share
 from trainer.plan.hardware import NETWORK, Card, named
 from trainer.plan.memory import describe
-from trainer.plan.sizes import sharding_of
-from trainer.plan.trace import versions
+from trainer.plan.record.trace import versions
+from trainer.plan.simulate.sizes import sharding_of
 
 ROOT = Path(__file__).parents[2]
 REPORT = Path(__file__).with_name("ROOFLINE.md")

@@ -18,10 +18,10 @@ from PIL import Image
 
 from tests.commands import PRESET, TIMEOUT_S, Started
 from tests.runs import make_pictures
-from trainer.config.files import COARSEST_NS
 from trainer.run import process
 from trainer.run.events import EventReader, EventWriter, StatusEvent, StepEvent
 from trainer.run.folder import RunDir
+from trainer.system.files import COARSEST_NS
 
 FIRST_EVENT_LIMIT_S = 0.5
 REPEATS = 5

@@ -29,7 +29,7 @@ from tests.benchmarks.processes import run_ranks_afresh
 from tests.benchmarks.workload import KLEIN_SMALL, Bench, prepare
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig
-from trainer.data.image_source import EncodedData
+from trainer.data.images.image_source import EncodedData
 from trainer.distributed.world import World, connect
 from trainer.models.families.flux2 import Flux2, image_ids, text_ids
 from trainer.models.objectives.base import Batch

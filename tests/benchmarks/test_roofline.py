@@ -21,8 +21,8 @@ from trainer import adapters
 from trainer.adapters import Targets
 from trainer.config.load import load_config
 from trainer.config.sections import LoraAdapter
-from trainer.plan.fake_device import fake_tensors
 from trainer.plan.hardware import named
+from trainer.plan.record.fake_device import fake_tensors
 from trainer.weights.files import give_storage
 
 ROOT = Path(__file__).parents[2]

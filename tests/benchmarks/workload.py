@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from trainer.config.schema import RunConfig
 from trainer.data.encode import encode_data
-from trainer.data.image_source import EncodedData
+from trainer.data.images.image_source import EncodedData
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import LoadModule
 from trainer.models.families.flux2 import Flux2
 from trainer.models.objectives.base import Example
-from trainer.models.parts.text_encoder import write_tiny_tokenizer
+from trainer.models.parts.image.text_encoder import write_tiny_tokenizer
 from trainer.run.folder import RunDir
 from trainer.train.log import emitter
 from trainer.train.loop import Trainer

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer.models.parts.text_encoder import names_of_things, train_tokenizer
+from trainer.models.parts.image.text_encoder import names_of_things, train_tokenizer
 
 SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),

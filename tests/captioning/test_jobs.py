@@ -21,20 +21,20 @@ import pytest
 import torch.distributed as dist
 from PIL import Image
 
-from app import captions as caption_files
-from app.captioning import Captioning, Progress, choose
-from app.captions import Captions, Card
+from app.data import captions as caption_files
+from app.data.captioning import Captioning, Progress, choose
+from app.data.captions import Captions, Card
 from tests.captioning.models import write_florence2, write_qwen2_5_vl
 from tests.commands import LAUNCH, launch_py
 from tests.runs import alone, make_pictures
 from trainer.captioning.work import caption_job
-from trainer.config import files
-from trainer.config.errors import InputError
 from trainer.distributed.store import KeyValueStore
 from trainer.run import process
 from trainer.run.captioning import Applied, Asked, CaptionJob, CaptionRequest, Written, jobs
 from trainer.run.folder import RunDir, is_run
 from trainer.run.process import Launch
+from trainer.system import files
+from trainer.system.errors import InputError
 
 TOKENS = 16
 LONG = 200

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from trainer.captioning.styles import cleaned, instruction
-from trainer.config.errors import InputError
 from trainer.run.captioning import CaptionRequest
+from trainer.system.errors import InputError
 
 
 def request(**changes: Any) -> CaptionRequest:

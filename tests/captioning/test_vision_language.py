@@ -16,11 +16,11 @@ from torch import Tensor
 from tests.captioning.models import write_florence2, write_qwen2_5_vl, write_qwen3_vl
 from tests.distributed import run_ranks
 from tests.runs import alone
-from trainer.config.errors import InputError
 from trainer.distributed.world import World
 from trainer.metrics.memory import local_bytes
 from trainer.models.vision_language import Decoding, VisionLanguage, VisionLanguageFolder, decoded
 from trainer.run.captioning import CaptionRequest
+from trainer.system.errors import InputError
 from trainer.weights.quantization import QuantLinear, quantized_layers
 
 WRITE: dict[str, Callable[[Path], Path]] = {

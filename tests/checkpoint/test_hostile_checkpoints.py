@@ -27,11 +27,11 @@ from tests.commands import launch_py, preset_folder
 from tests.distributed import run_ranks
 from tests.runs import alone, awaited, change_manifest, seal
 from trainer.checkpoint.restore import StoredWeights, newest_intact, restore
-from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.run import process
 from trainer.run.folder import RunDir
 from trainer.run.manifest import complete
+from trainer.system.errors import InputError
 
 CONTENTS, METADATA, DATA = "contents.json", ".metadata", "__0_0.distcp"
 VALUE, TENSOR = "optimizer.param_groups.0.amsgrad", "trainables.weight"

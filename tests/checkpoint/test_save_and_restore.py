@@ -19,10 +19,10 @@ from tests.distributed import run_ranks
 from tests.runs import alone
 from trainer.checkpoint.restore import StoredWeights, newest_intact, restore
 from trainer.checkpoint.save import Checkpointer, TrainState
-from trainer.config.errors import InputError
 from trainer.distributed.world import World
 from trainer.run.folder import RunDir
 from trainer.run.manifest import Progress, complete, defect, progress_of, to_export, wrong_sum
+from trainer.system.errors import InputError
 
 
 def make_state(width: int = 8, seed: int = 0) -> TrainState:

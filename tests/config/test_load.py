@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from trainer.config import aliases
-from trainer.config.errors import Problem
 from trainer.config.fields import all_names
 from trainer.config.load import (
     SCHEMA,
@@ -22,6 +21,7 @@ from trainer.config.load import (
 )
 from trainer.config.schema import RunConfig
 from trainer.config.sections import BoftAdapter, LoraAdapter, NoAdapter, family_names
+from trainer.system.errors import Problem
 
 ADAPTERS = "lora, locon, dora, loha, lokr, diag-oft, boft, none"
 ANY_ADAPTER = ADAPTERS.replace(", ", " or ")

@@ -7,10 +7,10 @@ import shlex
 
 import pytest
 
-from trainer.config.installation import PRESETS
 from trainer.config.load import load_config
 from trainer.config.models import published_models
 from trainer.config.sections import HUB_ID, MODEL_WORDS
+from trainer.system.installation import PRESETS
 
 FILES = sorted(PRESETS.glob("*.yaml"))
 MODELS = [model for model in published_models().values() if not model.is_built_in]

@@ -8,10 +8,10 @@ import pytest
 
 import launch as command_line
 from trainer.config import load
-from trainer.config.errors import InputError
-from trainer.config.installation import PRESETS
 from trainer.config.load import load_config
 from trainer.config.presets import find_presets, preset_file
+from trainer.system.errors import InputError
+from trainer.system.installation import PRESETS
 
 QUICKSTART = PRESETS / "quickstart.yaml"
 

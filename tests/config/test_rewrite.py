@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from trainer.config.installation import PRESETS
 from trainer.config.load import dump_config, load_config, load_config_text
 from trainer.config.rewrite import rewritten
 from trainer.config.schema import RunConfig
+from trainer.system.installation import PRESETS
 
 FILE = Path("elsewhere/own.yaml")
 TEXT = """\

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trainer.config.errors import RuleError
 from trainer.config.fields import all_names
 from trainer.config.schema import RunConfig
 from trainer.config.sections import LoraAdapter, Section, family_names
+from trainer.system.errors import RuleError
 
 MINIMAL = {"model": {"family": "flux2"}, "data": {"path": "photos"}}
 ADAPTER_NONE = {"type": "none"}

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from trainer.config.errors import InputError
 from trainer.data.cache import PARTS, Crew, ExampleCache, content_keys, encode_missing, missing
 from trainer.models.objectives.base import Example
+from trainer.system.errors import InputError
 
 T = TypeVar("T")
 HANG_S = 10.0

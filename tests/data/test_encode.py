@@ -12,16 +12,15 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from tests.data.profiles import DISPLAY_P3, SRGB, rgb_profile, srgb_curve
+from tests.data.images.profiles import DISPLAY_P3, SRGB, rgb_profile, srgb_curve
 from tests.distributed.pool import run_ranks
 from tests.runs import alone, make_pictures, run_config
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data import encode, prompts
 from trainer.data.encode import encode_data
-from trainer.data.image_files import scan
-from trainer.data.image_io import load_mask, load_rgb, read_header
-from trainer.data.image_source import EncodedData
+from trainer.data.images.image_files import scan
+from trainer.data.images.image_io import load_mask, load_rgb, read_header
+from trainer.data.images.image_source import EncodedData
 from trainer.data.loader import ImageItem
 from trainer.data.open import open_data
 from trainer.distributed.context import RankContext
@@ -31,6 +30,7 @@ from trainer.models.base import ImageFamily, ModelFamily
 from trainer.models.build import encoder_loader
 from trainer.run.events import AnyEvent, StatusEvent, WarningEvent
 from trainer.run.manifest import RECIPE
+from trainer.system.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +310,7 @@ def save_masks(folder: Path, pictures: Path, masks: Sequence[Image.Image]) -> No
 def test_masks_that_leave_almost_nothing_to_learn_are_counted_also_by_a_start_that_encodes_nothing(
     tmp_path: Path, fit: str, outside: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.config.files.COARSEST_NS", -(10**18))
+    monkeypatch.setattr("trainer.system.files.COARSEST_NS", -(10**18))
     pictures, masks = make_pictures(tmp_path / "pictures", 6), tmp_path / "masks"
     subject = black()
     subject.paste(255, (0, 0, 8, 8))
@@ -340,7 +340,7 @@ def striped(*levels: int) -> Image.Image:
 def test_masks_of_class_numbers_are_counted_also_by_a_start_that_encodes_nothing(
     tmp_path: Path, fit: str, outside: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.config.files.COARSEST_NS", -(10**18))
+    monkeypatch.setattr("trainer.system.files.COARSEST_NS", -(10**18))
     pictures, masks = make_pictures(tmp_path / "pictures", 7), tmp_path / "masks"
     faint = Image.merge("RGBA", (*[Image.new("L", (64, 64), 255)] * 3, striped(0, 100)))
     lines = striped(255, 0, 0, 0)  # white, but the mean of every area is far below half
@@ -363,7 +363,7 @@ def test_masks_of_class_numbers_are_counted_also_by_a_start_that_encodes_nothing
 def test_a_fully_transparent_image_is_named_also_by_a_start_that_encodes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.config.files.COARSEST_NS", -(10**18))
+    monkeypatch.setattr("trainer.system.files.COARSEST_NS", -(10**18))
     pictures = make_pictures(tmp_path / "pictures", 2)
     Image.new("RGBA", (64, 64), (255, 0, 0, 0)).save(pictures / "00.png")
     for _ in range(2):

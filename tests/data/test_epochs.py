@@ -9,7 +9,7 @@ import pytest
 
 from trainer.data.epochs import num_images, num_mixed, occurrences, rounded_up
 from trainer.data.loader import BatchSizes, ImageBatchSampler
-from trainer.data.mixed_source import MixedBatchSampler, QuestionItem
+from trainer.data.mixed.mixed_source import MixedBatchSampler, QuestionItem
 
 WEIGHTS = [1.0, 1.5, 0.25, 2.0, 1 / 3] * 3
 

@@ -20,14 +20,15 @@ import pytest
 from PIL import Image
 
 from tests.commands import launch_py, preset_folder
-from tests.data.test_image_files import add_image, data
-from trainer.config.errors import InputError
+from tests.data.images.test_image_files import add_image, data
 from trainer.config.sections import DataConfig
-from trainer.data import question_files, text_files
-from trainer.data.image_files import scan
-from trainer.data.image_io import load_rgb, read_header
-from trainer.data.text_documents import Encoder
-from trainer.data.text_stream import TextStream
+from trainer.data.images.image_files import scan
+from trainer.data.images.image_io import load_rgb, read_header
+from trainer.data.mixed import question_files
+from trainer.data.text import text_files
+from trainer.data.text.text_documents import Encoder
+from trainer.data.text.text_stream import TextStream
+from trainer.system.errors import InputError
 
 AT_MOST_S = 5.0
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\nshowpage\n%%EOF\n"
@@ -175,7 +176,7 @@ def test_masks_that_never_end_are_named(tmp_path: Path) -> None:
 ROWS_IN_A_SMALL_PROCESS = """
 import sys
 from pathlib import Path
-from trainer.config.errors import InputError
+from trainer.system.errors import InputError
 from trainer.config.sections import DataConfig
 from trainer.data import image_files, question_files
 for folder in map(Path, sys.argv[1:]):

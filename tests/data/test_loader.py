@@ -13,11 +13,11 @@ from math import ceil
 import pytest
 import torch
 
-from trainer.config.errors import InputError
 from trainer.data.epochs import num_images, occurrences
 from trainer.data.loader import BatchSizes, Choices, ImageBatchSampler, ImageItem, Loader, MicroBatch, passes_of
 from trainer.models.objectives.base import Example
 from trainer.run.manifest import Progress
+from trainer.system.errors import InputError
 
 BUCKETS = [0] * 7 + [1] * 4 + [2]
 WEIGHTS = [1.0, 1.5, 0.25, 2.0] * 3

@@ -16,17 +16,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.test_text_packing import refusal, rows_of, stream
-from tests.data.test_text_stream import END, KEYS, plain, plain_all
-from trainer.config.errors import InputError
-from trainer.config.files import MIB
+from tests.data.text.test_text_packing import refusal, rows_of, stream
+from tests.data.text.test_text_stream import END, KEYS, plain, plain_all
 from trainer.config.sections import DataConfig
-from trainer.data import row_files, text_files
+from trainer.data import row_files
 from trainer.data.row_files import MOST_LINE
 from trainer.data.row_files import rows_of as rows_in
 from trainer.data.row_forms import kinds_of
-from trainer.data.text_files import TextFolder, count_documents, find_files, kinds, warnings_of
-from trainer.data.text_stream import StreamPosition
+from trainer.data.text import text_files
+from trainer.data.text.text_files import TextFolder, count_documents, find_files, kinds, warnings_of
+from trainer.data.text.text_stream import StreamPosition
+from trainer.system.errors import InputError
+from trainer.system.files import MIB
 
 ROWS = [{"text": f"{number} is" + " a number" * (number % 5)} for number in range(30)]
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config.errors import InputError
 from trainer.data.row_forms import COLUMNS, kind_of, kinds_of, present, standard, unread
-from trainer.data.text_documents import Encoder
-from trainer.models.parts.chat import checked_messages
+from trainer.data.text.text_documents import Encoder
+from trainer.models.parts.chat.conversation import checked_messages
+from trainer.system.errors import InputError
 
 NAMES = st.sampled_from(
     [*COLUMNS, "role", "content", "from", "value", "name", "arguments", "function", "tool_calls", "id"]

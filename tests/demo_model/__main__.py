@@ -24,10 +24,10 @@ from tests.demo_model.autoencoder import train_autoencoder
 from tests.demo_model.pictures import FONT, Picture, glyphs, numbers_and_colours, write_folder
 from tests.demo_model.style import LOOKS, in_looks, write_held_out, write_quickstart
 from tests.demo_model.text import random_text_encoder, tokenizer_of
-from trainer.config.errors import InputError
 from trainer.config.load import load_config
-from trainer.config.terminal import complain, say
 from trainer.run.process import worker_environment
+from trainer.system.errors import InputError
+from trainer.system.terminal import complain, say
 
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "presets" / "demo-base-cpu.yaml"

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from tests.demo_model.captioner_images import SIDE, Glyphs, images_of, named
 from tests.demo_model.pictures import FONT, glyphs
-from trainer.config.errors import InputError
-from trainer.config.terminal import complain, say
-from trainer.models.parts.text_encoder import train_tokenizer
+from trainer.models.parts.image.text_encoder import train_tokenizer
+from trainer.system.errors import InputError
+from trainer.system.terminal import complain, say
 
 PATCH, MERGED = 10, 2
 """Pixels of a patch's side, and patches of the side of what becomes one token."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from trainer.config.errors import InputError
+from trainer.system.errors import InputError
 
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
 FONT_SIZE = 109

@@ -19,9 +19,9 @@ from tests.demo_model.pictures import Picture, glyphs
 from tests.demo_model.style import HELD_OUT, LOOKS, TAUGHT
 from tests.models.common import load
 from tests.runs import run_config
-from trainer.config.errors import InputError
 from trainer.config.sections import DEMO
 from trainer.models import families
+from trainer.system.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer.models.parts.text_encoder import train_tokenizer
+from trainer.models.parts.image.text_encoder import train_tokenizer
 
 VOCABULARY = 4096
 MAX_TOKENS = 12

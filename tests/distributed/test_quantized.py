@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
 from tests.runs import Outcome, difference, make_pictures, make_run, run_config, train
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.metrics.memory import full_bytes, local_bytes
@@ -29,6 +28,7 @@ from trainer.parallel.load import load_weights
 from trainer.parallel.parallelize import shard_units
 from trainer.parallel.strategy import RESIDENT_SHARE
 from trainer.run.folder import RunDir
+from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
 from trainer.weights.files import WeightFiles
 from trainer.weights.quantization import FORMATS, quantize_layers, quantized_layers

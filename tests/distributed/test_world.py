@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.pool import run_ranks
-from tests.gpus.machines import CPU, HIDDEN, OLD_DRIVER, TWO_H100, install, pretend
-from trainer.config.errors import InputError
+from tests.system.gpus.machines import CPU, HIDDEN, OLD_DRIVER, TWO_H100, install, pretend
 from trainer.config.sections import ParallelConfig
 from trainer.distributed import world as worlds
 from trainer.distributed.world import World, connect_gpus, require_communication
+from trainer.system.errors import InputError
 
 SCRIPT = """
 import os

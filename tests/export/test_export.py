@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from tests.runs import alone, as_of_an_earlier_version, difference, make_pictures, make_run, run_config
 from trainer.adapters.layer import LayerAdapter
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.export import check_export, export
 from trainer.export.adapter import verify_adapter
+from trainer.export.check import check_export
+from trainer.export.export import export
 from trainer.launcher import commands
 from trainer.models import families
 from trainer.models.base import ModelFamily
@@ -28,6 +28,7 @@ from trainer.models.state_dict import BaseWeights, TrainedModel
 from trainer.rng import SampleRng
 from trainer.run.folder import RunDir
 from trainer.run.manifest import progress_of
+from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
 
 

@@ -19,12 +19,12 @@ from tests.models.common import IMAGES
 from tests.readme import section
 from tests.runs import alone, difference, make_run
 from trainer.adapters import adapted_layers
-from trainer.config.errors import InputError, RuleError
 from trainer.config.schema import RunConfig
 from trainer.export.adapter import verify_adapter
 from trainer.models import families
 from trainer.models.state_dict import BaseWeights, TrainedModel
 from trainer.run.events import StatusEvent, WarningEvent
+from trainer.system.errors import InputError, RuleError
 from trainer.train.loop import Trainer
 from trainer.train.rehearsal import check_model
 

@@ -16,7 +16,7 @@ from PIL import Image
 from tests.models.common import assert_same_picture, without_bar
 from tests.readme import readme
 from tests.runs import alone, make_pictures, make_run, run_config
-from trainer.export import export
+from trainer.export.export import export
 from trainer.train.loop import Trainer
 
 

@@ -13,11 +13,11 @@ from tests.export.chat_models import CHATML, END_OF_TEXT, GLM, HARMONY, MARKS, O
 from tests.runs import alone, make_run, text_config, train
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig
-from trainer.data.text_source import TextSource
-from trainer.export import export
+from trainer.data.text.text_source import TextSource
+from trainer.export.export import export
 from trainer.models import families
-from trainer.models.parts.chat import Chat
-from trainer.models.parts.stop_tokens import ends_of_turns
+from trainer.models.parts.chat.conversation import Chat
+from trainer.models.parts.chat.stop_tokens import ends_of_turns
 from trainer.run.events import WarningEvent
 from trainer.run.folder import RunDir
 

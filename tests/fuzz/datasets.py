@@ -17,8 +17,9 @@ from app.web.served_files import Thumbnails
 from tests.fuzz import target
 from tests.fuzz.target import CHANGES, ODD_BYTES, Target, changed, refusals
 from trainer.config.sections import DataConfig
-from trainer.data import image_files, question_files
-from trainer.data.image_io import load_rgb
+from trainer.data.images import image_files
+from trainer.data.images.image_io import load_rgb
+from trainer.data.mixed import question_files
 
 KINDS = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP", "bmp": "BMP", "tif": "TIFF"}
 MOST_DECODED = 2**26

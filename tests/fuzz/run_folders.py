@@ -12,9 +12,9 @@ from typing import Any
 from hypothesis import strategies as st
 from PIL import Image
 
-from app import run_screen, run_table
-from app.monitor import CHARTS, Follower
-from app.run_screen import LogWish
+from app.runs import run_screen, run_table
+from app.runs.monitor import CHARTS, Follower
+from app.runs.run_screen import LogWish
 from app.studio import Studio
 from tests.app.browser import recorded
 from tests.fuzz import target
@@ -22,10 +22,11 @@ from tests.fuzz.target import CHANGES, ODD_BYTES, Target, changed, refusals
 from tests.runs import alone, make_pictures, make_run, run_config, train
 from trainer.checkpoint.restore import StoredWeights
 from trainer.launcher import commands, preflight
-from trainer.run import process, report
+from trainer.run import process
 from trainer.run.events import EventWriter, SampleEvent, StatusEvent
 from trainer.run.folder import RunDir
 from trainer.run.manifest import complete
+from trainer.view import report
 
 OTHER, ATTACKED = "other", "attacked"
 

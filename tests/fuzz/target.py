@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from trainer.config.errors import InputError
+from trainer.system.errors import InputError
 
 LIMIT_S = 5.0
 MOST_MEMORY = 2**30

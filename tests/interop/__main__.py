@@ -29,8 +29,8 @@ from tests.adapters.examples import KINDS, Example, cached_example, relative
 from tests.interop import comfyui, flux1_width
 from trainer.adapters.formats import AdapterFile
 from trainer.adapters.layer import LayerAdapter
-from trainer.config.errors import InputError
 from trainer.models import families
+from trainer.system.errors import InputError
 from trainer.weights.files import ORIGINAL_PREFIX
 
 FORMATS = ("auto", "diffusers", "comfyui", "kohya", "lycoris", "peft")

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.config.errors import InputError
 from trainer.config.families import FamilyFacts, of
 from trainer.config.load import ConfigFile, load_config_text
 from trainer.config.sections import family_names
+from trainer.system.errors import InputError
 
 FAMILIES = tuple(
     name for name in family_names() if (facts := of(name)) and facts.trains_on == "images" and facts.in_buckets

@@ -13,20 +13,20 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.gpus.machines import CPU, CU130, OLD_DRIVER, TWO_H100, install, pretend
 from tests.runs import run_config
-from trainer import gpus as machine_gpus
-from trainer.config.errors import InputError
-from trainer.config.installation import PRESETS
+from tests.system.gpus.machines import CPU, CU130, OLD_DRIVER, TWO_H100, install, pretend
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
-from trainer.gpus import Gpu
-from trainer.gpus.support import Build
 from trainer.launcher import capacity, preflight
-from trainer.plan.decide import decided
-from trainer.plan.fixes import planned
-from trainer.plan.phases import ASSUMED
+from trainer.plan.search.decide import decided
+from trainer.plan.search.fixes import planned
+from trainer.plan.simulate.phases import ASSUMED
 from trainer.run.folder import RunDir, shared_cache
+from trainer.system import gpus as machine_gpus
+from trainer.system.errors import InputError
+from trainer.system.gpus import Gpu
+from trainer.system.gpus.support import Build
+from trainer.system.installation import PRESETS
 
 MANY = 10_000
 """Checkpoints that no disk has room for."""

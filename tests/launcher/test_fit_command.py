@@ -9,17 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from trainer.view.numbers import format_duration
 
 from tests.launcher.test_plan_command import PRESETS, ROOT
 from tests.plan.common import NOWHERE
-from trainer.config.amounts import GIB
 from trainer.config.load import load_config, stage_configs
-from trainer.plan.choices import KEPT, kept_fields
-from trainer.plan.fit import Target, fit
-from trainer.plan.fixes import planned
 from trainer.plan.hardware import named
 from trainer.plan.memory import MemoryPlan
-from trainer.run.events import format_duration
+from trainer.plan.search.choices import KEPT, kept_fields
+from trainer.plan.search.fit import Target, fit
+from trainer.plan.search.fixes import planned
+from trainer.system.amounts import GIB
 
 LIMIT_S = 2.0
 """Cold, on a machine with nothing else to do; CPU time of a busy one is up to twice that."""

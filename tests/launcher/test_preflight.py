@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.commands import PRESET, launch_py
 from tests.runs import alone, make_pictures, make_run, run_config, train
-from trainer.config.errors import InputError
 from trainer.config.sections import ModelConfig, ObjectiveConfig
 from trainer.models.families import get
+from trainer.system.errors import InputError
 
 
 def preset_with(old: str, new: str) -> Callable[[Path], None]:

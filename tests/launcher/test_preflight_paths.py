@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.config.test_load import read
-from trainer.config.errors import InputError
-from trainer.config.installation import PRESETS
 from trainer.config.load import ConfigError, load_config
 from trainer.launcher import preflight
+from trainer.system.errors import InputError
+from trainer.system.installation import PRESETS
 
 DATA = "data: {path: photos}\n"
 QUICKSTART = PRESETS / "quickstart.yaml"

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.gpus.machines import MIXED, install, uuids
 from tests.runs import run_config
-from trainer.config.errors import InputError
+from tests.system.gpus.machines import MIXED, install, uuids
 from trainer.config.schema import RunConfig
 from trainer.launcher.queue import Queue, Settings, run_queue
 from trainer.run import process
 from trainer.run.events import EventWriter, StatusEvent
+from trainer.system.errors import InputError
 
 # What the queue starts instead of the trainer: a run that does what its name says, once its file `go` is there.
 WORKER = """

@@ -12,18 +12,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from app import form
-from app.form import Draft
+from app.form import draft as form
+from app.form.draft import Draft
 from tests.launcher.random_configs import load, valid
 from tests.runs import alone, make_pictures, make_run, make_text, run_config, text_config, train
-from trainer.config import installation
-from trainer.config.errors import InputError
-from trainer.config.installation import PRESETS
 from trainer.config.load import ConfigError, ConfigFile, dump_config, load_config
-from trainer.export import export
+from trainer.export.export import export
 from trainer.launcher import commands, preflight
 from trainer.launcher.queue import Queue
 from trainer.models import families
+from trainer.system import installation
+from trainer.system.errors import InputError
+from trainer.system.installation import PRESETS
 from trainer.train.rehearsal import check_fitting, check_model
 
 ROOT = Path(__file__).parents[2]

@@ -18,11 +18,11 @@ import yaml
 import launch as command_line
 from tests.commands import LAUNCH, TIMEOUT_S, launch_py, preset_folder
 from tests.runs import run_config
-from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.launcher import schedulers
 from trainer.run.events import AnyEvent, CheckpointEvent, EventReader, StatusEvent
 from trainer.run.folder import RunDir
+from trainer.system.errors import InputError
 
 SRUN = """\
 #!/bin/bash

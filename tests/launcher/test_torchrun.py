@@ -20,8 +20,6 @@ import pytest
 import torch.distributed as dist
 
 from tests.commands import LAUNCH
-from trainer.config.errors import InputError
-from trainer.config.files import NOT_REGULAR
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig, ModelConfig, ParallelConfig
 from trainer.launcher import network, torchrun
@@ -33,6 +31,8 @@ from trainer.run.events import ErrorEvent, EventReader, EventWriter, StatusEvent
 from trainer.run.failure import OUT_OF_MEMORY
 from trainer.run.folder import LINK, RunDir
 from trainer.run.preemption import PREEMPTION_SIGNALS
+from trainer.system.errors import InputError
+from trainer.system.files import NOT_REGULAR
 
 WORKER = '''
 """A rank that does what the run is named after. It imports no torch but for the decorator every rank has."""

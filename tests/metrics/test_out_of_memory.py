@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config.amounts import GIB
 from trainer.distributed.heartbeat import Heartbeat
 from trainer.metrics.memory import MemoryReading
 from trainer.metrics.out_of_memory import OomContext, OutOfMemoryError, explain_out_of_memory
+from trainer.system.amounts import GIB
 
 
 class Meter:

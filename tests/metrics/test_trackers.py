@@ -18,7 +18,6 @@ import pytest
 from PIL import Image, UnidentifiedImageError
 
 from tests.runs import make_pictures, run_config, write_preset
-from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.config.sections import TrackersConfig
 from trainer.launcher import preflight, torchrun
@@ -40,6 +39,7 @@ from trainer.run.events import (
 )
 from trainer.run.folder import RunDir
 from trainer.run.preemption import PREEMPTION_SIGNALS
+from trainer.system.errors import InputError
 
 NAMES = ("tensorboard", "wandb", "trackio")
 WANDB = Path(sys.executable).with_name("wandb")

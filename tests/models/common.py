@@ -15,7 +15,6 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig, ModelOptions, ObjectiveConfig, SampleConfig
 from trainer.models import families
@@ -23,6 +22,7 @@ from trainer.models.base import ImageFamily, ModelFamily, MultimodalFamily, Sequ
 from trainer.models.families import get, names
 from trainer.models.objectives.base import Batch, Example
 from trainer.rng import SampleRng, generator
+from trainer.system.errors import InputError
 from trainer.weights.files import WeightFiles, give_storage, read_tensor, stored_tensors
 
 IMAGES = tuple(

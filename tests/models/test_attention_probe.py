@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from trainer.models.parts.attention_probe import Sight, sight
+from trainer.models.parts.language.attention_probe import Sight, sight
 
 FULL_SIZES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -17,7 +17,7 @@ from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.distributed.world import World
-from trainer.models.parts.bagel_network import (
+from trainer.models.parts.bagel.bagel_network import (
     BAGEL_7B_MOT,
     BLOCKS,
     Bagel,
@@ -28,7 +28,16 @@ from trainer.models.parts.bagel_network import (
     rotary_waves,
     timestep_waves,
 )
-from trainer.models.parts.bagel_packing import DrawnPiece, Marks, Piece, SeenPiece, TextPiece, pack, patched, unpatched
+from trainer.models.parts.bagel.bagel_packing import (
+    DrawnPiece,
+    Marks,
+    Piece,
+    SeenPiece,
+    TextPiece,
+    pack,
+    patched,
+    unpatched,
+)
 from trainer.models.parts.folder import fill_random
 from trainer.parallel.fsdp_rules import check_calls
 from trainer.parallel.mesh import device_mesh

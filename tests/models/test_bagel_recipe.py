@@ -17,13 +17,13 @@ from torch import Tensor
 from tests.audit import bagel as published
 from tests.audit.reference import Draws, seed_of
 from tests.models.common import batch_of, edit_json, load, make, model_of, picture, recorded_decodes
-from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig, ObjectiveConfig, SampleConfig
 from trainer.models.base import MultimodalFamily, SequencePart
 from trainer.models.objectives.base import Example
-from trainer.models.parts.bagel_packing import DrawnPiece, GapPiece, Marks, SeenPiece, TextPiece, pack
-from trainer.models.parts.bagel_sequences import size_within
+from trainer.models.parts.bagel.bagel_packing import DrawnPiece, GapPiece, Marks, SeenPiece, TextPiece, pack
+from trainer.models.parts.bagel.bagel_sequences import size_within
 from trainer.rng import SampleRng
+from trainer.system.errors import InputError
 
 SEED = 5
 ANSWER, MORE = "two red ones and a blue one", "no"

@@ -12,22 +12,22 @@ from torch.nn import functional as F
 
 from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
-from trainer.config.errors import InputError
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.distributed.world import World
-from trainer.models.parts.next_token import (
+from trainer.models.parts.language.next_token import (
     block_names,
     build_language_model,
     computed_buffers,
     continue_text,
     restarting_positions,
 )
-from trainer.models.parts.tiny_configs import tiny_config
+from trainer.models.parts.language.tiny_configs import tiny_config
 from trainer.parallel.fsdp_rules import check_calls
 from trainer.parallel.load import fill_rows
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.parallelize import ShardSpec, blocks_of, parallelize
 from trainer.rng import SampleRng, generator
+from trainer.system.errors import InputError
 from trainer.weights.files import give_storage
 
 SIZES: dict[str, Any] = {

@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 
-from trainer.config.errors import InputError
-from trainer.config.files import MIB, NOT_REGULAR
 from trainer.config.load import load_config
 from trainer.launcher import preflight
-from trainer.models.parts.chat import Chat, encode_spans
-from trainer.models.parts.chat_template import (
+from trainer.models.parts.chat.chat_template import (
     LINK,
     TEMPLATES,
     check_template,
@@ -22,7 +19,10 @@ from trainer.models.parts.chat_template import (
     template_names,
     without_marks,
 )
-from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, train_tokenizer
+from trainer.models.parts.chat.conversation import Chat, encode_spans
+from trainer.models.parts.image.text_encoder import TINY_CHAT_TEMPLATE, train_tokenizer
+from trainer.system.errors import InputError
+from trainer.system.files import MIB, NOT_REGULAR
 
 SPECIAL = (
     "<|endoftext|>",

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from trainer.config.errors import InputError
-from trainer.models.parts.chat_sandbox import Sandbox
-from trainer.models.parts.chat_template import check_jinja
+from trainer.models.parts.chat.chat_sandbox import Sandbox
+from trainer.models.parts.chat.chat_template import check_jinja
+from trainer.system.errors import InputError
 
 GROWS = "{% set ns = namespace(x=NINE) %}{% for i in range(99) %}{% set ns.x = DOUBLE %}{% endfor %}"
 STEPS = "it takes more than 200,000 steps"

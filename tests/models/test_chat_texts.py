@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from tests.models.test_chat import CALLED, ENDLESS, THINKS, THOUGHT, TOOLS, TURNS, chat, refusal, show
-from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.launcher import preflight
-from trainer.models.parts.chat import Chat
-from trainer.models.parts.chat_template import check_marks
-from trainer.models.parts.chat_texts import OPEN, Sentinels, written
-from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, train_tokenizer
+from trainer.models.parts.chat.chat_template import check_marks
+from trainer.models.parts.chat.chat_texts import OPEN, Sentinels, written
+from trainer.models.parts.chat.conversation import Chat
+from trainer.models.parts.image.text_encoder import TINY_CHAT_TEMPLATE, train_tokenizer
+from trainer.system.errors import InputError
 
 MARKS = ("im_start", "im_end", "end", "return", "call", "user", "assistant", "observation")
 REMEDY = "which would not be learned; set data.chat_template to one that writes it, or remove it"

@@ -20,8 +20,8 @@ from tests.distributed.gradients import whole_gradients
 from tests.models.test_causal_models import KINDS, SIZES, fill
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.distributed.world import World
-from trainer.models.parts.chunked_loss import CHUNK, _Sum, can_split, sum_losses_in_chunks
-from trainer.models.parts.next_token import block_names, build_language_model
+from trainer.models.parts.language.chunked_loss import CHUNK, _Sum, can_split, sum_losses_in_chunks
+from trainer.models.parts.language.next_token import block_names, build_language_model
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.parallelize import ShardSpec, parallelize
 

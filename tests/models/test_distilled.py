@@ -10,12 +10,12 @@ import pytest
 
 from tests.runs import alone, make_pictures, make_run, run_config, text_config, train
 from trainer.config import families as family_facts
-from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.config.sections import ModelConfig, SampleConfig
 from trainer.launcher import preflight
 from trainer.models import distilled, families
 from trainer.run.events import StepEvent, WarningEvent
+from trainer.system.errors import InputError
 
 KLEIN = {
     "model_index.json": {"_class_name": "Flux2KleinPipeline"},

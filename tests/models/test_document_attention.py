@@ -18,14 +18,9 @@ from tests.runs import Outcome, difference, make_run, make_text, text_config, tr
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.models.families import causal_lm
-from trainer.models.parts import document_attention
-from trainer.models.parts.attention_probe import computes_within
-from trainer.models.parts.document_attention import (
-    begins_mask,
-    can_attend,
-    document_begins,
-    within_documents,
-)
+from trainer.models.parts.language import document_attention
+from trainer.models.parts.language.attention_probe import computes_within
+from trainer.models.parts.language.document_attention import begins_mask, can_attend, document_begins, within_documents
 from trainer.run.folder import RunDir
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, -1], [3, 3, 3, 3, 3, 3, 3, 3, 3, 3]])

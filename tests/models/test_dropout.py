@@ -31,7 +31,7 @@ from tests.runs import (
 )
 from trainer import adapters
 from trainer.config.schema import RunConfig
-from trainer.export import export
+from trainer.export.export import export
 from trainer.models import families
 from trainer.models.base import ModelFamily, MultimodalFamily
 from trainer.models.build import LoadedModel, build_model, load_model

@@ -16,13 +16,13 @@ from tests.models.common import IMAGES, batch_of, examples, load, make, model_of
 from tests.runs import make_pictures, make_run, run_config, train
 from trainer.config.sections import ModelOptions, ObjectiveConfig
 from trainer.distributed.world import World
-from trainer.export import export
+from trainer.export.export import export
 from trainer.models import families
 from trainer.models.base import FLOW_FIELDS
 from trainer.models.build import encoder_loader
 from trainer.models.objectives.base import Batch, Example
 from trainer.models.objectives.flow_matching import Shift, draw_sigma
-from trainer.models.parts import flow_matching
+from trainer.models.parts.image import flow_matching
 from trainer.parallel.fsdp_rules import check_calls
 from trainer.parallel.parallelize import blocks_of
 from trainer.rng import SampleRng

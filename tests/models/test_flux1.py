@@ -29,7 +29,7 @@ from tests.models.common import (
 from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.models.families.flux1 import ARCHITECTURES, Flux1, image_ids
 from trainer.models.objectives.flow_matching import Shift, add_noise, draw_sigma, shift_factor
-from trainer.models.parts.images import pack, patchify, unpack, unpatchify
+from trainer.models.parts.image.images import pack, patchify, unpack, unpatchify
 from trainer.rng import SampleRng
 
 CAPTIONS = ["a red fox", "", "a long caption of many words " * 10]

@@ -30,15 +30,15 @@ from tests.models.common import (
     refusal,
     without_bar,
 )
-from trainer.config.errors import InputError
 from trainer.config.models import published_models
 from trainer.config.sections import ModelConfig, ObjectiveConfig, SampleConfig
 from trainer.models.families.flux2 import ARCHITECTURES, Flux2, image_ids, text_ids
 from trainer.models.objectives.flow_matching import add_noise, draw_sigma, empirical_mu
 from trainer.models.parts.folder import ModelFolder, write_once
-from trainer.models.parts.images import pack, patchify, unpack, unpatchify
-from trainer.models.parts.text_encoder import stacked_layers
+from trainer.models.parts.image.images import pack, patchify, unpack, unpatchify
+from trainer.models.parts.image.text_encoder import stacked_layers
 from trainer.rng import SampleRng
+from trainer.system.errors import InputError
 from trainer.weights.files import WeightFiles
 
 CAPTIONS = ["a red fox", "", "a long caption " * 40, "twenty [IMG] words"]

@@ -35,15 +35,15 @@ from tests.models.common import (
 from tests.runs import alone, run_config
 from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.data.encode import encode_data
-from trainer.data.image_source import batch_keys
+from trainer.data.images.image_source import batch_keys
 from trainer.data.loader import BatchSizes, Choices, ImageBatchSampler
 from trainer.distributed.context import RankContext
 from trainer.models import families
 from trainer.models.build import encoder_loader
 from trainer.models.families.flux3 import ARCHITECTURES, Flux3, image_ids, text_ids
 from trainer.models.objectives.flow_matching import Shift, add_noise, draw_sigma
-from trainer.models.parts.images import pack
-from trainer.models.parts.packed_vae import latent_statistics
+from trainer.models.parts.image.images import pack
+from trainer.models.parts.image.packed_vae import latent_statistics
 from trainer.rng import SampleRng
 
 CAPTIONS = ["a red fox", "", "a long caption of many words " * 10]

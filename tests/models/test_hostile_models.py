@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from tests.runs import make_text, text_config
-from trainer.config.errors import InputError
 from trainer.config.load import dump_config, load_config_text
 from trainer.config.sections import ModelConfig, ObjectiveConfig
 from trainer.launcher import preflight
 from trainer.models import families
 from trainer.models.families.causal_lm import TOKENIZER_FILES
 from trainer.models.parts.folder import copy_files, read_json
-from trainer.models.parts.text_encoder import load_tokenizer
+from trainer.models.parts.image.text_encoder import load_tokenizer
+from trainer.system.errors import InputError
 
 CODE = """\
 from pathlib import Path

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
 
 from tests.models.test_stored_names import small
 from tests.runs import text_config
-from trainer.config.errors import InputError
 from trainer.config.sections import ModelConfig, ObjectiveConfig
-from trainer.export import check_export
 from trainer.export.adapter import verify_base
+from trainer.export.check import check_export
 from trainer.models import families
 from trainer.models.build import build_model
-from trainer.models.parts import loaded
+from trainer.models.parts.language import loaded
 from trainer.models.state_dict import BaseWeights
+from trainer.system.errors import InputError
 
 KINDS = ["gemma2", "mixtral", "gpt2", pytest.param("gemma3", marks=pytest.mark.slow)]
 COMPONENT = "language_model"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.runs import run_config
-from trainer.config.errors import InputError
 from trainer.models import families
+from trainer.system.errors import InputError
 
 
 @pytest.mark.parametrize(

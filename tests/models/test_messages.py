@@ -10,14 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.test_text_stream import plain
+from tests.data.text.test_text_stream import plain
 from tests.models.test_chat import SPECIAL, chat, show
-from trainer.config.errors import InputError
-from trainer.data.text_documents import Encoder
-from trainer.data.text_files import TextFolder, find_files
-from trainer.data.text_stream import TextStream
-from trainer.models.parts.chat import checked_messages
-from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, train_tokenizer
+from trainer.data.text.text_documents import Encoder
+from trainer.data.text.text_files import TextFolder, find_files
+from trainer.data.text.text_stream import TextStream
+from trainer.models.parts.chat.conversation import checked_messages
+from trainer.models.parts.image.text_encoder import TINY_CHAT_TEMPLATE, train_tokenizer
+from trainer.system.errors import InputError
 
 ARGUMENTS = {"city": "Köln", "days": [1, None], "unit": {"name": "C"}}
 TEMPLATE = """\

@@ -15,13 +15,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.models.common import IMAGES, load, make
-from trainer.config.errors import InputError
 from trainer.config.sections import ModelConfig, ModelOptions
 from trainer.models import families
 from trainer.models.base import ImageFamily
 from trainer.models.parts.folder import ModelFolder
+from trainer.models.parts.image.text_encoder import stacked_layers
 from trainer.models.parts.published import published_folder
-from trainer.models.parts.text_encoder import stacked_layers
+from trainer.system.errors import InputError
 from trainer.weights.files import WeightFiles
 
 T5, CLIP_L, CLIP_L_PROJECTED, CLIP_G, VAE = 4.762, 0.1231, 0.1237, 0.695, 0.084

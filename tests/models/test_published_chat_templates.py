@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.models.test_chat import chat, show
-from trainer.config.errors import InputError
-from trainer.models.parts.chat import REASONING
-from trainer.models.parts.chat_texts import NOT_TEXTS
-from trainer.models.parts.text_encoder import train_tokenizer
+from trainer.models.parts.chat.chat_texts import NOT_TEXTS
+from trainer.models.parts.chat.conversation import REASONING
+from trainer.models.parts.image.text_encoder import train_tokenizer
+from trainer.system.errors import InputError
 
 MARK = re.compile(r"<[|\uff5c][^<>|\uff5c'\"{}\s]{1,40}[|\uff5c]>|<\|[a-z_]+>|<[a-z_]+\|>|</?[a-z_]+>|\[/?[A-Z_]+\]")
 THINKS = "<think>\n{}\n</think>\n\n{}"

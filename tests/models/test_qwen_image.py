@@ -27,7 +27,7 @@ from tests.models.common import (
 from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.models.families.qwen_image import ARCHITECTURES, TEMPLATE, TEMPLATE_TOKENS, QwenImage
 from trainer.models.objectives.flow_matching import Shift, add_noise, draw_sigma
-from trainer.models.parts.images import pack, patchify
+from trainer.models.parts.image.images import pack, patchify
 from trainer.rng import SampleRng
 
 CAPTIONS = ["a red fox", "", "a long caption of many words " * 10]

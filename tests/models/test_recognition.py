@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from trainer.config import families
-from trainer.config.errors import InputError
 from trainer.config.load import load_config_text
 from trainer.config.sections import DEMO, ModelConfig, ObjectiveConfig, demo_families
 from trainer.launcher import preflight
 from trainer.models import families as kinds
 from trainer.models.recognition import refused
+from trainer.system.errors import InputError
 
 IMAGES = [name for name in kinds.names() if kinds.get(name).trains_on == "images"]
 

@@ -33,12 +33,12 @@ from tests.models.common import (
 )
 from tests.runs import alone, difference, make_pictures, make_run, run_config, train
 from trainer.adapters import adapted_layers
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig, ModelOptions, ObjectiveConfig, SampleConfig
 from trainer.export.metadata import adapter_metadata
 from trainer.models.families.sdxl import ARCHITECTURES, Sdxl
 from trainer.rng import SampleRng, generator
+from trainer.system.errors import InputError
 from trainer.weights.files import read_tensor
 from trainer.weights.identity import digest
 

@@ -35,18 +35,18 @@ from tests.models.common import (
     without_bar,
 )
 from tests.runs import alone, as_of_an_earlier_version, make_pictures, make_run, run_config, train
-from trainer.config.errors import RuleError
 from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.data.encode import encode_data
 from trainer.data.loader import ImageItem
 from trainer.distributed.context import RankContext
-from trainer.export import export
+from trainer.export.export import export
 from trainer.models import families
 from trainer.models.build import encoder_loader
 from trainer.models.families.sdxl import Sdxl
-from trainer.plan.trace import on_this_machine
+from trainer.plan.record.trace import on_this_machine
 from trainer.rng import SampleRng
 from trainer.run.events import WarningEvent
+from trainer.system.errors import RuleError
 from trainer.train.loop import Trainer
 from trainer.weights.files import read_tensor
 

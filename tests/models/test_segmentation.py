@@ -14,10 +14,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import Sam2Config, Sam2Model
 
-from app.mask_models import MaskModels
-from trainer.config.errors import InputError
+from app.data.mask_models import MaskModels
 from trainer.models.parts.folder import write_random
 from trainer.models.segmentation import DEVIATION, MEAN, Question, Segmenter, pixels
+from trainer.system.errors import InputError
 
 SIDE = 64
 CPU = torch.device("cpu")

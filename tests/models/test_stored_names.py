@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForConditionalGeneration
 
-from trainer.config.errors import InputError
-from trainer.models.parts.language_configs import build_whole, text_config
-from trainer.models.parts.next_token import build_language_model
-from trainer.models.parts.stored_names import StoredNames, read_names
-from trainer.models.parts.tiny_configs import tiny_config
+from trainer.models.parts.language.language_configs import build_whole, text_config
+from trainer.models.parts.language.next_token import build_language_model
+from trainer.models.parts.language.stored_names import StoredNames, read_names
+from trainer.models.parts.language.tiny_configs import tiny_config
+from trainer.system.errors import InputError
 from trainer.weights.composed import value_of
 from trainer.weights.files import read_tensor, stored_tensors
 

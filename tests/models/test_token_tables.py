@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer.config.errors import InputError
 from trainer.config.sections import ModelConfig, ObjectiveConfig
 from trainer.models import families, recognition
-from trainer.models.parts.text_encoder import load_tokenizer
+from trainer.models.parts.image.text_encoder import load_tokenizer
 from trainer.models.state_dict import BaseWeights
+from trainer.system.errors import InputError
 
 BYTES = 257
 """Tokens of the tiny language model: bytes, and the end of a text."""

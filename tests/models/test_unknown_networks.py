@@ -17,11 +17,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from tests.commands import launch_py
 from tests.distributed import run_ranks
 from tests.runs import alone, difference, make_run, make_text, text_config, train
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.models import families
 from trainer.models.build import build_model
-from trainer.models.parts.random_language_models import write_byte_tokenizer
+from trainer.models.parts.language.random_language_models import write_byte_tokenizer
+from trainer.system.errors import InputError
 
 SIZES: dict[str, Any] = {
     "vocab_size": 257,

@@ -14,8 +14,8 @@ from tests.pairs.array import Array, Row
 from tests.pairs.choices import Kind, kinds
 from tests.pairs.data import make_data
 from tests.pairs.trials import OnRanks, Outcome, tried
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.system.errors import InputError
 from trainer.train.rehearsal import check_model
 
 

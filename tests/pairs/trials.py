@@ -14,14 +14,14 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from tests.distributed import run_ranks
-from trainer.config.errors import InputError
 from trainer.config.load import dump_config, load_config
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
-from trainer.export import export
+from trainer.export.export import export
 from trainer.launcher import preflight
 from trainer.run.events import EventReader, SampleEvent, StepEvent
 from trainer.run.folder import RunDir, shared_cache
+from trainer.system.errors import InputError
 from trainer.train.log import emitter
 from trainer.train.loop import Trainer
 

@@ -27,9 +27,9 @@ from trainer.parallel.compile import compile_blocks
 from trainer.parallel.offload import OffloadedBlocks
 from trainer.parallel.offload_order import offloaded_blocks
 from trainer.parallel.parallelize import checkpoint_activations
-from trainer.pinned import pin
 from trainer.run.events import AnyEvent
 from trainer.run.folder import RunDir
+from trainer.system.pinned import pin
 from trainer.train.loop import Trainer
 
 WIDTH = 8

@@ -25,7 +25,7 @@ from tests.runs import alone, difference, make_pictures, make_run, make_text, ru
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.parallel.recompute import _expensive_functions, recompute_cheap
-from trainer.plan.memory_tracker import is_quantized
+from trainer.plan.record.memory_tracker import is_quantized
 from trainer.run.folder import RunDir
 from trainer.train.loop import Trainer
 

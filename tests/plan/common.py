@@ -7,8 +7,8 @@ from pathlib import Path
 from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
 from trainer.plan.memory import MemoryPlan, plan_of
+from trainer.plan.simulate.tables import PassTable, decode
 from trainer.plan.store import SHIPPED, known_model
-from trainer.plan.tables import PassTable, decode
 
 NOWHERE = Path("nowhere")
 """A cache that does not exist: what is planned with it comes with the program."""

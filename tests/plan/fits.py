@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from tests.plan.common import NOWHERE, run
 from tests.readme import write_section
-from trainer.config.amounts import GIB
-from trainer.plan.fixes import planned
 from trainer.plan.hardware import named
 from trainer.plan.memory import MemoryPlan
+from trainer.plan.search.fixes import planned
+from trainer.system.amounts import GIB
 
 MODELS = {
     "FLUX.2-dev": "flux2 dev",

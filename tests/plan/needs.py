@@ -10,11 +10,11 @@ from pathlib import Path
 
 from tests.plan.common import NOWHERE
 from tests.readme import readme
-from trainer.config.amounts import GIB
 from trainer.config.load import load_config
-from trainer.plan.fixes import planned
 from trainer.plan.hardware import CARDS
-from trainer.plan.phases import CAPTIONS, SAMPLING, TRAINING
+from trainer.plan.search.fixes import planned
+from trainer.plan.simulate.phases import CAPTIONS, SAMPLING, TRAINING
+from trainer.system.amounts import GIB
 
 PRESETS = Path(__file__).parents[2] / "presets"
 CARD = re.compile(r"-1x(\d+gb)$")

@@ -20,16 +20,16 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig
 from trainer.models import families
 from trainer.models.parts.published import published_folder
-from trainer.plan import fake_device
-from trainer.plan.encoders import trace_captions, trace_encoders
-from trainer.plan.make_tables import FORMATS
-from trainer.plan.phases import captions, over_all
-from trainer.plan.sizes import sharding_of
-from trainer.plan.steps import ModelPass, Size, lengthen
+from trainer.plan.record import fake_device
+from trainer.plan.record.encoders import trace_captions, trace_encoders
+from trainer.plan.record.make_tables import FORMATS
+from trainer.plan.record.trace import on_this_machine, trace_passes, trace_sampling, trace_step
+from trainer.plan.simulate.phases import captions, over_all
+from trainer.plan.simulate.sizes import sharding_of
+from trainer.plan.simulate.steps import ModelPass, Size, lengthen
+from trainer.plan.simulate.tables import KIND_OF, PASS_KINDS, RANKS, PassKind, PassTable, decode, traced_sizes
+from trainer.plan.simulate.timeline import simulate, simulate_forward
 from trainer.plan.store import key_of
-from trainer.plan.tables import KIND_OF, PASS_KINDS, RANKS, PassKind, PassTable, decode, traced_sizes
-from trainer.plan.timeline import simulate, simulate_forward
-from trainer.plan.trace import on_this_machine, trace_passes, trace_sampling, trace_step
 
 SIZE = Size(512 * 512, 1)
 BLOCKS = {"num_layers": 1, "num_single_layers": 5}

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpus.machines import BESIDE_A_DISPLAY_ADAPTER, MIXED, SLICED, install
 from tests.plan.common import run
-from trainer.config.amounts import GB, GIB, MIB
-from trainer.gpus import Gpu
+from tests.system.gpus.machines import BESIDE_A_DISPLAY_ADAPTER, MIXED, SLICED, install
 from trainer.launcher.plan_command import lines
 from trainer.plan.cards import SPEEDS, speed_of
-from trainer.plan.fixes import planned
 from trainer.plan.hardware import CARDS, detected, like, of_machine
+from trainer.plan.search.fixes import planned
+from trainer.system.amounts import GB, GIB, MIB
+from trainer.system.gpus import Gpu
 
 
 def gpu(index: int, name: str, mib: int) -> Gpu:

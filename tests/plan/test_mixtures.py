@@ -9,8 +9,8 @@ import torch
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from trainer.plan.fake_device import fake_tensors
-from trainer.plan.memory_tracker import MemoryTracker
+from trainer.plan.record.fake_device import fake_tensors
+from trainer.plan.record.memory_tracker import MemoryTracker
 from trainer.weights.quantization import FORMATS
 from trainer.weights.quantized_experts import quantize_experts
 

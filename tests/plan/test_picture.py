@@ -10,15 +10,15 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.plan.common import NOWHERE, run, shipped
-from trainer.config.amounts import GIB
 from trainer.plan import picture
 from trainer.plan.hardware import CARDS
 from trainer.plan.memory import MemoryPlan, history_of, plan_of
-from trainer.plan.phases import by_kind
 from trainer.plan.picture import Bar, Limit, draw, outline, sentence
-from trainer.plan.steps import Mark, ModelPass, Parameter, Size, Unit
+from trainer.plan.simulate.phases import by_kind
+from trainer.plan.simulate.steps import Mark, ModelPass, Parameter, Size, Unit
+from trainer.plan.simulate.timeline import Point, Sharding, history, simulate
 from trainer.plan.store import known_model
-from trainer.plan.timeline import Point, Sharding, history, simulate
+from trainer.system.amounts import GIB
 
 EVERY = [pytest.param(table, id=f"{model} {key}") for model, key, table in shipped()]
 SHARDINGS = (

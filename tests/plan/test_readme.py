@@ -14,8 +14,8 @@ from tests.plan.fits import fits_table
 from tests.plan.needs import rows
 from tests.readme import readme, section
 from trainer.config.load import load_config
-from trainer.plan.fixes import planned
 from trainer.plan.hardware import CARDS
+from trainer.plan.search.fixes import planned
 
 ROOT = Path(__file__).parents[2]
 ROWS = rows(readme("presets").read_text(encoding="utf-8"))

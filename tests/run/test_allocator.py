@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.runs import run_config
-from trainer.config.amounts import MIB
 from trainer.run import allocator
 from trainer.run.allocator import pinned_bytes, pins_exactly
+from trainer.system.amounts import MIB
 
 OFFLOADED: dict[str, Any] = {"parallel__cpu_offload": True, "parallel__strategy": "full"}
 

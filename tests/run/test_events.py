@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from trainer.view.numbers import default_decay, format_duration, smoothed
 
 from trainer.run.events import (
     CheckpointEvent,
@@ -26,12 +27,9 @@ from trainer.run.events import (
     StepEvent,
     ValidationEvent,
     WarningEvent,
-    default_decay,
-    format_duration,
     last_state,
     latest_steps,
     seconds_waited,
-    smoothed,
     step_parts,
 )
 

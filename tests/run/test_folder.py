@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig, ModelConfig
 from trainer.run.folder import RunDir
+from trainer.system.errors import InputError
 
 
 @pytest.fixture

@@ -11,17 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.form import Draft
-from app.looks import Looks
+from app.data.looks import Looks
+from app.form.draft import Draft
 from app.studio import Studio
-from tests.app.test_dataset import scanned
+from tests.app.data.test_dataset import scanned
 from tests.run.test_hostile_folders import content, make_home
 from tests.run.test_private_caches import measured
 from tests.runs import alone, make_pictures, run_config
-from trainer.config.errors import InputError
 from trainer.config.load import ConfigFile, dump_config, load_config
 from trainer.data.cache import ExampleCache
-from trainer.data.scan_memory import MOST_KEPT, keep_last
+from trainer.data.images.scan_memory import MOST_KEPT, keep_last
 from trainer.distributed.attach import attach
 from trainer.distributed.world import Rendezvous
 from trainer.launcher import preflight
@@ -30,6 +29,7 @@ from trainer.models.parts.published import published_folder
 from trainer.parallel.quantized_cache import QuantizedCache
 from trainer.plan import calibration
 from trainer.run.folder import CACHE_LINK, CACHE_NAMES, RunDir, guard_cache
+from trainer.system.errors import InputError
 
 PLACES = (
     "base", "examples", "examples/.known", "examples/.parts", "examples/ab", "images", "models", "plans", "rows",

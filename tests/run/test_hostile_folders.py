@@ -16,20 +16,21 @@ from typing import Any
 
 import pytest
 
-from app.monitor import Follower, explained
-from app.run_table import Summaries
+from app.runs.monitor import Follower, explained
+from app.runs.run_table import Summaries
 from app.studio import Studio
 from app.web.pages import files as files_page
 from app.web.pages import runs as runs_page
 from tests.app.browser import recorded
-from trainer.config.errors import InputError
-from trainer.launcher import commands, preflight, torchrun, upload
+from trainer.export import upload
+from trainer.export.upload import Upload, begin_upload
+from trainer.launcher import commands, preflight, torchrun
 from trainer.launcher.queue import Queue
-from trainer.launcher.upload import Upload, begin_upload
 from trainer.run import process
 from trainer.run.drawings import DrawingRequest
 from trainer.run.events import EventWriter
 from trainer.run.folder import LINK, RunDir
+from trainer.system.errors import InputError
 
 PLACES = (
     "config.yaml", "launch.json", "events.jsonl", ".identity", "notes.md", "report.html", "stores", "wandb", "trackers",

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from tests.runs import make_pictures, run_config
-from trainer.config.errors import InputError
 from trainer.config.load import dump_config, load_config
 from trainer.data.cache import ExampleCache
 from trainer.launcher import preflight
 from trainer.models.parts.folder import write_once
-from trainer.plan import calibration, make_tables
+from trainer.plan import calibration
+from trainer.plan.record import make_tables
+from trainer.system.errors import InputError
 
 NOBODY = 65534
 KEY = "ab" * 32

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig, ModelConfig, SampleConfig, StageConfig
 from trainer.run.events import PromptsEvent, SampleEvent, by_prompt
 from trainer.run.folder import RunDir
 from trainer.run.prompts import clear_prompts, prompts_in_force, request_prompts, requested_prompts
+from trainer.system.errors import InputError
 
 
 def make_run(root: Path, **changes: Any) -> RunDir:

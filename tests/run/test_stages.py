@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app import form
+from app.form import draft as form
 from app.studio import Studio
 from tests.commands import Started, launch_py
 from tests.runs import (
@@ -28,19 +28,19 @@ from tests.runs import (
     text_config,
     train,
 )
-from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, dump_config, load_config, stage_config
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig
-from trainer.export import hand_over
+from trainer.export.card import model_card
+from trainer.export.export import hand_over
 from trainer.launcher import preflight
-from trainer.launcher.model_card import model_card
 from trainer.models import families
 from trainer.models.state_dict import BaseWeights
 from trainer.run import process, stages
 from trainer.run.events import CheckpointEvent, EventReader, StageEvent, StepEvent, latest_steps
 from trainer.run.folder import RunDir, weights_of
 from trainer.run.manifest import MANIFEST
+from trainer.system.errors import InputError
 
 PRESET = """\
 name: two

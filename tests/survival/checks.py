@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from trainer.data.scan_memory import HANDED_SUFFIX
+from trainer.data.images.scan_memory import HANDED_SUFFIX
 from trainer.run.events import AnyEvent, EventReader, StepEvent, ValidationEvent, latest_steps
 from trainer.run.folder import RunDir
 

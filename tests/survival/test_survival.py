@@ -13,9 +13,9 @@ from tests.run.test_events import file_size_limit
 from tests.runs import alone, make_pictures, make_run, run_config, train
 from tests.survival.chain import Aim, Chain, Kill, Target, make_reference, survival_config
 from tests.survival.checks import LOSS
-from trainer.data.image_source import ImageSource
-from trainer.data.mixed_source import MixedSource
-from trainer.data.text_source import TextSource
+from trainer.data.images.image_source import ImageSource
+from trainer.data.mixed.mixed_source import MixedSource
+from trainer.data.text.text_source import TextSource
 from trainer.run.events import EventReader, LossyWriter, StatusEvent, WarningEvent
 
 KILLS: Sequence[tuple[Aim, Target]] = (("step", "rank"), ("save", "run"), ("export", "torchrun"))

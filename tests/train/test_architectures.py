@@ -20,16 +20,16 @@ from tests.distributed import run_ranks
 from tests.models.common import batch_of, edit_json, model_of
 from tests.models.test_unknown_networks import folder_of as plain_folder
 from tests.runs import Outcome, alone, difference, make_run, text_config, train
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data.text_source import TextSource
-from trainer.export import export
+from trainer.data.text.text_source import TextSource
+from trainer.export.export import export
 from trainer.models import families
 from trainer.models.build import build_model
 from trainer.models.families import causal_lm
-from trainer.models.parts.next_token import build_language_model, restarting_positions
+from trainer.models.parts.language.next_token import build_language_model, restarting_positions
 from trainer.rng import SampleRng
 from trainer.run.events import WarningEvent
+from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
 from trainer.weights.quantization import quantized_layers
 

@@ -21,18 +21,18 @@ from tests.distributed import run_ranks
 from tests.models.common import batch_of, edit_json, examples, model_of, picture, question_of
 from tests.runs import Outcome, alone, difference, make_pictures, run_config, steps_of, train
 from trainer.checkpoint.restore import StoredWeights
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data import question_files
 from trainer.data.loader import BatchSizes, ImageBatchSampler
-from trainer.data.mixed_batches import DrawnItem, MixedBatchSampler, QuestionItem
-from trainer.export import export
+from trainer.data.mixed import question_files
+from trainer.data.mixed.mixed_batches import DrawnItem, MixedBatchSampler, QuestionItem
+from trainer.export.export import export
 from trainer.models import families
 from trainer.models.base import MultimodalFamily
 from trainer.models.build import build_model
 from trainer.rng import SampleRng
 from trainer.run import manifest
 from trainer.run.events import SampleEvent, StepEvent, ValidationEvent
+from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
 
 TOLERANCE = 1e-6

@@ -18,17 +18,17 @@ from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
 from tests.runs import alone, change_manifest, difference, make_pictures, run_config, steps_of, train
 from tests.train.test_bagel import TOLERANCE, seen
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.loader import BatchSizes
-from trainer.data.mixed_batches import DrawnItem, MixedItem, Pack, PackedBatchSampler, QuestionItem
-from trainer.data.mixed_source import MixedSource
+from trainer.data.mixed.mixed_batches import DrawnItem, MixedItem, Pack, PackedBatchSampler, QuestionItem
+from trainer.data.mixed.mixed_source import MixedSource
 from trainer.distributed.world import World
 from trainer.models import families
 from trainer.models.base import MultimodalFamily
 from trainer.run import manifest
 from trainer.run.events import AnyEvent, SampleEvent, WarningEvent
 from trainer.run.folder import RunDir
+from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
 from trainer.train.numbers import Sums
 
@@ -195,8 +195,8 @@ def test_the_tokens_of_a_sample_are_counted_without_reading_its_images(bench: Be
     source = source_of(bench, data__references=None)
     sampler = source.batch_sampler(BatchSizes(1), None)
     family = source._family
-    from trainer.models.parts.bagel_packing import pack
-    from trainer.models.parts.bagel_sequences import clean_pieces, sequences_of_example
+    from trainer.models.parts.bagel.bagel_packing import pack
+    from trainer.models.parts.bagel.bagel_sequences import clean_pieces, sequences_of_example
 
     for step in range(16):
         (item,) = sampler.batch(step)

@@ -14,15 +14,15 @@ import torch
 from tests.bench import Bench
 from tests.distributed import run_ranks
 from tests.runs import alone, change_manifest, make_run, text_config, train
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data.text_source import TextSource
+from trainer.data.text.text_source import TextSource
 from trainer.distributed.world import World
-from trainer.export import export
+from trainer.export.export import export
 from trainer.models import families
 from trainer.run.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.run.manifest import RECIPE, progress_of
+from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
 
 TALK = {"chat": {}}

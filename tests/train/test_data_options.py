@@ -26,13 +26,13 @@ from tests.runs import (
     steps_of,
     train,
 )
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.models import families
 from trainer.models.objectives.flow_matching import velocity
 from trainer.rng import SampleRng
 from trainer.run.events import AnyEvent, WarningEvent
 from trainer.run.folder import RunDir
+from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
 
 ONE_RANK = {"parallel__devices": 1, "parallel__strategy": "none"}

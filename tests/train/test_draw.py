@@ -15,14 +15,14 @@ import pytest
 from PIL import Image
 
 from tests.runs import alone, make_pictures, make_run, make_text, run_config, text_config, train
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.export import export
+from trainer.export.export import export
 from trainer.launcher import commands
 from trainer.run.drawings import Drawing, DrawingRequest, check_request, drawings
 from trainer.run.events import EventWriter, ExportEvent
 from trainer.run.folder import RunDir
 from trainer.run.samples import TEXT
+from trainer.system.errors import InputError
 from trainer.train.draw import draw, on_one_device
 
 SAMPLES: dict[str, Any] = {

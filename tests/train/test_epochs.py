@@ -27,20 +27,20 @@ from tests.runs import (
     text_config,
     train,
 )
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.encode import StopRequested
-from trainer.data.text_files import TextFolder
-from trainer.data.text_rows import key_of
-from trainer.data.text_source import encoder_of
-from trainer.data.text_stream import TextStream
+from trainer.data.text.text_files import TextFolder
+from trainer.data.text.text_rows import key_of
+from trainer.data.text.text_source import encoder_of
+from trainer.data.text.text_stream import TextStream
 from trainer.models import families
 from trainer.run.events import AnyEvent, EventReader, LengthEvent, StageEvent, StatusEvent, latest_steps
 from trainer.run.folder import RunDir
 from trainer.run.length import RunLength
 from trainer.run.manifest import RECIPE
-from trainer.run.report import write_report
+from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
+from trainer.view.report import write_report
 
 COSINE = {"optim__schedule": "cosine", "optim__warmup": 2}
 
@@ -177,7 +177,7 @@ def test_a_warm_up_that_is_not_shorter_than_the_epochs_is_refused_once_their_ste
 
 
 def test_a_stop_while_rows_are_counted_ends_the_run(text: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.text_rows.ROUND", 2)
+    monkeypatch.setattr("trainer.data.text.text_rows.ROUND", 2)
     counts = forget_counts(text)
     cfg, run = text.run("stop", train__epochs=1)
     events: list[AnyEvent] = []

@@ -21,7 +21,7 @@ from pyarrow import parquet
 from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, difference, in_two_parts, make_pictures, make_run, run_config, train
 from trainer.config.schema import RunConfig
-from trainer.data.image_source import ImageSource
+from trainer.data.images.image_source import ImageSource
 from trainer.data.loader import BatchSizes, ImageItem, Loader
 from trainer.run.events import AnyEvent, WarningEvent
 from trainer.run.folder import RunDir

@@ -18,14 +18,14 @@ from tests.bench import TOLERANCE, Bench
 from tests.distributed import run_ranks
 from tests.models.common import batch_of, model_of
 from tests.runs import alone, graphs_of, make_pictures, make_run, run_config, step_numbers, steps_of, train
-from trainer.config.errors import InputError
 from trainer.config.families import refused
 from trainer.config.schema import RunConfig
-from trainer.data.image_files import scan
+from trainer.data.images.image_files import scan
 from trainer.data.loader import ImageItem
 from trainer.models.objectives.base import Example
 from trainer.rng import SampleRng
 from trainer.run.events import ValidationEvent
+from trainer.system.errors import InputError
 from trainer.train.loop import StepNumbers, Trainer
 
 BETA = 4.0

@@ -25,15 +25,15 @@ from tests.runs import (
     train,
     trained_logits,
 )
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
-from trainer.export import export
+from trainer.export.export import export
 from trainer.models import families
 from trainer.models.build import build_model
 from trainer.rng import SampleRng
 from trainer.run.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
+from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
 from trainer.weights.quantization import quantized_layers
 

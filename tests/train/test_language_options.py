@@ -24,15 +24,15 @@ from tests.runs import (
     train,
     trained_logits,
 )
-from trainer.config.errors import InputError
-from trainer.export import export
+from trainer.export.export import export
 from trainer.models import families
 from trainer.models.build import build_model
-from trainer.models.parts.neftune import EmbeddingNoise
+from trainer.models.parts.language.neftune import EmbeddingNoise
 from trainer.models.state_dict import BaseWeights
+from trainer.plan.record.trace import units_of
 from trainer.plan.store import key_of
-from trainer.plan.trace import units_of
 from trainer.run.events import SampleEvent, ValidationEvent
+from trainer.system.errors import InputError
 from trainer.weights.tensors import OpenFiles
 
 UNTIED = {"architecture": "qwen3-8b"}

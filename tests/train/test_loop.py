@@ -20,7 +20,6 @@ from tests.distributed import run_ranks
 from tests.runs import alone, difference, make_pictures, make_run, run_config, steps_of, train
 from trainer import adapters
 from trainer.checkpoint.staging import Stager
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.metrics.out_of_memory import OutOfMemoryError
@@ -28,6 +27,7 @@ from trainer.rng import SampleRng
 from trainer.run.events import AnyEvent, SampleEvent, StatusEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.run.manifest import progress_of
+from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
 
 

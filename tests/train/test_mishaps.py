@@ -15,12 +15,12 @@ from PIL import Image, ImageOps
 
 from tests.commands import launch_py
 from tests.runs import alone, make_pictures, make_run, run_config, steps_of
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.launcher import commands, preflight, torchrun
 from trainer.run import process as processes
 from trainer.run.events import AnyEvent, LossyWriter, StatusEvent, WarningEvent
 from trainer.run.folder import RunDir
+from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
 
 FOLDERS = ("ranks", "logs", "samples", "requests", "export")

@@ -29,7 +29,7 @@ from tests.runs import (
 )
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
-from trainer.export import export
+from trainer.export.export import export
 from trainer.models import families
 from trainer.models.build import build_model, load_model
 from trainer.parallel import load

@@ -17,10 +17,9 @@ from tests.bench import Bench
 from tests.runs import alone, make_run, make_text, text_config, train
 from tests.train.test_language_options import logits, trained_logits
 from trainer.adapters.state import Factors
-from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, load_config_text
 from trainer.config.schema import RunConfig
-from trainer.export import export
+from trainer.export.export import export
 from trainer.models import families
 from trainer.models.build import build_model, load_model
 from trainer.models.pissa import (
@@ -32,6 +31,7 @@ from trainer.models.pissa import (
 )
 from trainer.models.start import continue_adapter
 from trainer.models.state_dict import BaseWeights
+from trainer.system.errors import InputError
 from trainer.weights.files import WeightFiles
 from trainer.weights.quantization import FORMATS, quantized_layers
 from trainer.weights.tensors import OpenFiles, ReducedEntry

@@ -13,13 +13,13 @@ from torch import nn
 
 from tests.distributed import run_ranks
 from tests.runs import alone, make_pictures, make_run, make_text, run_config, text_config
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.prompts import within_host_memory
 from trainer.distributed.world import World
 from trainer.run.events import AnyEvent, EventReader, EventWriter, PromptsEvent, SampleEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.run.prompts import REQUEST, request_prompts
+from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
 from trainer.weights.files import WeightFiles
 

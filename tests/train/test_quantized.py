@@ -20,16 +20,16 @@ from tests.models.common import IMAGES
 from tests.readme import readme
 from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
 from tests.weights.recorded import four_bits
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.encode import encode_data
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
-from trainer.export import export
+from trainer.export.export import export
 from trainer.models import families
 from trainer.models.build import _coded, build_model, encoder_loader, load_model
 from trainer.parallel.quantized_cache import QuantizedCache
 from trainer.run.events import StatusEvent, WarningEvent
+from trainer.system.errors import InputError
 from trainer.weights.files import WeightFiles
 from trainer.weights.quantization import FORMATS, quantized_layers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from trainer.config.imports import quick_imports
+from trainer.system.imports import quick_imports
 
 
 def test_imports_are_searched_for_garbage_neither_while_they_go_on_nor_later() -> None:

@@ -11,12 +11,12 @@ import pytest
 
 from tests.distributed import run_ranks
 from tests.runs import alone, text_config
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.encode import StopRequested
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.run.events import AnyEvent
+from trainer.system.errors import InputError
 from trainer.train import rehearsal
 from trainer.train.rehearsal import check_rows
 

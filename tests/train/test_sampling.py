@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from tests.distributed import run_ranks
-from trainer.data.image_io import png
+from trainer.data.images.image_io import png
 from trainer.distributed.world import World
 from trainer.train.sampling import draw_all
 

@@ -19,15 +19,15 @@ from tests.distributed import run_ranks
 from tests.runs import alone, make_run, make_text, run_config, step_numbers, steps_of
 from trainer.adapters import initial_value, switched_off
 from trainer.checkpoint.config_changes import changes, refused
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data.text_files import check_preferences
-from trainer.data.text_source import encoder_of
+from trainer.data.text.text_files import check_preferences
+from trainer.data.text.text_source import encoder_of
 from trainer.distributed.world import World
 from trainer.models import families
 from trainer.models.objectives.preferences import Answers
 from trainer.run.events import ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
+from trainer.system.errors import InputError
 from trainer.train.loop import StepNumbers, Trainer
 
 BETA = 0.5

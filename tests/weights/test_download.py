@@ -18,8 +18,8 @@ import pytest
 from huggingface_hub import constants
 
 from tests.weights.hub_server import COMMIT, PIECE, Hub, HubServer, sha256
-from trainer.config.errors import InputError
 from trainer.config.models import published_models
+from trainer.system.errors import InputError
 from trainer.weights.download import CHUNK, DownloadState, RemoteFile, require_plain
 from trainer.weights.hub import cached, find_folder
 

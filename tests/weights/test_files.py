@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer.config.errors import InputError
+from trainer.system.errors import InputError
 from trainer.weights.files import Fused, WeightFiles, read_tensor, safetensors_in
 from trainer.weights.tensors import OpenFiles, TensorEntry
 

@@ -14,8 +14,8 @@ import pytest
 from huggingface_hub import constants
 
 from tests.weights.hub_server import COMMIT, Hub, HubServer
-from trainer.config.errors import InputError
 from trainer.config.models import published_models
+from trainer.system.errors import InputError
 from trainer.weights.hub import CachedModel, cached, find_folder
 
 FLUX2 = "black-forest-labs/FLUX.2-dev"

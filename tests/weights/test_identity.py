@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.files import Stamp
+from trainer.system.files import Stamp
 from trainer.weights.identity import FOLDER, SMALL_BYTES, digest
 
 OLD = 1_700_000_000
@@ -21,7 +21,7 @@ CONTENT = bytes(range(256)) * (SMALL_BYTES // 128)
 def memories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where digests are remembered, also those of files of this moment."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("trainer.config.files.COARSEST_NS", -(10**12))
+    monkeypatch.setattr("trainer.system.files.COARSEST_NS", -(10**12))
     return tmp_path / "home" / "shardstudio" / FOLDER
 
 
@@ -80,7 +80,7 @@ def test_a_damaged_memory_costs_time_only(tmp_path: Path, memories: Path) -> Non
 def test_a_file_that_was_written_just_now_is_not_remembered(
     tmp_path: Path, memories: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.config.files.COARSEST_NS", 2 * 10**9)
+    monkeypatch.setattr("trainer.system.files.COARSEST_NS", 2 * 10**9)
     digest([model(tmp_path)])
     assert list(memories.glob("*.json")) == []
     assert not Stamp(0, time.time_ns(), 0, 0).is_safe(time.time_ns())

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from tests.adapters.nets import CONFIGS
 from tests.weights import recorded
 from trainer import adapters
-from trainer.config.errors import InputError
 from trainer.config.sections import AdapterSection
+from trainer.system.errors import InputError
 from trainer.weights import quantization
 from trainer.weights.quantization import FORMATS, QuantLinear, decoded, quantize_layers, quantized_layers
 

@@ -13,8 +13,8 @@ from transformers.models.muse_spark.configuration_muse_spark import MuseSparkTex
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 
 from tests.benchmarks.architectures import config_of
-from trainer.models.parts.next_token import build_language_model
-from trainer.models.parts.tiny_configs import tiny_config
+from trainer.models.parts.language.next_token import build_language_model
+from trainer.models.parts.language.tiny_configs import tiny_config
 from trainer.weights.quantization import FORMATS
 from trainer.weights.quantized_experts import is_quantizable, quantize_experts, quantized_experts
 

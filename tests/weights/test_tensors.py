@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.weights import recorded
 from tests.weights.recorded import SHAPE, dequantized, stored
-from trainer.config.errors import InputError
+from trainer.system.errors import InputError
 from trainer.weights.files import Fused, WeightFiles, read_tensor
 from trainer.weights.quantization import FORMATS
 from trainer.weights.tensors import OpenFiles

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainer.pinned import send
 from trainer.rng import derived_seed
+from trainer.system.pinned import send
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.config.imports import light_imports
+from trainer.system.imports import light_imports
 
 with light_imports():
     from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig

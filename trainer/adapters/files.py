@@ -23,8 +23,8 @@ from trainer.adapters.formats import DORA_CONVENTION, Naming
 from trainer.adapters.kinds import KINDS, Kind
 from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.patterns import find_pattern
-from trainer.config.errors import InputError
-from trainer.config.files import first_problem, read_json
+from trainer.system.errors import InputError
+from trainer.system.files import first_problem, read_json
 from trainer.weights.files import ORIGINAL_PREFIX, WeightFiles
 from trainer.weights.headers import PEFT_FILE
 

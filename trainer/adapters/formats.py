@@ -23,7 +23,7 @@ from torch import Tensor
 from trainer.adapters.engine import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, factorization
 from trainer.adapters.kinds import KINDS, ROTATIONS
 from trainer.adapters.layer import SHORTEST, LayerAdapter
-from trainer.config.errors import InputError
+from trainer.system.errors import InputError
 from trainer.weights.files import ORIGINAL_PREFIX, Fused
 
 Base = Callable[[str], Tensor]

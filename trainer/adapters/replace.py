@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.adapters.engine import BaseTunerLayer
 from trainer.adapters.kinds import ADAPTER
-from trainer.config.errors import InputError
+from trainer.system.errors import InputError
 
 Layer = nn.Linear | nn.Conv2d
 Make = Callable[[str, Layer], BaseTunerLayer]

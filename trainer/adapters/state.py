@@ -11,9 +11,9 @@ from torch import Tensor
 
 from trainer.adapters.kinds import KINDS, Kind
 from trainer.adapters.layer import LayerAdapter
-from trainer.config.errors import InputError
 from trainer.config.sections import AdapterSection, RankAdapter
 from trainer.run.manifest import RECIPE
+from trainer.system.errors import InputError
 
 Factors = Mapping[str, tuple[Tensor, Tensor]]
 """{layer: (down, up)} of a lora."""

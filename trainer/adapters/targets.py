@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trainer.adapters.replace import Layer, weight_shape
-from trainer.config.errors import InputError
 from trainer.config.sections import (
     AdapterSection,
     BoftAdapter,
@@ -25,6 +24,7 @@ from trainer.config.sections import (
     LokrAdapter,
     RankAdapter,
 )
+from trainer.system.errors import InputError
 
 WHOLE_ROWS = (DoraAdapter, DiagOftAdapter, BoftAdapter)
 """Adapters whose effect on a row of a weight depends on the whole row: they cannot follow rows that are swapped."""

@@ -15,20 +15,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainer.__main__ import on_every_rank
-from trainer.benchmark import variants as trials
 from trainer.benchmark.probe import Probe
-from trainer.benchmark.variants import Cost, RankMemory
 from trainer.distributed.world import World, connect, find_rendezvous
+from trainer.launcher.jobs import variants as trials
+from trainer.launcher.jobs.variants import Cost, RankMemory
 from trainer.metrics.memory import full_bytes, local_bytes
 from trainer.metrics.out_of_memory import explain_out_of_memory
 from trainer.optim import state_tensors
 from trainer.parallel.parallelize import COMPUTE_DTYPE, blocks_of
-from trainer.parallel.strategy import ModelBytes, RankBytes, expected
+from trainer.plan.simulate.zero import ModelBytes, RankBytes, expected
 from trainer.run.events import StatusEvent
 from trainer.run.folder import RunDir, shared_cache
-from trainer.run.report import write_report
 from trainer.train.log import emitter
 from trainer.train.loop import Trainer
+from trainer.view.report import write_report
 
 
 def main() -> int:

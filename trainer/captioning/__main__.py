@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from trainer.config.imports import quick_imports
+from trainer.system.imports import quick_imports
 
 with quick_imports():
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from trainer.captioning.work import caption_job, out_of_memory
-    from trainer.config.errors import InputError
     from trainer.distributed.world import Rendezvous, connect, find_rendezvous
     from trainer.run import process
     from trainer.run.captioning import CaptionJob
+    from trainer.system.errors import InputError
 
 
 def main() -> int:

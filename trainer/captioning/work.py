@@ -12,14 +12,14 @@ import torch
 from PIL import Image
 
 from trainer.captioning.styles import cleaned, instruction
-from trainer.config.errors import InputError
-from trainer.data.image_files import MAX_CAPTION
-from trainer.data.image_io import load_resized, read_header
+from trainer.data.images.image_files import MAX_CAPTION
+from trainer.data.images.image_io import load_resized, read_header
 from trainer.distributed.world import World
 from trainer.models.build import Listener
 from trainer.models.vision_language import Answer, Decoding, VisionLanguage, VisionLanguageFolder
 from trainer.run.captioning import CaptionJob, CaptionRequest, Written
 from trainer.run.events import EventWriter, State, StatusEvent, WarningEvent
+from trainer.system.errors import InputError
 
 COUNTER = "captioned images"
 """Key of the counter by which ranks with whole models take images."""

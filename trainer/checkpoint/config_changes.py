@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.config.errors import Problem
 from trainer.config.schema import RunConfig
+from trainer.system.errors import Problem
 
 _NEW_ADAPTER = "start a new run, with adapter.start to begin from what this one exported"
 FIXED = {

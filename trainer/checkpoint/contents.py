@@ -18,9 +18,9 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from trainer.config import files
-from trainer.config.errors import InputError
 from trainer.run.manifest import REMEDY, part
+from trainer.system import files
+from trainer.system.errors import InputError
 
 CONTENTS, TORCH_CONTENTS = "contents.json", ".metadata"
 ATTACK = "it may be made to run a program: remove this checkpoint"

@@ -31,8 +31,6 @@ from torch.optim import Optimizer
 from trainer.checkpoint import contents
 from trainer.checkpoint.contents import ATTACK, Chunk, Contents, Piece, StoredTensor
 from trainer.checkpoint.save import TRAINABLE_ONLY, TrainState, tensors_of
-from trainer.config import files
-from trainer.config.errors import InputError
 from trainer.distributed import transfer
 from trainer.distributed.world import World
 from trainer.run.manifest import (
@@ -46,6 +44,8 @@ from trainer.run.manifest import (
     progress_of,
     wrong_sum,
 )
+from trainer.system import files
+from trainer.system.errors import InputError
 
 
 def newest_intact(folder: Path, world: World) -> tuple[Path | None, list[str]]:

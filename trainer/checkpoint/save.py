@@ -42,7 +42,6 @@ from torch.optim import Optimizer
 from trainer.checkpoint import contents
 from trainer.checkpoint.contents import CONTENTS
 from trainer.checkpoint.staging import Stager
-from trainer.config import files
 from trainer.distributed import transfer
 from trainer.distributed.threads import worker_threads
 from trainer.distributed.world import World
@@ -55,6 +54,7 @@ from trainer.run.manifest import (
     progress_of,
     sealed,
 )
+from trainer.system import files
 
 log = logging.getLogger(__name__)
 TRAINABLE_ONLY = StateDictOptions(ignore_frozen_params=True)

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from trainer.config.errors import Problem, not_one_of
 from trainer.config.schema import RunConfig, nothing_frozen
 from trainer.config.sections import FORMER_DEFAULTS, SINGLE_FILES, AdapterSection, RankAdapter, Section
+from trainer.system.errors import Problem, not_one_of
 
 FACTS = Path(__file__).with_suffix(".json")
 

@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from trainer.config.errors import not_one_of
 from trainer.config.schema import RunConfig
 from trainer.config.sections import Section
 from trainer.config.yaml12 import Loc
+from trainer.system.errors import not_one_of
 
 SCALARS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}

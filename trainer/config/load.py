@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from trainer.config import aliases, files, yaml12
-from trainer.config.errors import InputError, Problem, RuleError
+from trainer.config import aliases, yaml12
 from trainer.config.fields import ROOT, Slot, name, nearest, shown, slot
-from trainer.config.installation import CHECKOUT, PRESETS
 from trainer.config.schema import RunConfig, advice
 from trainer.config.sections import MODEL_WORDS, NAME_HELP, NAME_PATTERN, TEMPLATE_SUFFIX, half_character
-from trainer.config.terminal import shortened
 from trainer.config.yaml12 import Loc
+from trainer.system import files
+from trainer.system.errors import InputError, Problem, RuleError
+from trainer.system.installation import CHECKOUT, PRESETS
+from trainer.system.terminal import shortened
 
 MOST_GUESSES = 20
 """Number of unknown fields for which a field of similar spelling is searched."""

@@ -6,8 +6,8 @@ import difflib
 import os
 from pathlib import Path
 
-from trainer.config.errors import InputError
-from trainer.config.installation import PRESETS
+from trainer.system.errors import InputError
+from trainer.system.installation import PRESETS
 
 FIRST_PRESET = "quickstart"
 MOST_NEAR = 8

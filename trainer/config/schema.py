@@ -13,7 +13,6 @@ from typing import Literal, get_args
 
 from pydantic import model_validator
 
-from trainer.config.errors import Problem, RuleError, not_one_of
 from trainer.config.recompute import mixture
 from trainer.config.sections import (
     ADAPTER_FILES,
@@ -47,6 +46,7 @@ from trainer.config.sections import (
     has_trigger_place,
     option,
 )
+from trainer.system.errors import Problem, RuleError, not_one_of
 
 
 class RunConfig(Section):

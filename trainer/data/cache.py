@@ -18,11 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
-from trainer.config import files
-from trainer.config.errors import InputError
-from trainer.config.files import make_private_if_new
-from trainer.data.known_files import KnownFiles
+from trainer.data.images.known_files import KnownFiles
 from trainer.models.objectives.base import Example
+from trainer.system import files
+from trainer.system.errors import InputError
+from trainer.system.files import make_private_if_new
 
 T = TypeVar("T")
 

@@ -16,16 +16,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from trainer.config.errors import InputError
-from trainer.config.files import make_private_if_new
 from trainer.config.schema import RunConfig
-from trainer.data import image_warnings
-from trainer.data.buckets import Buckets, kept_part
 from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, key_of, key_of_all, missing
-from trainer.data.captions import measure
 from trainer.data.encoded_memory import Encoded, EncodedMemory
-from trainer.data.image_files import CaptionedImage, Dataset
-from trainer.data.image_io import (
+from trainer.data.images import image_warnings
+from trainer.data.images.buckets import Buckets, kept_part
+from trainer.data.images.captions import measure
+from trainer.data.images.image_files import CaptionedImage, Dataset
+from trainer.data.images.image_io import (
     WHOLE,
     Framing,
     ImageFile,
@@ -37,15 +35,17 @@ from trainer.data.image_io import (
     load_resized,
     load_rgb,
 )
-from trainer.data.image_source import EncodedData, EncodedImage, EncodedPrompt, Pixels, with_trigger
-from trainer.data.known_files import KnownFiles
+from trainer.data.images.image_source import EncodedData, EncodedImage, EncodedPrompt, Pixels, with_trigger
+from trainer.data.images.known_files import KnownFiles
+from trainer.data.images.scan_memory import ScanMemory
 from trainer.data.prompts import CACHE_VERSION, origin_of, text_keys
-from trainer.data.scan_memory import ScanMemory
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import ImageFamily, LoadModule
 from trainer.models.objectives.base import Example
 from trainer.run.events import Emit, StatusEvent, WarningEvent
+from trainer.system.errors import InputError
+from trainer.system.files import make_private_if_new
 
 T = TypeVar("T")
 

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config import files
-from trainer.config.errors import InputError
 from trainer.data.cache import ExampleCache
-from trainer.data.image_files import CaptionedImage, Dataset
-from trainer.data.image_source import EncodedImage, Pixels
-from trainer.data.known_files import MOST_BYTES
-from trainer.data.scan_memory import keep_last, without_collection
+from trainer.data.images.image_files import CaptionedImage, Dataset
+from trainer.data.images.image_source import EncodedImage, Pixels
+from trainer.data.images.known_files import MOST_BYTES
+from trainer.data.images.scan_memory import keep_last, without_collection
+from trainer.system import files
+from trainer.system.errors import InputError
 
 VERSION = 2
 """Of what is remembered: raise it when other examples are made of the same images and settings, or more is said."""

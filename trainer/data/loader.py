@@ -16,12 +16,12 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from trainer.config.errors import InputError
 from trainer.data import epochs
 from trainer.distributed.threads import worker_threads
 from trainer.models.objectives.base import Batch, Example
 from trainer.rng import SampleRng, derived_seed, generator
 from trainer.run.manifest import Progress
+from trainer.system.errors import InputError
 
 CPU = torch.device("cpu")
 ItemT = TypeVar("ItemT")

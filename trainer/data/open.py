@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from trainer.data import question_files
 from trainer.data.encode import encode_data, require_same
-from trainer.data.image_source import ImageDrawer, ImageSource
-from trainer.data.mixed_source import EditDrawer, MixedDrawer, MixedSource
+from trainer.data.images.image_source import ImageDrawer, ImageSource
+from trainer.data.mixed import question_files
+from trainer.data.mixed.mixed_source import EditDrawer, MixedDrawer, MixedSource
 from trainer.data.prompts import PromptEncoder
 from trainer.data.source import DataSource, SampleDrawer
-from trainer.data.text_source import TextDrawer, TextSource
+from trainer.data.text.text_source import TextDrawer, TextSource
 from trainer.distributed.context import RankContext
 from trainer.models.base import ImageFamily, LoadModule, ModelFamily, MultimodalFamily, TextFamily
 

@@ -13,13 +13,13 @@ import psutil
 import torch
 from torch import nn
 
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.cache import ExampleCache, key_of
 from trainer.distributed.context import RankContext
 from trainer.models.base import ImageFamily, LoadModule
 from trainer.models.build import encoder_loader
 from trainer.run.events import StatusEvent
+from trainer.system.errors import InputError
 from trainer.weights.files import WeightFiles
 from trainer.weights.quantization import VERSION
 

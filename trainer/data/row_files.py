@@ -20,10 +20,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
-from trainer.config.errors import InputError
-from trainer.config.files import MIB, opened
-from trainer.config.terminal import shortened
 from trainer.data.row_forms import COLUMNS, KEYS, completed, is_known, present, unread, unread_except
+from trainer.system.errors import InputError
+from trainer.system.files import MIB, opened
+from trainer.system.terminal import shortened
 
 PACKED = ".gz"
 LINE_CHUNK = 2**20

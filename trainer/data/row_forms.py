@@ -11,8 +11,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from trainer.config.errors import InputError
-from trainer.models.parts.chat import ASSISTANT, OTHER_ROLES, ROLES
+from trainer.models.parts.chat.conversation import ASSISTANT, OTHER_ROLES, ROLES
+from trainer.system.errors import InputError
 
 Kind = Literal["text", "pair", "chat", "preference"]
 TEXT: Kind = "text"

@@ -12,14 +12,14 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import files
-from trainer.config.errors import InputError
 from trainer.config.load import dump_config, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import Rendezvous
 from trainer.run import stages
 from trainer.run.folder import RunDir, guard_cache, shared_cache
 from trainer.run.stages import Stage
+from trainer.system import files
+from trainer.system.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,14 @@ from typing import Any, Self
 import psutil
 import torch
 
-from trainer.config.errors import InputError
-from trainer.config.files import opened_to_append
-from trainer.config.terminal import complain
 from trainer.distributed.world import World
 from trainer.run.events import ErrorEvent, EventWriter, RankLine, WarningEvent
 from trainer.run.failure import remedy_for
 from trainer.run.folder import RunDir
 from trainer.run.preemption import Preemption
+from trainer.system.errors import InputError
+from trainer.system.files import opened_to_append
+from trainer.system.terminal import complain
 
 log = logging.getLogger(__name__)
 POLL_EVERY_S = 0.5

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.config.errors import InputError
 from trainer.config.sections import ParallelConfig
 from trainer.distributed.heartbeat import Heartbeat
 from trainer.distributed.store import KeyValueStore
-from trainer.gpus import visible
 from trainer.run.folder import RunDir
+from trainer.system.errors import InputError
+from trainer.system.gpus import visible
 
 BEYOND_THE_WATCHDOG_S = 120
 SLOW_STORAGE = datetime.timedelta(minutes=30)

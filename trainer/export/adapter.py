@@ -19,7 +19,6 @@ from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import DTYPES, SavedModule, adapter_files
 from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.state import Factors
-from trainer.config.imports import light_imports
 from trainer.config.schema import RunConfig
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import adapter_metadata
@@ -28,6 +27,7 @@ from trainer.models.base import ImageFamily, ModelFamily
 from trainer.models.saved_modules import saved_modules, saved_tensors
 from trainer.models.state_dict import BaseWeights, TrainedModel, component_of, naming
 from trainer.run.manifest import Progress
+from trainer.system.imports import light_imports
 
 # Rounding of up to four factors to the file's type, relative to the norm of the update. One small layer may differ by
 # twice as much as the whole adapter.

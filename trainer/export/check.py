@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from trainer.adapters.formats import adapter_files
 from trainer.adapters.state import TrainedAdapter
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
 from trainer.models.base import ModelFamily
 from trainer.models.pissa import factors_of, starts_from_singular_values
 from trainer.models.saved_modules import saved_modules, saved_tensors
 from trainer.models.state_dict import BaseWeights, naming
+from trainer.system.errors import InputError
 
 
 def check_export(cfg: RunConfig, family: ModelFamily, trainables: Mapping[str, nn.Parameter]) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import files
 from trainer.run.folder import DRAFT, FORMER
+from trainer.system import files
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from torch import Tensor
 from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import DTYPES, adapter_files
 from trainer.adapters.layer import LayerAdapter
-from trainer.config.errors import InputError, not_one_of
-from trainer.config.files import rename
 from trainer.config.sections import ModelConfig, ObjectiveConfig, family_names
-from trainer.config.terminal import complain, say
 from trainer.models import families
 from trainer.models.base import ModelFamily
 from trainer.models.state_dict import naming
 from trainer.rng import generator
+from trainer.system.errors import InputError, not_one_of
+from trainer.system.files import rename
+from trainer.system.terminal import complain, say
 from trainer.weights.files import WeightFiles, read_tensor, safetensors_in
 from trainer.weights.hub import find_folder
 from trainer.weights.tensors import TensorEntry

@@ -21,7 +21,7 @@ from types import ModuleType
 
 import psutil
 
-from trainer.config.imports import quick_imports
+from trainer.system.imports import quick_imports
 
 LEFT_OUT = ("torch._meta_registrations", "torch.export", "torch.nested")
 LOOKS_EVERY_S = 3

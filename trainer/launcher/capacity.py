@@ -8,18 +8,18 @@ from pathlib import Path
 
 import psutil
 
-from trainer import gpus
-from trainer.config.amounts import GIB, MIB, file_size, memory_size
-from trainer.config.errors import InputError, Problem
 from trainer.config.load import stage_configs
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
-from trainer.gpus import Gpu, support, visible
-from trainer.plan.fixes import planned
 from trainer.plan.hardware import of_machine
 from trainer.plan.memory import MemoryPlan
-from trainer.plan.phases import ASSUMED
+from trainer.plan.search.fixes import planned
+from trainer.plan.simulate.phases import ASSUMED
 from trainer.run.folder import shared_cache
+from trainer.system import gpus
+from trainer.system.amounts import GIB, MIB, file_size, memory_size
+from trainer.system.errors import InputError, Problem
+from trainer.system.gpus import Gpu, support, visible
 
 MOST_DISK = 0.98
 """Share of the free disk space that a run may fill."""

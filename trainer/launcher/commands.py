@@ -12,13 +12,12 @@ from types import FrameType
 from typing import Self
 
 from trainer.config import families
-from trainer.config.errors import InputError, RuleError
 from trainer.config.load import ConfigFile, load_config, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig, family_names
-from trainer.config.terminal import complain, say
-from trainer.launcher import capacity, network, preflight, schedulers, side_process, torchrun
+from trainer.launcher import capacity, network, preflight, schedulers, torchrun
 from trainer.launcher.console import MessageEvent, ProgressDisplay, progress_display
+from trainer.launcher.jobs import side_process
 from trainer.launcher.schedulers import Scheduler
 from trainer.launcher.torchrun import RunHandle
 from trainer.run import failure, manifest, process
@@ -34,6 +33,8 @@ from trainer.run.events import (
 from trainer.run.folder import RunDir
 from trainer.run.length import RunLength
 from trainer.run.preemption import PREEMPTION_SIGNALS
+from trainer.system.errors import InputError, RuleError
+from trainer.system.terminal import complain, say
 
 EXIT_CODES: dict[State, int] = {"finished": 0, "failed": 1, "stopped": 130}
 POLL_S = 0.2
@@ -380,7 +381,7 @@ def _show_new(events: EventReader, ranks: Sequence[RankReader], display: Progres
 
 def _conclude(run: RunDir, events: Sequence[MessageEvent]) -> int:
     """Write the report, print how the run ended, and return the exit code. `events` are those since the start."""
-    from trainer.run.report import write_report
+    from trainer.view.report import write_report
 
     _attempt(run.report, lambda: write_report(run))
     state = process.status(run)

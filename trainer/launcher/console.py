@@ -9,7 +9,6 @@ from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, Self
 
-from trainer.config.terminal import printable, say
 from trainer.run.events import (
     SMOOTHED_STEPS,
     AnyEvent,
@@ -25,17 +24,14 @@ from trainer.run.events import (
     StepEvent,
     ValidationEvent,
     WarningEvent,
-    default_decay,
-    format_losses,
-    format_metrics,
-    format_speed,
     is_start,
     losses_by_name,
     metrics_by_name,
-    smoothed,
 )
 from trainer.run.length import RunLength
 from trainer.run.pace import Pace
+from trainer.system.terminal import printable, say
+from trainer.view.numbers import default_decay, format_losses, format_metrics, format_speed, smoothed
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -19,13 +19,13 @@ from typing import Literal
 import psutil
 from packaging.requirements import Requirement
 
-from trainer import gpus
-from trainer.config.amounts import GB, GIB
-from trainer.config.errors import InputError
-from trainer.config.installation import CHECKOUT
-from trainer.config.terminal import say
-from trainer.gpus import Gpu, support, visible
 from trainer.launcher.capacity import MOST_TAKEN
+from trainer.system import gpus
+from trainer.system.amounts import GB, GIB
+from trainer.system.errors import InputError
+from trainer.system.gpus import Gpu, support, visible
+from trainer.system.installation import CHECKOUT
+from trainer.system.terminal import say
 
 DISTRIBUTION = "shardstudio"
 

@@ -10,25 +10,25 @@ from pathlib import Path
 
 import psutil
 
-from trainer.config import files
-from trainer.config.amounts import GIB, memory_size
-from trainer.config.errors import InputError
 from trainer.config.families import trains_on
 from trainer.config.load import ConfigFile, dump_config, load_config_text, stage_configs
 from trainer.config.presets import find_presets
 from trainer.config.rewrite import EDITOR_LINE, rewritten
 from trainer.config.schema import RunConfig
-from trainer.config.terminal import complain, say
 from trainer.launcher import preflight
 from trainer.models import distilled
-from trainer.plan.choices import KEPT, kept_fields
-from trainer.plan.decide import TIGHT
-from trainer.plan.fit import Fit, Proposal, Target, fit
-from trainer.plan.fixes import written
 from trainer.plan.hardware import Hardware, detected, named
+from trainer.plan.search.choices import KEPT, kept_fields
+from trainer.plan.search.decide import TIGHT
+from trainer.plan.search.fit import Fit, Proposal, Target, fit
+from trainer.plan.search.fixes import written
 from trainer.plan.store import find_model
-from trainer.run.events import format_duration
 from trainer.run.folder import shared_cache
+from trainer.system import files
+from trainer.system.amounts import GIB, memory_size
+from trainer.system.errors import InputError
+from trainer.system.terminal import complain, say
+from trainer.view.numbers import format_duration
 
 TYPICAL_STEPS = 1000
 """Steps whose time and price are printed where `train.epochs` decides how many there are."""

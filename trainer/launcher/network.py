@@ -9,9 +9,9 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import psutil
 
-from trainer.config.errors import InputError
 from trainer.config.sections import ParallelConfig
 from trainer.launcher.schedulers import FIRST_NODE
+from trainer.system.errors import InputError
 
 OUTSIDE = ("192.0.2.1", 9)
 """An address reserved for documentation (RFC 5737), used to find the interface of the default route. Nothing is sent to

@@ -8,22 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config.amounts import GIB, file_size, memory_size
 from trainer.config.load import load_config, stage_configs
 from trainer.config.schema import RunConfig
-from trainer.config.terminal import complain, say
 from trainer.launcher import preflight
 from trainer.models import distilled
 from trainer.plan import plan
-from trainer.plan.compare import decisions
-from trainer.plan.fixes import Fix, fixes, largest
 from trainer.plan.hardware import Card, detected, named
 from trainer.plan.memory import MemoryPlan, Time, between, describe, describe_trace, history_of, verdict
-from trainer.plan.phases import moment
+from trainer.plan.search.compare import decisions
+from trainer.plan.search.fixes import Fix, fixes, largest
+from trainer.plan.simulate.phases import moment
 from trainer.plan.store import find_model, traced_peak
-from trainer.run.events import format_duration
 from trainer.run.folder import shared_cache
 from trainer.run.length import RunLength
+from trainer.system.amounts import GIB, file_size, memory_size
+from trainer.system.terminal import complain, say
+from trainer.view.numbers import format_duration
 
 SMALLEST_SHOWN = GIB / 100
 """Smaller items of a plan are not printed. In bytes."""
@@ -56,7 +56,7 @@ def show(
         InputError: The config or `gpus` is wrong, or `html` cannot be written.
     """
     if html:
-        from trainer.launcher import plan_page  # only here: a plan as text is to be printed at once
+        from trainer.plan import page as plan_page  # only here: a plan as text is to be printed at once
 
         plan_page.refuse(html)
     hardware = named(gpus) if gpus else detected()
@@ -120,7 +120,7 @@ def _all_stages(cfg: RunConfig, results: Sequence[_PartPlan]) -> str:
 
 
 def _write_page(file: Path, cfg: RunConfig, results: Sequence[_PartPlan], cache: Path) -> None:
-    from trainer.launcher.plan_page import Section, write
+    from trainer.plan.page import Section, write
 
     parts = stage_configs(cfg)
     names = [f"Stage {number} of {len(parts)}, {one.name}" for number, one in enumerate(cfg.stages, 1)]

@@ -14,27 +14,30 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from trainer.checkpoint import config_changes
-from trainer.config import families, files
-from trainer.config.errors import InputError, Problem
+from trainer.config import families
 from trainer.config.fields import all_names
-from trainer.config.installation import missing_package
 from trainer.config.load import ConfigFile, load_config, similar_name, stage_configs
 from trainer.config.schema import RunConfig, start_rules
 from trainer.config.sections import HUB_ID, MODEL_WORDS, ModelConfig, NoAdapter, RankAdapter
-from trainer.data import image_files, question_files, text_files
-from trainer.data.image_tables import TABLES
+from trainer.data.images import image_files
+from trainer.data.images.image_tables import TABLES
+from trainer.data.images.scan_memory import Keep, checked
+from trainer.data.mixed import question_files
 from trainer.data.row_files import rows_of
 from trainer.data.row_forms import standard
-from trainer.data.scan_memory import Keep, checked
+from trainer.data.text import text_files
 from trainer.launcher import capacity, network
 from trainer.metrics import trackers
 from trainer.models import distilled, recognition
-from trainer.models.parts import chat_template
+from trainer.models.parts.chat import chat_template
 from trainer.run import manifest, process, stages
 from trainer.run.events import EventReader
 from trainer.run.folder import RunDir, guard_cache, shared_cache
 from trainer.run.length import RunLength
 from trainer.run.manifest import Progress
+from trainer.system import files
+from trainer.system.errors import InputError, Problem
+from trainer.system.installation import missing_package
 from trainer.weights.headers import PEFT_FILE, read_header
 from trainer.weights.hub import find_folder
 

@@ -19,14 +19,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from trainer.config import files
-from trainer.config.errors import InputError
 from trainer.config.load import dump_config, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.launcher import preflight, torchrun
 from trainer.run import process
 from trainer.run.events import ENDS, EventReader, State, last_state
 from trainer.run.folder import RunDir, is_run
+from trainer.system import files
+from trainer.system.errors import InputError
 
 POLL_S = 1.0
 AfterFailure = Literal["go on", "pause"]

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 import yaml
 
-from trainer.config import files
-from trainer.config.errors import InputError
-from trainer.config.installation import COMMAND, start_command
 from trainer.config.load import ConfigFile, load_config
 from trainer.config.schema import RunConfig
 from trainer.run.folder import RunDir
+from trainer.system import files
+from trainer.system.errors import InputError
+from trainer.system.installation import COMMAND, start_command
 
 Scheduler = Literal["slurm", "kubernetes"]
 FIRST_NODE = "first-node.invalid:29400"

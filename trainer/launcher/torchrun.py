@@ -18,14 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from trainer import gpus as machine_gpus
-from trainer.config import files
-from trainer.config.errors import InputError
-from trainer.config.installation import start_command
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig
-from trainer.config.terminal import not_installed
-from trainer.gpus import visible
 from trainer.launcher.network import must_be_joined, node_environment
 from trainer.run import allocator, compiler
 from trainer.run.allocator import pins_exactly
@@ -42,6 +36,12 @@ from trainer.run.process import (
     require_ended,
     worker_environment,
 )
+from trainer.system import files
+from trainer.system import gpus as machine_gpus
+from trainer.system.errors import InputError
+from trainer.system.gpus import visible
+from trainer.system.installation import start_command
+from trainer.system.terminal import not_installed
 
 OPTIONS = {
     "--shutdown-timeout": "600",

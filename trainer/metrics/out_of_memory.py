@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trainer.config.amounts import GIB
 from trainer.distributed.heartbeat import Heartbeat
 from trainer.metrics.memory import MemoryMeter, MemoryReading
 from trainer.metrics.step_time import OPTIMIZER
 from trainer.run.failure import OUT_OF_MEMORY
+from trainer.system.amounts import GIB
 
 
 class OutOfMemoryError(RuntimeError):

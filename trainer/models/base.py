@@ -18,7 +18,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config.errors import InputError
 from trainer.config.families import Distilled
 from trainer.config.schema import RunConfig
 from trainer.config.sections import (
@@ -31,11 +30,12 @@ from trainer.config.sections import (
 from trainer.models import distilled
 from trainer.models.objectives.base import Batch, Example, Loss
 from trainer.models.objectives.flow_matching import Shift
-from trainer.models.parts.document_attention import document_begins
 from trainer.models.parts.dropout import configured_dropout, dropout_warning
 from trainer.models.parts.folder import DIFFUSERS_STEM, ModelFolder, copy_files
+from trainer.models.parts.language.document_attention import document_begins
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
+from trainer.system.errors import InputError
 from trainer.weights.files import Fused, WeightFiles
 
 LoadModule = Callable[[nn.Module, WeightFiles, Sequence[str]], nn.Module]

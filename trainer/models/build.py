@@ -18,15 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 from trainer import adapters
 from trainer.adapters import Injected
 from trainer.adapters.state import Factors
-from trainer.config.amounts import memory_size
-from trainer.config.errors import InputError
 from trainer.config.recompute import modes_of
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
 from trainer.distributed.world import World
 from trainer.metrics.memory import full_bytes
 from trainer.models.base import LoadModule, ModelFamily, TextFamily
-from trainer.models.parts.neftune import add_noise
+from trainer.models.parts.language.neftune import add_noise
 from trainer.models.pissa import (
     DOWN,
     parameters_of_factors,
@@ -45,7 +43,9 @@ from trainer.parallel.offload_order import offloaded_blocks
 from trainer.parallel.parallelize import COMPUTE_DTYPE, blocks_of, offload_policy, parallelize, shard_units
 from trainer.parallel.quantized_cache import QuantizedCache
 from trainer.parallel.strategy import TRAINED_BYTES, Strategy
-from trainer.pinned import pin
+from trainer.system.amounts import memory_size
+from trainer.system.errors import InputError
+from trainer.system.pinned import pin
 from trainer.weights.files import WeightFiles, give_storage
 from trainer.weights.quantization import FORMATS, VERSION, Format, decoding_note, quantize_layers, quantized_layers
 from trainer.weights.quantized_experts import (

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import families
-from trainer.config.errors import InputError, Problem
 from trainer.config.families import Distilled, FamilyFacts
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, CompleteSample, ModelConfig, SampleConfig
+from trainer.system.errors import InputError, Problem
 from trainer.weights.hub import find_folder
 
 STEPS, GUIDANCE = 28, 4.0

@@ -23,14 +23,14 @@ from torch import Tensor
 from trainer.adapters.kinds import KINDS
 from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.state import Factors
-from trainer.config import files
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import LoraAdapter
 from trainer.distributed.world import World
 from trainer.models.state_dict import BaseWeights
 from trainer.run import manifest
 from trainer.run.folder import RunDir
+from trainer.system import files
+from trainer.system.errors import InputError
 from trainer.weights.files import WeightFiles
 from trainer.weights.tensors import ReducedEntry
 

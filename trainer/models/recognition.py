@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config import families, files
-from trainer.config.errors import InputError, Problem
+from trainer.config import families
 from trainer.config.families import FamilyFacts
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DEMO, MODEL_WORDS, ModelConfig
+from trainer.system import files
+from trainer.system.errors import InputError, Problem
 from trainer.weights.hub import find_folder
 
 MOST_BYTES = 2**20

@@ -22,11 +22,11 @@ from PIL import Image
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from torch import Tensor
 
-from trainer.config.errors import InputError
-from trainer.config.files import first_problem
-from trainer.config.terminal import say
 from trainer.models.parts.folder import TRANSFORMERS_STEM, ModelFolder
-from trainer.models.parts.language_configs import first_line
+from trainer.models.parts.language.language_configs import first_line
+from trainer.system.errors import InputError
+from trainer.system.files import first_problem
+from trainer.system.terminal import say
 from trainer.weights.files import WeightFiles, give_storage, read_tensor, safetensors_in
 from trainer.weights.hub import find_folder
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.models.base import TextFamily
 from trainer.parallel.fsdp_rules import weight_problems
 from trainer.parallel.parallelize import blocks_of
 from trainer.rng import SampleRng
+from trainer.system.errors import InputError
 
 log = logging.getLogger(__name__)
 ALONE = "train it on one device (parallel.devices: 1, parallel.strategy: none) without parallel.cpu_offload"

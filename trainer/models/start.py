@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from trainer.adapters.files import encoder_layers, read_adapter, read_modules
 from trainer.adapters.state import BaseWeight, parameters_of
 from trainer.adapters.targets import counted
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
 from trainer.models.base import ModelFamily
@@ -21,6 +20,7 @@ from trainer.models.pissa import starts_from_singular_values, trained_factors
 from trainer.models.saved_modules import saved_modules
 from trainer.models.state_dict import BaseWeights, naming
 from trainer.parallel.load import fill_rows
+from trainer.system.errors import InputError
 
 
 def check_start(built: BuiltModel, cfg: RunConfig, family: ModelFamily) -> None:

@@ -15,19 +15,19 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.models.build import Listener, Loader, block_layers, place_encoder
-from trainer.models.parts.chat_template import rendered
+from trainer.models.parts.chat.chat_template import rendered
 from trainer.models.parts.folder import TRANSFORMERS_STEM, ModelFolder
-from trainer.models.parts.language_configs import first_line
-from trainer.models.parts.next_token import ATTENTIONS, block_names, parameters_on_meta
-from trainer.models.parts.stored_names import read_names
-from trainer.models.parts.text_encoder import from_folder
+from trainer.models.parts.image.text_encoder import from_folder
+from trainer.models.parts.language.language_configs import first_line
+from trainer.models.parts.language.next_token import ATTENTIONS, block_names, parameters_on_meta
+from trainer.models.parts.language.stored_names import read_names
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.parallelize import COMPUTE_DTYPE
 from trainer.rng import derived_seed
+from trainer.system.errors import InputError
 from trainer.weights.files import WeightFiles, safetensors_in
 from trainer.weights.hub import find_folder
 from trainer.weights.quantization import FORMATS, quantize_layers

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer.config.errors import InputError
 from trainer.distributed.threads import worker_threads
 from trainer.distributed.world import World
+from trainer.system.errors import InputError
 from trainer.weights.files import WeightFiles, stored_tensors
 from trainer.weights.tensors import OpenFiles, TensorEntry
 

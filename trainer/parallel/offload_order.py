@@ -1,5 +1,5 @@
 """Which blocks keep their frozen weights in host memory, and when each of them is on the device. No torch: the plan
-plays the same order (`trainer.plan.timeline`).
+plays the same order (`trainer.plan.simulate.timeline`).
 
 Of the offloaded blocks, the one at work and the next are on the device. The copy of the next one begins with the work
 of the one before, and is hidden behind that and the resident blocks in between. Copies that begin earlier would take

@@ -14,11 +14,11 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.config.errors import InputError
-from trainer.config.files import make_private_if_new, rename
 from trainer.distributed.world import World
 from trainer.parallel.load import Coded, own_rows
 from trainer.parallel.mesh import REPLICATE
+from trainer.system.errors import InputError
+from trainer.system.files import make_private_if_new, rename
 from trainer.weights.files import WeightFiles
 from trainer.weights.identity import digest
 from trainer.weights.tensors import VERSION, Layout, layout

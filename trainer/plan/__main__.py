@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config.schema import RunConfig
-from trainer.config.terminal import say
-from trainer.plan.make_tables import add_missing_tables, make_published_tables, trace_peak
+from trainer.plan.record.make_tables import add_missing_tables, make_published_tables, trace_peak
+from trainer.system.terminal import say
 
 
 def main(argv: Sequence[str]) -> int:

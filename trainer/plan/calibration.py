@@ -15,11 +15,11 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.config.files import make_private_if_new, opened_to_append
 from trainer.config.schema import RunConfig
 from trainer.plan.cards import speed_of
 from trainer.plan.hardware import Card, MeasuredStep
-from trainer.plan.phases import Reserve
+from trainer.plan.simulate.phases import Reserve
+from trainer.system.files import make_private_if_new, opened_to_append
 
 SHIPPED = {
     "H100": (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trainer.gpus import MIG_NAME
+from trainer.system.gpus import MIG_NAME
 
 
 @dataclass(frozen=True)

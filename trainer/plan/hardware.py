@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-from trainer.config.amounts import GB, MIB
-from trainer.config.errors import InputError
-from trainer.gpus import Gpu, support
-from trainer.gpus.visible import visible
 from trainer.plan.cards import Speed, namesake_of, shares, speed_of
+from trainer.system.amounts import GB, MIB
+from trainer.system.errors import InputError
+from trainer.system.gpus import Gpu, support
+from trainer.system.gpus.visible import visible
 
 Source = Literal["measured here", "measured", "scaled", "assumed"]
 

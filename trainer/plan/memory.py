@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config.amounts import GIB
 from trainer.config.families import trains_on
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter, RankAdapter
 from trainer.config.titles import size_title
 from trainer.parallel.strategy import Strategy, ring_share
-from trainer.plan.decide import TIGHT, decide, decided, is_open
 from trainer.plan.hardware import CARDS, NETWORK, Card, Source
-from trainer.plan.phases import ASSUMED, TRAINING, Item, Phase, Reserve, phases_of
-from trainer.plan.sizes import BITS, rank_of, sharding_of, size_of, strategy_of, trained
-from trainer.plan.steps import ModelPass
-from trainer.plan.storage import disk_of, host_of
-from trainer.plan.tables import Model
-from trainer.plan.timeline import Memory, Point, Sharding, history, least, simulate
+from trainer.plan.search.decide import TIGHT, decide, decided, is_open
+from trainer.plan.simulate.phases import ASSUMED, TRAINING, Item, Phase, Reserve, phases_of
+from trainer.plan.simulate.sizes import BITS, rank_of, sharding_of, size_of, strategy_of, trained
+from trainer.plan.simulate.steps import ModelPass
+from trainer.plan.simulate.storage import disk_of, host_of
+from trainer.plan.simulate.tables import Model
+from trainer.plan.simulate.timeline import Memory, Point, Sharding, history, least, simulate
+from trainer.system.amounts import GIB
 
 Verdict = Literal["fits", "tight", "does not fit"]
 DECODING_TRAFFIC = 3

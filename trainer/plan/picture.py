@@ -13,11 +13,11 @@ from itertools import groupby
 
 from markupsafe import Markup
 
-from trainer.config.amounts import GIB
 from trainer.plan.memory import MemoryPlan
-from trainer.plan.phases import by_kind
-from trainer.plan.timeline import Point
-from trainer.run.colors import ALL_TOKENS, MEMORY_KINDS
+from trainer.plan.simulate.phases import by_kind
+from trainer.plan.simulate.timeline import Point
+from trainer.system.amounts import GIB
+from trainer.view.colors import ALL_TOKENS, MEMORY_KINDS
 
 NUM_BARS = 320
 """Most parts of the computing that are drawn."""

@@ -15,13 +15,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from trainer.config import files
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import RankAdapter
 from trainer.parallel.strategy import Strategy
-from trainer.plan.tables import Encoders, Model, PassTable, decode, has_rank
+from trainer.plan.simulate.tables import Encoders, Model, PassTable, decode, has_rank
 from trainer.run.process import worker_environment
+from trainer.system import files
+from trainer.system.errors import InputError
 from trainer.weights.hub import find_folder
 
 SHIPPED = Path(__file__).parent / "recorded"

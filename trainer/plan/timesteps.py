@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
-from trainer.config.terminal import complain
-from trainer.data.buckets import Buckets, images_per_bucket
-from trainer.data.image_files import scan
+from trainer.data.images.buckets import Buckets, images_per_bucket
+from trainer.data.images.image_files import scan
 from trainer.models import families
 from trainer.models.base import FLOW_FIELDS, ImageFamily
 from trainer.models.objectives.flow_matching import shift_factor, shift_sigma, sigma_at
+from trainer.system.errors import InputError
+from trainer.system.terminal import complain
 
 NUM_BINS = 20
 NUM_QUANTILES = 10_000

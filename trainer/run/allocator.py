@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-from trainer.config.amounts import MIB
 from trainer.config.schema import RunConfig
+from trainer.system.amounts import MIB
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables that torch reads its settings from. What the user has set is left alone."""

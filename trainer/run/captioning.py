@@ -19,13 +19,14 @@ from typing import Annotated, Any, Literal, TypeVar
 from annotated_types import Interval, Len
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.config import families, files
-from trainer.config.errors import InputError
+from trainer.config import families
 from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DEMO_CAPTIONER, family_names
 from trainer.run.events import LineFollower
 from trainer.run.folder import RunDir
+from trainer.system import files
+from trainer.system.errors import InputError
 
 FOLDER = "captioning"
 """Name of the folder of jobs in the folder of runs."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 
-from trainer.config import files
 from trainer.config.schema import RunConfig
+from trainer.system import files
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 THREADS = "TORCHINDUCTOR_COMPILE_THREADS"

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.config import families, files
-from trainer.config.errors import InputError
+from trainer.config import families
 from trainer.config.schema import RunConfig
 from trainer.config.sections import SampleConfig, fill_trigger, has_trigger_place
 from trainer.run import manifest, stages
@@ -23,6 +22,8 @@ from trainer.run.events import EventReader, ExportEvent
 from trainer.run.folder import RunDir
 from trainer.run.prompts import check_prompt, prompts_in_force
 from trainer.run.samples import SampleKind, kind_of
+from trainer.system import files
+from trainer.system.errors import InputError
 
 RECORD = "drawing.json"
 

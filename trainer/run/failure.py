@@ -16,10 +16,10 @@ from datetime import datetime
 from pathlib import Path
 
 from trainer.config.families import trains_on
-from trainer.config.files import opened, write_problem
 from trainer.config.schema import RunConfig
 from trainer.run.events import AnyEvent, ErrorEvent, WarningEvent
 from trainer.run.folder import RunDir
+from trainer.system.files import opened, write_problem
 
 MOST_DIGITS = 10
 """Numbers of ranks and attempts have fewer."""

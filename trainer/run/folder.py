@@ -19,10 +19,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from trainer.config import files
-from trainer.config.errors import InputError
 from trainer.config.load import dump_config, load_config
 from trainer.config.schema import RunConfig
+from trainer.system import files
+from trainer.system.errors import InputError
 
 Request = Literal["stop", "save", "sample"]
 """stop: stop after this step or the next, with a checkpoint.  save: save one now.  sample: write samples now."""

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from trainer.config import files
-from trainer.config.errors import InputError
 from trainer.run.folder import RunDir
+from trainer.system import files
+from trainer.system.errors import InputError
 
 MANIFEST = "manifest.json"
 RECIPE = 5
@@ -51,7 +51,7 @@ class Progress:
         validation_loss: Validation loss of these weights; NaN if not measured.
         config: The run's config when the checkpoint was saved.
         data: Digest of the data.
-        place: Position in a stream of text, where it does not follow from the number of steps (see `data.text_stream`).
+        place: Position in a stream of text, where it does not follow from the steps (see `data.text.text_stream`).
         recipe: See `RECIPE`; 1 in a checkpoint without one.
         batch_sizes: (batch size, optimizer steps) of the parts of the run in order, which give the position in the
             data; empty in a checkpoint without them.

@@ -25,9 +25,6 @@ import psutil
 from annotated_types import Interval, MinLen
 from pydantic import TypeAdapter
 
-from trainer.config import files
-from trainer.config.errors import InputError
-from trainer.config.installation import CHECKOUT
 from trainer.run import compiler
 from trainer.run.events import (
     ENDS,
@@ -42,6 +39,9 @@ from trainer.run.events import (
 )
 from trainer.run.failure import diagnose, launches, output_file
 from trainer.run.folder import RunDir
+from trainer.system import files
+from trainer.system.errors import InputError
+from trainer.system.installation import CHECKOUT
 
 SUPERVISORS = ("trainer.launcher.supervisor", "trainer.stages")
 """Modules that start a torchrun for each stage. The second is the name in 0.1: a run that it started may still run."""

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import TypeAdapter
 
-from trainer.config import files
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import half_character
 from trainer.run import stages
 from trainer.run.events import AnyEvent, PromptsEvent
 from trainer.run.folder import RunDir
+from trainer.system import files
+from trainer.system.errors import InputError
 
 MOST_PROMPTS = 100
 MOST_CHARACTERS = 10_000

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from trainer.config import files
+from trainer.system import files
 
 SHOWN_TEXT = 4000
 """Characters of a text that its event holds; the file holds all."""

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from trainer.config import files, yaml12
+from trainer.config import yaml12
 from trainer.config.load import dump_config, load_config_text, stage_config
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig
 from trainer.run.folder import RunDir, weights_of
 from trainer.run.manifest import complete, newest_step, progress_of
+from trainer.system import files
 
 HANDOVER = "handover.json"
 _FIELDS: TypeAdapter[dict[str, str | None]] = TypeAdapter(dict[str, str | None])

@@ -17,15 +17,13 @@ import torch
 
 from trainer import adapters
 from trainer.checkpoint.restore import StoredWeights
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
-from trainer.config.terminal import say
 from trainer.data.cache import ExampleCache
-from trainer.data.image_source import EncodedData, EncodedPrompt, ImageDrawer, with_trigger
+from trainer.data.images.image_source import EncodedData, EncodedPrompt, ImageDrawer, with_trigger
 from trainer.data.prompts import PromptEncoder, encode_texts, origin_of, text_keys
 from trainer.data.source import SampleDrawer
-from trainer.data.text_source import TextDrawer
+from trainer.data.text.text_source import TextDrawer
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World, connect
 from trainer.models import families
@@ -47,6 +45,8 @@ from trainer.run.drawings import (
 )
 from trainer.run.folder import RunDir, guard_cache, shared_cache
 from trainer.run.samples import Sample
+from trainer.system.errors import InputError
+from trainer.system.terminal import say
 
 
 def main() -> int:

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.metrics.memory import MemoryMeter
 from trainer.models.build import Listener, LoadedModel
-from trainer.plan import compare
 from trainer.plan.calibration import Measured, keep, tells_speed
-from trainer.plan.decide import decided, is_open
 from trainer.plan.memory import MemoryPlan
+from trainer.plan.search import compare
+from trainer.plan.search.decide import decided, is_open
 from trainer.run.events import (
     CheckpointEvent,
     Emit,
@@ -38,6 +37,7 @@ from trainer.run.events import (
 )
 from trainer.run.folder import RunDir
 from trainer.run.manifest import steps_in
+from trainer.system.errors import InputError
 
 log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 1.0

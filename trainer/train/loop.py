@@ -24,7 +24,6 @@ from trainer import adapters
 from trainer.checkpoint import config_changes
 from trainer.checkpoint.restore import newest_intact, restore
 from trainer.checkpoint.save import Checkpointer, TrainState
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import OptimConfig
 from trainer.data.loader import BatchSizes, Loader, MicroBatch, Prepared
@@ -32,7 +31,7 @@ from trainer.data.open import open_data
 from trainer.distributed.context import RankContext
 from trainer.distributed.straggler import Stragglers
 from trainer.distributed.world import World
-from trainer.export import check_export
+from trainer.export.check import check_export
 from trainer.metrics.memory import local_bytes
 from trainer.metrics.out_of_memory import OomContext, explain_out_of_memory
 from trainer.metrics.step_time import BACKWARD, DATA, FORWARD, OPTIMIZER, StepMarks, StepTimer
@@ -46,7 +45,7 @@ from trainer.models.build import (
 )
 from trainer.models.objectives import kinds as objectives
 from trainer.models.objectives.base import Example, Loss, perplexity_of
-from trainer.models.parts.neftune import noises
+from trainer.models.parts.language.neftune import noises
 from trainer.models.pissa import initial_file
 from trainer.models.start import continue_adapter
 from trainer.optim import (
@@ -64,7 +63,6 @@ from trainer.parallel import attention
 from trainer.parallel.compile import compiler_problem, compiles, describe_compiled
 from trainer.parallel.parallelize import COMPUTE_DTYPE
 from trainer.parallel.replicas import check_reduced, diverged
-from trainer.pinned import pin, send
 from trainer.rng import Draw, SampleRng, derived_seed
 from trainer.run.events import (
     AnyEvent,
@@ -81,6 +79,8 @@ from trainer.run.folder import Request, RunDir
 from trainer.run.manifest import RECIPE, Progress, complete, progress_of
 from trainer.run.preemption import Preemption
 from trainer.run.prompts import check_prompts, clear_prompts, prompts_in_force, requested_prompts
+from trainer.system.errors import InputError
+from trainer.system.pinned import pin, send
 from trainer.train.log import RunLog
 from trainer.train.numbers import NON_FINITE, WEIGHT, LateRead, Sums
 from trainer.train.sampling import Sampler

@@ -16,18 +16,15 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from trainer.config import files
-from trainer.config.errors import InputError
 from trainer.config.families import trains_on
 from trainer.config.schema import RunConfig
-from trainer.config.terminal import say
 from trainer.data.encode import StopRequested
-from trainer.data.text_documents import read_documents
-from trainer.data.text_files import TextFolder, check_preferences, digest, folders_of, has_plain_text, of_config
-from trainer.data.text_rows import key_of
-from trainer.data.text_source import check_length, encoder_of, stream_of
+from trainer.data.text.text_documents import read_documents
+from trainer.data.text.text_files import TextFolder, check_preferences, digest, folders_of, has_plain_text, of_config
+from trainer.data.text.text_rows import key_of
+from trainer.data.text.text_source import check_length, encoder_of, stream_of
 from trainer.distributed.context import RankContext
-from trainer.export import check_export
+from trainer.export.check import check_export
 from trainer.models import families
 from trainer.models.base import ModelFamily, TextFamily
 from trainer.models.build import build_model
@@ -35,6 +32,9 @@ from trainer.models.objectives import kinds as objectives
 from trainer.models.start import check_start
 from trainer.run.events import StatusEvent
 from trainer.run.manifest import RECIPE
+from trainer.system import files
+from trainer.system.errors import InputError
+from trainer.system.terminal import say
 
 WHOLE_FILES = (".txt", ".npy")
 """Files without rows that can be wrong one by one."""

@@ -29,11 +29,11 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from trainer.config import files
-from trainer.config.amounts import GB
-from trainer.config.errors import InputError, not_one_of
 from trainer.config.models import PublishedModel, published_models
-from trainer.config.terminal import complain, say
+from trainer.system import files
+from trainer.system.amounts import GB
+from trainer.system.errors import InputError, not_one_of
+from trainer.system.terminal import complain, say
 from trainer.weights.hub import cached, repository_folder
 
 MODULE = "trainer.weights.download"

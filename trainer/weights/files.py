@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from trainer.config.errors import InputError
-from trainer.config.files import read
+from trainer.system.errors import InputError
+from trainer.system.files import read
 from trainer.weights.headers import read_header
 from trainer.weights.tensors import OpenFiles, TensorEntry, without_codings
 

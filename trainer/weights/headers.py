@@ -8,8 +8,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from trainer.config.errors import InputError
-from trainer.config.files import opened
+from trainer.system.errors import InputError
+from trainer.system.files import opened
 
 MAX_HEADER_BYTES = 100_000_000
 PEFT_FILE = "adapter_model.safetensors"

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import files
-from trainer.config.amounts import GB
-from trainer.config.errors import InputError
 from trainer.config.models import WILDCARD, PublishedModel, published_models
 from trainer.config.sections import HUB_ID
+from trainer.system import files
+from trainer.system.amounts import GB
+from trainer.system.errors import InputError
 
 INDEX = ".safetensors.index.json"
 

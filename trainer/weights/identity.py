@@ -11,9 +11,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from trainer.config import files
-from trainer.config.errors import InputError
-from trainer.config.files import Stamp
+from trainer.system import files
+from trainer.system.errors import InputError
+from trainer.system.files import Stamp
 
 FOLDER = "digests"
 """In the user's own cache: nothing that came with a model, a preset or a run is believed."""

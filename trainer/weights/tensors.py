@@ -17,8 +17,8 @@ from pydantic import BaseModel, FiniteFloat, PositiveInt, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
-from trainer.config.errors import InputError
-from trainer.config.files import first_problem
+from trainer.system.errors import InputError
+from trainer.system.files import first_problem
 
 VERSION = 1
 """Version of the reading: raise it when equal files are to give other numbers."""

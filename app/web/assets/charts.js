@@ -16,7 +16,7 @@
     studio.kept('charts', JSON.stringify(settings));
   }
 
-  // As trainer.run.events.smoothed: the bias correction of Adam, and the decay raised to the steps of each value.
+  // As trainer.view.numbers.smoothed: the bias correction of Adam, and the decay raised to the steps of each value.
   function smoothed(values, decay, counts) {
     let mean = 0, weight = 0;
     return values.map((value, at) => {

@@ -9,15 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app import dataset, form
-from app.captioning import Captioning, Progress
+from app.data import dataset
+from app.data.captioning import Captioning, Progress
+from app.form import draft as form
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.pages.data import ANOTHER_FOLDER
-from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
-from trainer.data.image_files import separate_folders
+from trainer.data.images.image_files import separate_folders
 from trainer.run.captioning import CaptionJob, CaptionRequest
+from trainer.system.errors import InputError
 
 MOST_SENTENCES = 20
 """Sentences about images without a caption that are sent."""

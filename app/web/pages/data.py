@@ -9,19 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app import captions as caption_files
-from app import dataset, form, looks, masks
-from app.caption_lengths import LengthsResult
-from app.captions import Captions, ChangedElsewhere
-from app.dataset import Filter, Item, Show
-from app.scans import ScanResult
+from app.data import captions as caption_files
+from app.data import dataset, looks, masks
+from app.data.caption_lengths import LengthsResult
+from app.data.captions import Captions, ChangedElsewhere
+from app.data.dataset import Filter, Item, Show
+from app.data.scans import ScanResult
+from app.form import draft as form
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import FULL, address, stamp
 from trainer.config import families, titles
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data.measured import CutCaption
+from trainer.data.images.measured import CutCaption
+from trainer.system.errors import InputError
 
 ANOTHER_FOLDER = "New run has another folder meanwhile, which is shown now; nothing was"
 MOST_REST = 600

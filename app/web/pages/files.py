@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from app import exports
+from app.runs import exports
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import address
-from trainer.config.errors import InputError
 from trainer.run import manifest
 from trainer.run.folder import RunDir
+from trainer.system.errors import InputError
 
 
 def calls(studio: Studio) -> Calls:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.monitor import RunView
+from app.runs.monitor import RunView
 from app.studio import Studio
 from app.web.answers import Calls
-from trainer.config.errors import InputError
+from trainer.system.errors import InputError
 
 
 def calls(studio: Studio) -> Calls:

@@ -8,18 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app import dataset, form, looks, pairs
-from app.focus import FocusPoints
-from app.looks import Group, LookResult
-from app.scans import ScanResult
+from app.data import dataset, looks, pairs
+from app.data.focus import FocusPoints
+from app.data.looks import Group, LookResult
+from app.data.scans import ScanResult
+from app.form import draft as form
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.pages.data import ANOTHER_FOLDER, require_shown
 from app.web.served_files import address
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data.image_io import WHOLE, read_header
-from trainer.data.image_members import is_member
+from trainer.data.images.image_io import WHOLE, read_header
+from trainer.data.images.image_members import is_member
+from trainer.system.errors import InputError
 
 PREVIEW = 1024
 """Longer side of the image in the dialog of its crop, pixels."""

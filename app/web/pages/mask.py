@@ -13,17 +13,18 @@ from annotated_types import MaxLen
 from PIL import Image
 from pydantic import FiniteFloat
 
-from app import dataset, form, masks
-from app.form import Draft
-from app.mask_models import MaskModels
-from app.masks import ChangedElsewhere, Masks, Place
-from app.scans import ScanResult
+from app.data import dataset, masks
+from app.data.mask_models import MaskModels
+from app.data.masks import ChangedElsewhere, Masks, Place
+from app.data.scans import ScanResult
+from app.form import draft as form
+from app.form.draft import Draft
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import FULL, SMALL, address
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data.image_io import png, read_header
+from trainer.data.images.image_io import png, read_header
+from trainer.system.errors import InputError
 
 PATIENCE = 10
 """How often a scan that is not complete is asked for again, each time for `scans.PATIENCE_S`."""

@@ -13,19 +13,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from app import fit_answers, form, form_answers, model_answers
-from app.fit_preview import Allowed
-from app.form import Checked, Draft
-from app.plan_preview import TARGETS, THIS_MACHINE
-from app.planned_steps import planned_steps
+from app.form import draft as form
+from app.form import fit_answers, form_answers, model_answers
+from app.form.draft import Checked, Draft
+from app.form.fit_preview import Allowed
+from app.form.plan_preview import TARGETS, THIS_MACHINE
+from app.form.planned_steps import planned_steps
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import FULL, address
 from trainer.config import families
-from trainer.config.errors import InputError
 from trainer.config.fields import label
-from trainer.config.installation import PRESETS
 from trainer.config.load import ConfigError
+from trainer.system.errors import InputError
+from trainer.system.installation import PRESETS
 
 NUM_THUMBNAILS = 8
 

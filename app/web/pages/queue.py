@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from app import queue_rows
+from app.runs import queue_rows
 from app.studio import Studio
 from app.web.answers import Calls
 from trainer.launcher.queue import AfterFailure

@@ -7,16 +7,16 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
-from app.results import Results
+from app.runs.results import Results
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import FULL, address
-from trainer.config.errors import InputError
 from trainer.config.families import trains_on
-from trainer.launcher import upload
-from trainer.launcher.upload import Upload
+from trainer.export import upload
+from trainer.export.upload import Upload
 from trainer.run.drawings import Drawing, DrawingRequest
 from trainer.run.folder import RunDir
+from trainer.system.errors import InputError
 
 MOST_DRAWINGS = 12
 

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
-from app import notes, run_screen
-from app.monitor import CHARTS, METRIC_CHARTS, Follower, RunView
-from app.run_screen import LogWish, Part
+from app.runs import notes, run_screen
+from app.runs.monitor import CHARTS, METRIC_CHARTS, Follower, RunView
+from app.runs.run_screen import LogWish, Part
 from app.studio import Studio
 from app.web import charts
 from app.web.answers import Calls
 from app.web.pages.frame import title
-from trainer.config.errors import InputError
 from trainer.run import process
 from trainer.run.prompts import request_prompts
+from trainer.system.errors import InputError
 
 UNITS: Mapping[str, str] = {"Seconds per step": "seconds", "Speed": "per second"}
 """{chart: title of its y axis}; default: the chart's title in lower case."""

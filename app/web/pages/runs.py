@@ -6,19 +6,19 @@ import shutil
 from dataclasses import asdict
 from typing import Any
 
-from app import run_comparison, run_table
-from app.monitor import Follower, RunView, explained
-from app.run_comparison import MOST_COMPARED
-from app.run_table import Summaries, Summary
+from app.runs import run_comparison, run_table
+from app.runs.monitor import Follower, RunView, explained
+from app.runs.run_comparison import MOST_COMPARED
+from app.runs.run_table import Summaries, Summary
 from app.studio import Studio
 from app.web import charts
 from app.web.answers import Calls
 from app.web.pages.frame import title
 from app.web.served_files import FULL, SMALL, address
-from trainer.config.errors import InputError
 from trainer.run import process
 from trainer.run.events import SampleEvent
 from trainer.run.folder import RunDir, is_run
+from trainer.system.errors import InputError
 
 
 def calls(studio: Studio) -> Calls:

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 from annotated_types import MaxLen
 
-from app import samples
+from app.runs import samples
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import FULL, SMALL, address
-from trainer.config.errors import InputError
 from trainer.run.events import SampleEvent
 from trainer.run.folder import RunDir
 from trainer.run.samples import TEXT
+from trainer.system.errors import InputError
 
 
 @dataclass(frozen=True)

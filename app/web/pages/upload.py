@@ -9,17 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app import dataset, form, masks, trash, upload_kinds, upload_names
+from app.data import dataset, masks, trash, upload_kinds, upload_names
+from app.data.uploads import MOST_CHUNK, require_usable
+from app.form import draft as form
 from app.studio import Studio
-from app.uploads import MOST_CHUNK, require_usable
 from app.web.answers import Calls
 from app.web.pages.data import folders_key, require_shown
 from app.web.pages.new_run import left_with_images
-from trainer.config.errors import InputError
-from trainer.data import image_files
-from trainer.data.image_files import METADATA
-from trainer.data.image_io import IMAGE_SUFFIXES
-from trainer.data.image_members import is_member
+from trainer.data.images import image_files
+from trainer.data.images.image_files import METADATA
+from trainer.data.images.image_io import IMAGE_SUFFIXES
+from trainer.data.images.image_members import is_member
+from trainer.system.errors import InputError
 
 MOST_NAMED = 3
 """Images of a deletion that are named."""

@@ -9,7 +9,7 @@ import pytest
 from app import notebook
 from tests.captioning.models import write_qwen2_5_vl
 from tests.runs import awaited, make_pictures
-from trainer.config.errors import InputError
+from trainer.system.errors import InputError
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from ipywidgets.embed import dependency_state
 from markupsafe import escape
 from nbclient import NotebookClient
 
-from app import form as rows_of_a_form
-from app.form import Draft
+from app.form import draft as rows_of_a_form
+from app.form.draft import Draft
 from app.notebook.form_widget import Form
 from trainer.config.load import ConfigError, dump_config, load_config
 

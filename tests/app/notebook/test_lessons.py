@@ -11,7 +11,7 @@ from PIL import Image
 
 from app.notebook.lessons import Table, exercise, gallery
 from tests.runs import make_pictures
-from trainer.config.errors import InputError
+from trainer.system.errors import InputError
 
 HINT = "Count the ranks."
 

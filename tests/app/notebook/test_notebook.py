@@ -16,17 +16,16 @@ import pytest
 from markupsafe import Markup
 from PIL import Image
 
-from app import html, notebook
-from app.monitor import Follower
+from app import notebook
 from app.notebook import dashboard_widget
 from app.notebook.dashboard_widget import Dashboard
+from app.runs import html
+from app.runs.monitor import Follower
 from tests.app.browser import recorded
 from tests.runs import awaited, make_pictures, run_config, write_preset
-from trainer.config.errors import InputError
 from trainer.config.load import ConfigError
-from trainer.plan.phases import memory_kind
+from trainer.plan.simulate.phases import memory_kind
 from trainer.run import process
-from trainer.run.colors import MEMORY_KINDS
 from trainer.run.events import (
     AnyEvent,
     ErrorEvent,
@@ -38,6 +37,8 @@ from trainer.run.events import (
     WarningEvent,
 )
 from trainer.run.folder import RunDir
+from trainer.system.errors import InputError
+from trainer.view.colors import MEMORY_KINDS
 
 PATIENCE_S = 20
 PICTURE_BYTES = 120_000

@@ -8,13 +8,13 @@ import pytest
 
 from app import notebook
 from tests.runs import awaited, make_pictures, make_run, run_config
-from trainer import gpus
-from trainer.config.errors import InputError
-from trainer.gpus import Gpu, support
-from trainer.gpus.support import Build
 from trainer.run import process
 from trainer.run.events import AnyEvent, EventWriter, ExportEvent, SampleEvent, StatusEvent, StepEvent
 from trainer.run.folder import RunDir
+from trainer.system import gpus
+from trainer.system.errors import InputError
+from trainer.system.gpus import Gpu, support
+from trainer.system.gpus.support import Build
 
 
 @pytest.fixture

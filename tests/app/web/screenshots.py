@@ -31,7 +31,7 @@ from tests.app.notebook.lab import choose as choose_menu
 from tests.app.notebook.lab import position_of, serving_lab
 from trainer.run import process
 from trainer.run.folder import RunDir
-from trainer.run.report import write_report
+from trainer.view.report import write_report
 
 PICTURES = ROOT / "tests" / "pictures"
 WIDTHS = (390, 820, 1280, 1920)

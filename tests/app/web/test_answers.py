@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app.web.answers import MOST_DEPTH, server_functions
-from trainer.config.errors import InputError
+from trainer.system.errors import InputError
 
 
 def scale(value: float, by: int = 2) -> float:

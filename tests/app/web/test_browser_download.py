@@ -32,7 +32,7 @@ from tests.runs import make_pictures, run_config
 from tests.weights.hub_server import Hub, HubServer
 from tests.weights.test_download import FILES, MIB, WEIGHTS
 from trainer.config.models import published_models
-from trainer.launcher.downloads import Downloads
+from trainer.launcher.jobs.downloads import Downloads
 from trainer.models import families
 
 OPEN, GATED = "black-forest-labs/FLUX.2-klein-base-4B", "black-forest-labs/FLUX.2-dev"

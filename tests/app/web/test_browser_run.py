@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
-from app.monitor import SILENT_S
+from app.runs.monitor import SILENT_S
 from tests.app.browser import (
     HANDLERS,
     Server,

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from playwright.sync_api import Browser, Page
 
-from app import run_table
+from app.runs import run_table
 from tests.app.browser import BEYOND, Server, faultless, recorded, serving, until, until_so
 from trainer.run.events import ErrorEvent, StatusEvent
 from trainer.run.folder import RunDir

@@ -17,7 +17,7 @@ from PIL import Image
 from playwright.sync_api import Page
 
 from tests.app.browser import Server, ask_again, recorded, until
-from tests.app.test_sample_kinds import drawn_kinds
+from tests.app.runs.test_sample_kinds import drawn_kinds
 from trainer.run.events import EventWriter, SampleEvent, StepEvent
 from trainer.run.folder import RunDir
 

@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page
 
 from app import command_line
 from tests.app.browser import Server, settled, until, visited
-from trainer.config.amounts import GIB
+from trainer.system.amounts import GIB
 
 PRESET = "flux2-klein-9b-lora-2gpu"
 HEIGHT = "document.querySelector('#step-picture path.{}').getBBox().height"

@@ -17,21 +17,22 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from app import form, monitor
-from app import run_table as all_runs
-from app.captions import Captions, Card
-from app.form import Draft
-from app.run_screen import LogWish
+from app.data.captions import Captions, Card
+from app.form import draft as form
+from app.form.draft import Draft
+from app.runs import monitor
+from app.runs import run_table as all_runs
+from app.runs.run_screen import LogWish
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.pages import files, queue, runs, samples
 from app.web.pages import run as watch
-from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, load_config_text
 from trainer.launcher.queue import Entry, Queue
 from trainer.run.events import EventWriter, ExportEvent, RankLine, SampleEvent, StatusEvent, StepEvent
 from trainer.run.folder import RunDir
 from trainer.run.process import Launch
+from trainer.system.errors import InputError
 
 PATIENCE_S = 5
 CONFIG = '{{"name": "tiny", "model": {{"family": "flux2"}}, "data": {{"path": "{0}", "resolution": 64}}}}\n'

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.form import Draft
+from app.form.draft import Draft
 from app.studio import Studio
 from app.web.answers import server_functions
 from app.web.pages import data

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from app.form import Draft, check
+from app.form.draft import Draft, check
 from app.studio import Studio
 from app.web.answers import server_functions
 from app.web.pages import data, mask
-from tests.app.test_masks import painted, png
+from tests.app.data.test_masks import painted, png
 from tests.runs import make_pictures, write_preset
-from trainer.config.installation import PRESETS
+from trainer.system.installation import PRESETS
 
 
 class Window:

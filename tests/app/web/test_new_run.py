@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from app import form_answers, scans
-from app.form import Draft
+from app.data import scans
+from app.form.draft import Draft, form_answers
 from app.studio import Studio
 from app.web.answers import server_functions
 from app.web.pages import new_run
 from tests.app.browser import recorded
-from tests.gpus.machines import TWO_H100, Machine, install
 from tests.runs import make_pictures, write_preset
+from tests.system.gpus.machines import TWO_H100, Machine, install
 from trainer.plan.memory import plan_of
 from trainer.run.events import ErrorEvent, StatusEvent
 
@@ -610,7 +610,7 @@ def test_an_answer_plans_a_config_once_and_the_next_answer_not_again(
         planned.append(1)
         return plan_of(*arguments)
 
-    monkeypatch.setattr("trainer.plan.fixes.plan_of", count)
+    monkeypatch.setattr("trainer.plan.search.fixes.plan_of", count)
     window.type("train.micro_batch", "4")
     assert len(planned) == 1
     window.call("state")

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from app import form
-from app.fit_preview import FAILED
-from app.plan_preview import Background
+from app.form import draft as form
+from app.form.fit_preview import FAILED
+from app.form.plan_preview import Background
 from app.studio import Studio
 from tests.app.web.test_new_run import Window
-from tests.gpus.machines import TWO_H100, install
 from tests.runs import make_pictures, write_preset
-from trainer.config.errors import InputError
-from trainer.plan.choices import KEPT, kept_fields
-from trainer.plan.fit import Fit, Target, fit
+from tests.system.gpus.machines import TWO_H100, install
 from trainer.plan.hardware import CARDS
+from trainer.plan.search.choices import KEPT, kept_fields
+from trainer.plan.search.fit import Fit, Target, fit
 from trainer.run.folder import shared_cache
+from trainer.system.errors import InputError
 
 LARGE = "flux2-dev-lora-4gpu"
 SEARCHED_WITHIN_S = 60
@@ -150,7 +150,7 @@ def test_settings_of_a_search_before_the_form_was_changed_are_refused(window: Wi
 
 
 def test_an_answer_does_not_wait_for_a_long_search(window: Window, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("app.fit_preview.WAIT_S", 0.0)
+    monkeypatch.setattr("app.form.fit_preview.WAIT_S", 0.0)
     window.call("preset", name=LARGE, target="24gb")
     answer = window.call("fit", allow=[], target="24gb")
     assert answer == {"made_for": window.state["fit"]["key"], "is_running": True}

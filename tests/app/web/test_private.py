@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser
 
-from app import run_table as all_runs
+from app.runs import run_table as all_runs
 from app.studio import Studio
 from app.web.served_files import Downloads, Thumbnails
 from tests.app.browser import ROOT, Server, opened, recorded, serving, visit, watch

@@ -16,11 +16,11 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from app.uploads import MOST_CHUNK
+from app.data.uploads import MOST_CHUNK
 from app.web import security
 from app.web.access import Access
 from app.web.security import Guard, Login
-from trainer.config.errors import InputError
+from trainer.system.errors import InputError
 
 PORT = 7860
 TOKEN = "t" * 43

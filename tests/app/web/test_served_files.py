@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.exports import exported
+from app.runs.exports import exported
 from app.web.served_files import Thumbnails
+from tests.data.images.test_image_io import ORIENTED
 from tests.data.test_hostile_data import NOT_REGULAR, POSTSCRIPT, called, png_of, refused
-from tests.data.test_image_io import ORIENTED
-from trainer.data.image_io import load_preview, load_rgb, read_header
+from trainer.data.images.image_io import load_preview, load_rgb, read_header
 from trainer.run.folder import RunDir
 
 __all__ = ["called"]  # a fixture

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from app import captions as caption_files
-from app import form, run_table
-from app.captions import Captions, Card
-from app.form import Draft
+from app.data import captions as caption_files
+from app.data.captions import Captions, Card
+from app.form import draft as form
+from app.form.draft import Draft
+from app.runs import run_table
 from app.studio import Studio
-from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, load_config, load_config_text
+from trainer.system.errors import InputError
 
 TAGGER = """
 from pathlib import Path; from app import run_table; import sys
@@ -26,14 +27,15 @@ print("ready", flush=True); input()
 for number in range(20): run_table.change_tags(Path(sys.argv[1]), [f"{sys.argv[2]}-{number}"], "tag")
 """
 WRITER = """
-from pathlib import Path; from app.captions import Captions, Card; import sys
+from pathlib import Path; from app.data.captions import Captions, Card; import sys
 captions = Captions(Path(sys.argv[1]) / "drafts" / "captions.jsonl")
 print("ready", flush=True); input()
 for number in range(20): captions.write(Card(Path(sys.argv[1]) / f"{sys.argv[2]}.png", ""), f"caption {number}")
 """
 SAVER = """
-from pathlib import Path; from app import form; from app.form import Draft; from app.studio import Studio; import sys
-from trainer.config.errors import InputError
+from pathlib import Path; from app.form import draft as form; from app.form.draft import Draft; from app.studio import Studio
+import sys
+from trainer.system.errors import InputError
 studio = Studio(Path(sys.argv[1])); checked = form.check(Draft(studio.presets()["quickstart"])); saved = []
 print("ready", flush=True); input()
 for number in range(20):

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config.errors import InputError, Problem
-from trainer.config.files import opened_to_append
 from trainer.config.schema import RunConfig
 from trainer.config.sections import TrackersConfig
 from trainer.run.events import Emit, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.run.process import worker_environment
+from trainer.system.errors import InputError, Problem
+from trainer.system.files import opened_to_append
 
 _IS_WANTED: dict[str, Callable[[TrackersConfig], bool]] = {
     "tensorboard": lambda cfg: cfg.tensorboard,

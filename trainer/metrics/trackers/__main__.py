@@ -21,9 +21,7 @@ from types import FrameType
 
 import psutil
 
-from trainer.config.errors import InputError
 from trainer.config.sections import TrackersConfig
-from trainer.config.terminal import complain
 from trainer.metrics.trackers import (
     ALREADY_REPORTED,
     NAMES,
@@ -38,6 +36,8 @@ from trainer.metrics.trackers.feed import Feed, Figures, Item, Position, SampleI
 from trainer.run.events import LossyWriter, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.run.preemption import PREEMPTION_SIGNALS
+from trainer.system.errors import InputError
+from trainer.system.terminal import complain
 
 FOLLOW_SECONDS = 1.0
 LATE_SECONDS = 30.0

@@ -13,8 +13,6 @@ from typing import Literal, Protocol
 
 from PIL import Image
 
-from trainer.config import files
-from trainer.config.errors import InputError
 from trainer.run.events import (
     ENDS,
     AnyEvent,
@@ -29,6 +27,8 @@ from trainer.run.events import (
     WarningEvent,
 )
 from trainer.run.folder import RunDir
+from trainer.system import files
+from trainer.system.errors import InputError
 
 NOT_FIGURES = ("step", "time", "type", "losses", "metrics")
 FIGURES = tuple(each.name for each in fields(StepEvent) if each.name not in NOT_FIGURES)

@@ -10,12 +10,12 @@ from typing import Any
 
 import trackio
 
-from trainer.config import terminal
 from trainer.config.schema import RunConfig
 from trainer.metrics.trackers import short, shown_config
 from trainer.metrics.trackers.feed import Figures, Note, Position, SampleImage
 from trainer.run.events import WarningEvent
 from trainer.run.folder import RunDir
+from trainer.system import terminal
 
 LEVELS = {
     "state": trackio.AlertLevel.INFO,

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config import families
-from trainer.config.errors import InputError, Problem, RuleError
-from trainer.config.imports import light_imports
 from trainer.config.schema import RunConfig
 from trainer.config.sections import family_names
 from trainer.models import distilled, recognition
+from trainer.system.errors import InputError, Problem, RuleError
+from trainer.system.imports import light_imports
 
 if TYPE_CHECKING:
     from trainer.models.base import ModelFamily

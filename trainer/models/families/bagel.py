@@ -20,7 +20,6 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import (
     MODEL_WORDS,
@@ -33,7 +32,7 @@ from trainer.config.sections import (
 from trainer.models.base import FLOW_FIELDS, LoadModule, MultimodalFamily, SequencePart, TextLength, references_of
 from trainer.models.objectives.base import Batch, Example, Loss
 from trainer.models.objectives.flow_matching import Shift
-from trainer.models.parts.bagel_network import (
+from trainer.models.parts.bagel.bagel_network import (
     BAGEL_7B_MOT,
     BLOCKS,
     Bagel,
@@ -42,7 +41,7 @@ from trainer.models.parts.bagel_network import (
     grid_waves,
     published_layout,
 )
-from trainer.models.parts.bagel_packing import (
+from trainer.models.parts.bagel.bagel_packing import (
     PATCH,
     DrawnPiece,
     Marks,
@@ -53,7 +52,7 @@ from trainer.models.parts.bagel_packing import (
     sequences_of,
     unpatched,
 )
-from trainer.models.parts.bagel_sequences import (
+from trainer.models.parts.bagel.bagel_sequences import (
     add_noise_to,
     clean_pieces,
     joined,
@@ -62,22 +61,23 @@ from trainer.models.parts.bagel_sequences import (
     sequences_in,
     size_within,
 )
-from trainer.models.parts.flow_matching import denoise, euler_scheduler, spaced_sigmas
 from trainer.models.parts.folder import ModelFolder, check_architecture, fill_random, open_folder, write_tiny
-from trainer.models.parts.images import device_of, pixels_of
-from trainer.models.parts.ldm_names import vae_layout
-from trainer.models.parts.next_token import draw_token
-from trainer.models.parts.text_encoder import (
+from trainer.models.parts.image.flow_matching import denoise, euler_scheduler, spaced_sigmas
+from trainer.models.parts.image.images import device_of, pixels_of
+from trainer.models.parts.image.ldm_names import vae_layout
+from trainer.models.parts.image.text_encoder import (
     TINY_CHAT_TEMPLATE,
     check_rows,
     from_folder,
     names_of_things,
     train_tokenizer,
 )
-from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, vae_config
+from trainer.models.parts.image.vae import build_vae, decode_latents, encode_latents, vae_config
+from trainer.models.parts.language.next_token import draw_token
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.run.manifest import RECIPE
+from trainer.system.errors import InputError
 from trainer.weights.files import Fused, WeightFiles, safetensors_in
 
 COMPONENT = "transformer"

@@ -13,16 +13,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainer.config.errors import InputError, not_one_of
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, DataConfig, ModelConfig, NoAdapter, ObjectiveConfig, SampleConfig
 from trainer.models.base import PREFERENCE_FIELDS, TextFamily, Weigh
 from trainer.models.objectives.base import Batch, Loss
-from trainer.models.parts.attention_probe import Sight, computes_within, layer_pattern, position_ids, sight
-from trainer.models.parts.chat import Chat, Encoded, encode_spans
-from trainer.models.parts.chat_template import read_template, without_marks
-from trainer.models.parts.chunked_loss import ROUTERS, sum_losses_in_chunks
-from trainer.models.parts.document_attention import MASKED, attend_within, begins_mask, can_attend
+from trainer.models.parts.chat.chat_template import read_template, without_marks
+from trainer.models.parts.chat.conversation import Chat, Encoded, encode_spans
+from trainer.models.parts.chat.stop_tokens import Ends, ends_of_turns
 from trainer.models.parts.folder import (
     TRANSFORMERS_STEM,
     ModelFolder,
@@ -32,7 +29,11 @@ from trainer.models.parts.folder import (
     write_random,
     write_tiny,
 )
-from trainer.models.parts.language_configs import (
+from trainer.models.parts.image.text_encoder import from_folder
+from trainer.models.parts.language.attention_probe import Sight, computes_within, layer_pattern, position_ids, sight
+from trainer.models.parts.language.chunked_loss import ROUTERS, sum_losses_in_chunks
+from trainer.models.parts.language.document_attention import MASKED, attend_within, begins_mask, can_attend
+from trainer.models.parts.language.language_configs import (
     build_whole,
     causal_class,
     first_line,
@@ -40,14 +41,9 @@ from trainer.models.parts.language_configs import (
     turn_layers,
     turned_layers,
 )
-from trainer.models.parts.loaded import check_tied, loaded_tensors
-from trainer.models.parts.next_token import (
-    block_names,
-    build_language_model,
-    computed_buffers,
-    continue_text,
-)
-from trainer.models.parts.random_language_models import (
+from trainer.models.parts.language.loaded import check_tied, loaded_tensors
+from trainer.models.parts.language.next_token import block_names, build_language_model, computed_buffers, continue_text
+from trainer.models.parts.language.random_language_models import (
     PUBLISHED,
     TINY,
     config_of,
@@ -55,14 +51,13 @@ from trainer.models.parts.random_language_models import (
     write_byte_tokenizer,
     write_random_weights,
 )
-from trainer.models.parts.routers import balance_loss, configured_weight, experts_per_token
-from trainer.models.parts.stop_tokens import Ends, ends_of_turns
-from trainer.models.parts.stored_names import TEXT_PART, StoredNames, read_names
-from trainer.models.parts.text_encoder import from_folder
+from trainer.models.parts.language.routers import balance_loss, configured_weight, experts_per_token
+from trainer.models.parts.language.stored_names import TEXT_PART, StoredNames, read_names
 from trainer.models.recognition import no_row
 from trainer.parallel.parallelize import COMPUTE_DTYPE, ShardSpec
 from trainer.rng import SampleRng
 from trainer.run.manifest import RECIPE
+from trainer.system.errors import InputError, not_one_of
 from trainer.weights.files import Fused, WeightFiles, safetensors_in, stored_tensors
 from trainer.weights.hub import find_folder
 from trainer.weights.quantized_experts import fused_experts

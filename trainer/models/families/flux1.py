@@ -18,12 +18,12 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config.errors import InputError
 from trainer.config.families import Distilled
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.models.base import FLOW_FIELDS, PREFERENCE_FIELDS, ImageFamily, LoadModule, TextLength
 from trainer.models.objectives.base import Batch, Example, Loss
-from trainer.models.parts.clip import (
+from trainer.models.parts.folder import check_architecture, open_folder, write_model_index, write_random, write_tiny
+from trainer.models.parts.image.clip import (
     CLIP_L,
     CLIP_TOKENS,
     CLIP_TYPES,
@@ -33,7 +33,7 @@ from trainer.models.parts.clip import (
     write_tiny_clip,
     write_tiny_clip_tokenizer,
 )
-from trainer.models.parts.flow_matching import (
+from trainer.models.parts.image.flow_matching import (
     denoise,
     euler_scheduler,
     flow_loss,
@@ -41,10 +41,8 @@ from trainer.models.parts.flow_matching import (
     spaced_sigmas,
     write_euler_scheduler,
 )
-from trainer.models.parts.folder import check_architecture, open_folder, write_model_index, write_random, write_tiny
-from trainer.models.parts.images import device_of, pack, patchify, unpack, unpatchify
-from trainer.models.parts.layout import numbered, tensors_of
-from trainer.models.parts.t5 import (
+from trainer.models.parts.image.images import device_of, pack, patchify, unpack, unpatchify
+from trainer.models.parts.image.t5 import (
     T5_TYPES,
     T5_XXL,
     load_t5,
@@ -53,11 +51,13 @@ from trainer.models.parts.t5 import (
     write_tiny_t5,
     write_tiny_t5_tokenizer,
 )
-from trainer.models.parts.text_encoder import TextEncoder, load_tokenizer, max_tokens, text_lengths
-from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
+from trainer.models.parts.image.text_encoder import TextEncoder, load_tokenizer, max_tokens, text_lengths
+from trainer.models.parts.image.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
+from trainer.models.parts.layout import numbered, tensors_of
 from trainer.parallel.parallelize import ShardSpec
-from trainer.pinned import send
 from trainer.rng import SampleRng
+from trainer.system.errors import InputError
+from trainer.system.pinned import send
 from trainer.weights.files import Fused
 
 

@@ -31,8 +31,9 @@ from trainer.models.base import (
 )
 from trainer.models.objectives.base import Batch, Example, Loss
 from trainer.models.objectives.flow_matching import empirical_mu
-from trainer.models.parts.chat_template import rendered
-from trainer.models.parts.flow_matching import (
+from trainer.models.parts.chat.chat_template import rendered
+from trainer.models.parts.folder import check_architecture, open_folder, write_model_index, write_random, write_tiny
+from trainer.models.parts.image.flow_matching import (
     denoise,
     euler_scheduler,
     flow_loss,
@@ -41,10 +42,8 @@ from trainer.models.parts.flow_matching import (
     spaced_sigmas,
     write_euler_scheduler,
 )
-from trainer.models.parts.folder import check_architecture, open_folder, write_model_index, write_random, write_tiny
-from trainer.models.parts.images import device_of, pack, unpack
-from trainer.models.parts.layout import numbered, tensors_of
-from trainer.models.parts.packed_vae import (
+from trainer.models.parts.image.images import device_of, pack, unpack
+from trainer.models.parts.image.packed_vae import (
     PACKED_VAE,
     build_packed_vae,
     decode_packed,
@@ -52,7 +51,7 @@ from trainer.models.parts.packed_vae import (
     tiny_packed_vae,
     write_tiny_packed_vae,
 )
-from trainer.models.parts.text_encoder import (
+from trainer.models.parts.image.text_encoder import (
     NO_LAYER_TYPES,
     QWEN3_4B,
     QWEN3_8B,
@@ -68,9 +67,10 @@ from trainer.models.parts.text_encoder import (
     tiny_language_model,
     write_tiny_tokenizer,
 )
+from trainer.models.parts.layout import numbered, tensors_of
 from trainer.parallel.parallelize import ShardSpec
-from trainer.pinned import send
 from trainer.rng import SampleRng
+from trainer.system.pinned import send
 from trainer.weights.files import Fused
 
 

@@ -21,13 +21,13 @@ from diffusers.models.transformers.transformer_flux3 import Flux3Attention, Flux
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config.errors import InputError
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.models.base import ImageFamily, LoadModule, TextLength, references_of
 from trainer.models.objectives.base import Batch, Example, Loss
 from trainer.models.objectives.flow_matching import Shift
-from trainer.models.parts.chat_template import rendered
-from trainer.models.parts.flow_matching import (
+from trainer.models.parts.chat.chat_template import rendered
+from trainer.models.parts.folder import check_architecture, open_folder, write_random, write_tiny
+from trainer.models.parts.image.flow_matching import (
     denoise,
     euler_scheduler,
     flow_loss,
@@ -35,10 +35,8 @@ from trainer.models.parts.flow_matching import (
     guided,
     spaced_sigmas,
 )
-from trainer.models.parts.folder import check_architecture, open_folder, write_random, write_tiny
-from trainer.models.parts.images import device_of, pack, unpack
-from trainer.models.parts.layout import numbered, tensors_of
-from trainer.models.parts.packed_vae import (
+from trainer.models.parts.image.images import device_of, pack, unpack
+from trainer.models.parts.image.packed_vae import (
     PACKED_VAE,
     build_packed_vae,
     decode_packed,
@@ -46,7 +44,7 @@ from trainer.models.parts.packed_vae import (
     tiny_packed_vae,
     write_tiny_packed_vae,
 )
-from trainer.models.parts.text_encoder import (
+from trainer.models.parts.image.text_encoder import (
     QWEN3_4B,
     TextEncoder,
     hidden_states,
@@ -59,9 +57,11 @@ from trainer.models.parts.text_encoder import (
     tiny_language_model,
     write_tiny_tokenizer,
 )
+from trainer.models.parts.layout import numbered, tensors_of
 from trainer.parallel.parallelize import ShardSpec
-from trainer.pinned import send
 from trainer.rng import SampleRng
+from trainer.system.errors import InputError
+from trainer.system.pinned import send
 from trainer.weights.files import Fused
 
 

@@ -21,7 +21,6 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config.errors import InputError
 from trainer.config.families import Distilled
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MOST_TEXT_WINDOWS, CompleteSample, ModelConfig, ObjectiveConfig, SampleConfig
@@ -35,7 +34,15 @@ from trainer.models.base import (
 )
 from trainer.models.objectives.base import Batch, Example, Loss, squared_error, total_loss
 from trainer.models.objectives.diffusion import diffuse, diffusion_target, draw_timestep, min_snr_weight
-from trainer.models.parts.clip import (
+from trainer.models.parts.folder import (
+    TRANSFORMERS_STEM,
+    check_architecture,
+    open_folder,
+    write_model_index,
+    write_random,
+    write_tiny,
+)
+from trainer.models.parts.image.clip import (
     CLIP_G,
     CLIP_L,
     CLIP_TOKENS,
@@ -45,7 +52,7 @@ from trainer.models.parts.clip import (
     tiny_clip,
     write_tiny_clip_tokenizer,
 )
-from trainer.models.parts.diffusion import (
+from trainer.models.parts.image.diffusion import (
     CONFIG,
     EULER,
     MARKERS,
@@ -54,22 +61,15 @@ from trainer.models.parts.diffusion import (
     read_schedule,
     sampler_name,
 )
-from trainer.models.parts.flow_matching import guidance_inputs, guided
-from trainer.models.parts.folder import (
-    TRANSFORMERS_STEM,
-    check_architecture,
-    open_folder,
-    write_model_index,
-    write_random,
-    write_tiny,
-)
-from trainer.models.parts.images import device_of
-from trainer.models.parts.ldm_names import clip_layout, open_clip_layout, unet_layout, vae_key, vae_layout
-from trainer.models.parts.text_encoder import load_tokenizer, text_lengths
-from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
+from trainer.models.parts.image.flow_matching import guidance_inputs, guided
+from trainer.models.parts.image.images import device_of
+from trainer.models.parts.image.ldm_names import clip_layout, open_clip_layout, unet_layout, vae_key, vae_layout
+from trainer.models.parts.image.text_encoder import load_tokenizer, text_lengths
+from trainer.models.parts.image.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
 from trainer.parallel.parallelize import ShardSpec
-from trainer.pinned import send
 from trainer.rng import SampleRng
+from trainer.system.errors import InputError
+from trainer.system.pinned import send
 from trainer.weights.files import Fused, WeightFiles
 from trainer.weights.identity import digest
 

@@ -21,14 +21,21 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from trainer.config.errors import InputError
 from trainer.config.families import Distilled
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.models.base import ImageFamily, LoadModule, TextLength
 from trainer.models.objectives.base import Batch, Example, Loss
 from trainer.models.objectives.flow_matching import Shift
-from trainer.models.parts.chat_template import rendered
-from trainer.models.parts.flow_matching import (
+from trainer.models.parts.chat.chat_template import rendered
+from trainer.models.parts.folder import (
+    check_architecture,
+    check_inputs,
+    open_folder,
+    write_model_index,
+    write_random,
+    write_tiny,
+)
+from trainer.models.parts.image.flow_matching import (
     denoise,
     euler_scheduler,
     flow_loss,
@@ -38,16 +45,8 @@ from trainer.models.parts.flow_matching import (
     spaced_sigmas,
     write_euler_scheduler,
 )
-from trainer.models.parts.folder import (
-    check_architecture,
-    check_inputs,
-    open_folder,
-    write_model_index,
-    write_random,
-    write_tiny,
-)
-from trainer.models.parts.images import device_of
-from trainer.models.parts.text_encoder import (
+from trainer.models.parts.image.images import device_of
+from trainer.models.parts.image.text_encoder import (
     NO_LAYER_TYPES,
     QWEN3_4B,
     TextEncoder,
@@ -60,9 +59,10 @@ from trainer.models.parts.text_encoder import (
     tiny_language_model,
     write_tiny_tokenizer,
 )
-from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
+from trainer.models.parts.image.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
+from trainer.system.errors import InputError
 from trainer.weights.files import Fused
 
 

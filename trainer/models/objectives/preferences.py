@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer import adapters
-from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
 from trainer.models.base import ModelFamily, TextFamily
 from trainer.models.build import BuiltModel
 from trainer.models.objectives.base import Batch, Example, Items, Loss, Objective
 from trainer.rng import SampleRng
+from trainer.system.errors import InputError
 
 
 class _Preferences(Objective):

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.config import files
-from trainer.config.errors import InputError
-from trainer.config.files import make_private_if_new, read
 from trainer.config.sections import DEMO, ModelConfig
 from trainer.models.recognition import wrong_files
 from trainer.rng import generator
+from trainer.system import files
+from trainer.system.errors import InputError
+from trainer.system.files import make_private_if_new, read
 from trainer.weights.files import Fused, WeightFiles, give_storage, safetensors_in, stored_tensors
 from trainer.weights.hub import find_folder
 from trainer.weights.identity import digest

@@ -10,10 +10,10 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from trainer.config.errors import InputError, not_one_of
 from trainer.config.sections import ModelConfig, ObjectiveConfig
 from trainer.models import families
 from trainer.models.parts.folder import write_once
+from trainer.system.errors import InputError, not_one_of
 
 
 def published_folder(model: ModelConfig, cache: Path) -> Path:

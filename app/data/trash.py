@@ -1,0 +1,214 @@
+"""Deleted images of a folder of data: moved into a hidden folder of it, which no run reads, until they are restored.
+
+A deletion is a folder `.trash-shardstudio/<time>-<number>/` in which the files lie as they lay in the folder of data.
+Nothing else is written down, so a folder of data that comes from a stranger cannot say where its files go.
+"""
+
+from __future__ import annotations
+
+import calendar
+import errno
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.data.data_folders import is_taken, opened
+from app.data.upload_names import CAPTION, is_image
+from trainer.system import files
+from trainer.system.errors import InputError
+
+FOLDER = ".trash-shardstudio"
+MOST_SHOWN = 100
+"""Deletions that are listed, the newest ones."""
+MOST_FILES = 10_000
+MOST_DELETED = 1000
+_NAME = re.compile(r"\d{8}T\d{6}Z-\d{1,6}")
+_TIME = "%Y%m%dT%H%M%SZ"
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """What was deleted at once.
+
+    Attributes:
+        name: Names it within the folder.
+        deleted_at: Seconds since 1970.
+        files: Paths below the folder of data, of images and their captions.
+    """
+
+    name: str
+    deleted_at: float
+    files: tuple[str, ...]
+
+
+def delete(root: Path, images: Sequence[Path]) -> Deletion:
+    """Move images of a folder with their captions into its trash. Masks stay; of a link, the link is moved.
+
+    A caption stays where another image of the same name uses it.
+
+    Args:
+        root: The folder of data.
+        images: Files below it.
+
+    Raises:
+        InputError: One is not below it or cannot be moved. Those before it stay deleted, and can be restored.
+    """
+    if not 1 <= len(images) <= MOST_DELETED:
+        raise InputError(f"{len(images)} images; delete 1 to {MOST_DELETED} at once")
+    relative = [_below(root, image) for image in images]
+    real = root.resolve()
+    name = _begin(real)
+    try:
+        for path in relative:
+            _delete(real, name, path)
+    except (InputError, OSError) as error:
+        moved = list(_files(real, name))
+        if not moved:
+            _forget(real, name)
+        why = f"{error.filename or root}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        more = f"; {len(moved)} files were deleted before" if moved else ""
+        raise InputError(f"not deleted: {why}{more}") from error
+    return _deletion(real, name)
+
+
+def deletions(root: Path) -> list[Deletion]:
+    """Return what can be restored, newest first."""
+    real = root.resolve()
+    try:
+        with opened(real, (FOLDER,)) as trash:
+            names = sorted((name for name in os.listdir(trash) if _NAME.fullmatch(name)), reverse=True)
+    except (InputError, OSError):  # nothing was deleted here
+        return []
+    return [_deletion(real, name) for name in names[:MOST_SHOWN]]
+
+
+def restore(root: Path, name: str) -> tuple[str, ...]:
+    """Move the files of a deletion back to where they were, and return their paths below the folder.
+
+    Raises:
+        InputError: Something has one of their names now; nothing was restored.
+    """
+    real = root.resolve()
+    found = list(_files(real, name))
+    if not found:
+        raise InputError("nothing to restore: it was restored or removed meanwhile")
+    for path in found:
+        with opened(real, path.parent.parts, makes=True) as folder:
+            if is_taken(folder, path.name):
+                raise InputError(f"{root / path}: is there again; rename it first. Nothing was restored")
+    for path in found:
+        with (
+            opened(real, (FOLDER, name, *path.parent.parts)) as source,
+            opened(real, path.parent.parts) as folder,
+        ):
+            files.move_at(source, path.name, folder, path.name)
+    _forget(real, name)
+    return tuple(path.as_posix() for path in found)
+
+
+def empty(root: Path) -> int:
+    """Remove all deleted files for good. Returns the number of deletions."""
+    real = root.resolve()
+    if not os.path.lexists(real / FOLDER):
+        return 0
+    with opened(real, (FOLDER,)) as trash:
+        names = [name for name in os.listdir(trash) if _NAME.fullmatch(name)]
+        for name in names:
+            _remove(name, trash)
+    return len(names)
+
+
+def _remove(name: str, trash: int) -> None:
+    """Remove a deletion for good, or what a stranger put in its place: opening a pipe as a folder would never end."""
+    if stat.S_ISDIR(os.stat(name, dir_fd=trash, follow_symlinks=False).st_mode):
+        shutil.rmtree(name, dir_fd=trash)
+    else:
+        os.unlink(name, dir_fd=trash)
+
+
+def _below(root: Path, image: Path) -> Path:
+    """Return the path of an image below its folder. Raises InputError for what no scan of the folder finds."""
+    try:
+        path = Path(os.path.normpath(image)).relative_to(os.path.normpath(root))
+    except ValueError as error:
+        raise InputError(f"{image}: not in {root}") from error
+    if any(part.startswith(".") for part in path.parts) or not is_image(path.name):
+        raise InputError(f"{image}: not an image of {root}")
+    return path
+
+
+def _begin(real: Path) -> str:
+    """Make an empty folder for a deletion and return its name."""
+    now = time.strftime(_TIME, time.gmtime())
+    with opened(real, (FOLDER,), makes=True, mode=0o700) as trash:
+        for number in range(1, 10**6):
+            try:
+                os.mkdir(f"{now}-{number}", 0o700, dir_fd=trash)
+            except FileExistsError:
+                continue
+            return f"{now}-{number}"
+    raise InputError(f"{real / FOLDER}: full; empty the trash")
+
+
+def _delete(real: Path, deletion: str, path: Path) -> None:
+    folders = path.parent.parts
+    with (
+        opened(real, folders) as folder,
+        opened(real, (FOLDER, deletion, *folders), makes=True, mode=0o700) as target,
+    ):
+        files.move_at(folder, path.name, target, path.name)
+        caption = f"{path.stem}{CAPTION}"
+        others = (name for name in os.listdir(folder) if os.path.splitext(name)[0] == path.stem and is_image(name))
+        if is_taken(folder, caption) and not any(others):
+            files.move_at(folder, caption, target, caption)
+
+
+def _files(real: Path, name: str) -> Iterator[Path]:
+    """Yield the images and captions of a deletion by their paths below the folder of data."""
+    if not _NAME.fullmatch(name):
+        raise InputError("not a deletion; reload the page")
+    try:
+        with opened(real, (FOLDER, name)) as deletion:
+            count = 0
+            for above, folders, names, descriptor in os.fwalk(".", dir_fd=deletion):
+                folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
+                for file in sorted(names):
+                    mode = os.stat(file, dir_fd=descriptor, follow_symlinks=False).st_mode
+                    is_file = stat.S_ISREG(mode) or stat.S_ISLNK(mode)
+                    if is_file and not file.startswith(".") and (is_image(file) or file.endswith(CAPTION)):
+                        count += 1
+                        yield Path(above, file)
+                    if count >= MOST_FILES:
+                        return
+    except InputError:  # restored or removed meanwhile
+        return
+
+
+def _deletion(real: Path, name: str) -> Deletion:
+    try:
+        deleted_at = float(calendar.timegm(time.strptime(name.partition("-")[0], _TIME)))
+    except ValueError:  # a name that this program did not give
+        deleted_at = 0.0
+    return Deletion(name, deleted_at, tuple(path.as_posix() for path in _files(real, name)))
+
+
+def _forget(real: Path, name: str) -> None:
+    """Remove the empty folders of a deletion; what else is in them stays."""
+    with opened(real, (FOLDER,)) as trash:
+        for _, folders, _, descriptor in os.fwalk(name, topdown=False, dir_fd=trash):
+            for inner in folders:
+                _remove_empty(inner, descriptor)
+        _remove_empty(name, trash)
+
+
+def _remove_empty(name: str, above: int) -> None:
+    try:
+        os.rmdir(name, dir_fd=above)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.ENOTDIR):  # a link to a folder is not one
+            raise

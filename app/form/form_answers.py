@@ -1,0 +1,311 @@
+"""The form as JSON, for the page's script: fields in words, values, errors, the plan, and the config as text."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.data import folders
+from app.form import draft as form
+from app.form.draft import Checked
+from app.form.plan_preview import PlanPreview
+from trainer.config import families
+from trainer.config.fields import Slot, all_names, label, slot, unit
+from trainer.config.load import COMMAND_LINE, dump_config, load_config_text, similar_name
+from trainer.config.schema import RunConfig
+from trainer.config.sections import ADAPTERS
+from trainer.launcher import capacity
+from trainer.plan import picture
+from trainer.plan.memory import MemoryPlan, verdict
+from trainer.plan.picture import Limit, Outline
+from trainer.plan.simulate.phases import Item, by_kind, moment
+from trainer.run.length import RunLength
+from trainer.system.errors import InputError
+from trainer.system.gpus import Gpu
+from trainer.view.colors import MEMORY_KINDS
+
+if TYPE_CHECKING:
+    from app.studio import Studio
+
+LINE = re.compile(r"^\S*?:(\d+): ?(.*)$")
+
+
+def _field(name: str) -> dict[str, Any]:
+    spec = slot(tuple(name.split(".")))
+    assert spec is not None, name
+    bounds = {limit.symbol: limit.bound for limit in spec.limits}
+    return {
+        "label": label(name),
+        "help": spec.help.replace("`", ""),  # shown as plain text
+        "unit": unit(name),
+        "words": " ".join((spec.keywords, *spec.words)),
+        "kind": form.kind_of(name),
+        "number": _number(spec),
+        "min": bounds.get(">=", bounds.get(">")),
+        "max": bounds.get("<=", bounds.get("<")),
+        "path": spec.path,
+        "group": form.group_of(name),
+        "is_front": name in form.MOST_USED,
+        "suggested": list(spec.words) if form.kind_of(name) == "text" else [],
+    }
+
+
+def _number(spec: Slot) -> str:
+    """ "int" or "float" for a field that takes nothing but a number, else ""."""
+    options = [option for option in spec.options if option in (int, float)]
+    return options[0].__name__ if len(options) == len(spec.options) == 1 else ""
+
+
+FIELDS: Mapping[str, Mapping[str, Any]] = {name: _field(name) for name in all_names() if name != "stages"}
+GROUPS: Mapping[str, str] = {
+    "Model": "family, parts, precision of the base",
+    "Adapter": "layers, alpha, dropout",
+    "Data": "captions, shapes, masks, validation",
+    "Training": "optimizer, schedule, batch, seed, timesteps",
+    "Sampling": "size, steps, guidance, negative prompt",
+    "Saving": "checkpoints, export, trackers",
+    "Hardware": "GPUs, sharding, offload, precision",
+    "Cluster": "machines, SLURM, Kubernetes",
+}
+"""{group: what is in it}"""
+METHODS = [[kind, adapter.title, adapter.line] for kind, adapter in ADAPTERS.items()]
+
+
+def rows(checked: Checked) -> dict[str, dict[str, Any]]:
+    """Return {field: what its input shows}; what is empty or false is left out."""
+    changed = _changed(checked)
+    return {
+        row.field: {
+            "value": row.value,
+            **({"error": row.error} if row.error else {}),
+            **({"choices": row.choices} if row.kind == "choice" else {}),
+            **({} if row.is_visible else {"hidden": True}),
+            **({"placeholder": row.placeholder} if row.placeholder else {}),
+            **({"changed": True} if row.field in changed else {}),
+        }
+        for row in form.rows(checked)
+    }
+
+
+def _changed(checked: Checked) -> dict[str, tuple[Any, Any]]:
+    """{field: (preset's value, value)} of what differs from the preset, also of values that are wrong."""
+    before = checked.preset.config.model_dump(mode="json")
+    typed = {name: (form.value_at(before, name), value) for name, value in checked.draft.values.items()}
+    wrong = {name: pair for name, pair in typed.items() if name in checked.errors and pair[0] != pair[1]}
+    return {**checked.changes, **wrong}
+
+
+def errors(checked: Checked) -> list[dict[str, str]]:
+    """Return what keeps the run from starting, each with the field to go to."""
+    return [
+        {"field": name, "label": label(name) if name else "", "text": text} for name, text in checked.errors.items()
+    ]
+
+
+def notes(checked: Checked) -> list[str]:
+    """Return remarks of the config, for example on a field that was renamed."""
+    return [text.removeprefix(f"{COMMAND_LINE}: ") for text in checked.loaded.notes]
+
+
+def changes(checked: Checked) -> list[dict[str, str]]:
+    """Return what differs from the preset, in words."""
+    return [
+        {"field": name, "label": label(name), "old": field_in_words(name, old), "new": field_in_words(name, new)}
+        for name, (old, new) in _changed(checked).items()
+    ]
+
+
+def field_in_words(name: str, value: Any) -> str:
+    """Return the value of a field as the form writes it. Where it is a number or a share, all is 1.0 and not 1."""
+    if name == "sample.size":
+        return " × ".join(map(str, value))
+    spec = slot(tuple(name.split(".")))
+    is_share = isinstance(value, float) and spec is not None and int in spec.options
+    return str(value) if is_share else in_words(value)
+
+
+def in_words(value: Any) -> str:
+    """Return a value as the form writes it: yes, no, `512, 768`, and `–` for empty."""
+    if value is None or value in ("", [], {}):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(in_words, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {in_words(inner)}" for key, inner in value.items())
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def config_text(checked: Checked) -> dict[str, Any]:
+    """Return the config as YAML, and the lines that differ from the preset."""
+    text, changed = dump_config(checked.config), checked.changes
+    origins = _origins(text) if changed else {}
+    lines = [int(origins[name].rpartition(":")[2]) for name in changed if ":" in origins.get(name, "")]
+    return {"yaml": text, "marks": sorted(set(lines))}
+
+
+@lru_cache(4)
+def _origins(text: str) -> Mapping[str, str]:
+    """{field: file and line} of a config as YAML."""
+    return load_config_text(text, (), Path("config.yaml")).origins
+
+
+def by_line(message: str) -> list[dict[str, Any]]:
+    """Return the sentences of a config's error, each with the line of the text that it is about; 0 for none."""
+    found = []
+    for sentence in message.splitlines():
+        match = LINE.match(sentence)
+        found.append({"line": int(match[1]) if match else 0, "text": match[2] if match else sentence})
+    return found
+
+
+def plan(
+    preview: PlanPreview, cfg: RunConfig, gpus: list[Gpu], steps: Sequence[int | None], whole: Sequence[float] | None
+) -> dict[str, Any]:
+    """Return the memory of each GPU by kind, whether it fits, and what would make it fit.
+
+    Args:
+        preview: The plan.
+        cfg: Its config.
+        gpus: The GPUs of this machine.
+        steps: Steps of each stage; None where they are not known.
+        whole: Least and most seconds of the whole run; None where they are not known.
+    """
+    answer: dict[str, Any] = {
+        "note": preview.note,
+        "can_record": preview.can_record,
+        "can_verify": preview.can_verify,
+        "checked": preview.checked,
+        "is_waiting": preview.is_waiting,
+        "steps": 0 if None in steps else sum(number or 0 for number in steps),
+        "length": str(RunLength(cfg)),
+        "fixes": [{"text": str(fix), "changes": _typed(fix.changes)} for fix in preview.fixes],
+    }
+    found = preview.plan
+    if found is None:
+        return answer
+    on_cpu = found.card is None and cfg.parallel.device == "cpu"
+    sizes = [[kind, size] for kind, size in kinds(found) if not on_cpu or kind != "reserve"]  # it is CUDA's
+    return answer | {
+        "on_cpu": on_cpu,
+        "need": sum(size for _, size in sizes),
+        "limit": found.card.memory if found.card else None,
+        "card": found.card.name if found.card else "",
+        "verdict": found.verdict or "",
+        "sentence": "" if on_cpu else verdict(found),
+        "kinds": sizes,
+        "items": [_item(item) for item in found.fullest.items if not on_cpu or item.name != "reserve"],
+        "moment": moment(found.fullest),
+        "phases": [{"name": phase.name, "need": phase.need} for phase in found.phases],
+        "strategy": found.strategy,
+        "host": [_item(item) for item in found.host],
+        "disk": [_item(item) for item in found.disk],
+        "seconds": [found.time.low, found.time.high] if found.time else None,
+        "speed": found.time.origin if found.time else "",
+        "whole": list(whole) if whole else None,
+    }
+
+
+def _typed(changes: Mapping[str, Any]) -> dict[str, str | bool]:
+    return {name: form.as_typed(name, value) for name, value in changes.items()}
+
+
+def step(found: MemoryPlan, drawn: Outline, cfg: RunConfig) -> dict[str, Any]:
+    """Return the memory over a training step, as little as draws it: KiB, and ten-thousandths of the computing."""
+    limit = Limit() if found.card is None and cfg.parallel.device == "cpu" else Limit.of(found)
+    most, bars = drawn.fullest, drawn.bars
+    seen = limit.seen(most.peak)
+    columns = zip(MEMORY_KINDS, zip(*(bar.kinds for bar in bars), strict=True), strict=True)
+    return {
+        "ends": [round(bar.end * 1e4) for bar in bars],
+        "kinds": [[kind, [round(size / 1024) for size in sizes]] for kind, sizes in columns if any(sizes)],
+        "words": [bar.words for bar in bars],
+        "spans": [[span.name, round(span.start * 1e4), round(span.end * 1e4)] for span in drawn.spans],
+        "at": bars.index(most),
+        "peak": most.peak,
+        "reserve": seen.reserve,
+        "limit": seen.memory,
+        "sentence": picture.sentence(drawn, limit),
+    }
+
+
+def kinds(found: MemoryPlan) -> list[list[Any]]:
+    """Return [kind, bytes] of the fullest moment, in a fixed order."""
+    sizes = by_kind({item.name: item.size for item in found.fullest.items})
+    return [[kind, size] for kind, size in sizes.items() if size]
+
+
+def _item(item: Item) -> dict[str, Any]:
+    return {"name": item.name, "size": item.size, "text": item.sentence}
+
+
+def disk(preview: PlanPreview, cfg: RunConfig, runs: Path) -> dict[str, Any]:
+    """Return the bytes that are free below the runs, and those that the run will take; 0 if unknown."""
+    need = capacity.disk_need(cfg, preview.plan) if preview.plan else 0.0
+    free = shutil.disk_usage(runs).free if runs.is_dir() else 0
+    return {"free": int(float(f"{free:.2g}")), "need": need}  # two digits: every change makes the windows draw anew
+
+
+def earlier(studio: Studio, cfg: RunConfig, steps: Sequence[int | None]) -> dict[str, Any]:
+    """Return the time of the run as an earlier one of its kind took it; only `is_looking` where none is known."""
+    found = studio.earlier.estimate(cfg, steps)
+    return asdict(found) if found else {"is_looking": studio.earlier.is_looking}
+
+
+def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:
+    """Return what was found in the draft's folder; None while it is not known or cannot be read."""
+    if not checked.is_scanned and any(name.startswith("data.") for name in checked.errors if name != "data.path"):
+        return None
+    if "data.path" in checked.errors and not os.path.isdir(checked.config.data.path or ""):
+        return None
+    found = studio.scans.of(checked.config)
+    shapes = [[*size, count] for size, count in sorted(found.buckets.items(), key=lambda item: -item[1])]
+    trained = sum(found.buckets.values())
+    return {
+        "is_text": families.trains_on(checked.config) == "text",
+        "is_complete": found.is_complete,
+        "num_files": found.num_files,
+        "num_images": len(found.images),
+        "num_trained": trained,
+        "num_texts": len(found.texts),
+        "text_bytes": sum(found.texts.values()),
+        "num_questions": found.num_questions,
+        "shapes": shapes,
+        "held_out": len(found.held_out),
+        "problems": list(found.problems[:20]),
+        "warnings": list(found.warnings[:20]),
+    }
+
+
+def glance(path: str) -> dict[str, Any]:
+    """Return {"images", "captions", "folders"} of a folder that is being typed, or {"wrong": reason}.
+
+    Only that one folder is listed; the one above it where it does not exist, for a similar name.
+    """
+    if not path.strip():
+        return {"wrong": ""}
+    try:
+        return _glance(path, folders.typed_folder(path))
+    except InputError as error:
+        return {"wrong": str(error)}
+
+
+def _glance(path: str, folder: Path) -> dict[str, Any]:
+    if os.path.isfile(folder):
+        return {"wrong": f"'{path}' is a file; name the folder with the images"}
+    if not os.path.isdir(folder):
+        return {"wrong": f"no folder '{path}'{similar_name(folder)}"}
+    found = folders.listed(folder)
+    more = "+" if found.is_cut else ""
+    return {
+        "images": f"{found.num_images}{more}",
+        "captions": f"{found.num_captions}{more}",
+        "folders": len(found.folders),
+    }

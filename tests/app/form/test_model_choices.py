@@ -1,0 +1,101 @@
+"""The base models that the first card offers: their presets, which of them fit, read and planned once."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from app.form.draft import model_answers
+from app.form.model_choices import VERDICTS, ModelChoice, PresetChoice
+from app.studio import Studio
+from tests.runs import write_preset
+from trainer.system.gpus import Gpu
+
+DEMO = "demo"
+
+
+@pytest.fixture
+def studio(tmp_path: Path) -> Studio:
+    return Studio(tmp_path / "runs")
+
+
+def gpus(count: int, gib: int) -> list[Gpu]:
+    values = {field.name: 0 for field in dataclasses.fields(Gpu)}
+    name = {24: "NVIDIA GeForce RTX 4090", 80: "NVIDIA H100 80GB HBM3"}[gib]
+    return [Gpu(**values | {"name": name, "memory": gib * 1024, "index": index}) for index in range(count)]
+
+
+def choices(studio: Studio, cards: list[Gpu] | None = None) -> dict[str, ModelChoice]:
+    found = studio.models.all(studio.presets(), studio.own_presets, cards or [])
+    return {preset.name: model for model in found for preset in model.presets}
+
+
+def preset(studio: Studio, name: str, cards: list[Gpu] | None = None) -> PresetChoice:
+    [found] = [preset for preset in choices(studio, cards)[name].presets if preset.name == name]
+    return found
+
+
+def test_every_preset_is_offered_once_below_its_model(studio: Studio):
+    found = choices(studio)
+    assert set(found) == set(studio.presets())
+    assert (found["quickstart"].path, found["quickstart"].is_built_in, found["quickstart"].fits) == (DEMO, True, True)
+    assert all(preset.verdict in VERDICTS for model in found.values() for preset in model.presets)
+
+
+def test_presets_that_fit_come_first_and_say_what_they_need(studio: Studio):
+    alone = preset(studio, "flux2-dev-lora-4gpu")
+    assert (alone.title, alone.verdict, alone.needs) == ("LoRA", "no GPU", "4 × 32 GB")
+    assert preset(studio, "flux2-dev-lora-4gpu", gpus(1, 80)).verdict == "too few GPUs"
+    assert preset(studio, "flux2-dev-lora-4gpu", gpus(4, 80)).verdict == "fits"
+    assert preset(studio, "flux2-dev-lora-4gpu", gpus(4, 24)).verdict == "too large"
+    dev = choices(studio, gpus(4, 24))["flux2-dev-lora-4gpu"]
+    places = [VERDICTS.index(preset.verdict) for preset in dev.presets]
+    assert places == sorted(places)
+
+
+def test_presets_of_one_model_never_look_alike(studio: Studio):
+    for model in studio.models.all(studio.presets(), studio.own_presets, []):
+        assert len({(preset.title, preset.needs) for preset in model.presets}) == len(model.presets), model.path
+    assert preset(studio, "flux2-dev-lora-nf4-1x24gb").title == "flux2-dev-lora-nf4-1x24gb"
+
+
+def test_own_presets_are_offered_by_their_names_and_a_damaged_one_is_left_out(studio: Studio, tmp_path: Path):
+    write_preset(studio.own_presets / "mine.yaml", tmp_path)
+    (studio.own_presets / "harmed.yaml").write_bytes(b"\xff{{[")
+    (studio.own_presets / "wrong.yaml").write_text("train: 5\n")
+    os.mkfifo(studio.own_presets / "pipe.yaml")
+    found = choices(studio)
+    assert {"harmed", "wrong", "pipe"} <= set(studio.presets()) - set(found)
+    assert "quickstart" in found
+    mine = preset(studio, "mine")
+    assert (mine.title, mine.is_own) == ("mine", True)
+
+
+def test_presets_are_read_and_planned_once_and_again_when_they_change(studio: Studio, tmp_path: Path):
+    file = write_preset(studio.own_presets / "mine.yaml", tmp_path)
+    first = preset(studio, "mine")
+    quick = choices(studio)["quickstart"].presets[0]
+    began = time.process_time()
+    again = choices(studio)
+    assert time.process_time() - began < 0.1
+    assert preset(studio, "mine") is first
+    assert again["quickstart"].presets[0] is quick
+    file.write_text(file.read_text() + "adapter: {type: lokr}\nparallel: {devices: 2, device: cpu}\n")
+    os.utime(file, ns=(1, 1))
+    assert (preset(studio, "mine").needs, preset(studio, "quickstart")) == ("2 CPU ranks", quick)
+
+
+def test_a_model_as_the_page_gets_it_has_its_licence_size_and_place(studio: Studio):
+    found = choices(studio)
+    demo = model_answers.model(found["quickstart"], "/image")
+    assert (demo["is_here"], demo["is_built_in"], demo["image"]) == (True, True, "/image")
+    dev = model_answers.model(found["flux2-dev-lora-4gpu"])
+    assert (dev["is_known"], dev["is_gated"], dev["is_built_in"], dev["image"]) == (True, True, False, "")
+    assert dev["bytes"] > 10**10 and dev["licence"] and "FLUX.2-dev" in dev["download"]
+    [preset] = [preset for preset in dev["presets"] if preset["name"] == "flux2-dev-lora-4gpu"]
+    assert sum(size for _, size in preset["kinds"]) == pytest.approx(preset["need"])
+    assert preset["need"] <= preset["limit"]

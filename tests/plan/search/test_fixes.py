@@ -1,0 +1,89 @@
+"""What is proposed fits, and what is called largest is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.common import NOWHERE, run
+from trainer.config.schema import RunConfig
+from trainer.plan.hardware import CARDS
+from trainer.plan.search.fixes import STEPS, Fix, fixes, largest, planned
+
+TOO_LARGE = (
+    ("flux2 dev", "24gb", ("parallel.devices=4",)),
+    ("flux2 dev", "80gb", ("parallel.devices=1", "parallel.strategy=none")),
+    ("flux2 dev", "24gb", ("parallel.devices=8", "train.micro_batch=4", "train.batch_size=32")),
+    ("flux2 klein-4b", "12gb", ("parallel.devices=1", "parallel.strategy=none")),
+    ("flux2 klein-9b", "24gb", ("parallel.devices=2", "parallel.strategy=ddp")),
+    ("flux1 dev", "24gb", ("parallel.devices=2", "data.resolution=1536")),
+    ("qwen_image qwen-image", "24gb", ("parallel.devices=2",)),
+    ("sdxl base", "12gb", ("parallel.devices=4", "adapter.type=none", "train.micro_batch=4", "train.batch_size=16")),
+    ("z_image z-image", "16gb", ("parallel.devices=1", "parallel.strategy=none")),
+)
+
+
+def applied(model: str, fields: tuple[str, ...], fix: Fix) -> RunConfig:
+    """The run as somebody gets it who types the fix behind it."""
+    names = [part.partition("=")[0] for part in str(fix).split()]
+    kept = [field for field in fields if field.partition("=")[0] not in names]
+    return run(model, *kept, *str(fix).split())
+
+
+@pytest.mark.parametrize(("model", "card", "fields"), TOO_LARGE)
+def test_every_proposed_fix_fits_when_it_is_applied(model: str, card: str, fields: tuple[str, ...]) -> None:
+    cfg, gpu = run(model, *fields), CARDS[card]
+    before = planned(cfg, gpu, NOWHERE)
+    assert before is not None
+    assert before.verdict == "does not fit"
+    proposed = fixes(cfg, gpu, NOWHERE)
+    assert proposed
+    for fix in proposed:
+        after = planned(applied(model, fields, fix), gpu, NOWHERE)
+        assert after is not None
+        assert (after.verdict, after.need) == ("fits", fix.plan.need)
+
+
+@pytest.mark.parametrize(("model", "card", "fields"), TOO_LARGE)
+def test_fixes_come_with_the_fewest_changes_and_the_fastest_first(
+    model: str, card: str, fields: tuple[str, ...]
+) -> None:
+    proposed = fixes(run(model, *fields), CARDS[card], NOWHERE)
+    times = [fix.plan.time.low + fix.plan.time.high for fix in proposed if fix.plan.time]
+    assert times == sorted(times)
+    assert len({len(fix.changes) for fix in proposed}) == 1
+
+
+def test_a_run_that_fits_needs_no_fix() -> None:
+    assert fixes(run("flux2 klein-4b"), CARDS["80gb"], NOWHERE) == []
+
+
+def test_pictures_are_made_smaller_only_where_nothing_else_helps() -> None:
+    cfg = run("flux2 dev", "parallel.devices=1", "parallel.strategy=none", "adapter.type=none")
+    assert fixes(cfg, CARDS["24gb"], NOWHERE) == []
+    for model, card, fields in TOO_LARGE:
+        assert all("data.resolution" not in fix.changes for fix in fixes(run(model, *fields), CARDS[card], NOWHERE))
+
+
+@pytest.mark.parametrize("field", [field for field in STEPS if field != "data.length"])
+def test_the_largest_value_fits_and_the_next_does_not(field: str) -> None:
+    fields = ["train.checkpointing=full", "parallel.devices=2"]
+    most = largest(run("flux2 klein-9b", *fields), CARDS["24gb"], NOWHERE)[field]
+    for value, verdicts in ((most, {"fits"}), (most + STEPS[field], {"tight", "does not fit"})):
+        more = [f"{field}={value}"] + ([f"train.batch_size={2 * value}"] if field == "train.micro_batch" else [])
+        plan = planned(run("flux2 klein-9b", *fields, *more), CARDS["24gb"], NOWHERE)
+        assert plan is not None
+        assert plan.verdict in verdicts
+
+
+def test_the_largest_value_is_found_where_a_block_less_takes_less_memory() -> None:
+    """In full, backward of the last block is the fullest moment: `auto` leaves that block selective."""
+    fields = ["train.checkpointing=auto", "parallel.devices=2", "parallel.strategy=full", "parallel.cpu_offload=true"]
+    fields += ["train.micro_batch=2", "train.batch_size=24"]
+    card = replace(CARDS["80gb"], memory=71_715_303_992)
+    most = largest(run("causal_lm qwen3-1.7b", *fields), card, NOWHERE)["data.length"]
+    for length, is_fitting in ((most, True), (most + STEPS["data.length"], False)):
+        plan = planned(run("causal_lm qwen3-1.7b", *fields, f"data.length={length}"), card, NOWHERE)
+        assert plan is not None
+        assert (plan.verdict == "fits") == is_fitting

@@ -1,0 +1,284 @@
+"""Encoded images with captions: the training examples, and the prompts that images are drawn from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainer.config.schema import RunConfig
+from trainer.config.sections import DataConfig, fill_trigger
+from trainer.data.cache import ExampleCache, key_of_all
+from trainer.data.epochs import num_images
+from trainer.data.images.image_files import CaptionedImage
+from trainer.data.images.image_io import ImageFile, png
+from trainer.data.images.scan_memory import without_collection
+from trainer.data.loader import BatchSizes, Choices, ImageBatchSampler, ImageItem
+from trainer.data.prompts import PromptEncoder
+from trainer.data.source import DataSource, Draw, SampleDrawer
+from trainer.distributed.context import RankContext
+from trainer.models.base import ImageFamily, LoadModule
+from trainer.models.objectives.base import Example
+from trainer.rng import SampleRng
+from trainer.run.manifest import RECIPE, Progress
+from trainer.run.samples import IMAGE, Sample, SampleKind
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """The cache keys of all that is made of pixels: the latents of an image, its mask, the latents of its references
+    and of its rejected image."""
+
+    latents: str
+    mask: str | None
+    references: tuple[str, ...]
+    rejected: str | None = None
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """Its part of `EncodedData.digest`, which only pairs have more of since there are pairs."""
+        return (self.mask, self.references, *([] if self.rejected is None else [self.rejected]))
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """An image in one of its sizes.
+
+    Attributes:
+        image: The image.
+        size: (width, height) in pixels.
+        pixels: What is made of it as it is.
+        texts: Cache keys of its captions' embeddings.
+        mirrored: What is made of it with left and right exchanged; None where it never is.
+        reference_sizes: (width, height) of each reference, in pixels.
+    """
+
+    image: CaptionedImage
+    size: tuple[int, int]
+    pixels: Pixels
+    texts: tuple[str, ...]
+    mirrored: Pixels | None = None
+    reference_sizes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """Its part of `EncodedData.digest`, which is that of former versions for an image with one caption."""
+        mask, references, *pair = self.pixels.content
+        more = (*self.texts[1:], *((self.mirrored.latents, *self.mirrored.content) if self.mirrored else ()))
+        return (self.pixels.latents, self.texts[0], mask, references, self.image.weight, *pair, *more)
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A sample prompt with its trigger filled in, the cache keys of its embeddings and its reference's latents, and the
+    file of the reference."""
+
+    text: str
+    key: str
+    reference: str | None
+    file: ImageFile | None = None
+
+
+@dataclass(frozen=True)
+class EncodedData:
+    """Everything a run feeds to the model, by cache key.
+
+    In addition to what the family encodes, an example holds "mask" (h, w), weights of the loss per latent pixel, where
+    the data have masks, "reference_0", "reference_1" and so on (..., h, w), the latents of its reference images, and
+    "rejected" in the shape of the latents, those of the image that this one is preferred to.
+
+    Attributes:
+        negative: Key of the negative prompt.
+        empty: Key of the empty caption.
+        dropped_text: `ImageFamily.dropped_text`.
+        origin: The part of every key that the encoders are in (`prompts.origin_of`).
+        with_size: Whether an example also holds "original_size" (2,), height and width of the image's file.
+        others: {file: key of its latents} of images that do not belong to captions or prompts.
+    """
+
+    cache: ExampleCache
+    train: tuple[EncodedImage, ...]
+    validation: tuple[EncodedImage, ...]
+    prompts: tuple[EncodedPrompt, ...]
+    negative: str
+    empty: str
+    dropped_text: Callable[[Example, Example], Example]
+    origin: str
+    with_size: bool = False
+    others: Mapping[Path, str] = field(default_factory=dict)
+
+    def example(self, item: ImageItem) -> Example:
+        """One training example: latents with the embeddings of the caption, or of the empty one if it is dropped."""
+        return self._joined(self.train[item.index], item, self.cache.read)
+
+    def shapes(self, item: ImageItem) -> Example:
+        """The example on the meta device: only its shapes, read from the headers of the files."""
+        return self._joined(self.train[item.index], item, self.cache.shapes)
+
+    def held_out(self, index: int) -> Example:
+        """One validation example."""
+        return self._joined(self.validation[index], ImageItem(index, dropped=False), self.cache.read)
+
+    def prompt(self, index: int) -> Example:
+        """The inputs of a sample: the embeddings of its prompt, and the latents of its reference."""
+        prompt = self.prompts[index]
+        references = () if prompt.reference is None else (prompt.reference,)
+        return self.cache.read(prompt.key) | _reference_latents(references, self.cache.read)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the training examples and their order; it changes with the images, captions and weights."""
+        return key_of_all(one.content for one in self.train)
+
+    def loss_weight(self, item: ImageItem) -> float:
+        """The weight of an item's loss."""
+        return self.train[item.index].image.loss_weight
+
+    def _joined(self, encoded: EncodedImage, item: ImageItem, read: Callable[[str], Example]) -> Example:
+        caption = encoded.texts[item.caption]
+        text = self.dropped_text(read(self.empty), self.cache.shapes(caption)) if item.dropped else read(caption)
+        pixels = encoded.mirrored if item.is_mirrored else encoded.pixels
+        assert pixels is not None, "only images that may be flipped are drawn mirrored"
+        example = read(pixels.latents) | text
+        if pixels.mask is not None:
+            example |= read(pixels.mask)
+        if pixels.rejected is not None:
+            example["rejected"] = read(pixels.rejected)["latents"]
+        if self.with_size:
+            example["original_size"] = torch.tensor([encoded.image.height, encoded.image.width])
+        return example | _reference_latents(pixels.references, read)
+
+
+def _reference_latents(keys: Sequence[str], read: Callable[[str], Example]) -> Example:
+    return {f"reference_{number}": read(key)["latents"] for number, key in enumerate(keys)}
+
+
+class ImageSource(DataSource):
+    """Encoded images and captions.
+
+    Args:
+        cfg: The config of the run.
+        family: The model.
+        data: The encoded data, as the cache holds them.
+        recipe: `manifest.RECIPE` of the run.
+    """
+
+    unit = "images"
+    changed_message = (
+        "images, captions or how they are encoded have changed since the checkpoint: from here on the order differs"
+    )
+
+    def __init__(self, cfg: RunConfig, family: ImageFamily, data: EncodedData, recipe: int = RECIPE) -> None:
+        self.data = data if recipe >= 2 else replace(data, with_size=False)
+        with without_collection():
+            self.digest = data.digest
+        self.num_held_out = len(data.validation)
+        self._cfg = cfg
+        self._batch_key = batch_keys(family, self.data)
+        self._keeps_regularization_captions = recipe >= 2
+
+    def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> ImageBatchSampler:
+        made: dict[Choices, Choices] = {}  # one for all images alike: there may be a million
+        choices = [made.setdefault(one, one) for one in (self._choices(each.image) for each in self.data.train)]
+        return ImageBatchSampler(self._batch_key, self._weights, sizes, self._cfg.train.seed, choices)
+
+    def _choices(self, image: CaptionedImage) -> Choices:
+        # Guidance pushes samples away from what a dropped caption gives, which therefore must be the subject that is
+        # learned, not a regularization image.
+        keeps_caption = not image.is_own and self._keeps_regularization_captions
+        return Choices(0.0 if keeps_caption else image.caption_dropout, len(image.captions), image.may_flip)
+
+    def num_samples(self, epochs: float, context: RankContext) -> int:
+        return num_images(self._weights, epochs)
+
+    @property
+    def samples_of_an_epoch(self) -> float:
+        return math.fsum(self._weights)
+
+    @property
+    def _weights(self) -> list[float]:
+        return [encoded.image.weight for encoded in self.data.train]
+
+    def example(self, item: ImageItem) -> Example:
+        return self.data.example(item)
+
+    def loss_weight(self, item: ImageItem) -> float:
+        return self.data.loss_weight(item)
+
+    def micro_batch(self, item: ImageItem) -> int | None:
+        return self.data.train[item.index].image.micro_batch
+
+    def batch_key(self, item: ImageItem) -> Hashable:
+        return self._batch_key(item)
+
+    def held_out(self, index: int) -> Example:
+        return self.data.held_out(index)
+
+
+class ImageDrawer(SampleDrawer):
+    """Draws images for the encoded prompts; the family's autoencoder decodes them.
+
+    Args:
+        load: Loads the autoencoder.
+        encoder: Encodes prompts that `data` does not hold.
+    """
+
+    def __init__(
+        self, cfg: RunConfig, family: ImageFamily, load: LoadModule, data: EncodedData, encoder: PromptEncoder
+    ) -> None:
+        self.prompts = tuple(prompt.text for prompt in data.prompts)
+        self._sample, self._family, self._load, self._data = cfg.sample, family, load, data
+        self._config, self._encoder = cfg.data, encoder
+        self._references = [(prompt.reference, prompt.file) for prompt in data.prompts]
+
+    def change_prompts(self, prompts: Sequence[str]) -> None:
+        texts = with_trigger(prompts, self._config)
+        keys = self._encoder.encode(texts)
+        references = self._references if self._sample.references else [(None, None)] * len(texts)
+        changed = zip(texts, references, strict=True)
+        encoded = tuple(EncodedPrompt(text, keys[text], *reference) for text, reference in changed)
+        self._data = replace(self._data, prompts=encoded)
+        self.prompts = tuple(texts)
+
+    def follow_recipe(self, recipe: int) -> None:
+        if recipe < 2:
+            self._sample = self._sample.model_copy(update={"scheduler": "euler"})
+
+    def kind(self, index: int) -> SampleKind:
+        return IMAGE
+
+    def prepare(self) -> Draw:
+        autoencoder = self._family.image_encoder(self._load)
+        negative = self._data.cache.read(self._data.negative)
+
+        def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> Sample:
+            text = self._data.prompt(index) | self._inputs(self._data.prompts[index])
+            image = self._family.sample(model, autoencoder, text, negative, self._sample, rng)
+            return Sample(IMAGE, png(image))
+
+        return draw
+
+    def _inputs(self, prompt: EncodedPrompt) -> Example:
+        """More inputs of a sample than `EncodedData.prompt` has."""
+        return {}
+
+
+def with_trigger(prompts: Sequence[str], data: DataConfig) -> list[str]:
+    """Return prompts with `data.trigger` in place of [trigger]."""
+    return [fill_trigger(prompt, data.trigger) for prompt in prompts]
+
+
+def batch_keys(family: ImageFamily, data: EncodedData) -> Callable[[ImageItem], Hashable]:
+    """Return a function that computes the family's batch key of an item from the shapes in the cache."""
+    keys: dict[ImageItem, Hashable] = {}
+
+    def batch_key(item: ImageItem) -> Hashable:
+        if item not in keys:
+            keys[item] = family.batch_key(data.shapes(item))
+        return keys[item]
+
+    return batch_key

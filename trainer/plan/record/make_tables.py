@@ -1,0 +1,179 @@
+"""Makes tables of traced passes, for one run or for all models whose tables come with the program."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.load import load_config
+from trainer.config.schema import RunConfig
+from trainer.config.sections import family_names
+from trainer.plan.simulate.sizes import size_of
+from trainer.plan.simulate.tables import PASS_KINDS, Encoders, PassKind, PassTable, encode, num_ranks
+from trainer.plan.store import SHIPPED, encoders_key_of, key_of, known_parts, name_of, table_file
+from trainer.system import files
+from trainer.system.files import make_private_if_new
+from trainer.system.installation import PRESETS
+from trainer.system.terminal import complain, say
+
+if TYPE_CHECKING:
+    from trainer.plan.record.trace import PassTraces
+
+HALVES: tuple[tuple[PassKind, ...], ...] = (("kept", "drawn"), ("selective", "recomputed"))
+"""Two groups of kinds of passes that take about the same time to trace."""
+PARTS = 5
+"""Most processes for one model: two halves for each rank of an adapter, and one for the encoders."""
+FORMATS = ("int8", "nf4")
+USUAL: tuple[dict[str, Any], ...] = (
+    {},
+    {"adapter": {"type": "none"}},
+    *({"quantize": {"format": name}} for name in FORMATS),
+    *({"quantize": {"format": name, "encoders": True}} for name in FORMATS),
+)
+"""A lora, a full fine-tune, and loras on a base of 8 and 4 bits, with and without quantized encoders."""
+
+
+def add_missing_tables(cfg: RunConfig, cache: Path) -> None:
+    """Trace one run's model and write its tables, unless they exist. cache: folder shared by runs."""
+    table, encoders = known_parts(cfg, cache)
+    jobs = min(PARTS, os.cpu_count() or 1)
+    with _pool(jobs) as pool:
+        tables = {} if table else _submit_tables([cfg], cache, pool, jobs > num_ranks(cfg))
+        others = {} if encoders else _submit_encoders([cfg], cache, pool)
+        for key, wait in tables.items():
+            write(table_file(name_of(cfg), cache, key), {key: wait()}, {})
+        for key, wait_for_encoders in others.items():
+            write(table_file(name_of(cfg), cache, key), {}, {key: wait_for_encoders()})
+
+
+def _submit_tables(
+    cfgs: Sequence[RunConfig], cache: Path, pool: Executor, halve: bool
+) -> dict[str, Callable[[], PassTable]]:
+    """Start to trace the denoisers of runs.
+
+    Args:
+        cfgs: The runs.
+        cache: Folder shared by runs.
+        pool: Processes.
+        halve: Trace each rank of an adapter in two processes: faster where cores are free, slower elsewhere, since each
+            builds the model.
+
+    Returns:
+        {key: function that waits for the table}.
+    """
+    by_key = {key_of(cfg): cfg for cfg in reversed(cfgs)}
+    parts = HALVES if halve else (PASS_KINDS,)
+    ranks = {
+        key: [
+            [pool.submit(_trace_rank, cfg, number, kinds, cache) for kinds in parts] for number in range(num_ranks(cfg))
+        ]
+        for key, cfg in by_key.items()
+    }
+    return {key: partial(_wait_for_table, by_key[key], found) for key, found in ranks.items()}
+
+
+def _submit_encoders(cfgs: Sequence[RunConfig], cache: Path, pool: Executor) -> dict[str, Callable[[], Encoders]]:
+    """Start to trace the encoders of runs. Returns {key: function that waits for them}."""
+    by_key = {encoders_key_of(cfg): cfg for cfg in reversed(cfgs)}
+    return {key: pool.submit(_trace_encoders, cfg, cache).result for key, cfg in by_key.items()}
+
+
+def _wait_for_table(cfg: RunConfig, ranks: Sequence[Sequence[Future[PassTraces]]]) -> PassTable:
+    from trainer.plan.record.trace import join_traces, make_table
+
+    return make_table(cfg, [join_traces([part.result() for part in parts]) for parts in ranks])
+
+
+def _pool(jobs: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(jobs, get_context("spawn"))
+
+
+def _trace_rank(cfg: RunConfig, number: int, kinds: Sequence[PassKind], cache: Path) -> PassTraces:
+    _silence_packages()
+    from trainer.plan.record import fake_device
+    from trainer.plan.record.trace import on_this_machine, trace_rank
+
+    return trace_rank(on_this_machine(cfg, cache), number, kinds, cache, fake_device.install())
+
+
+def _trace_encoders(cfg: RunConfig, cache: Path) -> Encoders:
+    _silence_packages()
+    from trainer.models import families
+    from trainer.plan.record import fake_device
+    from trainer.plan.record.encoders import trace_encoders
+    from trainer.plan.record.trace import on_this_machine
+
+    cfg = on_this_machine(cfg, cache)
+    return trace_encoders(cfg, families.make(cfg, cache), fake_device.install())
+
+
+def trace_peak(cfg: RunConfig, cache: Path) -> int:
+    """Return the most bytes on rank 0 in a step of the whole model. Imports torch. cfg: with a decided strategy."""
+    _silence_packages()
+    from trainer.models import families
+    from trainer.plan.record import fake_device
+    from trainer.plan.record.trace import on_this_machine, trace_step
+
+    cfg = on_this_machine(cfg, cache)
+    return trace_step(cfg, families.make(cfg, cache), fake_device.install(), size_of(cfg)).peak
+
+
+def _silence_packages() -> None:
+    """Silence warnings of packages: whoever plans cannot change anything about them."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
+def write(file: Path, tables: Mapping[str, PassTable], encoders: Mapping[str, Encoders]) -> None:
+    """Write a file of tables atomically. file: in a folder of the cache that runs share."""
+    make_private_if_new(file.parent.parent)
+    file.parent.mkdir(exist_ok=True)
+    files.replace(file, encode(tables, encoders))
+
+
+def make_published_tables(names: Sequence[str], jobs: int) -> int:
+    """Make the tables of published models, of all without names. Returns an exit code."""
+    models = _published()
+    unknown = sorted(set(names) - models.keys())
+    if unknown:
+        complain(f"{unknown[0]} is not one of {', '.join(models)}")
+        return 2
+    with TemporaryDirectory() as folder, _pool(jobs) as pool:
+        cache = Path(folder)
+        wanted = {name: models[name] for name in names or models}
+        found = {
+            name: (_submit_tables(cfgs, cache, pool, halve=False), _submit_encoders(cfgs, cache, pool))
+            for name, cfgs in wanted.items()
+        }
+        for name, (tables, encoders) in found.items():
+            write(
+                SHIPPED / f"{name}.json.gz",
+                {key: table() for key, table in tables.items()},
+                {key: of() for key, of in encoders.items()},
+            )
+            say(f"{name}: {', '.join(tables)}; encoders {', '.join(encoders)}")
+    return 0
+
+
+def _published() -> dict[str, list[RunConfig]]:
+    """Return {model: runs to trace}: those of the presets, and the usual runs of each published model."""
+    from trainer.models import families
+
+    found: dict[str, list[RunConfig]] = {}
+    presets = [load_config(preset).config for preset in sorted(PRESETS.glob("*.yaml"))]
+    cfgs = [cfg for cfg in presets if cfg.model.options.architecture or cfg.model.path == "demo"]
+    for family in family_names():
+        for architecture in families.get(family).architectures:
+            model = {"family": family, "path": "published/model", "options": {"architecture": architecture}}
+            cfgs += [RunConfig.model_validate({"model": model, "data": {"path": "."}} | other) for other in USUAL]
+    for cfg in cfgs:
+        found.setdefault(name_of(cfg), []).append(cfg)
+    return found
