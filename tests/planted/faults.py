@@ -108,7 +108,7 @@ FAULTS = (
     _fault(
         "gradients are a mean over the ranks instead of a sum",
         "trainer/train/loop.py",
-        "(mine * world.size).backward()",
+        "(mine * world.data_size).backward()",
         "mine.backward()",
         "distributed/test_parity.py",
     ),
