@@ -24,7 +24,8 @@ from app.data.data_folders import DataFolders
 from app.data.folders import Picker, Recent, Unsettled
 from app.data.looks import Looks
 from app.data.scans import Scans
-from app.data.uploads import Uploads
+from app.data.thumbnails import Thumbnails
+from app.data.upload.uploads import Uploads
 from app.form import draft as form
 from app.form.draft import Checked, Draft
 from app.form.earlier_runs import EarlierRuns
@@ -34,7 +35,7 @@ from app.form.plan_preview import PlanPreview, PlanPreviews
 from app.machine import Machine
 from app.runs.live import Live
 from app.runs.monitor import Follower, explained, find_runs
-from app.web.served_files import Downloads, Thumbnails
+from app.web.served_files import Downloads
 from trainer.config.fields import all_names
 from trainer.config.load import dump_config, load_config, stage_configs
 from trainer.config.presets import FIRST_PRESET, find_presets

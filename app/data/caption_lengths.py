@@ -6,20 +6,23 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from trainer.config.load import dump_config
 from trainer.config.schema import RunConfig
-from trainer.data.images.measured import Answer, Measured
+from trainer.data.images.measured import Answer, CutCaption, Measured
 from trainer.run.process import worker_environment
 from trainer.system import files
 
 IDLE_S = 60.0
 """How long the process lives without a question: it holds half a GiB and takes seconds to start."""
 MOST_KEPT = 8
+MOST_REST = 600
+"""Characters of what is not read that are shown."""
 
 _ANSWER = TypeAdapter(Answer)
 
@@ -37,6 +40,16 @@ class LengthsResult:
     measured: Measured | None
     failure: str
     is_waiting: bool
+
+    @property
+    def cut(self) -> dict[str, dict[str, Any]]:
+        """{image: its truncated caption as JSON, with the beginning of what is not read}"""
+        return {caption.image: _shown(caption) for caption in self.measured.cut} if self.measured else {}
+
+
+def _shown(caption: CutCaption) -> dict[str, Any]:
+    more = "…" if len(caption.rest) > MOST_REST else ""
+    return asdict(caption) | {"rest": caption.rest[:MOST_REST] + more}
 
 
 @dataclass

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from app.data.captions import Captions, Card, Change, saved
 from trainer.config.sections import DataConfig, half_character
-from trainer.data.images.image_files import Watcher, scan
+from trainer.data.images.image_files import Watcher, scan, separate_folders
 from trainer.data.images.image_members import is_member
 from trainer.launcher.jobs.captioning import check_model, start
 from trainer.run import process
@@ -93,6 +93,11 @@ class _Followed:
         self.written |= {line.name: line for line in new}
         self.done |= {line.name: line for line in self.applied.read()}
         return new
+
+
+def folders_apart(data: DataConfig) -> frozenset[Path]:
+    """Return the folders of the data whose images get no captions, as masks."""
+    return separate_folders(data)
 
 
 class Captioning:

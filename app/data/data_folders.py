@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from app.data import upload_names
 from app.data.folders import Picker, typed_folder
+from app.data.upload import upload_names
 from trainer.system import files, installation
 from trainer.system.errors import InputError
 

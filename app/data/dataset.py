@@ -142,6 +142,24 @@ class Frame:
     is_left_out: bool = False
 
 
+@dataclass(frozen=True)
+class Crop:
+    """What is trained of an image.
+
+    Attributes:
+        width, height: Of the image, in pixels.
+        focus: Its focus point, in shares of width and height.
+        is_set: Whether somebody has set it.
+        frames: At each size.
+    """
+
+    width: int
+    height: int
+    focus: tuple[float, float]
+    is_set: bool
+    frames: list[Frame]
+
+
 def view(data: DataConfig, found: ScanResult, truncated: Collection[str], chosen: Filter, page: int) -> View:
     """Return a page of images, the first one being 0.
 
@@ -207,6 +225,17 @@ def shape(image: Path, framed: Framed | None, is_padded: bool = False) -> Shape:
     sizes, focus = (framed.sizes, framed.focus) if framed else (((file.width, file.height),), WHOLE.focus)
     frame = _frame(file, sizes[-1] if sizes else (file.width, file.height), focus, is_padded)
     return Shape(file.width, file.height, sizes, frame.start, frame.kept, focus)
+
+
+def is_in_table(image: Path, found: ScanResult) -> bool:
+    """Whether a row of a table holds an image or its caption, so that neither can be changed here."""
+    return is_member(image) or image in found.fixed
+
+
+def crop(image: Path, framed: Framed, is_padded: bool) -> Crop:
+    """Return what is trained of an image at all of its sizes. Raises InputError when it cannot be read."""
+    file, focus = read_header(image), framed.focus
+    return Crop(file.width, file.height, focus, focus != WHOLE.focus, frames(file, framed, is_padded))
 
 
 def frames(file: ImageFile, framed: Framed, is_padded: bool = False) -> list[Frame]:

@@ -6,6 +6,7 @@ Before a mask is replaced or removed, it is copied to a private folder, from whe
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import os
@@ -23,7 +24,7 @@ from PIL.PngImagePlugin import PngImageFile
 
 from app.data.data_folders import Missing, opened
 from app.data.scans import ScanResult
-from app.web.served_files import FULL
+from app.data.thumbnails import FULL
 from trainer.config.sections import DataConfig
 from trainer.data.images.image_io import IMAGE_SUFFIXES, ImageFile, files_below, load_mask, png, read_header, same_name
 from trainer.data.images.image_tables import named_file
@@ -186,6 +187,17 @@ def _absolute(path: str) -> Path:
 def _is_inside(name: str) -> bool:
     """Whether a name, which a table may give, stays in the folder of masks and is not skipped by a run."""
     return not any(part.startswith(".") or not part or "\0" in part for part in name.split("/"))
+
+
+def sizes(place: Place) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the (width, height) of an image, and that at which its mask is painted."""
+    header = read_header(place.image)
+    return (header.width, header.height), canvas_size(header)
+
+
+def data_url(image: Image.Image) -> str:
+    """Return an image as a PNG in a data URL."""
+    return f"data:image/png;base64,{base64.b64encode(png(image)).decode()}"
 
 
 def canvas_size(image: ImageFile) -> tuple[int, int]:

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.data.data_folders import is_taken, opened
-from app.data.upload_names import CAPTION, is_image
+from app.data.upload.upload_names import CAPTION, is_image
+from trainer.data.images import image_files
+from trainer.data.images.image_files import METADATA
 from trainer.system import files
 from trainer.system.errors import InputError
 
@@ -74,6 +76,19 @@ def delete(root: Path, images: Sequence[Path]) -> Deletion:
         more = f"; {len(moved)} files were deleted before" if moved else ""
         raise InputError(f"not deleted: {why}{more}") from error
     return _deletion(real, name)
+
+
+def require_no_rows(root: Path, images: list[Path]) -> None:
+    """Raise InputError for an image that a row of a metadata.jsonl or .csv leads to."""
+    folders = {folder for image in images for folder in image.parents if folder.is_relative_to(root)}
+    for file in (folder / name for folder in sorted(folders) for name in METADATA):
+        if file.is_file():
+            named = image_files.named_images(file)
+            if image := next((image for image in images if image in named), None):
+                raise InputError(
+                    f"{image}: a row of {file} leads to it, and no run starts while its image is missing; remove the "
+                    "row first, or, where it only has a focus point, set that to the middle in Crop"
+                )
 
 
 def deletions(root: Path) -> list[Deletion]:

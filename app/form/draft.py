@@ -27,7 +27,6 @@ from trainer.config.load import (
 from trainer.config.schema import RunConfig, rules
 from trainer.config.sections import Section, family_names
 from trainer.launcher import capacity, preflight, torchrun
-from trainer.models import distilled
 from trainer.plan.memory import MemoryPlan
 from trainer.run.folder import RunDir
 from trainer.system import files
@@ -168,7 +167,7 @@ class Checked:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Advice to read before the start. It does not prevent the start."""
-        return (*distilled.warnings(self.config), *self.advice)
+        return (*preflight.advice(self.config), *self.advice)
 
     @property
     def changes(self) -> dict[str, tuple[Any, Any]]:
@@ -435,7 +434,7 @@ def _row(name: str, checked: Checked, values: Mapping[str, Any]) -> Row:
 
 def _model_defaults(config: RunConfig) -> dict[str, str]:
     """{field: the model's own value} as the placeholder of an empty input."""
-    sample = distilled.complete_sample(config.model, config.sample.model_copy(update={"steps": None, "guidance": None}))
+    sample = preflight.sample_settings(config.model, config.sample.model_copy(update={"steps": None, "guidance": None}))
     return {"sample.steps": f"{sample.steps}", "sample.guidance": f"{sample.guidance:g}"}
 
 

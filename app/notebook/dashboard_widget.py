@@ -11,14 +11,14 @@ from functools import partial
 import ipywidgets as widgets
 from IPython.display import DisplayHandle, display
 from markupsafe import Markup
-from trainer.view.charts import chart
 
+from app.data.thumbnails import Thumbnails
 from app.runs import html
 from app.runs.monitor import Follower, RunView
-from app.web.served_files import Thumbnails
 from trainer.run.events import ENDS, SampleEvent, WarningEvent
 from trainer.run.folder import Request, RunDir
 from trainer.system.errors import InputError
+from trainer.view.charts import chart
 
 POLL_S = 0.5
 BUTTONS: Mapping[Request, tuple[str, str]] = {

@@ -7,12 +7,11 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
 
 from markupsafe import Markup
 
-from trainer.data.images.image_io import load_preview, read_header
+from app.data.thumbnails import webp
 from trainer.system.terminal import say
 
 NUMBER = re.compile(r"[-+\u2212~≈]?\s*[.\d]")
@@ -192,9 +191,7 @@ def _holds_numbers(cells: Sequence[str]) -> bool:
 
 def _small(file: Path, size: int) -> str:
     """A small copy of an image as a data URL."""
-    copy = BytesIO()
-    load_preview(read_header(file), size).save(copy, "WEBP", quality=65)
-    return f"data:image/webp;base64,{base64.b64encode(copy.getvalue()).decode()}"
+    return f"data:image/webp;base64,{base64.b64encode(webp(file, size, 65)).decode()}"
 
 
 def _named(label: str, column: str) -> str:

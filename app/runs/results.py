@@ -10,17 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainer.export import upload
-from trainer.export.card import model_card
-from trainer.export.upload import Upload
 from trainer.launcher import commands
-from trainer.launcher.jobs import side_process
+from trainer.launcher.jobs import side_process, uploads
 from trainer.run.drawings import Drawing, DrawingRequest, drawings
 from trainer.run.folder import RunDir
 from trainer.system.errors import InputError
 
 Process = subprocess.Popen[bytes] | side_process.Adopted
-KINDS = {"drawing": ("draw", "trainer.train.draw"), "upload": ("upload", "trainer.export.upload")}
+KINDS = {"drawing": ("draw", "trainer.train.draw"), "upload": ("upload", uploads.MODULE)}
 """{kind: its name in `side_process`, what its command runs}"""
 STOPPED_WITHIN_S = 10.0
 """A process that is still there after this is killed: what it has written is complete or not named."""
@@ -81,16 +78,11 @@ class Results:
 
     def upload(self, run: RunDir, repo: str, is_private: bool, overwrites: bool) -> None:
         """Upload the exported files with a model card. Raises InputError for a wrong name, or without an export."""
-        wanted = Upload(repo, is_private, overwrites)
-        self._begin("upload", run, lambda: upload.begin_upload(run, wanted))
+        self._begin("upload", run, lambda: uploads.begin(run, repo, is_private, overwrites))
 
     def uploaded(self, run: RunDir) -> Outcome:
         """Return how the latest upload is doing."""
-        return self._outcome("upload", run, upload.upload_output)
-
-    def card(self, run: RunDir, repo: str) -> str:
-        """Return the model card that an upload writes. Raises InputError without an export."""
-        return model_card(run, repo or "OWNER/NAME")
+        return self._outcome("upload", run, uploads.output)
 
     def _process(self, kind: str, run: RunDir) -> Process | None:
         """The latest process of a kind, started here or by another page. Processes are scanned only after a start."""

@@ -16,7 +16,7 @@ from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, fill_trigger
 from trainer.config.titles import METHODS, model_title
-from trainer.models import distilled
+from trainer.launcher import preflight
 from trainer.run.events import SampleEvent, State
 from trainer.view.lines import Line
 
@@ -150,7 +150,7 @@ def _has(field: str, config: RunConfig) -> bool:
 
 def _empty(field: str, config: RunConfig) -> str:
     if field in ("sample.steps", "sample.guidance"):
-        complete = distilled.complete_sample(config.model, config.sample)
+        complete = preflight.sample_settings(config.model, config.sample)
         return f"{MODELS_OWN}, {in_words(complete.steps if field == 'sample.steps' else complete.guidance)}"
     return MODELS_OWN if field.startswith("model.options.") else EMPTY
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from app.runs.monitor import RunView
 from trainer.config.schema import RunConfig
-from trainer.models import distilled
+from trainer.launcher import preflight
 from trainer.run.events import SampleEvent
 from trainer.run.folder import RunDir
 from trainer.system import files
@@ -105,7 +105,7 @@ def num_bytes(run: RunDir) -> int:
 
 def settings(config: RunConfig, is_text: bool) -> str:
     """Return how all samples of a run are drawn, as a sentence."""
-    sample = distilled.complete_sample(config.model, config.sample)
+    sample = preflight.sample_settings(config.model, config.sample)
     if is_text:
         ending = f"temperature {sample.temperature:g}, seed {sample.seed}."
         return f"All continue with at most {sample.tokens} tokens, {ending}"

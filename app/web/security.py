@@ -29,7 +29,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.data.uploads import MOST_CHUNK
+from app.data.upload.uploads import MOST_CHUNK
 from trainer.system import files
 from trainer.system.errors import InputError
 

@@ -1,57 +1,15 @@
-"""Files that the page may serve: re-encoded copies of images, and exported files that a user chose."""
+"""Files that the page serves: exported files that a user chose, and the addresses of copies of images."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
-import threading
 from pathlib import Path
 
-from trainer.data.images.image_io import load_preview, read_header
-from trainer.data.images.image_members import file_of
 from trainer.system import files
 from trainer.system.errors import InputError
 
-FULL = 2048
-SMALL = 256
-_VERSION = 2
-"""Increased when copies are made differently, so that older copies are not shown."""
 DOWNLOADED = frozenset({".safetensors", ".json", ".txt"})
-
-
-class Thumbnails:
-    """WebP copies of images as they are trained: upright, in sRGB, transparency on white."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._alone = threading.Lock()
-
-    def of(self, image: Path, side: int = SMALL) -> Path:
-        """Return a copy whose longer side is at most `side` pixels. Raises InputError for other files than images."""
-        try:
-            identity = f"{_VERSION} {os.path.realpath(image)} {stamp(image)}"
-            key = hashlib.sha256(os.fsencode(identity)).hexdigest()[:24]
-            copy = self.folder / f"{key}-{side}.webp"
-            if not copy.exists():
-                self._write(image, copy, side)
-        except OSError as error:
-            raise InputError(f"{image}: cannot be shown ({error})") from error
-        return copy
-
-    def _write(self, image: Path, copy: Path, side: int) -> None:
-        files.make_private(self.folder)
-        with self._alone:  # one at a time: the page holds one large image in memory, not one per visitor
-            small = load_preview(read_header(image), side)
-        partial = copy.with_suffix(f".{threading.get_ident()}.part")
-        small.save(partial, "WEBP", quality=90)
-        files.rename(partial, copy)
-
-
-def stamp(image: Path) -> str:
-    """Return what tells an image from a later one of its name. Raises OSError where it is missing."""
-    status = file_of(image).stat()
-    return f"{status.st_mtime_ns} {status.st_size}"
 
 
 class Downloads:

@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from app.data.uploads import MOST_CHUNK, NotWritten, Unknown, WrongOffset
+from app.data.upload.uploads import MOST_CHUNK, NotWritten, Unknown, WrongOffset
 from app.runs.monitor import explained
 from app.studio import Studio
 from trainer.system.errors import InputError

@@ -19,7 +19,8 @@ from app.web.served_files import Downloads
 from tests.launcher.hub import TOKEN, Hub, Repository, serving
 from tests.runs import make_pictures, make_text, run_config, text_config
 from trainer.export.card import SECOND_NAME, model_card, published
-from trainer.export.upload import Upload, begin_upload, upload_output
+from trainer.export.upload import Upload
+from trainer.launcher.jobs import uploads
 from trainer.run.events import EventWriter, ExportEvent, SampleEvent, StepEvent
 from trainer.run.folder import LINK, RunDir
 from trainer.run.process import worker_environment
@@ -135,14 +136,14 @@ def test_what_keeps_an_upload_from_happening_is_a_sentence(run: RunDir, hub: Hub
 def test_the_page_starts_an_upload_and_reads_how_it_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    code = begin_upload(run, Upload("ada/fox")).wait()
+    code = uploads.begin(run, "ada/fox", False, False).wait()
     said = "the hub is not used, because HF_HUB_OFFLINE is set; remove it to upload"
-    assert (code, upload_output(run, code)) == (2, said)
+    assert (code, uploads.output(run, code)) == (2, said)
     with pytest.raises(InputError, match="repo: 'fox' is not a name on the hub; write OWNER/NAME"):
         Upload("fox")
     (run.export / "my-fox.safetensors").unlink()
     with pytest.raises(InputError, match="nothing was exported, or the files are gone; export the run first"):
-        begin_upload(run, Upload("ada/fox"))
+        uploads.begin(run, "ada/fox", False, False)
 
 
 def front_of(card: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 from PIL import Image
 
-from app.web.served_files import Thumbnails
+from app.data.thumbnails import Thumbnails
 from tests.fuzz import target
 from tests.fuzz.target import CHANGES, ODD_BYTES, Target, changed, refusals
 from trainer.config.sections import DataConfig

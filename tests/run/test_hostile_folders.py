@@ -23,8 +23,8 @@ from app.web.pages import files as files_page
 from app.web.pages import runs as runs_page
 from tests.app.browser import recorded
 from trainer.export import upload
-from trainer.export.upload import Upload, begin_upload
 from trainer.launcher import commands, preflight, torchrun
+from trainer.launcher.jobs import uploads
 from trainer.launcher.queue import Queue
 from trainer.run import process
 from trainer.run.drawings import DrawingRequest
@@ -48,7 +48,7 @@ COMMANDS: Mapping[str, Callable[[RunDir], object]] = {
     "start": lambda run: torchrun.start(run.config(), run),
     "export": lambda run: commands.export(run.path, "auto", None, None),
     "draw": lambda run: commands.begin_drawing(run, DrawingRequest("a cat")),
-    "upload": lambda run: begin_upload(run, Upload("me/fox")),
+    "upload": lambda run: uploads.begin(run, "me/fox", False, False),
 }
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from trainer.config.sections import HUB_ID
 from trainer.export.card import PROJECT, base_of, model_card, published
-from trainer.launcher.jobs import side_process
 from trainer.run.folder import RunDir
 from trainer.system.errors import InputError
 from trainer.system.terminal import say
@@ -78,23 +76,6 @@ def main() -> int:
         say(error)
         return 2
     return 0
-
-
-def begin_upload(run: RunDir, wanted: Upload) -> subprocess.Popen[bytes]:
-    """Start an upload in a separate process; the user has agreed to it. Its exit code is 2 for the user's mistake.
-
-    Raises:
-        InputError: Nothing was exported.
-    """
-    run.guard()
-    published(run)
-    argv = [sys.executable, "-m", "trainer.export.upload", str(run.path), *wanted.arguments(), "--yes"]
-    return side_process.begin(run, "upload", argv)
-
-
-def upload_output(run: RunDir, code: int) -> str:
-    """Return the address of the last upload of a run, or why it failed. code: exit code of its process."""
-    return side_process.answer(run, "upload", code, "upload")
 
 
 def describe(run: RunDir, wanted: Upload) -> str:

@@ -18,7 +18,15 @@ from trainer.config import families
 from trainer.config.fields import all_names
 from trainer.config.load import ConfigFile, load_config, similar_name, stage_configs
 from trainer.config.schema import RunConfig, start_rules
-from trainer.config.sections import HUB_ID, MODEL_WORDS, ModelConfig, NoAdapter, RankAdapter
+from trainer.config.sections import (
+    HUB_ID,
+    MODEL_WORDS,
+    CompleteSample,
+    ModelConfig,
+    NoAdapter,
+    RankAdapter,
+    SampleConfig,
+)
 from trainer.data.images import image_files
 from trainer.data.images.image_tables import TABLES
 from trainer.data.images.scan_memory import Keep, checked
@@ -221,6 +229,16 @@ def has_model(model: ModelConfig) -> bool:
         return not any(recognition.refused(model))
     except InputError:
         return False
+
+
+def advice(cfg: RunConfig) -> tuple[str, ...]:
+    """Return what to read about a run's model before the start. It does not prevent the start."""
+    return distilled.warnings(cfg)
+
+
+def sample_settings(model: ModelConfig, sample: SampleConfig) -> CompleteSample:
+    """Return the section `sample` with the model's own steps and guidance where it has none."""
+    return distilled.complete_sample(model, sample)
 
 
 def check_rules(loaded: ConfigFile) -> None:

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from app.data import dataset
-from app.data.captioning import Captioning, Progress
+from app.data.captioning import Captioning, Progress, folders_apart
 from app.form import draft as form
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.pages.data import ANOTHER_FOLDER
 from trainer.config.sections import DataConfig
-from trainer.data.images.image_files import separate_folders
 from trainer.run.captioning import CaptionJob, CaptionRequest
 from trainer.system.errors import InputError
 
@@ -56,7 +55,7 @@ def start(studio: Studio, captioning: Captioning, folder: str, values: dict[str,
     data = _data(studio)
     if folder not in _folders(data):
         raise InputError(f"{ANOTHER_FOLDER} started")
-    job = captioning.start(CaptionRequest.checked({**values, "folder": folder}), separate_folders(data))
+    job = captioning.start(CaptionRequest.checked({**values, "folder": folder}), folders_apart(data))
     if job is None:
         return ""
     captioning.attend(job)

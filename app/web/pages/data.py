@@ -15,18 +15,16 @@ from app.data.caption_lengths import LengthsResult
 from app.data.captions import Captions, ChangedElsewhere
 from app.data.dataset import Filter, Item, Show
 from app.data.scans import ScanResult
+from app.data.thumbnails import FULL, stamp
 from app.form import draft as form
 from app.studio import Studio
 from app.web.answers import Calls
-from app.web.served_files import FULL, address, stamp
+from app.web.served_files import address
 from trainer.config import families, titles
 from trainer.config.schema import RunConfig
-from trainer.data.images.measured import CutCaption
 from trainer.system.errors import InputError
 
 ANOTHER_FOLDER = "New run has another folder meanwhile, which is shown now; nothing was"
-MOST_REST = 600
-"""Characters shown of the truncated part of a caption."""
 MOST_SHOWN = 8
 """Held-out images, and files of text, that are shown in the summary."""
 
@@ -67,7 +65,7 @@ def view(
             studio.lengths.forget()
         return state
     lengths = _lengths(studio, config, found, is_fresh)
-    cut = {caption.image: caption for caption in lengths.measured.cut} if lengths and lengths.measured else {}
+    cut = lengths.cut if lengths else {}
     only = looks.marked(studio.looks.of(config), found, mark) if mark else None
     seen = dataset.view(config.data, found, cut, Filter(show, search, only), page)
     return state | {
@@ -182,7 +180,7 @@ def _shortened(sentence: str, roots: list[Path]) -> str:
     return sentence
 
 
-def _card(item: Item, config: RunConfig, found: ScanResult, cut: CutCaption | None) -> dict[str, Any]:
+def _card(item: Item, config: RunConfig, found: ScanResult, cut: dict[str, Any] | None) -> dict[str, Any]:
     flaw = found.flaws.get(item.image)
     card: dict[str, Any] = {
         **_shown(item.image, dataset.folders(config.data)),
@@ -192,7 +190,7 @@ def _card(item: Item, config: RunConfig, found: ScanResult, cut: CutCaption | No
         "is_fixed": item.is_fixed,
         "flaw": asdict(flaw) if flaw else None,
         "is_held_out": item.image in found.held_out,
-        "cut": _cut(cut) if cut else None,
+        "cut": cut,
         "shape": None,
         "references": _references(item.image, config, found),
         "mask": masks.shown(config.data, found, item.image),
@@ -222,11 +220,6 @@ def _shown(image: Path, roots: list[Path]) -> dict[str, str]:
     except OSError:
         present = ""
     return {"image": str(image), "name": _shortened(str(image), roots), "stamp": present}
-
-
-def _cut(caption: CutCaption) -> dict[str, Any]:
-    more = "…" if len(caption.rest) > MOST_REST else ""
-    return asdict(caption) | {"rest": caption.rest[:MOST_REST] + more}
 
 
 def _held_out(config: RunConfig, found: ScanResult) -> list[dict[str, str]]:

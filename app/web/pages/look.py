@@ -18,8 +18,6 @@ from app.web.answers import Calls
 from app.web.pages.data import ANOTHER_FOLDER, require_shown
 from app.web.served_files import address
 from trainer.config.schema import RunConfig
-from trainer.data.images.image_io import WHOLE, read_header
-from trainer.data.images.image_members import is_member
 from trainer.system.errors import InputError
 
 PREVIEW = 1024
@@ -142,7 +140,7 @@ def _root(image: Path, config: RunConfig) -> Path:
 
 def _fixed(image: Path, config: RunConfig, found: ScanResult) -> str:
     """Why the focus of an image cannot be set; "" where it can."""
-    if is_member(image) or image in found.fixed:
+    if dataset.is_in_table(image, found):
         return "An image in a table has no focus point: it is cropped around its middle."
     if config.data.fit == "pad":
         return "With data.fit: pad nothing is cropped, so the focus point has no effect."
@@ -150,7 +148,7 @@ def _fixed(image: Path, config: RunConfig, found: ScanResult) -> str:
 
 
 def _cropped(points: FocusPoints, config: RunConfig, found: ScanResult, image: Path) -> dict[str, Any]:
-    file, framed, fit = read_header(image), found.framed[image], config.data.fit
+    framed, fit = found.framed[image], config.data.fit
     fixed = _fixed(image, config, found)
     if not fixed:
         try:
@@ -158,13 +156,9 @@ def _cropped(points: FocusPoints, config: RunConfig, found: ScanResult, image: P
         except InputError as error:
             fixed = str(error)
     return {
-        "width": file.width,
-        "height": file.height,
+        **asdict(dataset.crop(image, framed, fit == "pad")),
         "fit": fit,
         "most_cropped": config.data.most_cropped,
-        "focus": framed.focus,
-        "is_set": framed.focus != WHOLE.focus,
-        "frames": [asdict(frame) for frame in dataset.frames(file, framed, fit == "pad")],
         "fixed": fixed,
         "undo": points.undoable(dataset.folders(config.data)),
     }

@@ -17,13 +17,13 @@ from app.data import dataset, masks
 from app.data.mask_models import MaskModels
 from app.data.masks import ChangedElsewhere, Masks, Place
 from app.data.scans import ScanResult
+from app.data.thumbnails import FULL, SMALL
 from app.form import draft as form
 from app.form.draft import Draft
 from app.studio import Studio
 from app.web.answers import Calls
-from app.web.served_files import FULL, SMALL, address
+from app.web.served_files import address
 from trainer.config.schema import RunConfig
-from trainer.data.images.image_io import png, read_header
 from trainer.system.errors import InputError
 
 PATIENCE = 10
@@ -46,13 +46,12 @@ def calls(studio: Studio) -> Calls:
 def load(studio: Studio, editor: Masks, image: str) -> dict[str, Any]:
     """Return an image to paint on, with its mask. Raises InputError where none may be written."""
     config, place = _writable(studio, image)
-    header = read_header(place.image)
-    width, height = masks.canvas_size(header)
+    size, (width, height) = masks.sizes(place)
     return {
         "image": address(studio.thumbnails.of(place.image, FULL)),
         "width": width,
         "height": height,
-        "size": [header.width, header.height],
+        "size": list(size),
         "file": str(place.file),
         "is_set": place.is_set,
         "background": float(config.data.mask_background),
@@ -86,7 +85,7 @@ def save(studio: Studio, editor: Masks, image: str, sent: Sent | None, before: s
 def former(studio: Studio, editor: Masks, image: str, number: int) -> dict[str, Any]:
     """Return a former mask of an image, 0 being the newest. Nothing is written."""
     _, place = _chosen(studio, image)
-    return {"mask": _url(editor.former(place, number))}
+    return {"mask": masks.data_url(editor.former(place, number))}
 
 
 def overlay(studio: Studio, editor: Masks, image: str) -> str:
@@ -99,7 +98,7 @@ def overlay(studio: Studio, editor: Masks, image: str) -> str:
     levels.thumbnail((SMALL, SMALL))
     dark = Image.new("LA", levels.size)
     dark.putalpha(levels.point(lambda level: 255 - level))
-    return _url(dark)
+    return masks.data_url(dark)
 
 
 def find(
@@ -144,7 +143,7 @@ def _scanned(studio: Studio, config: RunConfig) -> ScanResult:
 def _state(editor: Masks, place: Place) -> dict[str, Any]:
     mask = editor.mask_of(place)
     return {
-        "mask": _url(mask.levels) if mask else "",
+        "mask": masks.data_url(mask.levels) if mask else "",
         "digest": mask.digest if mask else "",
         "num_former": editor.num_former(place),
     }
@@ -165,7 +164,3 @@ def _bytes(sent: str) -> bytes:
         return base64.b64decode(sent, validate=True)
     except (binascii.Error, ValueError) as error:
         raise InputError("the mask is not base64; reload the page") from error
-
-
-def _url(image: Image.Image) -> str:
-    return f"{_PNG}{base64.b64encode(png(image)).decode()}"

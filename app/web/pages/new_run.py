@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from app.data.thumbnails import FULL
 from app.form import draft as form
 from app.form import fit_answers, form_answers, model_answers
 from app.form.draft import Checked, Draft
@@ -21,7 +22,7 @@ from app.form.plan_preview import TARGETS, THIS_MACHINE
 from app.form.planned_steps import planned_steps
 from app.studio import Studio
 from app.web.answers import Calls
-from app.web.served_files import FULL, address
+from app.web.served_files import address
 from trainer.config import families
 from trainer.config.fields import label
 from trainer.config.load import ConfigError

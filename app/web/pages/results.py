@@ -7,13 +7,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
+from app.data.thumbnails import FULL
 from app.runs.results import Results
 from app.studio import Studio
 from app.web.answers import Calls
-from app.web.served_files import FULL, address
+from app.web.served_files import address
 from trainer.config.families import trains_on
-from trainer.export import upload
-from trainer.export.upload import Upload
+from trainer.launcher.jobs import uploads
 from trainer.run.drawings import Drawing, DrawingRequest
 from trainer.run.folder import RunDir
 from trainer.system.errors import InputError
@@ -86,14 +86,12 @@ def _drawing(studio: Studio, run: RunDir, drawing: Drawing) -> dict[str, Any]:
     }
 
 
-def upload_question(
-    studio: Studio, results: Results, run: str, repo: str, is_private: bool, overwrites: bool
-) -> dict[str, str]:
+def upload_question(studio: Studio, run: str, repo: str, is_private: bool, overwrites: bool) -> dict[str, str]:
     """Return what would be uploaded, who would see it, and the model card."""
     found = studio.run(run)
     return {
-        "text": upload.describe(found, Upload(repo, is_private, overwrites)),
-        "card": results.card(found, repo),
+        "text": uploads.question(found, repo, is_private, overwrites),
+        "card": uploads.model_card(found, repo),
     }
 
 

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import asdict
 from typing import Any
 
+from app.data.thumbnails import FULL, SMALL
 from app.runs import run_comparison, run_table
 from app.runs.monitor import Follower, RunView, explained
 from app.runs.run_comparison import MOST_COMPARED
@@ -14,7 +15,7 @@ from app.studio import Studio
 from app.web import charts
 from app.web.answers import Calls
 from app.web.pages.frame import title
-from app.web.served_files import FULL, SMALL, address
+from app.web.served_files import address
 from trainer.run import process
 from trainer.run.events import SampleEvent
 from trainer.run.folder import RunDir, is_run

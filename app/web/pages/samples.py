@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 from annotated_types import MaxLen
 
+from app.data.thumbnails import FULL, SMALL
 from app.runs import samples
 from app.studio import Studio
 from app.web.answers import Calls
-from app.web.served_files import FULL, SMALL, address
+from app.web.served_files import address
 from trainer.run.events import SampleEvent
 from trainer.run.folder import RunDir
 from trainer.run.samples import TEXT

@@ -9,17 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.data import dataset, masks, trash, upload_kinds, upload_names
-from app.data.uploads import MOST_CHUNK, require_usable
+from app.data import dataset, masks, trash
+from app.data.upload import upload_kinds, upload_names
+from app.data.upload.uploads import MOST_CHUNK, require_usable
 from app.form import draft as form
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.pages.data import folders_key, require_shown
 from app.web.pages.new_run import left_with_images
-from trainer.data.images import image_files
-from trainer.data.images.image_files import METADATA
-from trainer.data.images.image_io import IMAGE_SUFFIXES
-from trainer.data.images.image_members import is_member
 from trainer.system.errors import InputError
 
 MOST_NAMED = 3
@@ -28,8 +25,7 @@ MOST_NAMED = 3
 
 def facts() -> dict[str, Any]:
     """Return what the script knows from the start."""
-    suffixes = [*sorted(IMAGE_SUFFIXES), upload_names.CAPTION, ".jsonl"]
-    return {"chunk": MOST_CHUNK, "head": upload_kinds.HEAD, "accept": ",".join(suffixes)}
+    return {"chunk": MOST_CHUNK, "head": upload_kinds.HEAD, "accept": ",".join(upload_names.accepted())}
 
 
 def calls(studio: Studio) -> Calls:
@@ -101,14 +97,14 @@ def delete(studio: Studio, key: str, images: list[str]) -> dict[str, Any]:
     for image in map(dataset.image_at, images):
         if image not in found.images:
             raise InputError(f"{image}: not one of the images that are shown; read them again")
-        if image in found.fixed or is_member(image):
+        if dataset.is_in_table(image, found):
             raise InputError(f"{image}: stands in a table; remove it there")
         by_root[next(root for root in roots if image.is_relative_to(root))].append(image)
     if len(by_root) != 1:
         raise InputError("images of one folder can be deleted at once; delete those of each folder by themselves")
     [(root, chosen)] = by_root.items()
     studio.uploads.folders.require_changeable(root.resolve())
-    _require_no_rows(root, chosen)
+    trash.require_no_rows(root, chosen)
     deletion = _deletion(root, trash.delete(root, chosen))
     studio.scans.of(config, is_fresh=True)
     return deletion
@@ -128,19 +124,6 @@ def empty(studio: Studio, key: str) -> int:
     require_shown(config, key)
     roots = [root for root in dataset.folders(config.data) if trash.deletions(root)]
     return sum(trash.empty(_shown_folder(studio, key, str(root))) for root in roots)
-
-
-def _require_no_rows(root: Path, images: list[Path]) -> None:
-    """Raise InputError for an image that a row of a metadata.jsonl or .csv leads to."""
-    folders = {folder for image in images for folder in image.parents if folder.is_relative_to(root)}
-    for file in (folder / name for folder in sorted(folders) for name in METADATA):
-        if file.is_file():
-            named = image_files.named_images(file)
-            if image := next((image for image in images if image in named), None):
-                raise InputError(
-                    f"{image}: a row of {file} leads to it, and no run starts while its image is missing; remove the "
-                    "row first, or, where it only has a focus point, set that to the middle in Crop"
-                )
 
 
 def _shown_folder(studio: Studio, key: str, folder: str) -> Path:

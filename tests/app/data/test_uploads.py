@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from app.data import data_folders, upload_kinds, upload_names, uploads
+from app.data import data_folders
 from app.data.data_folders import DataFolders
 from app.data.folders import Picker
-from app.data.uploads import MOST_CHUNK, NotWritten, Unknown, Uploads, WrongOffset
+from app.data.upload import upload_kinds, upload_names, uploads
+from app.data.upload.uploads import MOST_CHUNK, NotWritten, Unknown, Uploads, WrongOffset
 from trainer.config.sections import DataConfig
 from trainer.data.images import image_files
 from trainer.data.images.image_files import MAX_CAPTION

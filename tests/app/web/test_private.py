@@ -12,9 +12,10 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser
 
+from app.data.thumbnails import Thumbnails
 from app.runs import run_table as all_runs
 from app.studio import Studio
-from app.web.served_files import Downloads, Thumbnails
+from app.web.served_files import Downloads
 from tests.app.browser import ROOT, Server, opened, recorded, serving, visit, watch
 from tests.app.web.screenshots import places
 from tests.runs import make_pictures, run_config

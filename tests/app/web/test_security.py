@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from app.data.uploads import MOST_CHUNK
+from app.data.upload.uploads import MOST_CHUNK
 from app.web import security
 from app.web.access import Access
 from app.web.security import Guard, Login

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from app.data.thumbnails import Thumbnails
 from app.runs.exports import exported
-from app.web.served_files import Thumbnails
 from tests.data.images.test_image_io import ORIENTED
 from tests.data.test_hostile_data import NOT_REGULAR, POSTSCRIPT, called, png_of, refused
 from trainer.data.images.image_io import load_preview, load_rgb, read_header
@@ -25,7 +25,7 @@ PEAK = """
 import sys
 from pathlib import Path
 from app.web import server
-from app.web.served_files import FULL, Thumbnails
+from app.data.thumbnails import FULL, Thumbnails
 Thumbnails(Path(sys.argv[1])).of(Path(sys.argv[2]), FULL)
 print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
 """

@@ -33,8 +33,8 @@ print("ready", flush=True); input()
 for number in range(20): captions.write(Card(Path(sys.argv[1]) / f"{sys.argv[2]}.png", ""), f"caption {number}")
 """
 SAVER = """
-from pathlib import Path; from app.form import draft as form; from app.form.draft import Draft; from app.studio import Studio
-import sys
+from pathlib import Path; from app.form import draft as form; from app.form.draft import Draft
+from app.studio import Studio; import sys
 from trainer.system.errors import InputError
 studio = Studio(Path(sys.argv[1])); checked = form.check(Draft(studio.presets()["quickstart"])); saved = []
 print("ready", flush=True); input()

@@ -20,9 +20,9 @@ from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
 from playwright.sync_api import APIResponse, Browser, Page, Route, expect
 
-from app.data.uploads import MOST_CHUNK
+from app.data.thumbnails import stamp
+from app.data.upload.uploads import MOST_CHUNK
 from app.web.security import UPLOADS_CLOSED
-from app.web.served_files import stamp
 from tests.app.browser import HANDLERS, Server, opened, serving, show, until_so, visit
 from tests.app.web.test_mask import brush, open_mask, save, stroke
 from tests.app.web.test_probes import ask

@@ -8,7 +8,7 @@ import threading
 from io import BufferedReader
 from pathlib import Path
 
-from app.data.upload_names import CAPTION, METADATA, parts
+from app.data.upload.upload_names import CAPTION, METADATA, parts
 from trainer.data.images.image_files import MAX_CAPTION, by_name, metadata_row, too_long
 from trainer.data.images.image_io import IMAGE_SUFFIXES, MOST_SHOWN, ImageFile, load_preview, read_header
 from trainer.data.text.text_files import rows

@@ -26,9 +26,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from app.data import upload_kinds, upload_names
 from app.data.data_folders import DataFolders, is_same
-from app.data.upload_names import CAPTION, METADATA
+from app.data.upload import upload_kinds, upload_names
+from app.data.upload.upload_names import CAPTION, METADATA
 from trainer.data.images import image_files
 from trainer.system import files
 from trainer.system.errors import InputError

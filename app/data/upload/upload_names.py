@@ -78,6 +78,11 @@ def parts(name: str) -> tuple[str, str]:
     return stem.casefold(), suffix.lower()
 
 
+def accepted() -> list[str]:
+    """Return the suffixes of files that are taken."""
+    return [*sorted(IMAGE_SUFFIXES), CAPTION, ".jsonl"]
+
+
 def is_image(name: str) -> bool:
     """Whether a run reads a file of this name as an image."""
     return parts(name)[1] in IMAGE_SUFFIXES

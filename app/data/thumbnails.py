@@ -1,0 +1,60 @@
+"""Copies of images for the page and the notebooks: upright, in sRGB, transparency on white."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from io import BytesIO
+from pathlib import Path
+
+from trainer.data.images.image_io import load_preview, read_header
+from trainer.data.images.image_members import file_of
+from trainer.system import files
+from trainer.system.errors import InputError
+
+FULL = 2048
+SMALL = 256
+_VERSION = 2
+"""Increased when copies are made differently, so that older copies are not shown."""
+
+
+def webp(image: Path, side: int, quality: int) -> bytes:
+    """Return a copy of an image as a WebP file whose longer side is at most `side` pixels."""
+    copy = BytesIO()
+    load_preview(read_header(image), side).save(copy, "WEBP", quality=quality)
+    return copy.getvalue()
+
+
+class Thumbnails:
+    """WebP copies of images in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._alone = threading.Lock()
+
+    def of(self, image: Path, side: int = SMALL) -> Path:
+        """Return a copy whose longer side is at most `side` pixels. Raises InputError for other files than images."""
+        try:
+            identity = f"{_VERSION} {os.path.realpath(image)} {stamp(image)}"
+            key = hashlib.sha256(os.fsencode(identity)).hexdigest()[:24]
+            copy = self.folder / f"{key}-{side}.webp"
+            if not copy.exists():
+                self._write(image, copy, side)
+        except OSError as error:
+            raise InputError(f"{image}: cannot be shown ({error})") from error
+        return copy
+
+    def _write(self, image: Path, copy: Path, side: int) -> None:
+        files.make_private(self.folder)
+        with self._alone:  # one at a time: the page holds one large image in memory, not one per visitor
+            small = load_preview(read_header(image), side)
+        partial = copy.with_suffix(f".{threading.get_ident()}.part")
+        small.save(partial, "WEBP", quality=90)
+        files.rename(partial, copy)
+
+
+def stamp(image: Path) -> str:
+    """Return what tells an image from a later one of its name. Raises OSError where it is missing."""
+    status = file_of(image).stat()
+    return f"{status.st_mtime_ns} {status.st_size}"
