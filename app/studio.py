@@ -341,10 +341,10 @@ class Studio:
         self.plan_previews.verify(checked.config, target, self.gpus())
 
     def timesteps(self, draft: Draft) -> list[dict[str, Any]]:
-        """Run `trainer.plan.timesteps` in a separate process and return its rows. Raises InputError when it fails."""
+        """Run `trainer.data.timesteps` in a separate process and return its rows. Raises InputError when it fails."""
         file = files.make_private(self._drafts) / "timesteps.yaml"
         files.replace(file, dump_config(form.check(draft).config))
-        argv = [sys.executable, "-m", "trainer.plan.timesteps", str(file)]
+        argv = [sys.executable, "-m", "trainer.data.timesteps", str(file)]
         answer = subprocess.run(argv, capture_output=True, text=True, check=False, env=processes.worker_environment())
         if answer.returncode:
             lines = answer.stderr.strip().splitlines() or ["the process ended without a message"]

@@ -8,39 +8,42 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST_ROOMS, MOST_ARROWS = 24, 120
+MOST_ROOMS, MOST_ARROWS, MOST_MODULES = 26, 130, 16
 
 ROOMS = {
-    "config": "",
-    "pinned": "",
-    "rng": "pinned",
-    "gpus": "config",
-    "optim": "config",
-    "run": "config",
-    "weights": "config",
-    "adapters": "config pinned rng run weights",
-    "distributed": "config gpus run",
-    "checkpoint": "config distributed run",
-    "metrics": "config distributed run",
-    "parallel": "config distributed weights",
-    "models": "adapters config distributed metrics parallel pinned rng run weights",
-    "data": "config distributed models rng run weights",
-    "captioning": "config data distributed models run",
-    "export": "adapters checkpoint config models rng run weights",
-    "plan": "adapters config data distributed gpus models optim parallel rng run weights",
-    "launcher": "checkpoint config data gpus metrics models plan run weights",
-    "train": "adapters checkpoint config data distributed export metrics models optim parallel pinned plan rng run",
-    "__main__": "config data distributed export metrics models run train",
-    "benchmark": "__main__ config distributed launcher metrics optim parallel run train",
-    "app": "benchmark config data gpus launcher models parallel plan run",
+    "system": "",
+    "rng": "system",
+    "config": "system",
+    "optim": "config system",
+    "run": "config system",
+    "view": "config run system",
+    "weights": "config system",
+    "adapters": "config rng run system weights",
+    "distributed": "config run system",
+    "checkpoint": "config distributed run system",
+    "metrics": "config distributed run system",
+    "parallel": "config distributed system weights",
+    "models": "adapters config distributed metrics parallel rng run system weights",
+    "data": "config distributed models rng run system weights",
+    "captioning": "config data distributed models run system",
+    "export": "adapters checkpoint config data models rng run system weights",
+    "plan": "adapters config distributed models optim parallel rng run system view weights",
+    "launcher": "checkpoint config data export metrics models plan run system view weights",
+    "train": "adapters checkpoint config data distributed export metrics models optim parallel plan rng run "
+    "system view",
+    "__main__": "train",
+    "benchmark": "distributed launcher metrics optim parallel plan run train view",
+    "app": "config data launcher plan run system view",
     "launch": "app",
-    "notebooks": "adapters app checkpoint config data models parallel rng run weights",
+    "notebooks": "adapters app checkpoint config data models plan rng run weights",
 }
 """{room: the rooms it imports}, from the ground up: a room imports only rooms above its own line."""
 
@@ -103,14 +106,46 @@ def arrows(modules: Iterable[Module]) -> dict[str, set[str]]:
     return found
 
 
+def folders(modules: Iterable[Module]) -> Counter[str]:
+    """{package: its modules}, without `__init__.py` and what lies in folders of its own."""
+    names = {module.name for module in modules}
+    packages = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
+    return Counter(name.rpartition(".")[0] for name in names - packages if "." in name)
+
+
+def circle(modules: Mapping[str, Module]) -> list[str]:
+    """Modules that import each other in a circle, at their import or later; [] where there is none."""
+    graph = {
+        name: {_module(imported, modules) for _, imported in found.imports()} - {name, ""}
+        for name, found in modules.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _module(imported: str, modules: Mapping[str, Module]) -> str:
+    """The module that holds an imported name: `trainer.data.cache` of `trainer.data.cache.Cache`."""
+    while imported and imported not in modules:
+        imported = imported.rpartition(".")[0]
+    return imported
+
+
 def main() -> int:
-    """Print the rooms. Returns 1 where there are more rooms or arrows than MOST_ROOMS and MOST_ARROWS."""
-    found = arrows(read_modules("trainer", "app", "notebooks").values())
+    """Print the rooms. Returns 1 where there is more of rooms, arrows or modules in a folder than MOST_... allow."""
+    modules = read_modules("trainer", "app", "notebooks").values()
+    found = arrows(modules)
     for room, others in found.items():
         print(f"{room}: {' '.join(sorted(others))}")
     count = sum(map(len, found.values()))
     print(f"{len(found)} rooms of at most {MOST_ROOMS}, {count} arrows of at most {MOST_ARROWS}")
-    return int(len(found) > MOST_ROOMS or count > MOST_ARROWS)
+    counted = folders(module for module in modules if module.room != "notebooks")
+    for folder, number in sorted(counted.items()):
+        print(f"{folder}: {number} modules")
+    print(f"at most {max(counted.values())} modules in a folder, of at most {MOST_MODULES}")
+    return int(len(found) > MOST_ROOMS or count > MOST_ARROWS or max(counted.values()) > MOST_MODULES)
 
 
 if __name__ == "__main__":

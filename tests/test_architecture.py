@@ -15,14 +15,15 @@ from typing import get_args
 
 import pytest
 
-from tests.rooms import MOST_ARROWS, MOST_ROOMS, ROOMS, Module, arrows, read_modules
+from tests.rooms import MOST_ARROWS, MOST_MODULES, MOST_ROOMS, ROOMS, Module, arrows, circle, folders, read_modules
 from trainer.config.fields import all_names, slot
 from trainer.config.schema import RunConfig
 from trainer.config.sections import Section
 from trainer.models import families
 
 # What takes no torch, whatever it comes to import: a command and the page start in a fraction of a second.
-FREE_OF_TORCH = ("config", "gpus", "run", "launcher", "app")
+FREE_OF_TORCH = ("system", "config", "run", "view", "launcher", "app")
+HOLDS_TENSORS = {"trainer.system.pinned"}  # it is what tensors are pinned with
 NEVER = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightning", "torchvision"})
 # What takes seconds to import, or belongs to the page: a command that only checks and starts must not pay for it.
 HEAVY = frozenset({"diffusers", "gradio", "ipywidgets", "numpy", "peft", "safetensors", "torch", "transformers"})
@@ -30,7 +31,7 @@ READS_ENVIRONMENT = frozenset(
     {
         "app.web.access",
         "app.web.server",
-        "trainer.__main__",
+        "trainer.train.rank",
         "trainer.system.files",
         "trainer.system.gpus.visible",
         "trainer.launcher.network",
@@ -114,6 +115,13 @@ def imports_another_room(module: Module) -> Iterator[str]:
     for line, room in module.imported_rooms():
         if room not in ROOMS[module.room].split():
             yield f"{line}: {module.room} imports {room}"
+
+
+def reaches_data(module: Module) -> Iterator[str]:
+    """The page reads data in one room of its own."""
+    for line, room in module.imported_rooms():
+        if room == "data" and module.room == "app" and not module.name.startswith("app.data."):
+            yield f"{line}: imports data outside of app/data"
 
 
 def needs_too_much(module: Module) -> Iterator[str]:
@@ -233,6 +241,7 @@ def counts_processes(module: Module) -> Iterator[str]:
 
 RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     imports_another_room,
+    reaches_data,
     needs_too_much,
     names_a_family,
     is_too_long,
@@ -273,6 +282,8 @@ def test_the_code_keeps_the_rule(rule):
         ),
         (imports_another_room, "trainer.launcher.torchrun", "import app.runs.monitor", ["1: launcher imports app"]),
         (imports_another_room, "app.form.draft", "from trainer.train.loop import Trainer", ["1: app imports train"]),
+        (reaches_data, "app.form.draft", "from trainer.data import cache", ["1: imports data outside of app/data"]),
+        (reaches_data, "app.data.scans", "from trainer.data import cache", []),
         (needs_too_much, "trainer.train.loop", "import torch\nfrom accelerate import A", ["2: imports accelerate"]),
         (names_a_family, "trainer.train.loop", "x = 1\nif f == 'flux2':\n    ...", ["2: names flux2"]),
         (names_a_family, "trainer.export", "from d import Flux2Pipeline", ["1: names Flux2"]),
@@ -373,7 +384,7 @@ def test_the_command_line_never_comes_to_import_torch():
 
 @pytest.mark.parametrize("room", FREE_OF_TORCH)
 def test_the_room_never_comes_to_import_torch(room):
-    own = [module.name for module in MODULES.values() if module.room == room]
+    own = [module.name for module in MODULES.values() if module.room == room and module.name not in HOLDS_TENSORS]
     assert own and [name for name in own if "torch" in third_parties_behind(name, MODULES)] == []
 
 
@@ -385,6 +396,22 @@ def test_a_room_imports_only_rooms_above_it_and_no_arrow_is_out_of_date():
     found = arrows(read_modules("trainer", "app", "notebooks").values())
     assert {room: " ".join(sorted(others)) for room, others in found.items()} == ROOMS
     assert len(ROOMS) <= MOST_ROOMS and sum(map(len, found.values())) <= MOST_ARROWS
+
+
+def test_no_folder_has_too_many_modules():
+    crowded = {folder: count for folder, count in folders(MODULES.values()).items() if count > MOST_MODULES}
+    assert crowded == {}
+    packages = [Module(name, "") for name in ("trainer.a", "trainer.a.b", "trainer.a.c.d", "trainer.a.c")]
+    assert folders(packages) == {"trainer.a": 1, "trainer.a.c": 1}
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circle({name: without_type_checking(module) for name, module in MODULES.items()}) == []
+    planted = {
+        "trainer.a": Module("trainer.a", "def f():\n    from trainer.b import c"),
+        "trainer.b": Module("trainer.b", "from trainer import a"),
+    }
+    assert set(circle(planted)) == {"trainer.a", "trainer.b"}
 
 
 def test_a_lazy_import_two_modules_away_is_seen_but_not_one_for_type_checking():

@@ -141,7 +141,7 @@ def test_fsdp2_can_follow_every_call_of_the_model_in_training(family: Any) -> No
 
 
 def test_a_token_is_size_multiple_pixels_high_and_wide(image_family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is shown of a config's shift (`trainer.plan.timesteps`) rests on it."""
+    """What is shown of a config's shift (`trainer.data.timesteps`) rests on it."""
     seen: list[int] = []
 
     def draw(objective: ObjectiveConfig, shift: Shift, num_tokens: int, rng: SampleRng) -> torch.Tensor:

@@ -14,7 +14,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trainer.__main__ import on_every_rank
 from trainer.benchmark.probe import Probe
 from trainer.distributed.world import World, connect, find_rendezvous
 from trainer.launcher.jobs import variants as trials
@@ -28,6 +27,7 @@ from trainer.run.events import StatusEvent
 from trainer.run.folder import RunDir, shared_cache
 from trainer.train.log import emitter
 from trainer.train.loop import Trainer
+from trainer.train.rank import on_every_rank
 from trainer.view.report import write_report
 
 

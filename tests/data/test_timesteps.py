@@ -11,8 +11,8 @@ import pytest
 
 from tests.runs import make_pictures, run_config
 from trainer.config.load import dump_config
+from trainer.data.timesteps import NUM_BINS, bucket_timesteps, main
 from trainer.models.objectives.flow_matching import empirical_mu
-from trainer.plan.timesteps import NUM_BINS, bucket_timesteps, main
 from trainer.run.process import worker_environment
 
 
@@ -48,7 +48,7 @@ def test_discrete_diffusion_draws_evenly(pictures: Path):
 def test_the_command_prints_it_or_says_what_is_wrong(pictures: Path, tmp_path: Path, monkeypatch, capsys):
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(run_config(pictures)))
-    argv = [sys.executable, "-m", "trainer.plan.timesteps", str(file)]
+    argv = [sys.executable, "-m", "trainer.data.timesteps", str(file)]
     told = subprocess.run(argv, capture_output=True, text=True, check=True, env=worker_environment())
     assert sum(row["images"] for row in json.loads(told.stdout)) == 8
     file.write_text(dump_config(run_config(tmp_path / "none")))

@@ -1,6 +1,6 @@
 """Computes the noise levels at which the images of a config are trained.
 
-`python -m trainer.plan.timesteps CONFIG` prints them as JSON: a command of its own, since the densities are tensors and
+`python -m trainer.data.timesteps CONFIG` prints them as JSON: a command of its own, since the densities are tensors and
 the page, which shows them, does not import torch.
 """
 

@@ -1,0 +1,206 @@
+"""One rank of a run, started by torchrun: `python -m trainer RUN_DIR`. With `--export`, one process that exports."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.system.imports import quick_imports
+
+with quick_imports():
+    import torch
+    from torch import Tensor
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from trainer.config.schema import RunConfig
+    from trainer.config.sections import TrackersConfig
+    from trainer.distributed.attach import RankRun, attach
+    from trainer.run import process, stages
+    from trainer.run.events import Emit, EventWriter, ExportEvent, State, StatusEvent, WarningEvent
+    from trainer.run.failure import less_memory
+    from trainer.run.folder import RunDir, shared_cache
+    from trainer.run.preemption import Preemption, catch_preemption
+    from trainer.run.stages import Stage
+    from trainer.system.errors import InputError
+    from trainer.system.terminal import complain, say
+    from trainer.view.report import write_report
+
+if TYPE_CHECKING:
+    from trainer.distributed.world import World
+
+
+def main() -> int:
+    """Exit code 0: done or stopped; 1: failed (raised, as torch's `record` wants it); 2: the user's mistake."""
+    arguments = _parser().parse_args()
+    if not arguments.export:
+        return on_every_rank(RunDir(arguments.run_dir.absolute()), _train)
+    run = RunDir.open(arguments.run_dir)
+    try:
+        stage = stages.current(run, run.config())
+        cfg = stage.config.exporting(arguments.export, arguments.format, arguments.dtype)
+        for path in _export(cfg, run, stage.before):
+            say(path)
+    except InputError as error:
+        say(error)  # stderr is full of what libraries log while they load
+        return 2
+    return 0
+
+
+def on_every_rank(run: RunDir, work: Callable[[RunDir], None]) -> int:
+    """Do the work of this rank. Returns the exit code: 2 for the user's mistake, recorded in the run folder."""
+    try:
+        work(run)
+    except InputError as error:
+        process.record_mistake(run, int(os.environ.get("RANK", 0)), str(error))
+        return 2
+    return 0
+
+
+@record
+def _train(run: RunDir) -> None:
+    with quick_imports():
+        from trainer.distributed.watchdog import Watchdog
+        from trainer.distributed.world import connect, connect_gpus, find_rendezvous
+        from trainer.metrics.debug_log import debug_log
+        from trainer.metrics.trackers import following
+        from trainer.train.log import emitter
+
+    rendezvous = find_rendezvous(run)
+    attached = attach(run.path, rendezvous)
+    run, cfg = attached.run, attached.config
+    # Signals are only noted once the ranks have met: before, a rank that waits for a dead one must simply end.
+    with (
+        connect(cfg.parallel, rendezvous, attached.is_guest) as world,
+        catch_preemption() as preemption,
+        debug_log(cfg.trackers, run, world.rank),
+    ):
+        emit = emitter(run, world, attached.stage.before)
+        trackers = cfg.trackers if world.rank == 0 else TrackersConfig()
+        answer = partial(_start_again_with, run, emit)
+        with Watchdog(world, run, cfg.parallel.timeout, preemption, answer) as watchdog, following(trackers, run, emit):
+            connect_gpus(world)
+            end = _train_on(attached, world, emit, preemption, watchdog.request)
+    stage = attached.stage
+    if end.state == "finished" and not stage.is_last and world.local_rank == 0:
+        stage.mark_ended(world.rank, end.step)
+    if world.rank:
+        return
+    # The other ranks have left: the export of a large model takes minutes, and nobody needs to wait for it.
+    if end.state == "finished" and not stage.is_last:
+        emit(StatusEvent(state="exporting", step=end.step, message="weights for the next stage"))
+        _hand_over(stage, run, end.weights)
+        return
+    if end.state == "finished" and cfg.export_what != "none":
+        emit(StatusEvent(state="exporting", step=end.step))
+        _export(cfg, run, attached.stage.before, end.weights)
+    emit(StatusEvent(state=end.state, step=end.step))
+    write_report(run)
+
+
+@dataclass(frozen=True)
+class _End:
+    """How training ended.
+
+    Attributes:
+        weights: Those of the live model on rank 0, to verify the export with; empty where they are many.
+    """
+
+    state: State
+    step: int
+    weights: Mapping[str, Tensor]
+
+
+def _start_again_with(run: RunDir, emit: Emit, change: str) -> None:
+    """Change the config, on rank 0 for a rank that ran out of memory: the ranks that torchrun starts next read it."""
+    try:
+        run.replace_config(stages.changed(run.config(), run.current_stage, change))
+        emit(WarningEvent(message=f"memory ran out; the ranks are started again with {change}"))
+    except (InputError, OSError) as error:
+        emit(WarningEvent(message=f"memory ran out, and {change} could not be set: {error}"))
+
+
+def _train_on(
+    attached: RankRun, world: World, emit: Emit, preemption: Preemption, request: Callable[[str], None]
+) -> _End:
+    with quick_imports():
+        from trainer.data.encode import StopRequested
+        from trainer.distributed.context import RankContext
+        from trainer.metrics.out_of_memory import OutOfMemoryError
+        from trainer.models import families
+        from trainer.run.manifest import newest_step
+        from trainer.train.loop import Trainer
+        from trainer.train.rehearsal import check_rows
+
+        cfg, run = attached.config, attached.run
+        families.get(cfg.model.family)
+    try:
+        untrained = stages.remaining(run, attached.stage) if world.rank == 0 else []
+        stop_requested = partial(_stop_requested, run, world, preemption)
+        check_rows(untrained, RankContext(cfg, world, attached.cache, emit, stop_requested))
+        trainer = Trainer(cfg, run, world, attached.cache, emit, preemption, attached.stage.before)
+    except StopRequested:
+        return _End("stopped", newest_step(run.checkpoints), {})
+    try:
+        state = trainer.train()
+        # A model that is trained in full may not fit on one host: its export is verified with the checkpoint.
+        small = state == "finished" and "full" not in map(cfg.mode, trainer.model)
+        return _End(state, trainer.step, trainer.trained_weights() if small else {})
+    except OutOfMemoryError as error:
+        change = less_memory(cfg)
+        if cfg.train.out_of_memory == "retry" and world.restarts_left and change:
+            complain(error)
+            request(change)
+        raise
+    finally:
+        trainer.close()
+
+
+def _stop_requested(run: RunDir, world: World, preemption: Preemption) -> bool:
+    return bool(preemption) or (world.rank == 0 and run.requested("stop"))
+
+
+def _hand_over(stage: Stage, run: RunDir, weights: Mapping[str, Tensor]) -> None:
+    """Write the weights of a stage for the next one, which begins once they exist."""
+    from trainer.export.export import hand_over
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    hand_over(stage, run, shared_cache(stage.config, run.path.parent), weights)
+
+
+def _export(cfg: RunConfig, run: RunDir, before: int, weights: Mapping[str, Tensor] | None = None) -> list[Path]:
+    """Export the newest checkpoint. Returns the paths, the main one last: scripts read the last line of the output."""
+    from trainer.export.export import export
+    from trainer.run.manifest import newest_step
+
+    # The launcher gives each process one thread, as ranks share the cores. By now the other ranks have left.
+    torch.set_num_threads(os.cpu_count() or 1)
+    exported = export(cfg, run, shared_cache(cfg, run.path.parent), weights)[::-1]
+    step = before + newest_step(run.checkpoints)
+    with EventWriter(run.events_file) as events:
+        for file in exported:
+            path = str(file.path.relative_to(run.path))
+            events.write(
+                ExportEvent(
+                    step=step,
+                    path=path,
+                    what=cfg.export_what,
+                    format=cfg.export.format,
+                    difference=file.difference,
+                    dtype=cfg.export.dtype,
+                )
+            )
+    return [file.path for file in exported]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__)
+    parser.add_argument("run_dir", type=Path, help="a run folder")
+    parser.add_argument("--export", choices=("adapter", "merged", "full"), help="export the newest checkpoint instead")
+    parser.add_argument("--format", help="layout of the export")
+    parser.add_argument("--dtype", help="number type of the export")
+    return parser
