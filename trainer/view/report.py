@@ -9,7 +9,8 @@ import base64
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from trainer.run.events import (
     ExportEvent,
     RankReader,
     SampleEvent,
-    StepEvent,
     ValidationEvent,
     WarningEvent,
     by_prompt,
@@ -45,10 +45,9 @@ from trainer.system import files
 from trainer.system.amounts import file_size
 from trainer.system.errors import InputError
 from trainer.view.charts import CHART_STYLE, chart, step_split
-from trainer.view.colors import both_variables
 from trainer.view.lines import Line, Point, line_of, loss_lines, metric_lines, seconds_lines, spread
 from trainer.view.numbers import default_decay, format_duration, short, smoothed
-from trainer.view.render import POLICY
+from trainer.view.render import render
 
 SAMPLE_COLUMNS = 8
 MOST_FILES = 20_000
@@ -63,23 +62,23 @@ def write_report(run: RunDir) -> Path:
     return run.report
 
 
-def _page(run: RunDir, events: Sequence[AnyEvent]) -> Markup:
-    name, cfg = run.path.name, run.config()
-    body = [
-        Markup("<header><h1>{}</h1><p>{}</p></header>").format(name, " · ".join(_headline(cfg))),
-        _facts(run, cfg, events),
-        _messages(events),
-        _samples(run, events),
-        Markup('<section class="charts">{}</section>').format(Markup().join(_charts(run, cfg, events))),
-        _split(latest_steps(events)),
-        _config(run, cfg),
-    ]
-    return Markup(
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<title>{name}</title><style>{style}</style></head><body><main>{body}</main></body></html>\n"
-    ).format(policy=POLICY, name=name, style=Markup(STYLE), body=Markup().join(body))
+def _page(run: RunDir, events: Sequence[AnyEvent]) -> str:
+    cfg, steps = run.config(), latest_steps(events)
+    memory, problems = _memory(run, cfg.parallel.world_size)
+    return render(
+        "report.html",
+        name=run.path.name,
+        headline=_headline(cfg),
+        facts=_facts(run, cfg, events),
+        messages=[event for event in events if isinstance(event, WarningEvent | ErrorEvent)],
+        samples=_samples(run, events),
+        charts=_charts(cfg, events, memory),
+        problems=problems,
+        split=step_split(step_parts(steps), seconds_waited(steps)) if steps else None,
+        changed=_changed(cfg),
+        config=run.config_file.read_text(encoding="utf-8"),
+        chart_style=Markup(CHART_STYLE),
+    )
 
 
 def _headline(cfg: RunConfig) -> list[str]:
@@ -100,7 +99,7 @@ def _data(cfg: RunConfig) -> str:
     return f"{counted}, trigger {cfg.data.trigger}" if cfg.data.trigger else counted
 
 
-def _facts(run: RunDir, cfg: RunConfig, events: Sequence[AnyEvent]) -> Markup:
+def _facts(run: RunDir, cfg: RunConfig, events: Sequence[AnyEvent]) -> list[tuple[str, str]]:
     steps, validation = latest_steps(events), _validation(events)
     length = RunLength.of(cfg, events)
     done = steps[-1].step if steps else 0
@@ -124,8 +123,7 @@ def _facts(run: RunDir, cfg: RunConfig, events: Sequence[AnyEvent]) -> Markup:
         unit = steps[-1].speed[1]
         facts.append((f"{unit.capitalize()} per second", short(sum(step.speed[0] for step in steps) / len(steps))))
     facts += [("Exported", _exported(run, event)) for event in _exports(events)]
-    row = Markup("<div><dt>{}</dt><dd>{}</dd></div>")
-    return Markup('<dl class="facts">{}</dl>').format(Markup().join(row.format(*fact) for fact in facts))
+    return facts
 
 
 def _exports(events: Iterable[AnyEvent]) -> list[ExportEvent]:
@@ -144,25 +142,13 @@ def _exported(run: RunDir, event: ExportEvent) -> str:
     return f"{event.path}, {file_size(size)}"
 
 
-def _split(steps: Sequence[StepEvent]) -> Markup:
-    return (
-        Markup("<h2>A step</h2>{}").format(step_split(step_parts(steps), seconds_waited(steps))) if steps else Markup()
-    )
-
-
-def _config(run: RunDir, cfg: RunConfig) -> Markup:
-    """Return the fields that are not the default, and the whole file, folded."""
+def _changed(cfg: RunConfig) -> list[tuple[str, str, str]]:
+    """Return (label, name, value) of the fields that are not the default."""
     changed = {"adapter.type": cfg.adapter.type} | _flat(cfg.model_dump(mode="json", exclude_defaults=True))
-    row = Markup('<tr><th scope="row">{} <small>{}</small></th><td>{}</td></tr>')
-    rows = Markup().join(
-        row.format(label_with_unit(name), name, METHODS[value] if name == "adapter.type" else _written(value))
+    return [
+        (label_with_unit(name), name, METHODS[value] if name == "adapter.type" else _written(value))
         for name, value in sorted(changed.items())
-    )
-    return Markup(
-        "<h2>Config</h2><p>Fields that differ from their defaults.</p>"
-        '<div class="wide"><table class="config">{}</table></div>'
-        "<details><summary>The whole config</summary><pre>{}</pre></details>"
-    ).format(rows, run.config_file.read_text(encoding="utf-8"))
+    ]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -184,30 +170,17 @@ def _duration_s(events: Sequence[AnyEvent]) -> float:
     return clock.seconds
 
 
-def _messages(events: Iterable[AnyEvent]) -> Markup:
-    items = []
-    for event in events:
-        if isinstance(event, WarningEvent):
-            items.append(Markup('<p class="warning">Warning, step {0.step}: {0.message}</p>').format(event))
-        if isinstance(event, ErrorEvent):
-            rank = "" if event.rank is None else f", rank {event.rank}"
-            item = Markup('<p class="error" role="alert">Error{0}, step {1.step}: {1.message}<br>{1.remedy}</p>')
-            items.append(item.format(rank, event))
-    return Markup().join(items)
-
-
-def _charts(run: RunDir, cfg: RunConfig, events: Sequence[AnyEvent]) -> Iterator[Markup]:
+def _charts(cfg: RunConfig, events: Sequence[AnyEvent], memory: Sequence[Line]) -> list[Markup]:
     steps, decay = latest_steps(events), default_decay(RunLength.of(cfg, events).typical)
-    yield chart("Loss", [*loss_lines(steps, decay), Line("validation", _validation(events), "dots")])
     held_out = [event for event in events if isinstance(event, ValidationEvent)]
-    for name in metrics_by_name(steps):
-        yield chart(name.capitalize(), metric_lines(name, steps, held_out, decay))
-    yield chart("Learning rate", [line_of("learning rate", steps, lambda step: step.lr)])
-    yield chart("Gradient norm", [line_of("before clipping", steps, lambda step: step.grad_norm, "noisy", decay)])
-    yield chart("Seconds per step", seconds_lines(steps, decay), "seconds")
-    memory, problems = _memory(run, cfg.parallel.world_size)
-    yield chart("Memory allocated", memory, "GiB")
-    yield from map(Markup('<p class="warning">{}</p>').format, problems)
+    return [
+        chart("Loss", [*loss_lines(steps, decay), Line("validation", _validation(events), "dots")]),
+        *(chart(name.capitalize(), metric_lines(name, steps, held_out, decay)) for name in metrics_by_name(steps)),
+        chart("Learning rate", [line_of("learning rate", steps, lambda step: step.lr)]),
+        chart("Gradient norm", [line_of("before clipping", steps, lambda step: step.grad_norm, "noisy", decay)]),
+        chart("Seconds per step", seconds_lines(steps, decay), "seconds"),
+        chart("Memory allocated", memory, "GiB"),
+    ]
 
 
 def _validation(events: Iterable[AnyEvent]) -> list[Point]:
@@ -229,72 +202,47 @@ def _memory(run: RunDir, world_size: int) -> tuple[list[Line], list[str]]:
     return lines, problems
 
 
-def _samples(run: RunDir, events: Iterable[AnyEvent]) -> Markup:
-    """Return a table of samples: one row per prompt, one column per step. All steps of a row start from equal noise."""
+@dataclass(frozen=True)
+class _Samples:
+    """The table of samples: a row for each prompt, a column for each step. `shown` says which steps are left out."""
+
+    shown: str
+    steps: list[int]
+    rows: list[tuple[str, list[_Cell | None]]]
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A sample in the table. data: its picture in base64; "" where it is missing, or where it has none."""
+
+    step: int
+    path: str
+    text: str | None = None
+    data: str = ""
+    is_missing: bool = False
+    mime: str = IMAGE.mime
+
+
+def _samples(run: RunDir, events: Iterable[AnyEvent]) -> _Samples | None:
     samples = by_prompt(event for event in events if isinstance(event, SampleEvent))
     if not samples:
-        return Markup()
+        return None
     all_steps = sorted({step for row in samples.values() for step in row})
     steps = spread(all_steps, SAMPLE_COLUMNS)
-    head = Markup().join(map(Markup('<th scope="col">step {:,}</th>').format, steps))
-    rows = []
-    for (_, prompt), row in samples.items():
-        cells = Markup().join(Markup("<td>{}</td>").format(_sample(run, row.get(step))) for step in steps)
-        rows.append(Markup('<tr><th scope="row">{}</th>{}</tr>').format(prompt, cells))
     shown = f"{len(steps)} of {len(all_steps)} steps with samples" if len(steps) < len(all_steps) else ""
-    return Markup(
-        '<h2>Samples</h2><p>{}</p><div class="wide"><table class="samples"><tr><td></td>{}</tr>{}</table></div>'
-    ).format(shown, head, Markup().join(rows))
+    rows = [(prompt, [_cell(run, row.get(step)) for step in steps]) for (_, prompt), row in samples.items()]
+    return _Samples(shown, steps, rows)
 
 
-def _sample(run: RunDir, event: SampleEvent | None) -> Markup:
+def _cell(run: RunDir, event: SampleEvent | None) -> _Cell | None:
     if event is None:
-        return Markup()
+        return None
     if event.kind.is_text:
-        return Markup('<pre class="written">{}</pre>').format(event.text)
+        return _Cell(event.step, event.path, text=event.text)
     try:
         file = run.own_file(event.picture or event.path)
         is_there = file.is_file() and (not event.picture or event.picture.endswith(IMAGE.suffix))
     except (InputError, OSError, ValueError):
         is_there = False
-    if not is_there:
-        return Markup('<span class="missing" title="{}">missing</span>').format(event.path)
-    if not event.picture:  # it is heard: the report is one file without players
-        return Markup("<span>{}</span>").format(event.path)
-    data = base64.b64encode(file.read_bytes()).decode()
-    return Markup('<img src="data:{};base64,{}" alt="{}, step {}">').format(IMAGE.mime, data, event.prompt, event.step)
-
-
-STYLE = f"""
-:root {{ color-scheme: light dark; {both_variables()} }}
-body {{ margin: 0; font: 13px/1.5 system-ui, sans-serif; font-variant-numeric: tabular-nums; color: var(--ink);
-  background: var(--bg); }}
-main {{ max-width: 1376px; margin: auto; padding: 24px 16px 64px; }}
-header p {{ color: var(--ink2); margin: 4px 0 0; overflow-wrap: anywhere; }}
-h1 {{ font-size: 20px; line-height: 1.3; margin: 0; overflow-wrap: anywhere; }}
-h2 {{ font-size: 14px; margin: 24px 0 8px; }}
-p {{ margin: 0 0 8px; color: var(--ink3); }}
-.facts, .charts > figure, .split, .wide, details {{ background: var(--panel); border: 1px solid var(--line);
-  border-radius: 10px; padding: 16px; }}
-.facts {{ display: flex; flex-wrap: wrap; gap: 12px 28px; margin: 16px 0; }}
-dt {{ font-size: 12px; color: var(--ink3); }} dd {{ margin: 0; font-size: 16px; font-weight: 600;
-  overflow-wrap: anywhere; }}
-.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 16px;
-  margin-top: 24px; }}
-{CHART_STYLE}
-table {{ border-collapse: collapse; }} .wide {{ overflow-x: auto; }}
-th {{ text-align: left; font-weight: 600; padding: 4px 16px 4px 0; vertical-align: top; }}
-td {{ padding: 4px 6px; vertical-align: top; overflow-wrap: anywhere; }}
-.samples th[scope=col] {{ font-weight: 400; color: var(--ink3); padding-left: 6px; }}
-.samples th[scope=row] {{ min-width: 7rem; }}
-.config small {{ display: block; font: 12px ui-monospace, monospace; color: var(--ink3); }}
-img {{ width: 160px; display: block; border-radius: 6px; }}
-.missing {{ display: inline-block; font-size: 12px; color: var(--bad); background: var(--badt); border-radius: 99px;
-  padding: 0 8px; }}
-p.error {{ color: var(--bad); background: var(--badt); }} p.warning {{ color: var(--warn); background: var(--warnt); }}
-p.error, p.warning {{ border-radius: 6px; padding: 8px 12px; overflow-wrap: anywhere; }}
-pre.written {{ white-space: pre-wrap; min-width: 14rem; max-height: 20rem; overflow: auto; margin: 0; }}
-details {{ margin-top: 16px; }} summary {{ cursor: pointer; font-weight: 600; }}
-pre {{ overflow-x: auto; font: 12px/1.5 ui-monospace, monospace; }}
-:focus-visible {{ outline: 2px solid var(--acc); outline-offset: 2px; }}
-"""
+    data = base64.b64encode(file.read_bytes()).decode() if is_there and event.picture else ""
+    return _Cell(event.step, event.path, data=data, is_missing=not is_there)
