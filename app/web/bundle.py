@@ -4,29 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from app.web.panels import PANELS
+
 FOLDER = Path(__file__).with_name("assets")
-SCREENS: tuple[str, ...] = (
-    "charts",
-    "lightbox",
-    "step",
-    "fit",
-    "form",
-    "run",
-    "samples",
-    "files",
-    "results",
-    "runs",
-    "queue",
-    "captioning",
-    "upload",
-    "look",
-    "mask",
-    "data",
-    "machine",
-)
-"""Screens with a script and a style sheet of their own."""
-SCRIPTS = ("core", "frame", *SCREENS)
-STYLES = ("page", *SCREENS)
+SCRIPTS = ("core", *(name for names in PANELS.values() for name in names))
+STYLES = ("page", *(name for name in SCRIPTS if (FOLDER / f"{name}.css").is_file()))
 
 
 def script() -> str:

@@ -27,41 +27,10 @@ from app.studio import Studio
 from app.web import bundle, routes, security, theme
 from app.web.access import Access
 from app.web.answers import server_functions
-from app.web.pages import (
-    captioning,
-    data,
-    files,
-    frame,
-    look,
-    machine,
-    mask,
-    new_run,
-    queue,
-    results,
-    run,
-    runs,
-    samples,
-    upload,
-)
+from app.web.pages import new_run, run, upload
+from app.web.panels import PANELS
 from trainer.system.terminal import say
 
-PAGES = (
-    frame,
-    runs,
-    new_run,
-    results,
-    run,
-    samples,
-    files,
-    queue,
-    data,
-    captioning,
-    upload,
-    look,
-    mask,
-    machine,
-)
-"""Modules with a function `calls`: what their screen's script calls."""
 MOST_BROWSERS = 16
 """Browsers whose state is remembered, at 2 MB each. Any others are sent everything again; nothing is lost."""
 QUEUE_POLL_S = 10.0
@@ -82,7 +51,7 @@ def build(studio: Studio) -> gr.Blocks:
             json.dumps(facts),
             html_template="<p>ShardStudio is loading.</p>",
             js_on_load=f"{bundle.script()}\nstudio.mount(element, props, server);",
-            server_functions=server_functions(module.calls(studio) for module in PAGES),
+            server_functions=server_functions(panel.calls(studio) for panel in PANELS),
             apply_default_css=False,
             elem_id="studio",
         )

@@ -487,6 +487,7 @@
   studio.every(RETRY_EVERY_S, async () => { if (pending.size && studio.server) await saveAll(); });
 
   studio.screens.data = {
+    rail: { key: 'd', icon: 'M3 4h14v12H3zM3 13l4-4 3.5 3.5L13 10l4 4' },
     title: 'Data',
     build(section) {
       root = section;

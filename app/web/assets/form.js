@@ -792,6 +792,7 @@
   }
 
   studio.screens.new = {
+    rail: { key: 'n', icon: 'M10 4v12M4 10h12' },
     title: 'New run',
     build(section) {
       root = section;

@@ -2,11 +2,8 @@
 'use strict';
 {
   const { h, svg } = studio;
-  const ICONS = {
-    new: 'M10 4v12M4 10h12', runs: 'M3 5.5h14M3 10h14M3 14.5h9', queue: 'M4 4h12v4H4zM4 12h12M4 16h8',
-    data: 'M3 4h14v12H3zM3 13l4-4 3.5 3.5L13 10l4 4', machine: 'M6 6h8v8H6zM8 2.5V6m4-3.5V6M8 14v3.5m4-3.5v3.5M2.5 8H6m-3.5 4H6m8-4h3.5M14 12h3.5',
-  };
-  const PAGES = [['new', 'New run', 'n'], ['runs', 'Runs', 'r'], ['queue', 'Queue', 'q'], ['data', 'Data', 'd'], ['machine', 'Machine', 'm']];
+  /** [name, screen] of the screens that the rail leads to, in the order in which they were registered. */
+  const pages = () => Object.entries(studio.screens).filter(([, screen]) => screen.rail);
   const LIVE_EVERY_S = 2, THEMES = [['', 'System'], ['light', 'Light'], ['dark', 'Dark']];
   const KEYS = { ArrowLeft: '←', ArrowRight: '→' };
   const ENDED = { finished: 'has finished', failed: 'has failed', stopped: 'was stopped' };
@@ -22,14 +19,14 @@
   }
 
   function rail() {
-    const link = ([name, title]) => h(`a.nav#nav-${name}`, { href: studio.link(name), title },
-      studio.icon(ICONS[name]), h('span', {}, title), h('b', { hidden: true }));
+    const link = ([name, { title, rail }]) => h(`a.nav#nav-${name}`, { href: studio.link(name), title },
+      studio.icon(rail.icon), h('span', {}, title), h('b', { hidden: true }));
     const themes = h('div.seg.themes', { role: 'group', 'aria-label': 'Light or dark' }, THEMES.map(([name, title]) =>
       h('button', { type: 'button', data: { theme: name || 'system' }, onclick: () => studio.setTheme(name) }, title)));
     const swap = h('button.btn.ghost.swap', { type: 'button', 'aria-label': 'Switch between light and dark', title: 'Light or dark',
       onclick: () => studio.setTheme(document.documentElement.dataset.theme === 'dark' ? 'light' : 'dark') }, '◐');
     const help = h('button.btn.ghost.s.help-key', { type: 'button', title: 'Keyboard shortcuts', onclick: showShortcuts }, 'Shortcuts ', h('kbd', {}, '?'));
-    return h('nav.rail#rail', { 'aria-label': 'Pages' }, brand(), PAGES.map(link), h('div.grow'), h('a.job#job', { hidden: true }), help, themes, swap);
+    return h('nav.rail#rail', { 'aria-label': 'Pages' }, brand(), pages().map(link), h('div.grow'), h('a.job#job', { hidden: true }), help, themes, swap);
   }
 
   function showShortcuts() {
@@ -68,7 +65,7 @@
     for (const dialog of document.querySelectorAll('dialog[open]')) dialog.close(); // it is about what was shown before
     studio.shown = name;
     document.documentElement.dataset.screen = name;
-    for (const [page] of PAGES) {
+    for (const [page] of pages()) {
       const link = document.querySelector(`#nav-${page}`), isOn = page === (name === 'run' || name === 'compare' ? 'runs' : name);
       link.classList.toggle('on', isOn);
       if (isOn) link.setAttribute('aria-current', 'page'); else link.removeAttribute('aria-current');
@@ -156,7 +153,7 @@
       h('div#lost', { role: 'alert', hidden: true }),
       rail(), h('main#pages', {}), h('div#toasts'));
     if (studio.facts.unwritable) document.querySelector('#pages').prepend(h('div#unwritable', {}, studio.alert(studio.facts.unwritable)));
-    for (const [name, title, key] of PAGES) studio.shortcut(`g ${key}`, title, () => studio.go(name));
+    for (const [name, { title, rail: { key } }] of pages()) studio.shortcut(`g ${key}`, title, () => studio.go(name));
     studio.shortcut('?', 'Show the shortcuts', showShortcuts);
     addEventListener('hashchange', route);
     addEventListener('scroll', () => scrolled.set(here, scrollY), { passive: true });

@@ -74,6 +74,7 @@
   const card = (id, title, ...children) => h('section.card', { 'aria-labelledby': `h-${id}` }, h('div.ttl', {}, h(`h2#h-${id}`, {}, title)), ...children);
 
   studio.screens.machine = {
+    rail: { key: 'm', icon: 'M6 6h8v8H6zM8 2.5V6m4-3.5V6M8 14v3.5m4-3.5v3.5M2.5 8H6m-3.5 4H6m8-4h3.5M14 12h3.5' },
     title: 'Machine',
     build(section) {
       root = section;

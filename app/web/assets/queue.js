@@ -98,6 +98,7 @@
   }
 
   studio.screens.queue = {
+    rail: { key: 'q', icon: 'M4 4h12v4H4zM4 12h12M4 16h8' },
     title: 'Queue',
     build(section) {
       root = section;

@@ -386,7 +386,7 @@
     return '';
   }
 
-  studio.screens.runs = { title: 'Runs', build, show: load, tick };
+  studio.screens.runs = { rail: { key: 'r', icon: 'M3 5.5h14M3 10h14M3 14.5h9' }, title: 'Runs', build, show: load, tick };
 
   // --- comparison ---------------------------------------------------------------------------------------------------
 
