@@ -178,7 +178,7 @@ import sys
 from pathlib import Path
 from trainer.system.errors import InputError
 from trainer.config.sections import DataConfig
-from trainer.data import image_files, question_files
+from trainer.data.images import image_files; from trainer.data.mixed import question_files
 for folder in map(Path, sys.argv[1:]):
     asked = folder / "questions.jsonl"
     cfg = DataConfig(path=str(folder), questions=str(asked) if asked.is_symlink() or asked.exists() else None)

@@ -31,7 +31,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from trainer.run import process
-from trainer.benchmark import variants
+from trainer.launcher.jobs import variants
 from trainer.config.load import load_config
 config = load_config(Path("preset.yaml"), ["train.steps=3", "sample.every=0"])
 run = variants.create(config, {"whole": ["parallel.strategy=ddp"]}, Path("runs"))

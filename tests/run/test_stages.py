@@ -358,7 +358,7 @@ def test_what_is_handed_over_is_there_whole_or_not_at_all(tmp_path: Path, monkey
     first = stages.current(run, cfg)
     weights = train(alone(), first.config, run).weights
     with monkeypatch.context() as patched:
-        patched.setattr("trainer.export.write_handover", lambda *arguments: 1 / 0)
+        patched.setattr("trainer.export.export.write_handover", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             hand_over(first, run, tmp_path / "cache", weights)
     assert not weights_of(first.folder).exists()

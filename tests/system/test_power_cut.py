@@ -31,7 +31,7 @@ os.fsync, os.replace, os.rename, os.link = flushed, named(replace), named(rename
 sys.addaudithook(opened)
 """
 SAVES = """
-from app import form
+from app.form import draft as form
 from app.data.captions import Captions, Card
 from app.form.draft import Draft
 from app.runs.run_table import change_tags

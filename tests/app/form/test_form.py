@@ -14,7 +14,7 @@ from trainer.config.fields import all_names, label_with_unit, slot, unit
 from trainer.config.load import ConfigError, dump_config, load_config
 from trainer.config.schema import RunConfig
 
-PRESETS = Path(__file__).parents[2] / "presets"
+PRESETS = Path(__file__).parents[3] / "presets"
 QUICKSTART = PRESETS / "quickstart.yaml"
 
 

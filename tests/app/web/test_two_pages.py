@@ -22,7 +22,7 @@ from trainer.config.load import ConfigError, load_config, load_config_text
 from trainer.system.errors import InputError
 
 TAGGER = """
-from pathlib import Path; from app import run_table; import sys
+from pathlib import Path; from app.runs import run_table; import sys
 print("ready", flush=True); input()
 for number in range(20): run_table.change_tags(Path(sys.argv[1]), [f"{sys.argv[2]}-{number}"], "tag")
 """

@@ -18,7 +18,7 @@ from trainer.data.images.image_files import scan
 from trainer.data.images.image_io import load_rgb, read_header
 from trainer.system.errors import InputError
 
-QUICKSTART = Path(__file__).parents[2] / "presets" / "quickstart"
+QUICKSTART = Path(__file__).parents[3] / "presets" / "quickstart"
 ON_ITS_SIDE = 6
 
 
@@ -351,9 +351,9 @@ def test_the_quickstart_holds_32_small_pictures_with_captions() -> None:
 
 def test_a_dataset_is_scanned_without_torch_and_numpy() -> None:
     code = (
-        "import sys; from trainer.config.sections import DataConfig; from trainer.data import buckets, image_files; "
+        "import sys; from trainer.config.sections import DataConfig; from trainer.data.images import buckets, image_files; "
         f"image_files.scan(DataConfig(path={str(QUICKSTART)!r})); print({{'torch', 'numpy'}} & sys.modules.keys())"
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

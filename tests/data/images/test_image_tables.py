@@ -525,7 +525,7 @@ import sys, tracemalloc
 import pyarrow
 from trainer.system.errors import InputError
 from trainer.config.sections import DataConfig
-from trainer.data import image_files, question_files
+from trainer.data.images import image_files; from trainer.data.mixed import question_files
 name, path = sys.argv[1:]
 try:
     cfg = DataConfig(**{name: path})
@@ -540,7 +540,7 @@ print(pyarrow.default_memory_pool().max_memory() >> 20)
 def read_in_a_small_process(name: str, file: Path) -> list[str]:
     """What a scan says of a file in a process of 3 GiB of address space, and the MiB that pyarrow held at most."""
     code = f"import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30)){SCAN_IN_A_SMALL_PROCESS}"
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code, name, str(file)], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()

@@ -26,7 +26,7 @@ from trainer.plan.simulate.tables import decode, encode
 from trainer.plan.store import SHIPPED, find_model
 from trainer.system.errors import InputError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXACT, USUAL = 0.003, 0.01
 QUICK = ("causal_lm-llama-3.2-1b", "flux2-demo")
 

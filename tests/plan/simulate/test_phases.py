@@ -16,7 +16,7 @@ from trainer.plan.simulate import sizes as sizes_module
 from trainer.plan.simulate.phases import CAPTIONS, EXPORT, IMAGES, SAMPLING, TRAINING, Item
 from trainer.system.amounts import GIB
 
-PRESETS = Path(__file__).parents[2] / "presets"
+PRESETS = Path(__file__).parents[3] / "presets"
 SAMPLES = ("sample.every=100", "sample.prompts=[a fox]")
 OFTEN = ("flux2 dev", "flux2 klein-4b", "flux1 dev", "sd3 sd35-large", "qwen_image qwen-image", "z_image z-image")
 
