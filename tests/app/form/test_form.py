@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from app.form import draft as form
-from app.form.draft import Draft, Row, form_answers
+from app.form import form_answers
+from app.form.draft import Draft, Row
 from trainer.config.fields import all_names, label_with_unit, slot, unit
 from trainer.config.load import ConfigError, dump_config, load_config
 from trainer.config.schema import RunConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.form.draft import model_answers
+from app.form import model_answers
 from app.form.model_choices import VERDICTS, ModelChoice, PresetChoice
 from app.studio import Studio
 from tests.runs import write_preset

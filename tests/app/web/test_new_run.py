@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from app.data import scans
-from app.form.draft import Draft, form_answers
+from app.form import form_answers
+from app.form.draft import Draft
 from app.studio import Studio
 from app.web.answers import server_functions
 from app.web.pages import new_run

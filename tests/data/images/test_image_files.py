@@ -351,7 +351,8 @@ def test_the_quickstart_holds_32_small_pictures_with_captions() -> None:
 
 def test_a_dataset_is_scanned_without_torch_and_numpy() -> None:
     code = (
-        "import sys; from trainer.config.sections import DataConfig; from trainer.data.images import buckets, image_files; "
+        "import sys; from trainer.config.sections import DataConfig\n"
+        "from trainer.data.images import buckets, image_files\n"
         f"image_files.scan(DataConfig(path={str(QUICKSTART)!r})); print({{'torch', 'numpy'}} & sys.modules.keys())"
     )
     command = [sys.executable, "-c", code]
