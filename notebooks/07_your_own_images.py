@@ -125,11 +125,11 @@ from trainer.data.images.buckets import bucket_sizes, choose_bucket, images_per_
 data = config.config.data
 multiple = families.of(config.config.model.family).size_multiple
 sizes = bucket_sizes(data.resolution, multiple, data.max_aspect)
-filled = images_per_bucket((choose_bucket(image.width, image.height, sizes) for image in dataset.train), sizes)
-print("all buckets:", ", ".join(f"{width} x {height}" for width, height in sizes))
+filled = images_per_bucket((choose_bucket(image.size, sizes) for image in dataset.train), sizes)
+print("all buckets:", ", ".join(f"{size.width} x {size.height}" for size in sizes))
 notebook.Table(
     ["bucket", "pixels", "images"],
-    [[f"{width} x {height}", width * height, count] for (width, height), count in filled.items()],
+    [[f"{size.width} x {size.height}", size.pixels, count] for size, count in filled.items()],
 )
 
 # %% [markdown]
@@ -140,13 +140,13 @@ from trainer.data.images.image_io import load_rgb
 
 cut = RUNS / "as-trained"
 cut.mkdir(exist_ok=True)
-rows: dict[str, dict[str, Path]] = {f"{width} x {height}": {} for width, height in filled}
+rows: dict[str, dict[str, Path]] = {f"{size.width} x {size.height}": {} for size in filled}
 for image in dataset.train[:12]:
-    size = choose_bucket(image.width, image.height, sizes)
-    load_rgb(image, size).save(cut / image.path.name)
-    row = rows[f"{size[0]} x {size[1]}"]
+    size = choose_bucket(image.size, sizes)
+    load_rgb(image, size.frame).save(cut / image.path.name)
+    row = rows[f"{size.width} x {size.height}"]
     row[f"{len(row) + 1}"] = cut / image.path.name
-notebook.gallery(rows, size=max(max(size) for size in sizes))
+notebook.gallery(rows, size=max(max(size.frame) for size in sizes))
 
 # %% [markdown]
 # What stands over is cut off around the middle. A point that matters more is set on the page (*Crop* at an image), and
@@ -159,7 +159,7 @@ from trainer.data.images.buckets import Buckets
 several = notebook.config("quickstart", *CHANGES, f"data.path={folder}", "data.resolutions=[48,64]").config.data
 buckets = Buckets.of(several, multiple, longest=None)
 for image in dataset.train[:3]:
-    print(image.path.name, *(f"{width} x {height}" for _, (width, height) in buckets.of_image(image, several.sides)))
+    print(image.path.name, *(f"{size.width} x {size.height}" for _, size in buckets.of_image(image, several.sides)))
 
 # %% [markdown]
 # ### Exercise 1

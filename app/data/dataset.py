@@ -14,6 +14,7 @@ from app.data import captions
 from app.data.captions import Card
 from app.data.scans import Framed, ScanResult
 from trainer.config.sections import DataConfig
+from trainer.config.size import Size
 from trainer.data.images import image_warnings
 from trainer.data.images.buckets import kept_part
 from trainer.data.images.image_io import IMAGE_SUFFIXES, WHOLE, ImageFile, crop_start, inner_size, read_header
@@ -222,9 +223,9 @@ def shape(image: Path, framed: Framed | None, is_padded: bool = False) -> Shape:
         is_padded: Whether it is whole, with borders.
     """
     file = read_header(image)
-    sizes, focus = (framed.sizes, framed.focus) if framed else (((file.width, file.height),), WHOLE.focus)
-    frame = _frame(file, sizes[-1] if sizes else (file.width, file.height), focus, is_padded)
-    return Shape(file.width, file.height, sizes, frame.start, frame.kept, focus)
+    sizes, focus = (framed.sizes, framed.focus) if framed else ((file.size,), WHOLE.focus)
+    frame = _frame(file, sizes[-1] if sizes else file.size, focus, is_padded)
+    return Shape(file.width, file.height, tuple(size.frame for size in sizes), frame.start, frame.kept, focus)
 
 
 def is_in_table(image: Path, found: ScanResult) -> bool:
@@ -245,16 +246,16 @@ def frames(file: ImageFile, framed: Framed, is_padded: bool = False) -> list[Fra
     return [*kept, *(replace(frame, is_left_out=True) for frame in left_out)]
 
 
-def _frame(file: ImageFile, size: tuple[int, int], focus: tuple[float, float], is_padded: bool) -> Frame:
+def _frame(file: ImageFile, size: Size, focus: tuple[float, float], is_padded: bool) -> Frame:
     scale, share = image_warnings.fit(file, size, is_padded)
     if is_padded:
-        inner = inner_size(file.width, file.height, size)
-        kept = size[0] / inner[0], size[1] / inner[1]
+        inner = inner_size(file.width, file.height, size.frame)
+        kept = size.width / inner[0], size.height / inner[1]
         start = (1 - kept[0]) / 2, (1 - kept[1]) / 2
     else:
-        kept = kept_part(file.width, file.height, size)
+        kept = kept_part(file.size, size)
         start = crop_start(focus[0], kept[0]), crop_start(focus[1], kept[1])
-    return Frame(size, start, kept, scale, 1 - share)
+    return Frame(size.frame, start, kept, scale, 1 - share)
 
 
 def image_at(path: str) -> Path:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from trainer.config import families
 from trainer.config.schema import RunConfig
+from trainer.config.size import Size
 from trainer.data import row_files, row_forms
 from trainer.data.images import image_warnings
-from trainer.data.images.buckets import Buckets, Size
+from trainer.data.images.buckets import Buckets, images_per_bucket
 from trainer.data.images.image_files import CaptionedImage, Dataset, Watcher, scan
 from trainer.data.images.image_io import ImageFile
 from trainer.data.mixed import question_files
@@ -56,7 +57,7 @@ class Framed:
     """What an image is trained at.
 
     Attributes:
-        sizes: (width, height) of its buckets, one for each resolution; none where it is left out.
+        sizes: Its buckets, one for each resolution; none where it is left out.
         focus: The point (x, y) around which it is cropped, as in `Framing`.
         left_out: The sizes at which its crop would be larger than `data.most_cropped` allows.
         scale: Its enlargement at its largest size; 0 where it is left out.
@@ -64,9 +65,9 @@ class Framed:
         is_own: Whether it shows the subject that is learned; False for a regularization image.
     """
 
-    sizes: tuple[tuple[int, int], ...]
+    sizes: tuple[Size, ...]
     focus: tuple[float, float]
-    left_out: tuple[tuple[int, int], ...] = ()
+    left_out: tuple[Size, ...] = ()
     scale: float = 0.0
     references: tuple[Path, ...] = ()
     is_own: bool = True
@@ -96,7 +97,7 @@ class ScanResult:
         num_documents: Documents in them; None if they were not counted.
         conversation: (role, content) of the first conversation in them.
         problems: Errors that prevent a run, a sentence per file.
-        buckets: {(width, height): number of training images, once for each resolution they are trained at}.
+        buckets: {bucket: number of training images, once for each resolution they are trained at}.
         num_questions: Training questions about images.
         epoch_images: Images of one pass over the data, each as often as its weight; 0 where they are not known.
         framed: The images whose header was read, with what they are trained at; empty where `data.resolution` is wrong.
@@ -116,11 +117,11 @@ class ScanResult:
     conversation: tuple[tuple[str, str], ...] = ()
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    buckets: Mapping[Size, int] = field(default_factory=dict)
     num_questions: int = 0
     epoch_images: float = 0.0
     framed: Mapping[Path, Framed] = field(default_factory=dict)
-    cropped: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    cropped: Mapping[Size, float] = field(default_factory=dict)
     held_out: frozenset[Path] = frozenset()
     flaws: Mapping[Path, Flaw] = field(default_factory=dict)
     listed: Mapping[Path, str] = field(default_factory=dict)
@@ -301,7 +302,7 @@ class _Scan(Watcher):
     def _measured(self, buckets: Buckets | None, sized: _Sizes, held_out: frozenset[Path]) -> ScanResult:
         """The images that were read, with their buckets and what is wrong with them."""
         flaws = {image: Flaw("cannot be used", is_error=True) for image in self._bad}
-        kept: dict[tuple[int, int], list[float]] = {}
+        kept: dict[Size, list[float]] = {}
         framed: dict[Path, Framed] = {}
         is_padded = self._config.data.fit == "pad"
         for image in self._files if buckets else ():
@@ -315,7 +316,7 @@ class _Scan(Watcher):
             if image.path not in held_out:
                 for size, (_, share) in zip(sizes, fits, strict=True):
                     kept.setdefault(size, []).append(share)
-        counted = [size for size in (buckets.sizes if buckets else ()) if size in kept]
+        counted = images_per_bucket(kept, buckets.sizes if buckets else ())
         return ScanResult(
             self._num_files,
             images=tuple(self._images),

@@ -297,7 +297,7 @@ def _sample_sets(cfg: RunConfig, steps: int) -> int:
 def _sample_share(cfg: RunConfig, earlier: RunConfig) -> float | None:
     """The time of a set of samples as a share of the earlier run's; None where they are not comparable."""
     one, other = cfg.sample, earlier.sample
-    same = ("size", "guidance", "negative", "scheduler", "tokens")
+    same = ("size", "frames", "guidance", "negative", "scheduler", "tokens")
     if any(vars(one)[name] != vars(other)[name] for name in same) or (one.steps is None) != (other.steps is None):
         return None
     counts = [len(sample.prompts) + len(sample.questions) for sample in (one, other)]

@@ -266,7 +266,7 @@ def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:
     if "data.path" in checked.errors and not os.path.isdir(checked.config.data.path or ""):
         return None
     found = studio.scans.of(checked.config)
-    shapes = [[*size, count] for size, count in sorted(found.buckets.items(), key=lambda item: -item[1])]
+    shapes = [[*size.frame, count] for size, count in sorted(found.buckets.items(), key=lambda item: -item[1])]
     trained = sum(found.buckets.values())
     return {
         "is_text": families.trains_on(checked.config) == "text",

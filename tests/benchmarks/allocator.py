@@ -33,11 +33,11 @@ from trainer.optim import make_optimizer
 from trainer.parallel.mesh import device_mesh
 from trainer.plan.record import fake_device
 from trainer.plan.record.trace import batch_of, trace_step
-from trainer.plan.simulate.steps import Size
+from trainer.plan.simulate.steps import PassInput
 from trainer.rng import SampleRng
 
 BLOCKS = {"num_layers": 2, "num_single_layers": 6, "num_attention_heads": 8, "joint_attention_dim": 7680}
-SIZE = Size(256 * 256, 1)
+SIZE = PassInput(256 * 256, 1)
 LIMIT = 0.02
 """Largest error of the tracer against real tensors, as a share."""
 STAGING_LIMIT = 0.15

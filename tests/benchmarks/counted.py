@@ -31,7 +31,7 @@ from trainer.models import families
 from trainer.models.build import build_model, materialize, shard_model
 from trainer.models.parts.published import published_folder
 from trainer.plan.record.trace import batch_of
-from trainer.plan.simulate.sizes import size_of
+from trainer.plan.simulate.sizes import input_of
 from trainer.rng import SampleRng
 
 TINY = ("flux2", "sd3", "sdxl", "causal_lm")
@@ -111,7 +111,7 @@ def _real_flops(cfg: RunConfig, folder: Path) -> int:
     materialize(built.module, cfg, cpu)
     # torch has no formula for products that are added to a tensor in place.
     in_place = {torch.ops.aten.addmm_: _product_flops}
-    size, counter = size_of(cfg), FlopCounterMode(display=False, custom_mapping=in_place)
+    size, counter = input_of(cfg), FlopCounterMode(display=False, custom_mapping=in_place)
     batch = batch_of(family, size, torch.float32, cpu)
     with sdpa_kernel(SDPBackend.MATH), counter:
         family.loss(built.module, batch, SampleRng(0, tuple(range(size.batch)), cpu)).total.backward()

@@ -35,7 +35,7 @@ from trainer.parallel.strategy import Strategy
 from trainer.plan.record import fake_device
 from trainer.plan.record.trace import batch_of, on_this_machine, trace_step
 from trainer.plan.search.fixes import planned
-from trainer.plan.simulate.sizes import size_of
+from trainer.plan.simulate.sizes import input_of
 from trainer.rng import SampleRng
 from trainer.run.process import worker_environment
 
@@ -150,7 +150,7 @@ def measure(case: Case, device: str, cache: Path) -> dict[str, float]:
         assert plan is not None
         peak = plan.training.peak
     else:
-        peak = trace_step(cfg, families.make(cfg, cache), here, size_of(cfg)).peak
+        peak = trace_step(cfg, families.make(cfg, cache), here, input_of(cfg)).peak
     found: dict[str, float] = {"planned": peak}
     with _watched(here, found), stepping(on_this_machine(cfg, cache), here, cache) as step:
         for _ in range(STEPS):
@@ -171,7 +171,7 @@ def seconds_of(step: Callable[[], None], times: int, device: torch.device) -> fl
 @contextmanager
 def stepping(cfg: RunConfig, device: torch.device, cache: Path) -> Iterator[Callable[[], None]]:
     """Build a run's model with random weights; what it yields trains it for a step."""
-    family, size = families.make(cfg, cache), size_of(cfg)
+    family, size = families.make(cfg, cache), input_of(cfg)
     built = build_model(cfg, family)
     strategy: Strategy = cfg.parallel.strategy  # type: ignore[assignment]
     with fake_device.ranks(cfg.parallel.world_size, device) as world:

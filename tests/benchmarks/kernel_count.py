@@ -26,7 +26,7 @@ from trainer.plan.record import fake_device
 from trainer.plan.record.memory_tracker import GATHERED, REDUCED, MemoryTracker, decoding, is_quantized, operations
 from trainer.plan.record.trace import Sharded, on_this_machine, sharded_model
 from trainer.plan.search.decide import decided
-from trainer.plan.simulate.sizes import size_of
+from trainer.plan.simulate.sizes import input_of
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = PHASES = ("forward", "recompute", "backward", "optimizer")
 MATRIX, MATRIX_FP32, SMALL = "matrix products", "matrix products of fp32", "small matrix products"
@@ -229,7 +229,7 @@ def count_step(cfg: RunConfig, cache: Path, attach: Callable[[KernelCounter], st
         cache: Folder shared by runs.
         attach: Blocks are compiled by the backend that it names; it gets the counter. None: they are not compiled.
     """
-    count, size = StepCount(), size_of(cfg)
+    count, size = StepCount(), input_of(cfg)
     with _counted_model(cfg, cache, attach) as (sharded, counter):
         sharded.average()
         sharded.one_pass(size, is_last=True)
@@ -258,7 +258,7 @@ def count_pass(cfg: RunConfig, cache: Path) -> StepCount:
     """Count forward and backward of a run's first step. The arguments are those of `count_step`."""
     count = StepCount()
     with _counted_model(cfg, cache) as (sharded, counter), _counted(sharded, counter, count, 1):
-        sharded.one_pass(size_of(cfg), is_last=True)
+        sharded.one_pass(input_of(cfg), is_last=True)
     return count
 
 

@@ -20,7 +20,7 @@ from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
 from trainer.plan.memory import plan_of
 from trainer.plan.simulate.phases import CAPTIONS, SAMPLING, TRAINING, captions, over_all
-from trainer.plan.simulate.sizes import rank_of, sharding_of, size_of
+from trainer.plan.simulate.sizes import input_of, rank_of, sharding_of
 from trainer.plan.simulate.timeline import simulate_forward
 from trainer.plan.store import find_model
 
@@ -168,7 +168,7 @@ def _outcome(case: Case, cache: Path) -> Outcome:
     cfg = case.config()
     model = find_model(cfg, cache)
     planned = plan_of(cfg, model, None)
-    size = size_of(cfg)
+    size = input_of(cfg)
     family, device = families.make(on_this_machine(cfg, cache), cache), fake_device.install()
     if case.part == CAPTIONS:
         outcome = Outcome(case, trace_captions(cfg, family, device), captions(model.encoders, over_all(cfg)).peak)

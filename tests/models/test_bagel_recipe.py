@@ -18,6 +18,7 @@ from tests.audit import bagel as published
 from tests.audit.reference import Draws, seed_of
 from tests.models.common import batch_of, edit_json, load, make, model_of, picture, recorded_decodes
 from trainer.config.sections import DataConfig, ObjectiveConfig, SampleConfig
+from trainer.config.size import Size
 from trainer.models.base import MultimodalFamily, SequencePart
 from trainer.models.objectives.base import Example
 from trainer.models.parts.bagel.bagel_packing import DrawnPiece, GapPiece, Marks, SeenPiece, TextPiece, pack
@@ -192,16 +193,16 @@ SEEN, DRAWN = (980, 378, 14, 2_007_040), (1024, 512, 16, math.inf)
 def test_images_have_the_published_sizes(
     size: tuple[int, int], limits: tuple[int, int, int, float], expected: tuple[int, int]
 ) -> None:
-    assert size_within(size, *limits) == expected
+    assert size_within(Size(*size), *limits) == Size(*expected)
 
 
 def test_both_sizes_follow_the_config(cache: Path) -> None:
     family = make("bagel", cache)
-    assert family.drawn_size(400, 300, 1024) == (688, 512)
-    assert family.drawn_size(400, 300, 64) == (64, 48)
+    assert family.drawn_size(Size(400, 300), 1024) == Size(688, 512)
+    assert family.drawn_size(Size(400, 300), 64) == Size(64, 48)
     # The grid of the tiny model's encoder has 16 patches of 8 pixels.
-    assert family.seen_size(1920, 1080, DataConfig()) == (128, 72)
-    assert family.seen_size(20, 20, DataConfig(seen_resolution=64)) == (24, 24)
+    assert family.seen_size(Size(1920, 1080), DataConfig()) == Size(128, 72)
+    assert family.seen_size(Size(20, 20), DataConfig(seen_resolution=64)) == Size(24, 24)
 
 
 STEPS, GUIDANCE = 7, 4.0

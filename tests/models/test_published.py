@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.models.common import IMAGES, load, make
 from trainer.config.sections import ModelConfig, ModelOptions
+from trainer.config.size import Size
 from trainer.models import families
 from trainer.models.base import ImageFamily
 from trainer.models.parts.folder import ModelFolder
@@ -154,7 +155,7 @@ def test_a_blank_example_is_shaped_like_what_the_encoders_make(name: str, dtype:
     for width, height, caption in ((64, 64, "a red apple on a table"), (96, 64, "a cat")):
         example = family.encode_text(texts, caption) | family.encode_image(images, Image.new("RGB", (width, height)))
         tokens = len(example.get("prompt_embeds", ()))
-        assert _shapes(family.blank_example(width, height, tokens, dtype)) == _shapes(example)
+        assert _shapes(family.blank_example(Size(width, height), tokens, dtype)) == _shapes(example)
 
 
 @pytest.mark.parametrize("windows", [1, 3])
@@ -168,14 +169,14 @@ def test_a_blank_example_for_live_text_encoders_holds_token_ids(cache: Path, win
     family = families.get("sdxl")(model, make("sdxl", cache).objective, cache)
     example = family.encode_text(family.text_encoder(load), "a cat")
     example |= family.encode_image(family.image_encoder(load), Image.new("RGB", (64, 64)))
-    assert _shapes(family.blank_example(64, 64, 0, torch.float32)) == _shapes(example)
+    assert _shapes(family.blank_example(Size(64, 64), 0, torch.float32)) == _shapes(example)
 
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_a_blank_example_takes_no_memory_under_fake_tensors(name: str, cache: Path) -> None:
     family = make(name, cache)
     with FakeTensorMode():
-        example = family.blank_example(64, 64, 5, torch.bfloat16)
+        example = family.blank_example(Size(64, 64), 5, torch.bfloat16)
     assert all(isinstance(tensor, FakeTensor) for tensor in example.values())
 
 

@@ -26,12 +26,12 @@ from trainer.plan.record.make_tables import FORMATS
 from trainer.plan.record.trace import on_this_machine, trace_passes, trace_sampling, trace_step
 from trainer.plan.simulate.phases import captions, over_all
 from trainer.plan.simulate.sizes import sharding_of
-from trainer.plan.simulate.steps import ModelPass, Size, lengthen
-from trainer.plan.simulate.tables import KIND_OF, PASS_KINDS, RANKS, PassKind, PassTable, decode, traced_sizes
+from trainer.plan.simulate.steps import ModelPass, PassInput, lengthen
+from trainer.plan.simulate.tables import KIND_OF, PASS_KINDS, RANKS, PassKind, PassTable, decode, traced_inputs
 from trainer.plan.simulate.timeline import simulate, simulate_forward
 from trainer.plan.store import key_of
 
-SIZE = Size(512 * 512, 1)
+SIZE = PassInput(512 * 512, 1)
 BLOCKS = {"num_layers": 1, "num_single_layers": 5}
 CASES: tuple[tuple[str, ...], ...] = (
     (),
@@ -122,7 +122,7 @@ def _is_equal(model: str, file: Path, cache: Path) -> bool:
 
 
 def _is_equal_to(table: PassTable, cfg: RunConfig, cache: Path) -> bool:
-    found = trace_passes(cfg, families.make(cfg, cache), fake_device.install(), traced_sizes(table.sides)[:1])
+    found = trace_passes(cfg, families.make(cfg, cache), fake_device.install(), traced_inputs(table.sides)[:1])
     return all(
         [(m.change, m.peak, m.flops) for m in found.marks[kind][0]]
         == [(f.change[0], f.peak[0], f.flops[0]) for f in table.by_rank[0].figures[kind]]

@@ -15,7 +15,7 @@ from trainer.plan.hardware import CARDS
 from trainer.plan.memory import MemoryPlan, history_of, plan_of
 from trainer.plan.picture import Bar, Limit, draw, outline, sentence
 from trainer.plan.simulate.phases import by_kind
-from trainer.plan.simulate.steps import Mark, ModelPass, Parameter, Size, Unit
+from trainer.plan.simulate.steps import Mark, ModelPass, Parameter, PassInput, Unit
 from trainer.plan.simulate.timeline import Point, Sharding, history, simulate
 from trainer.plan.store import known_model
 from trainer.system.amounts import GIB
@@ -63,7 +63,7 @@ def planned(model: str, card: str | None, *fields: str) -> tuple[MemoryPlan, tup
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("table", EVERY)
 def test_the_fullest_moment_is_the_peak_of_the_simulation(table, checkpointing):
-    model_pass = table.training(Size(512 * 512, 1), 16, checkpointing)
+    model_pass = table.training(PassInput(512 * 512, 1), 16, checkpointing)
     for sharding in SHARDINGS:
         memory, points = simulate(model_pass, sharding), history(model_pass, sharding)
         fullest = max(points, key=lambda point: point.peak)

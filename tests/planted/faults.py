@@ -367,8 +367,8 @@ FAULTS = (
     _fault(
         "an image goes into the bucket of the nearest difference, not ratio",
         "trainer/data/images/buckets.py",
-        "abs(math.log(size[0] / size[1]) - aspect)",
-        "abs(size[0] / size[1] - math.exp(aspect))",
+        "abs(math.log(size.width / size.height) - aspect)",
+        "abs(size.width / size.height - math.exp(aspect))",
         "data/test_buckets.py",
     ),
     _fault(

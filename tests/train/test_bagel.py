@@ -22,6 +22,7 @@ from tests.models.common import batch_of, edit_json, examples, model_of, picture
 from tests.runs import Outcome, alone, difference, make_pictures, run_config, steps_of, train
 from trainer.checkpoint.restore import StoredWeights
 from trainer.config.schema import RunConfig
+from trainer.config.size import Size
 from trainer.data.loader import BatchSizes, ImageBatchSampler
 from trainer.data.mixed import question_files
 from trainer.data.mixed.mixed_batches import DrawnItem, MixedBatchSampler, QuestionItem
@@ -321,8 +322,8 @@ def test_a_picture_of_a_former_run_is_looked_at_in_whole_patches_within_the_grid
     family = families.make(cfg, bench.root / "cache")
     assert isinstance(family, MultimodalFamily)
     family.follow_recipe(2)
-    assert family.seen_size(*size, cfg.data) == expected
-    assert family.drawn_size(*size, resolution) is None
+    assert family.seen_size(Size(*size), cfg.data) == Size(*expected)
+    assert family.drawn_size(Size(*size), resolution) is None
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ class FamilyFacts:
     size_multiple: int
     in_buckets: bool
     longest_side: int | None
+    frames: tuple[int, ...]
     distilled: tuple[Distilled, ...]
     model_files: Mapping[str, tuple[str, str]]
     only_peft: bool
@@ -80,6 +81,8 @@ class FamilyFacts:
             return name in self.objective_fields
         if field == "train.neftune_alpha":
             return self.trains_on == "text"
+        if field == "sample.frames" and len(self.frames) == 1:
+            return False
         if field == "model.options.without":
             return bool(self.optional_encoders)
         if section == "model.options":
@@ -121,6 +124,9 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
         conditional = known.architectures.get(architecture, conditional)
     yield from unread("objective", cfg.objective, known.objective_read(conditional))
     yield from wrong_sizes(cfg, known.longest_side, known.size_multiple)
+    if "frames" in known.sample_fields and cfg.sample.frames not in known.frames:
+        near = min(known.frames, key=lambda frames: abs(frames - cfg.sample.frames))
+        yield Problem("sample.frames", f"{cfg.model.family} has no samples of {cfg.sample.frames} frames; use {near}")
     if cfg.objective.compares_pairs and "rejected" in known.data_fields and not cfg.data.rejected:
         yield Problem(
             "objective.dpo_beta", "needs data.rejected, the folder with the images that are not preferred; name it"

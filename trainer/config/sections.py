@@ -16,6 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
+from trainer.config.size import Size
+
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 NAME_HELP = "1 to 64 letters, digits, '_', '.' or '-', not beginning with '.' or '-'"
 MODEL_WORDS = ("tiny", "demo", "random")
@@ -780,6 +782,8 @@ class SampleConfig(Section):
         (1024, 1024), title="Size of the samples", unit="pixels", keywords="width height resolution"
     )
     """Width and height of the samples."""
+    frames: Whole = option(1, title="Frames of the samples", ge=1, le=10_000, unit="frames", keywords="video clip")
+    """Number of frames of the samples, for a model that draws clips."""
     steps: Whole | None = option(None, title="Denoising steps", ge=1, le=1000)
     """Denoising steps. Empty: 28, or the number a distilled model was made for."""
     guidance: Number | None = option(None, ge=0, le=100, keywords="cfg scale")
@@ -806,6 +810,11 @@ class SampleConfig(Section):
     """Questions about `sample.images` that the model answers as additional samples."""
     images: tuple[str, ...] = option((), title="Images of these questions", path="file")
     """Images that `sample.questions` are about, one per question, in the same order."""
+
+    @property
+    def full_size(self) -> Size:
+        """The size of a sample with its frames."""
+        return Size(*self.size, self.frames)
 
 
 class CompleteSample(SampleConfig):

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from trainer.config.schema import RunConfig
+from trainer.config.size import Size
 from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, key_of, key_of_all, missing
 from trainer.data.encoded_memory import Encoded, EncodedMemory
 from trainer.data.images import image_warnings
@@ -142,7 +143,8 @@ class _DataEncoder:
     def _way(self) -> tuple[object, ...]:
         """What decides, in addition to the scan, which examples there are, under which keys, and what is said."""
         cfg, family = self.context.cfg, self.family
-        own_size = family.drawn_size(1000, 1000, self._largest)
+        own = family.drawn_size(Size(1000, 1000), self._largest)
+        own_size = own.values if own else None
         (text_key,) = text_keys(cfg, self._origin, [""]).values()
         return (text_key, family.size_multiple, family.longest_side, own_size, cfg.sample.prompts, cfg.sample.negative)
 
@@ -192,19 +194,19 @@ class _DataEncoder:
             for side, size in self._sized(image)
         ]
 
-    def _sized(self, image: CaptionedImage) -> tuple[tuple[int, tuple[int, int]], ...]:
+    def _sized(self, image: CaptionedImage) -> tuple[tuple[int, Size], ...]:
         """(resolution, size) of each time that an image is trained."""
         if own := self._own_size(image, self._largest):
             return ((self._largest, own),)
         return self._buckets.of_image(image, image.sides)
 
-    def _framed(self, image: ImageFile, size: tuple[int, int], focus: tuple[float, float]) -> Framing:
+    def _framed(self, image: ImageFile, size: Size, focus: tuple[float, float]) -> Framing:
         """How an image is brought to a size; its focus counts along a side that is cropped."""
         data, framing = self.context.cfg.data, WHOLE
         if self._own_size(image, self._largest) is None:
-            kept = kept_part(image.width, image.height, size)
+            kept = kept_part(image.size, size)
             middle = tuple(0.5 if whole >= 1 else point for point, whole in zip(focus, kept, strict=True))
-            is_padded = data.fit == "pad" and inner_size(image.width, image.height, size) != size
+            is_padded = data.fit == "pad" and inner_size(image.width, image.height, size.frame) != size.frame
             framing = Framing(WHOLE.focus if is_padded else (middle[0], middle[1]), is_padded)
         return replace(framing, background=data.background)
 
@@ -215,7 +217,7 @@ class _DataEncoder:
 
     def _warnings(self, dataset: Dataset, wanted: Sequence[_Wanted]) -> Iterator[str]:
         """What was found in the files, and which images are enlarged, cropped much or left out."""
-        sized: list[tuple[ImageFile, tuple[int, int]]] = [(one.image, one.size) for one in wanted]
+        sized: list[tuple[ImageFile, Size]] = [(one.image, one.size) for one in wanted]
         sized += [(picture.file, picture.size) for one in wanted for picture in one.references]
         in_buckets = [(image, size) for image, size in sized if self._own_size(image, self._largest) is None]
         data = self.context.cfg.data
@@ -266,8 +268,8 @@ class _DataEncoder:
         """The largest resolution, at which images are encoded that belong to none of the data."""
         return self.context.cfg.data.all_sides[-1]
 
-    def _own_size(self, image: ImageFile, side: int) -> tuple[int, int] | None:
-        return self.family.drawn_size(image.width, image.height, side)
+    def _own_size(self, image: ImageFile, side: int) -> Size | None:
+        return self.family.drawn_size(image.size, side)
 
     def _scaling(self, picture: _Picture) -> tuple[object, ...]:
         """The part of a key for images that are not cropped around their middle, on white; for images in their own
@@ -286,7 +288,7 @@ class _DataEncoder:
                 self._origin,
                 "image",
                 digest,
-                picture.size,
+                picture.size.values,
                 *_conversion(picture.file),
                 *self._scaling(picture),
             )
@@ -319,7 +321,7 @@ class _DataEncoder:
         contents: {file: digest of its bytes}, from which the keys of its examples were made. Raises InputError for a
         file whose bytes have changed since.
         """
-        image, size, framing = picture.file, picture.size, picture.framing
+        image, size, framing = picture.file, picture.size.frame, picture.framing
         is_framed = self._own_size(image, self._largest) is None
         pixels = load_rgb(image, size, framing) if is_framed else load_resized(image, size, framing.background)
         is_unseen = is_invisible(image, pixels)
@@ -434,11 +436,11 @@ class _Picture:
     """An image file in the form that it is encoded in."""
 
     file: ImageFile
-    size: tuple[int, int]
+    size: Size
     framing: Framing
 
     @classmethod
-    def of(cls, image: ImageFile, size: tuple[int, int], framing: Framing) -> _Picture:
+    def of(cls, image: ImageFile, size: Size, framing: Framing) -> _Picture:
         """Without what a captioned image has in addition to its file, so that equal pictures are equal."""
         return cls(ImageFile(**image.values), size, framing)
 
@@ -459,15 +461,15 @@ class _Mask:
         """The part of a key that says how it is framed; empty for what covers the image, or has no direction."""
         framing, image = self.image.framing, self.image
         if framing.is_padded:
-            return (*framing.content, image.size, image.file.width, image.file.height)
+            return (*framing.content, image.size.values, image.file.width, image.file.height)
         return framing.content if self.file else ()
 
     @property
     def area(self) -> float:
         """The share of the example that shows the image: all but borders."""
         image = self.image
-        width, height = inner_size(image.file.width, image.file.height, image.size)
-        return width * height / math.prod(image.size) if image.framing.is_padded else 1.0
+        width, height = inner_size(image.file.width, image.file.height, image.size.frame)
+        return width * height / math.prod(image.size.frame) if image.framing.is_padded else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,7 +477,7 @@ class _Wanted:
     """A captioned image in one of its sizes, with its references."""
 
     image: CaptionedImage
-    size: tuple[int, int]
+    size: Size
     framing: Framing
     references: tuple[_Picture, ...]
 
@@ -537,7 +539,7 @@ def _encode_mask(outside: float, item: tuple[_Mask, tuple[int, int]]) -> Example
     mask, (width, height) = item
     image = mask.image
     if image.framing.is_padded:
-        weights = load_bordered_mask(image.file, mask.file, image.size, outside, image.framing)
+        weights = load_bordered_mask(image.file, mask.file, image.size.frame, outside, image.framing)
         return {"mask": torch.from_numpy(np.array(weights.resize((width, height), Image.Resampling.BOX)))}
     if mask.file is None:
         return {"mask": torch.ones(height, width)}

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config.size import Size
 from trainer.data.cache import ExampleCache
 from trainer.data.images.image_files import CaptionedImage, Dataset
 from trainer.data.images.image_source import EncodedImage, Pixels
@@ -108,11 +109,11 @@ def _content(dataset: Dataset, encoded: Encoded) -> dict[str, Any]:
         rows[name] = [
             [
                 places[one.image],
-                one.size,
+                one.size.values,
                 numbers_of(one.pixels),
                 numbers_of(one.mirrored),
                 [number_of(key) for key in one.texts],
-                one.reference_sizes,
+                [size.values for size in one.reference_sizes],
             ]
             for one in getattr(encoded, name)
         ]
@@ -132,14 +133,14 @@ def _encoded(content: Mapping[str, Any], dataset: Dataset) -> Encoded:
         )
 
     def image_of(images: Sequence[CaptionedImage], row: Sequence[Any]) -> EncodedImage:
-        number, (width, height), pixels, mirrored, texts, reference_sizes = row
+        number, size, pixels, mirrored, texts, reference_sizes = row
         return EncodedImage(
             images[number],
-            (width, height),
+            Size(*size),
             pixels_of(pixels),
             tuple(keys[text] for text in texts),
             None if mirrored is None else pixels_of(mirrored),
-            tuple((wide, high) for wide, high in reference_sizes),
+            tuple(Size(*one) for one in reference_sizes),
         )
 
     train = tuple(image_of(dataset.train, row) for row in content["train"])

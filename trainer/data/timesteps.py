@@ -64,12 +64,12 @@ def bucket_timesteps(cfg: RunConfig) -> list[BucketTimesteps]:
     is_flow = family.objective_fields >= FLOW_FIELDS
     even = (torch.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
     rows = []
-    for (width, height), num_images in counts.items():
-        num_tokens = (width // family.size_multiple) * (height // family.size_multiple)
+    for size, num_images in counts.items():
+        num_tokens = (size.width // family.size_multiple) * (size.height // family.size_multiple)
         shift = shift_factor(cfg.objective, family.shift, num_tokens) if is_flow else 1.0
         sigma = shift_sigma(sigma_at(cfg.objective, even), shift) if is_flow else even
         shares = torch.histc(sigma, NUM_BINS, 0, 1) / NUM_QUANTILES
-        rows.append(BucketTimesteps(width, height, num_images, shift, tuple(shares.tolist())))
+        rows.append(BucketTimesteps(*size.frame, num_images, shift, tuple(shares.tolist())))
     return rows
 
 

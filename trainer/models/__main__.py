@@ -35,6 +35,7 @@ def facts(family: str) -> FamilyFacts:
         size_multiple=kind.size_multiple,
         in_buckets=kind.in_buckets,
         longest_side=kind.longest_side,
+        frames=kind.frames,
         distilled=kind.distilled,
         model_files=kind.model_files,
         only_peft=kind.peft_fields is not ModelFamily.peft_fields,

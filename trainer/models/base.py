@@ -27,6 +27,7 @@ from trainer.config.sections import (
     ObjectiveConfig,
     SampleConfig,
 )
+from trainer.config.size import Size
 from trainer.models import distilled
 from trainer.models.objectives.base import Batch, Example, Loss
 from trainer.models.objectives.flow_matching import Shift
@@ -132,6 +133,8 @@ class ModelFamily(ABC):
     """Whether images are cropped to the buckets of `data.resolution`; else `ImageFamily.drawn_size` scales each."""
     longest_side: int | None = None
     """Most pixels of the longest side of an image; None for no limit. The class has that of the published models."""
+    frames: ClassVar[tuple[int, ...]] = (1,)
+    """The numbers of frames of what it trains on and draws, from few to many; 1 for stills."""
     weights_stem: ClassVar[str] = DIFFUSERS_STEM
     """Name of the first component's weight files, without number and suffix."""
     shard: ShardSpec
@@ -468,9 +471,9 @@ class ImageFamily(ModelFamily):
         empty if captions of any length are read whole. Loads tokenizers, but no encoder.
         """
 
-    def drawn_size(self, width: int, height: int, resolution: int) -> tuple[int, int] | None:
-        """Width and height in pixels to which an image of this size is scaled, for models that have a size for each
-        image; None for models that train in the buckets of `data.resolution`."""
+    def drawn_size(self, size: Size, resolution: int) -> Size | None:
+        """The size to which an image of this size is scaled, for models that have a size for each image; None for
+        models that train in the buckets of `data.resolution`."""
         return None
 
     def longer_text(self, length: TextLength) -> str | None:
@@ -502,7 +505,7 @@ class ImageFamily(ModelFamily):
             encoder: The result of `image_encoder`.
             text: The result of `encode_text`; may also hold references, as in a training example.
             negative: The result of `encode_text` for the negative prompt.
-            cfg: The section `sample` of the config.
+            cfg: The section `sample` of the config; `full_size` is the size to draw in.
             rng: Random numbers of this sample.
         """
         return self.draw(model, encoder, text, negative, self.complete_sample(cfg), rng)
@@ -527,12 +530,11 @@ class ImageFamily(ModelFamily):
         """
 
     @abstractmethod
-    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+    def blank_example(self, size: Size, text_tokens: int, dtype: torch.dtype) -> Example:
         """Zeros in the shapes and types of the joint results of `encode_image` and `encode_text`.
 
         Args:
-            width: Width of the image, pixels.
-            height: Height of the image, pixels.
+            size: Size of the image.
             text_tokens: Tokens of the caption, unless captions are padded to a fixed length.
             dtype: Type of the text encoders.
         """
@@ -549,11 +551,11 @@ class SequencePart:
 
     Attributes:
         content: The text or its token ids, the RGB image that is looked at in `seen_size`, or the latents of
-            `encode_image`; None for a gap. To count tokens, an image is its (width, height).
+            `encode_image`; None for a gap. To count tokens, an image is its size.
     """
 
     kind: PartKind
-    content: str | Image.Image | Tensor | tuple[int, int] | None = None
+    content: str | Image.Image | Tensor | Size | None = None
 
 
 class MultimodalFamily(ImageFamily):
@@ -570,10 +572,11 @@ class MultimodalFamily(ImageFamily):
     diffusers_adapters = frozenset()
 
     @abstractmethod
-    def seen_size(self, width: int, height: int, cfg: DataConfig, count: int = 1) -> tuple[int, int]:
-        """Width and height in pixels in which the model sees an image.
+    def seen_size(self, size: Size, cfg: DataConfig, count: int = 1) -> Size:
+        """The size in which the model sees an image.
 
         Args:
+            size: Size of the image.
             cfg: The config's section `data`.
             count: Number of images that the sequence holds, if it draws none.
         """

@@ -13,7 +13,7 @@ from trainer.parallel.strategy import Strategy, ring_share
 from trainer.plan.hardware import CARDS, NETWORK, Card, Source
 from trainer.plan.search.decide import TIGHT, decide, decided, is_open
 from trainer.plan.simulate.phases import ASSUMED, TRAINING, Item, Phase, Reserve, phases_of
-from trainer.plan.simulate.sizes import BITS, rank_of, sharding_of, size_of, strategy_of, trained
+from trainer.plan.simulate.sizes import BITS, input_of, rank_of, sharding_of, strategy_of, trained
 from trainer.plan.simulate.steps import ModelPass
 from trainer.plan.simulate.storage import disk_of, host_of
 from trainer.plan.simulate.tables import Model
@@ -144,7 +144,7 @@ def plan_of(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve = 
     """
     if is_open(cfg):
         cfg = decide(cfg, model, card, reserve, lambda found: _middle(found, model, card, reserve))
-    model_pass = model.table.training(size_of(cfg), rank_of(cfg), cfg.train.checkpointing)
+    model_pass = model.table.training(input_of(cfg), rank_of(cfg), cfg.train.checkpointing)
     strategy = strategy_of(cfg, model_pass, card)
     sharding = sharding_of(cfg, strategy)
     memory = simulate(model_pass, sharding)
@@ -183,7 +183,7 @@ def least_of(cfg: RunConfig, model: Model, card: Card) -> tuple[float, float]:
         Seconds of an optimizer step (`Time.middle`), and bytes of tensors on a GPU in training.
     """
     again = "none" if cfg.train.checkpointing == "auto" else cfg.train.checkpointing
-    model_pass = model.table.training(size_of(cfg), rank_of(cfg), again)
+    model_pass = model.table.training(input_of(cfg), rank_of(cfg), again)
     sharding = sharding_of(cfg, strategy_of(cfg, model_pass, card))
     memory = least(model_pass, sharding)
     if cfg.objective.compares_pairs:
@@ -202,7 +202,7 @@ def history_of(cfg: RunConfig, model: Model, plan: MemoryPlan) -> tuple[Point, .
         plan: The plan of both.
     """
     cfg = decided(cfg, plan.checkpointing, plan.offload_blocks)
-    model_pass = model.table.training(size_of(cfg), rank_of(cfg), plan.checkpointing)
+    model_pass = model.table.training(input_of(cfg), rank_of(cfg), plan.checkpointing)
     return history(model_pass, sharding_of(cfg, plan.strategy))
 
 

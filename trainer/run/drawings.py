@@ -92,7 +92,8 @@ class Drawing:
         source: The checkpoint or exported file that the trained weights were read from.
         trained, base: The files drawn with and without the trained weights.
         seconds: Time it took, with reading the model.
-        size, steps, guidance: Settings of an image; None for a text.
+        size: `Size.values` of an image or clip; None for a text.
+        steps, guidance: Settings of an image or clip; None for a text.
         time: When it was finished, Unix seconds.
     """
 
@@ -103,7 +104,7 @@ class Drawing:
     trained: str
     base: str
     seconds: float
-    size: tuple[int, int] | None
+    size: tuple[int, ...] | None
     steps: int | None
     guidance: float | None
     time: float

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from trainer.config.size import Size
 from trainer.system import files
 
 SHOWN_TEXT = 4000
@@ -53,6 +54,11 @@ def kind_of(path: str) -> SampleKind:
     """Return the kind of a sample by its file's name. In a stranger's run folder anything else is no readable image."""
     suffix = PurePosixPath(path).suffix
     return next((kind for kind in KINDS if kind.suffix == suffix), IMAGE)
+
+
+def kind_of_size(size: Size) -> SampleKind:
+    """Return the kind of what is drawn in this size."""
+    return IMAGE if size.frames == 1 else CLIP
 
 
 @dataclass(frozen=True)

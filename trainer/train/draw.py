@@ -190,7 +190,7 @@ def _write(run: RunDir, cfg: RunConfig, family: ModelFamily, source: Path, resul
     )
     if isinstance(family, ImageFamily):
         sample = family.complete_sample(cfg.sample)
-        drawing = replace(drawing, size=sample.size, steps=sample.steps, guidance=sample.guidance)
+        drawing = replace(drawing, size=sample.full_size.values, steps=sample.steps, guidance=sample.guidance)
     write_record(folder, drawing)
     return folder
 

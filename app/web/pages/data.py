@@ -162,7 +162,7 @@ def _summary(config: RunConfig, found: ScanResult) -> dict[str, Any]:
         "text_bytes": sum(found.texts.values()),
         "num_documents": found.num_documents,
         "conversation": [list(message) for message in found.conversation],
-        "shapes": [[*size, count, found.cropped[size]] for size, count in found.buckets.items()],
+        "shapes": [[*size.frame, count, found.cropped[size]] for size, count in found.buckets.items()],
         "problems": [_shortened(problem, roots) for problem in found.problems],
         "warnings": [_shortened(warning, roots) for warning in found.warnings],
     }

@@ -16,6 +16,7 @@ from app.data.dataset import Filter, View
 from app.data.scans import Flaw, ScanResult, Scans
 from tests.runs import make_pictures, run_config
 from trainer.config.schema import RunConfig
+from trainer.config.size import Size
 from trainer.system.errors import InputError
 
 
@@ -52,12 +53,12 @@ def test_a_folder_with_problems_has_its_shapes_what_will_be_held_out_and_what_is
     found = scanned(config_of(folder))
     assert [problem.partition(":")[0] for problem in found.problems] == [f"{folder}/03.png", f"{folder}/02.png"]
     assert {image.stem for image in found.held_out} == {"06", "07"}
-    assert found.buckets == {(48, 80): 2, (64, 64): 1, (80, 48): 2}
+    assert found.buckets == {Size(48, 80): 2, Size(64, 64): 1, Size(80, 48): 2}
     assert {image.stem: flaw for image, flaw in found.flaws.items()} == {
         "03": Flaw("cannot be used", is_error=True),
         "04": Flaw("17% kept"),
     }
-    assert found.cropped[64, 64] == 0.0 and 0.4 < found.cropped[80, 48] < 0.6
+    assert found.cropped[Size(64, 64)] == 0.0 and 0.4 < found.cropped[Size(80, 48)] < 0.6
 
 
 def test_what_is_held_out_is_the_same_before_and_after_the_problems_are_solved(folder: Path):

@@ -17,6 +17,7 @@ from app.data import scans
 from app.data.scans import ScanResult, Scans
 from tests.runs import make_pictures, run_config, text_config
 from trainer.config.schema import RunConfig
+from trainer.config.size import Size
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_images_with_captions_are_found_and_counted_by_bucket(pictures: Path):
     found = complete(lambda: seen.of(config))
     assert [image.name for image in found.images] == ["00.png", "01.png", "02.png"]
     assert (found.num_files, found.problems, found.warnings) == (6, (), ())
-    assert found.buckets == {(48, 80): 1, (64, 64): 1, (80, 48): 1}
+    assert found.buckets == {Size(48, 80): 1, Size(64, 64): 1, Size(80, 48): 1}
 
 
 def test_warnings_of_files_and_of_their_buckets_are_found_together(pictures: Path):

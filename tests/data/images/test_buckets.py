@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from trainer.config.size import Size
 from trainer.data.images.buckets import bucket_sizes, choose_bucket, kept_part
 from trainer.system.errors import InputError
 
@@ -11,7 +12,7 @@ from trainer.system.errors import InputError
 def test_the_buckets_of_1024_pixels_are_these() -> None:
     wide = [(1024, 1024), (1088, 960), (1152, 896), (1216, 848), (1280, 816), (1344, 768), (1408, 736)]
     tall = [(height, width) for width, height in wide[:0:-1]]
-    assert bucket_sizes(1024, 16, 2.0) == (*tall, *wide)
+    assert [size.frame for size in bucket_sizes(1024, 16, 2.0)] == [*tall, *wide]
 
 
 @pytest.mark.parametrize("resolution", [64, 100, 128, 512, 768, 1000, 1024])
@@ -20,15 +21,15 @@ def test_the_buckets_of_1024_pixels_are_these() -> None:
 def test_buckets_keep_to_the_grid_the_area_and_the_aspect(resolution: int, multiple: int, max_aspect: float) -> None:
     sizes = bucket_sizes(resolution, multiple, max_aspect)
     assert len(set(sizes)) == len(sizes)
-    assert {(height, width) for width, height in sizes} == set(sizes)
-    for width, height in sizes:
+    assert {Size(size.height, size.width) for size in sizes} == set(sizes)
+    for width, height in (size.frame for size in sizes):
         assert width % multiple == height % multiple == 0
         assert width * height <= resolution**2
         assert max(width, height) <= max_aspect * min(width, height)
 
 
 def test_an_aspect_of_one_leaves_the_square_only() -> None:
-    assert bucket_sizes(1000, 16, 1.0) == ((992, 992),)
+    assert bucket_sizes(1000, 16, 1.0) == (Size(992, 992),)
 
 
 def test_a_resolution_below_the_grid_of_the_model_is_refused() -> None:
@@ -50,16 +51,16 @@ def test_a_resolution_below_the_grid_of_the_model_is_refused() -> None:
     ],
 )
 def test_a_photo_goes_to_the_bucket_of_the_nearest_aspect(photo: tuple[int, int], bucket: tuple[int, int]) -> None:
-    assert choose_bucket(*photo, bucket_sizes(1024, 16, 2.0)) == bucket
+    assert choose_bucket(Size(*photo), bucket_sizes(1024, 16, 2.0)) == Size(*bucket)
 
 
 def test_a_bucket_with_a_side_that_is_too_long_is_smaller_in_its_own_shape() -> None:
     free, bound = bucket_sizes(1024, 16, 2.0), bucket_sizes(1024, 16, 2.0, longest=1024)
-    assert max(max(size) for size in free) > 1024
-    assert max(max(size) for size in bound) == 1024
-    for width, height in free:
-        nearest = choose_bucket(width, height, bound)
-        assert nearest[0] / nearest[1] == pytest.approx(width / height, rel=0.02)
+    assert max(max(size.frame) for size in free) > 1024
+    assert max(max(size.frame) for size in bound) == 1024
+    for size in free:
+        nearest = choose_bucket(size, bound)
+        assert nearest.width / nearest.height == pytest.approx(size.width / size.height, rel=0.02)
     assert bucket_sizes(512, 16, 1.2, longest=1024) == bucket_sizes(512, 16, 1.2)
 
 
@@ -69,4 +70,4 @@ def test_a_bucket_with_a_side_that_is_too_long_is_smaller_in_its_own_shape() -> 
     ids=["wide", "tall", "equal", "small"],
 )
 def test_a_square_bucket_keeps_the_middle_of_an_image(image: tuple[int, int], kept: tuple[float, float]) -> None:
-    assert kept_part(*image, (64, 64)) == kept
+    assert kept_part(Size(*image), Size(64, 64)) == kept

@@ -15,6 +15,7 @@ from PIL import Image, ImageOps
 from tests.data.images.profiles import DISPLAY_P3, rgb_profile, srgb_curve
 from tests.data.images.test_image_files import data, problems_of
 from trainer.config.sections import DataConfig, DataFolder
+from trainer.config.size import Size
 from trainer.data.images.buckets import Buckets, bucket_sizes
 from trainer.data.images.image_files import scan
 from trainer.data.images.image_io import (
@@ -185,15 +186,15 @@ def image(width: int, height: int) -> ImageFile:
 
 def test_an_image_is_trained_at_each_resolution_in_the_bucket_of_its_shape() -> None:
     sides = (64, 256)
-    assert buckets().of_image(image(300, 300), sides) == ((64, (64, 64)), (256, (256, 256)))
-    assert buckets().of_image(image(600, 300), sides) == ((64, (80, 48)), (256, (352, 176)))
+    assert buckets().of_image(image(300, 300), sides) == ((64, Size(64, 64)), (256, Size(256, 256)))
+    assert buckets().of_image(image(600, 300), sides) == ((64, Size(80, 48)), (256, Size(352, 176)))
 
 
 @pytest.mark.parametrize(
     ("width", "side"), [(1000, 256), (256, 256), (255, 128), (128, 128), (127, 64), (64, 64), (20, 64)]
 )
 def test_by_its_size_an_image_is_trained_at_the_largest_resolution_that_it_fills(width: int, side: int) -> None:
-    assert buckets("largest").of_image(image(width, width), (64, 128, 256)) == ((side, (side, side)),)
+    assert buckets("largest").of_image(image(width, width), (64, 128, 256)) == ((side, Size(side, side)),)
 
 
 def test_an_image_that_loses_too_much_is_left_out() -> None:
@@ -202,8 +203,8 @@ def test_an_image_that_loses_too_much_is_left_out() -> None:
 
 
 def test_resolutions_with_the_same_bucket_train_an_image_once() -> None:
-    both = Buckets({64: ((64, 64),), 70: ((64, 64),)})
-    assert both.of_image(image(90, 90), (64, 70)) == ((64, (64, 64)),)
+    both = Buckets({64: (Size(64, 64),), 70: (Size(64, 64),)})
+    assert both.of_image(image(90, 90), (64, 70)) == ((64, Size(64, 64)),)
 
 
 # --- rows of metadata.jsonl -------------------------------------------------------------------------------------------

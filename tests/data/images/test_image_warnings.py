@@ -20,7 +20,7 @@ SIZES = bucket_sizes(1024, 16, 2.0)
 def sizes_said(*sizes: tuple[int, int]) -> list[str]:
     """What is said of images of these sizes at 1024 pixels, named by their place."""
     pictures = [ImageFile(f"{number}.png", *size) for number, size in enumerate(sizes)]
-    sized = [(picture, choose_bucket(picture.width, picture.height, SIZES)) for picture in pictures]
+    sized = [(picture, choose_bucket(picture.size, SIZES)) for picture in pictures]
     return list(image_warnings.of_buckets(sized))
 
 

@@ -21,7 +21,7 @@ from trainer.models import families
 from trainer.plan.record.memory_tracker import is_quantized
 from trainer.plan.record.trace import trace_step, traced_ranks
 from trainer.plan.search.fixes import planned
-from trainer.plan.simulate.sizes import size_of
+from trainer.plan.simulate.sizes import input_of
 from trainer.plan.simulate.tables import decode, encode
 from trainer.plan.store import SHIPPED, find_model
 from trainer.system.errors import InputError
@@ -76,7 +76,7 @@ def test_a_model_whose_adapter_has_dropout_is_traced(tmp_path: Path, family: str
 def test_a_language_model_is_traced_on_a_cpu_though_where_documents_begin_has_no_value(tmp_path: Path) -> None:
     fields = ("model.family=causal_lm", "model.path=tiny", "parallel={devices: 1, strategy: none}", "data.length=64")
     cfg = load_config_text("data: {path: .}", fields, Path("run.yaml")).config
-    size = size_of(cfg)
+    size = input_of(cfg)
     peaks = [
         trace_step(cfg, families.make(cfg, tmp_path), torch.device("cpu"), replace(size, batch=rows)).peak
         for rows in (1, 2)
@@ -125,7 +125,7 @@ def test_the_plan_of_narrow_layers_takes_what_the_whole_step_takes(tmp_path: Pat
     cfg = narrow(tmp_path / "model", "adapter.rank=4", "parallel.strategy=full", "parallel.device=cpu")
     table = find_model(cfg, tmp_path).table
     assert table.ranks == (8, 16)
-    small, large = (table.training(size_of(cfg), rank, "none") for rank in (4, 16))
+    small, large = (table.training(input_of(cfg), rank, "none") for rank in (4, 16))
     bytes_of = [
         sum(p.rows * p.row for unit in one.units for p in unit.parameters if p.is_trained) for one in (small, large)
     ]

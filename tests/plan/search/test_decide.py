@@ -12,7 +12,7 @@ from trainer.plan.hardware import CARDS, Card
 from trainer.plan.memory import MemoryPlan, plan_of
 from trainer.plan.search import decide
 from trainer.plan.search.decide import TIGHT
-from trainer.plan.simulate.steps import ModelPass, Size
+from trainer.plan.simulate.steps import ModelPass, PassInput
 from trainer.plan.simulate.timeline import Memory, Sharding, simulate
 from trainer.plan.store import known_model
 
@@ -43,7 +43,7 @@ def test_auto_fits_and_one_block_less_does_not(model: str, card: str, fields: tu
     assert found.training.need <= TIGHT * gpu.memory
     known = known_model(run(model, *fields), NOWHERE)
     assert known is not None
-    blocks = sum(not unit.is_root for unit in known.table.training(Size(1, 1), 16, "none").units)
+    blocks = sum(not unit.is_root for unit in known.table.training(PassInput(1, 1), 16, "none").units)
     amounts = {checkpointing_of(amount, blocks): amount for amount in range(2 * blocks + 1)}
     amount = amounts[str(found.checkpointing)]
     assert found == planned(model, gpu, *fields, f"train.checkpointing={found.checkpointing}")

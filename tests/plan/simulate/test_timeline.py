@@ -13,14 +13,14 @@ from tests.plan.common import NOWHERE, planned, run, shipped
 from trainer.parallel.offload_order import offloaded_blocks
 from trainer.plan.hardware import CARDS
 from trainer.plan.search import fixes
-from trainer.plan.simulate.steps import ModelPass, Parameter, Size, Unit, grains
+from trainer.plan.simulate.steps import ModelPass, Parameter, PassInput, Unit, grains
 from trainer.plan.simulate.tables import PassTable
 from trainer.plan.simulate.timeline import Memory, Sharding, _groups, _Simulation, least, simulate
 from trainer.system.amounts import GIB
 
 TABLES = shipped()
 EVERY = [pytest.param(table, id=f"{model} {key}") for model, key, table in TABLES]
-SIZES = (Size(512 * 512, 1), Size(1024 * 1024, 1), Size(1024 * 1024, 4), Size(1536 * 1536, 1))
+SIZES = (PassInput(512 * 512, 1), PassInput(1024 * 1024, 1), PassInput(1024 * 1024, 4), PassInput(1536 * 1536, 1))
 FULL = Sharding(ranks=4)
 
 
@@ -49,7 +49,7 @@ def test_recomputing_never_needs_more_than_one_block_s_input_above_keeping(table
 @pytest.mark.parametrize("table", EVERY)
 def test_a_larger_batch_never_needs_less_memory(table: PassTable, checkpointing: str | int) -> None:
     for pixels in (256 * 256, 1024 * 1024):
-        peaks = [peak(table.training(Size(pixels, batch), 16, checkpointing)) for batch in (1, 2, 4, 8)]
+        peaks = [peak(table.training(PassInput(pixels, batch), 16, checkpointing)) for batch in (1, 2, 4, 8)]
         # Every n-th block is put together from two traces, which is about a thousandth off.
         room = 1e-3 if checkpointing == 2 else 0.0
         assert all(later >= earlier * (1 - room) for earlier, later in pairwise(peaks))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainer.config.sections import DataConfig
+from trainer.config.size import Size
 from trainer.data.images.image_io import ImageFile
 from trainer.system.errors import InputError
-
-Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Buckets:
     """The sizes that the images of a run are trained at.
 
     Attributes:
-        by_side: {resolution: (width, height) of its buckets}, from small to large resolutions.
+        by_side: {resolution: its buckets}, from small to large resolutions.
         at: `data.at_resolutions`.
         least_kept: The least share of an image that a crop must keep, else the image is left out.
     """
@@ -42,7 +41,7 @@ class Buckets:
 
     def nearest(self, image: ImageFile, side: int) -> Size:
         """The size in which an image is trained at a resolution."""
-        return choose_bucket(image.width, image.height, self.by_side[side])
+        return choose_bucket(image.size, self.by_side[side])
 
     def of_image(self, image: ImageFile, sides: Sequence[int]) -> tuple[tuple[int, Size], ...]:
         """(resolution, size) of each time that an image occurs; none where it would lose too much.
@@ -57,13 +56,11 @@ class Buckets:
         return tuple((side, size) for size, side in reversed(kept.items()))
 
     def _keeps_enough(self, image: ImageFile, size: Size) -> bool:
-        return math.prod(kept_part(image.width, image.height, size)) >= self.least_kept
+        return math.prod(kept_part(image.size, size)) >= self.least_kept
 
 
-def bucket_sizes(
-    resolution: int, multiple: int, max_aspect: float, longest: int | None = None
-) -> tuple[tuple[int, int], ...]:
-    """Choose the (width, height) of all buckets, from tall to wide.
+def bucket_sizes(resolution: int, multiple: int, max_aspect: float, longest: int | None = None) -> tuple[Size, ...]:
+    """Choose the sizes of all buckets, from tall to wide.
 
     Sides are multiples of `multiple` pixels, areas are at most resolution^2 and longest : shortest side is at most
     `max_aspect`. Widths grow by about resolution / 16: finer steps would crop a few percent less, but leave small
@@ -82,30 +79,35 @@ def bucket_sizes(
     if square == 0:
         raise InputError(f"data.resolution: {resolution} is below the {multiple} pixels this model works in; raise it")
     step = max(1, resolution // 16 // multiple) * multiple
-    wide: list[tuple[int, int]] = []
+    wide: list[Size] = []
     width, height = square, square
     while width <= max_aspect * height:
-        wide.append((width, height))
+        wide.append(Size(width, height))
         width += step
         height = resolution**2 // width // multiple * multiple
     if longest is not None:
         wide = list(dict.fromkeys(_within(size, longest // multiple * multiple, multiple) for size in wide))
-    tall = [(height, width) for width, height in wide[:0:-1]]
+    tall = [Size(size.height, size.width) for size in wide[:0:-1]]
     return (*tall, *wide)
 
 
-def _within(size: tuple[int, int], longest: int, multiple: int) -> tuple[int, int]:
-    """Shrink a wide (width, height) so that its width is at most `longest`."""
-    width, height = size
-    if width <= longest:
+def _within(size: Size, longest: int, multiple: int) -> Size:
+    """Shrink a wide size so that its width is at most `longest`."""
+    if size.width <= longest:
         return size
-    return longest, max(1, round(height * longest / width / multiple)) * multiple
+    return Size(longest, max(1, round(size.height * longest / size.width / multiple)) * multiple)
 
 
-def choose_bucket(width: int, height: int, sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """The size whose aspect ratio is nearest to width : height, in the logarithm, so that tall and wide are alike."""
-    aspect = math.log(width / height)
-    return min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - aspect), size))
+def choose_bucket(whole: Size, sizes: Iterable[Size]) -> Size:
+    """The bucket whose aspect ratio is nearest, in the logarithm, so that tall and wide are alike; with all frames.
+
+    Args:
+        whole: Size of the image or clip.
+        sizes: The buckets.
+    """
+    aspect = math.log(whole.width / whole.height)
+    found = min(sizes, key=lambda size: (abs(math.log(size.width / size.height) - aspect), size))
+    return found if found.frames == whole.frames else replace(found, frames=whole.frames)
 
 
 def chosen_sides(image: ImageFile, nearest: Mapping[int, Size]) -> tuple[int, ...]:
@@ -115,24 +117,23 @@ def chosen_sides(image: ImageFile, nearest: Mapping[int, Size]) -> tuple[int, ..
         image: The image.
         nearest: {resolution: its size there}, from small to large.
     """
-    filled = [side for side, size in nearest.items() if size[0] <= image.width and size[1] <= image.height]
+    filled = [side for side, size in nearest.items() if size.width <= image.width and size.height <= image.height]
     return (filled[-1] if filled else next(iter(nearest)),)
 
 
-def kept_part(width: int, height: int, size: tuple[int, int]) -> tuple[float, float]:
+def kept_part(whole: Size, size: Size) -> tuple[float, float]:
     """The shares of an image's width and height that the crop to a bucket keeps, around its center; one of them is 1.
 
     Args:
-        width: Pixels of the image.
-        height: Pixels of the image.
-        size: (width, height) of the bucket.
+        whole: Size of the image.
+        size: Size of the bucket.
     """
-    scale_x, scale_y = size[0] / width, size[1] / height
+    scale_x, scale_y = size.width / whole.width, size.height / whole.height
     scale = max(scale_x, scale_y)
     return scale_x / scale, scale_y / scale
 
 
 def images_per_bucket(chosen: Iterable[Size], sizes: Sequence[Size]) -> dict[Size, int]:
-    """Count images by their sizes: {size: images} in the order of `sizes`, without empty buckets."""
-    counts = Counter(chosen)
-    return {size: counts[size] for size in sizes if counts[size]}
+    """Count images by their sizes: {size: images} in the order of `sizes`, then of frames, without empty buckets."""
+    counts, places = Counter(chosen), {size.frame: place for place, size in enumerate(sizes)}
+    return {size: counts[size] for size in sorted(counts, key=lambda size: (places[size.frame], size.frames))}

@@ -20,6 +20,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from trainer.config.size import Size
 from trainer.data.images import colour, png_chunks
 from trainer.data.images.colour import Profile
 from trainer.data.images.image_members import opened_image
@@ -74,6 +75,11 @@ class ImageFile:
     @property
     def path(self) -> Path:
         return Path(self.location)
+
+    @property
+    def size(self) -> Size:
+        """Of the upright image, a still."""
+        return Size(self.width, self.height)
 
     @property
     def values(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig, fill_trigger
+from trainer.config.size import Size
 from trainer.data.cache import ExampleCache, key_of_all
 from trainer.data.epochs import num_images
 from trainer.data.images.image_files import CaptionedImage
@@ -25,7 +26,7 @@ from trainer.models.base import ImageFamily, LoadModule
 from trainer.models.objectives.base import Example
 from trainer.rng import SampleRng
 from trainer.run.manifest import RECIPE, Progress
-from trainer.run.samples import IMAGE, Sample, SampleKind
+from trainer.run.samples import IMAGE, Sample, SampleKind, kind_of_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +51,19 @@ class EncodedImage:
 
     Attributes:
         image: The image.
-        size: (width, height) in pixels.
+        size: The size.
         pixels: What is made of it as it is.
         texts: Cache keys of its captions' embeddings.
         mirrored: What is made of it with left and right exchanged; None where it never is.
-        reference_sizes: (width, height) of each reference, in pixels.
+        reference_sizes: Size of each reference.
     """
 
     image: CaptionedImage
-    size: tuple[int, int]
+    size: Size
     pixels: Pixels
     texts: tuple[str, ...]
     mirrored: Pixels | None = None
-    reference_sizes: tuple[tuple[int, int], ...] = ()
+    reference_sizes: tuple[Size, ...] = ()
 
     @property
     def content(self) -> tuple[object, ...]:
@@ -249,7 +250,7 @@ class ImageDrawer(SampleDrawer):
             self._sample = self._sample.model_copy(update={"scheduler": "euler"})
 
     def kind(self, index: int) -> SampleKind:
-        return IMAGE
+        return kind_of_size(self._sample.full_size)
 
     def prepare(self) -> Draw:
         autoencoder = self._family.image_encoder(self._load)

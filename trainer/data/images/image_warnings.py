@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from trainer.config.size import Size
 from trainer.data.images.buckets import kept_part
 from trainer.data.images.image_io import ImageFile
 from trainer.data.images.image_members import is_member
@@ -57,11 +58,11 @@ def of_copies(files: Iterable[Path], digest: Callable[[Path], str | None] = lamb
         )
 
 
-def of_buckets(images: Iterable[tuple[ImageFile, tuple[int, int]]], is_padded: bool = False) -> Iterator[str]:
+def of_buckets(images: Iterable[tuple[ImageFile, Size]], is_padded: bool = False) -> Iterator[str]:
     """Warn of images that are enlarged or cropped much.
 
     Args:
-        images: (image, (width, height) that it is trained at).
+        images: (image, size that it is trained at).
         is_padded: Whether images are whole, with borders.
     """
     enlarged: dict[Path, float] = {}
@@ -98,12 +99,12 @@ def of_left_out(files: Sequence[str | Path], most_cropped: float) -> Iterator[st
         )
 
 
-def fit(image: ImageFile, size: tuple[int, int], is_padded: bool = False) -> tuple[float, float]:
-    """Return (scale, share of its pixels that is kept) of an image in a bucket of this (width, height)."""
+def fit(image: ImageFile, size: Size, is_padded: bool = False) -> tuple[float, float]:
+    """Return (scale, share of its pixels that is kept) of an image in a bucket of this size."""
     if is_padded:
-        return min(size[0] / image.width, size[1] / image.height), 1.0
-    kept_x, kept_y = kept_part(image.width, image.height, size)
-    return max(size[0] / image.width, size[1] / image.height), kept_x * kept_y
+        return min(size.width / image.width, size.height / image.height), 1.0
+    kept_x, kept_y = kept_part(image.size, size)
+    return max(size.width / image.width, size.height / image.height), kept_x * kept_y
 
 
 def left_out(message: str) -> str:

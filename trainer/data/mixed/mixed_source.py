@@ -14,6 +14,7 @@ from PIL import Image
 from torch import nn
 
 from trainer.config.schema import RunConfig
+from trainer.config.size import Size
 from trainer.data.epochs import num_images, num_mixed
 from trainer.data.images.image_io import WHOLE, ImageFile, load_resized, load_rgb, read_header
 from trainer.data.images.image_source import EncodedData, EncodedImage, EncodedPrompt, ImageDrawer, ImageSource
@@ -261,11 +262,11 @@ class MixedSource(DataSource):
         except InputError as error:
             raise ImageProblem(f"{error}, or set data.bad_image: warn") from error
 
-    def _seen_size(self, image: ImageFile, looked_at: int = 1) -> tuple[int, int]:
-        return self._family.seen_size(image.width, image.height, self._cfg.data, looked_at)
+    def _seen_size(self, image: ImageFile, looked_at: int = 1) -> Size:
+        return self._family.seen_size(image.size, self._cfg.data, looked_at)
 
-    def _drawn_size(self, image: ImageFile) -> tuple[int, int]:
-        size = self._family.drawn_size(image.width, image.height, self._cfg.data.resolution)
+    def _drawn_size(self, image: ImageFile) -> Size:
+        size = self._family.drawn_size(image.size, self._cfg.data.resolution)
         assert size is not None, "runs that pack began with a recipe in which each image has its own size"
         return size
 
@@ -351,8 +352,8 @@ class MixedDrawer(SampleDrawer):
 
 def load_seen(image: ImageFile, family: MultimodalFamily, cfg: RunConfig, looked_at: int = 1) -> Image.Image:
     """Load an image in the size that the model sees it in. looked_at: as `MultimodalFamily.seen_size`."""
-    size = family.seen_size(image.width, image.height, cfg.data, looked_at)
-    in_buckets = family.drawn_size(image.width, image.height, cfg.data.resolution) is None
+    size = family.seen_size(image.size, cfg.data, looked_at).frame
+    in_buckets = family.drawn_size(image.size, cfg.data.resolution) is None
     if in_buckets:
         return load_rgb(image, size, replace(WHOLE, background=cfg.data.background))
     return load_resized(image, size, cfg.data.background)

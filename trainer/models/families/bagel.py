@@ -29,6 +29,7 @@ from trainer.config.sections import (
     ObjectiveConfig,
     SampleConfig,
 )
+from trainer.config.size import Size
 from trainer.models.base import FLOW_FIELDS, LoadModule, MultimodalFamily, SequencePart, TextLength, references_of
 from trainer.models.objectives.base import Batch, Example, Loss
 from trainer.models.objectives.flow_matching import Shift
@@ -262,22 +263,22 @@ class BagelFamily(MultimodalFamily):
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
         return {"latents": encode_latents(encoder, image)[0].cpu()}
 
-    def drawn_size(self, width: int, height: int, resolution: int) -> tuple[int, int] | None:
+    def drawn_size(self, size: Size, resolution: int) -> Size | None:
         if self._recipe < 3:
             return None
         longest = min(resolution, self.longest_side) // self.size_multiple * self.size_multiple
         shortest = round(longest * SHORTEST_DRAWN)
-        return size_within((width, height), longest, shortest, self.size_multiple, math.inf)
+        return size_within(size, longest, shortest, self.size_multiple, math.inf)
 
-    def seen_size(self, width: int, height: int, cfg: DataConfig, count: int = 1) -> tuple[int, int]:
+    def seen_size(self, size: Size, cfg: DataConfig, count: int = 1) -> Size:
         patch, side = self.sizes.vision.patch_size, self.sizes.vision.max_side
         if self._recipe < 3:  # never larger than the image, the encoder's grid or the area `resolution`^2
-            scale = min(1.0, cfg.resolution / math.sqrt(width * height), side * patch / max(width, height))
-            columns, rows = (min(side, max(1, round(length * scale / patch))) for length in (width, height))
-            return columns * patch, rows * patch
+            scale = min(1.0, cfg.resolution / math.sqrt(size.pixels), side * patch / max(size.frame))
+            columns, rows = (min(side, max(1, round(length * scale / patch))) for length in size.frame)
+            return Size(columns * patch, rows * patch)
         longest = min(cfg.seen_resolution // patch, side) * patch
         shortest = round(longest * SHORTEST_SEEN)
-        return size_within((width, height), longest, shortest, patch, MOST_SEEN / count)
+        return size_within(size, longest, shortest, patch, MOST_SEEN / count)
 
     def encode_seen(self, image: Image.Image) -> Tensor:
         return pixels_of(image, torch.device("cpu"))[0]
@@ -300,9 +301,9 @@ class BagelFamily(MultimodalFamily):
         for part in parts:
             if isinstance(part.content, str):
                 total += len(self._ids(part.content)) + 2
-            elif isinstance(part.content, tuple):
+            elif isinstance(part.content, Size):
                 side = self.sizes.vision.patch_size if part.kind == "seen" else self.size_multiple
-                total += (part.content[0] // side) * (part.content[1] // side) + 2
+                total += (part.content.width // side) * (part.content.height // side) + 2
         return total
 
     def pack_examples(self, examples: Mapping[int, Example]) -> Example:
@@ -411,14 +412,14 @@ class BagelFamily(MultimodalFamily):
         length = ids.index(self.marks.text_end) if self.marks.text_end in ids else len(ids)
         return str(self.tokenizer.decode(ids[:length], skip_special_tokens=True))
 
-    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+    def blank_example(self, size: Size, text_tokens: int, dtype: torch.dtype) -> Example:
         """A question about an image of that size, which takes more memory than drawing it.
 
         The image has any shape with about as many patches: if sides were rounded, twice the pixels would not be
         twice the patches. What is much more than the encoder's grid is a question about several images.
         """
         patch, longest = self.sizes.vision.patch_size, self.sizes.vision.max_side
-        count, sides = width * height / patch**2, range(1, longest + 1)
+        count, sides = size.pixels / patch**2, range(1, longest + 1)
         images = max(1, round(count / longest**2))
         rows, columns = min(product(sides, sides), key=lambda grid: abs(grid[0] * grid[1] - count / images))
         pixels = torch.zeros(3, rows * patch, columns * patch)

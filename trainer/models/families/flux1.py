@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from trainer.config.families import Distilled
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
+from trainer.config.size import Size
 from trainer.models.base import FLOW_FIELDS, PREFERENCE_FIELDS, ImageFamily, LoadModule, TextLength
 from trainer.models.objectives.base import Batch, Example, Loss
 from trainer.models.parts.folder import check_architecture, open_folder, write_model_index, write_random, write_tiny
@@ -224,9 +225,9 @@ class Flux1(ImageFamily):
             state, network_alphas=alphas, transformer=model["transformer"], low_cpu_mem_usage=True
         )
 
-    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+    def blank_example(self, size: Size, text_tokens: int, dtype: torch.dtype) -> Example:
         return {
-            "latents": torch.zeros(self._vae["latent_channels"], height // 8, width // 8),
+            "latents": torch.zeros(self._vae["latent_channels"], size.height // 8, size.width // 8),
             "prompt_embeds": torch.zeros(self._max_tokens, self._architecture.joint_attention_dim, dtype=dtype),
             "pooled_embeds": torch.zeros(self._architecture.pooled_projection_dim, dtype=dtype),
         }

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from trainer.config.families import Distilled
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
+from trainer.config.size import Size
 from trainer.models.base import (
     FLOW_FIELDS,
     PREFERENCE_FIELDS,
@@ -302,10 +303,10 @@ class Flux2(ImageFamily):
         state = Flux2LoraLoaderMixin.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
         Flux2LoraLoaderMixin.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
 
-    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+    def blank_example(self, size: Size, text_tokens: int, dtype: torch.dtype) -> Example:
         side = self.size_multiple
         return {
-            "latents": torch.zeros(self._architecture.in_channels, height // side, width // side),
+            "latents": torch.zeros(self._architecture.in_channels, size.height // side, size.width // side),
             "prompt_embeds": torch.zeros(self._text.max_tokens, self._architecture.joint_attention_dim, dtype=dtype),
         }
 

@@ -22,6 +22,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
+from trainer.config.size import Size
 from trainer.models.base import ImageFamily, LoadModule, TextLength, references_of
 from trainer.models.objectives.base import Batch, Example, Loss
 from trainer.models.objectives.flow_matching import Shift
@@ -218,11 +219,11 @@ class Flux3(ImageFamily):
         state = Loader.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
         Loader.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
 
-    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+    def blank_example(self, size: Size, text_tokens: int, dtype: torch.dtype) -> Example:
         tokens = min(math.ceil(text_tokens / WINDOW) * WINDOW, self._max_tokens)
         side = self.size_multiple
         return {
-            "latents": torch.zeros(self._architecture.in_channels, height // side, width // side),
+            "latents": torch.zeros(self._architecture.in_channels, size.height // side, size.width // side),
             "prompt_embeds": torch.zeros(tokens, self._architecture.joint_attention_dim, dtype=dtype),
         }
 

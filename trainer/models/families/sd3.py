@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from trainer.config.families import Distilled
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
+from trainer.config.size import Size
 from trainer.models.base import ImageFamily, LoadModule, TextLength
 from trainer.models.objectives.base import Batch, Example, Loss
 from trainer.models.objectives.flow_matching import Shift
@@ -266,11 +267,11 @@ class Sd3(ImageFamily):
         state = SD3LoraLoaderMixin.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
         SD3LoraLoaderMixin.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
 
-    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+    def blank_example(self, size: Size, text_tokens: int, dtype: torch.dtype) -> Example:
         config = self._architecture
         clips = self._folder.encoder_config("text_encoder", *CLIP_TYPES)["max_position_embeddings"]
         return {
-            "latents": torch.zeros(config.in_channels, height // 8, width // 8),
+            "latents": torch.zeros(config.in_channels, size.height // 8, size.width // 8),
             "prompt_embeds": torch.zeros(clips + self._max_tokens, config.joint_attention_dim, dtype=dtype),
             "pooled_embeds": torch.zeros(config.pooled_projection_dim, dtype=dtype),
         }

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from trainer.config.families import Distilled
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MOST_TEXT_WINDOWS, CompleteSample, ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.config.size import Size
 from trainer.models.base import (
     DIFFUSION_FIELDS,
     DIFFUSION_SAMPLE,
@@ -341,9 +342,9 @@ class Sdxl(ImageFamily):
             else:
                 Loader.load_lora_into_text_encoder(state, alphas, module, prefix=name, low_cpu_mem_usage=True)
 
-    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+    def blank_example(self, size: Size, text_tokens: int, dtype: torch.dtype) -> Example:
         """`dtype` is not used: the text encoders are whole and in their own type."""
-        example = {"latents": torch.zeros(self._architecture.in_channels, height // 8, width // 8)}
+        example = {"latents": torch.zeros(self._architecture.in_channels, size.height // 8, size.width // 8)}
         for name, config in self._clip.items():
             tokens = self._windows * config.max_position_embeddings
             if name in self.live:

@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainer.config.families import Distilled
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
+from trainer.config.size import Size
 from trainer.models.base import ImageFamily, LoadModule, TextLength
 from trainer.models.objectives.base import Batch, Example, Loss
 from trainer.models.objectives.flow_matching import Shift
@@ -220,10 +221,10 @@ class ZImage(ImageFamily):
         state = Loader.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
         Loader.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
 
-    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+    def blank_example(self, size: Size, text_tokens: int, dtype: torch.dtype) -> Example:
         config = self._architecture
         return {
-            "latents": torch.zeros(config.in_channels, height // 8, width // 8),
+            "latents": torch.zeros(config.in_channels, size.height // 8, size.width // 8),
             "prompt_embeds": torch.zeros(min(text_tokens, self._max_tokens), config.cap_feat_dim, dtype=dtype),
         }
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.config.sections import family_names
-from trainer.plan.simulate.sizes import size_of
+from trainer.plan.simulate.sizes import input_of
 from trainer.plan.simulate.tables import PASS_KINDS, Encoders, PassKind, PassTable, encode, num_ranks
 from trainer.plan.store import SHIPPED, encoders_key_of, key_of, known_parts, name_of, table_file
 from trainer.system import files
@@ -123,7 +123,7 @@ def trace_peak(cfg: RunConfig, cache: Path) -> int:
     from trainer.plan.record.trace import on_this_machine, trace_step
 
     cfg = on_this_machine(cfg, cache)
-    return trace_step(cfg, families.make(cfg, cache), fake_device.install(), size_of(cfg)).peak
+    return trace_step(cfg, families.make(cfg, cache), fake_device.install(), input_of(cfg)).peak
 
 
 def _silence_packages() -> None:

@@ -28,6 +28,7 @@ from trainer import adapters
 from trainer.config.recompute import Recompute
 from trainer.config.schema import RunConfig
 from trainer.config.sections import HUB_ID, ObjectiveConfig, ParallelConfig
+from trainer.config.size import Size
 from trainer.models import families
 from trainer.models.base import ImageFamily, ModelFamily, TextFamily
 from trainer.models.build import (
@@ -48,7 +49,7 @@ from trainer.parallel.strategy import Strategy
 from trainer.plan.record import fake_device
 from trainer.plan.record.memory_tracker import ACTIVATIONS, GATHERED, REDUCED, MemoryTracker
 from trainer.plan.simulate.sizes import passes_of
-from trainer.plan.simulate.steps import Mark, Moment, Parameter, Run, Size, Unit, grains
+from trainer.plan.simulate.steps import Mark, Moment, Parameter, PassInput, Run, Unit, grains
 from trainer.plan.simulate.tables import (
     KIND_OF,
     PASS_KINDS,
@@ -59,7 +60,7 @@ from trainer.plan.simulate.tables import (
     RankTable,
     has_rank,
     sides_of,
-    traced_sizes,
+    traced_inputs,
 )
 from trainer.rng import SampleRng
 from trainer.system.errors import InputError
@@ -87,7 +88,7 @@ class StepTrace:
     flops: int
 
 
-def trace_step(cfg: RunConfig, family: ModelFamily, device: torch.device, size: Size, steps: int = 2) -> StepTrace:
+def trace_step(cfg: RunConfig, family: ModelFamily, device: torch.device, size: PassInput, steps: int = 2) -> StepTrace:
     """Run `steps` optimizer steps of the whole model and return the last one's memory.
 
     Args:
@@ -109,7 +110,7 @@ def trace_step(cfg: RunConfig, family: ModelFamily, device: torch.device, size: 
         return StepTrace(tracker.highest, tracker.at_peak, dict(tracker.sent), tracker.flops)
 
 
-def trace_sampling(cfg: RunConfig, family: ModelFamily, device: torch.device, size: Size) -> int:
+def trace_sampling(cfg: RunConfig, family: ModelFamily, device: torch.device, size: PassInput) -> int:
     """Return the most bytes on rank 0 while the whole model draws a sample, before anything was trained.
 
     cfg: `parallel.strategy` must be decided.
@@ -144,7 +145,7 @@ def trace_passes(
     cfg: RunConfig,
     family: ModelFamily,
     device: torch.device,
-    sizes: Sequence[Size],
+    sizes: Sequence[PassInput],
     kinds: Sequence[PassKind] = PASS_KINDS,
 ) -> PassTraces:
     """Trace passes of the shortened model, of each kind and size, without FSDP's own memory.
@@ -165,7 +166,7 @@ def trace_passes(
         numbers = {unit.name: number for number, unit in enumerate(units)}
         sharded.draw(sizes[0])  # allocates the tensors that are made only once
 
-        def passes(run: Callable[[Size], None]) -> tuple[tuple[Mark, ...], ...]:
+        def passes(run: Callable[[PassInput], None]) -> tuple[tuple[Mark, ...], ...]:
             marks = []
             for size in sizes:
                 with sharded.moments.record(numbers) as found:
@@ -223,7 +224,7 @@ def trace_rank(cfg: RunConfig, number: int, kinds: Sequence[PassKind], cache: Pa
     rank = traced_ranks(cfg, cache)[number]
     changed = _with_rank(cfg, rank) if has_rank(cfg) else cfg
     family = families.make(changed, cache)
-    return replace(trace_passes(changed, family, device, traced_sizes(sides_of(cfg)), kinds), rank=rank)
+    return replace(trace_passes(changed, family, device, traced_inputs(sides_of(cfg)), kinds), rank=rank)
 
 
 def traced_ranks(cfg: RunConfig, cache: Path) -> tuple[int, ...]:
@@ -368,7 +369,7 @@ class Sharded:
             with self.tracker.making("optimizer"):
                 self.ema = Ema(self.trainables, self.cfg.optim.ema)
 
-    def one_pass(self, size: Size, is_last: bool) -> None:
+    def one_pass(self, size: PassInput, is_last: bool) -> None:
         """Run forward and backward."""
         if passes_of(self.cfg) > 1:
             sync_gradients(self.module, is_last, self.cfg.shards_gradients(self.cfg.parallel.strategy))
@@ -376,7 +377,7 @@ class Sharded:
         self.moments.mark("end", "")
 
     @torch.no_grad()
-    def draw(self, size: Size) -> None:
+    def draw(self, size: PassInput) -> None:
         """Run forward without gradients, as when samples are drawn."""
         self._forward(size)
         self.moments.mark("end", "")
@@ -411,7 +412,7 @@ class Sharded:
         """Return the bytes of the buffers on the device."""
         return bytes_on(self.module.buffers(), self.device)
 
-    def _forward(self, size: Size) -> Tensor:
+    def _forward(self, size: PassInput) -> Tensor:
         dtype = COMPUTE_DTYPE[self.cfg.train.precision]
         batch = batch_of(self.family, size, dtype, self.device)
         rng = SampleRng(0, tuple(range(size.batch)), self.device)
@@ -423,7 +424,7 @@ class Sharded:
         return total
 
 
-def batch_of(family: ModelFamily, size: Size, dtype: torch.dtype, device: torch.device) -> Batch:
+def batch_of(family: ModelFamily, size: PassInput, dtype: torch.dtype, device: torch.device) -> Batch:
     """Make a batch of blank examples on the device. dtype: type of the text embeddings."""
     if isinstance(family, TextFamily):
         with unset_fake_temporarily():  # how many tokens are learned depends on values
@@ -431,7 +432,7 @@ def batch_of(family: ModelFamily, size: Size, dtype: torch.dtype, device: torch.
     else:
         assert isinstance(family, ImageFamily)
         side = round(math.sqrt(size.pixels) / family.size_multiple) * family.size_multiple
-        example = family.blank_example(side, side, size.text_tokens, dtype)
+        example = family.blank_example(Size(side, side), size.text_tokens, dtype)
         batch = family.collate([example] * size.batch)
     batch["weight"] = torch.ones(size.batch)
     return {key: tensor.to(device) for key, tensor in batch.items()}

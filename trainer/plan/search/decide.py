@@ -9,7 +9,7 @@ from trainer.config.recompute import checkpointing_of
 from trainer.config.schema import RunConfig
 from trainer.plan.hardware import Card
 from trainer.plan.simulate.phases import Reserve, sampling
-from trainer.plan.simulate.sizes import rank_of, sharding_of, size_of, strategy_of
+from trainer.plan.simulate.sizes import input_of, rank_of, sharding_of, strategy_of
 from trainer.plan.simulate.steps import ModelPass
 from trainer.plan.simulate.tables import Model
 from trainer.plan.simulate.timeline import Sharding, least, simulate
@@ -82,7 +82,7 @@ def thriftiest(cfg: RunConfig, model: Model) -> RunConfig:
 
 
 def _blocks_of(cfg: RunConfig, model: Model) -> int:
-    units = model.table.training(size_of(cfg), rank_of(cfg), "none").units
+    units = model.table.training(input_of(cfg), rank_of(cfg), "none").units
     return sum(not unit.is_root for unit in units)
 
 
@@ -125,7 +125,7 @@ class _Search:
         return self._has_room(cfg, simulate(model_pass, sharding).peak)
 
     def _spread(self, cfg: RunConfig) -> tuple[ModelPass, Sharding]:
-        model_pass = self._model.table.training(size_of(cfg), rank_of(cfg), cfg.train.checkpointing)
+        model_pass = self._model.table.training(input_of(cfg), rank_of(cfg), cfg.train.checkpointing)
         return model_pass, sharding_of(cfg, strategy_of(cfg, model_pass, self._card))
 
     def _has_room(self, cfg: RunConfig, peak: float) -> bool:

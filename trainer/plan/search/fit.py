@@ -25,7 +25,7 @@ from trainer.plan.search.choices import Choice, Ladder, is_same
 from trainer.plan.search.decide import TIGHT
 from trainer.plan.search.fixes import written
 from trainer.plan.simulate.phases import CAPTIONS
-from trainer.plan.simulate.sizes import rank_of, size_of
+from trainer.plan.simulate.sizes import input_of, rank_of
 from trainer.plan.simulate.tables import Model
 from trainer.plan.store import known_model, recorded_formats
 from trainer.system.amounts import GIB, memory_size
@@ -374,7 +374,7 @@ class _Search:
     def _rungs(self) -> tuple[Ladder, ...]:
         """Ladders of recomputing."""
         model = next(filter(None, (self._model(cfg) for cfg in map(self._config, self._bases) if cfg)))
-        units = model.table.training(size_of(self.cfg), rank_of(self.cfg), "none").units
+        units = model.table.training(input_of(self.cfg), rank_of(self.cfg), "none").units
         blocks = sum(not unit.is_root for unit in units)
         ladders = choices.recompute(self.cfg, blocks, model.table.has("selective"))
         found = [choices.allowed(ladder, self.cfg, self.fixed) for ladder in ladders]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from trainer.config.schema import RunConfig
-from trainer.plan.simulate.sizes import rank_of, sample_size_of
+from trainer.plan.simulate.sizes import rank_of, sample_input_of
 from trainer.plan.simulate.steps import ModelPass
 from trainer.plan.simulate.tables import Encoders, Model
 from trainer.plan.simulate.timeline import Memory, Sharding, in_words, simulate_forward
@@ -163,11 +163,12 @@ def sampling(cfg: RunConfig, model: Model, model_pass: ModelPass, sharding: Shar
     """
     if not (cfg.sample.every and cfg.sample.prompts):
         return None
-    encoders, (width, height) = model.encoders, cfg.sample.size
-    drawing = model.table.sampling(sample_size_of(cfg), rank_of(cfg))
+    encoders = model.encoders
+    drawing = model.table.sampling(sample_input_of(cfg), rank_of(cfg))
     autoencoder = {AUTOENCODER: encoders.image} if encoders.image else {}
     constant = {**autoencoder, **_averaged(cfg, model_pass, sharding)}
-    return simulate_forward(drawing, sharding, constant, encoders.of_image(encoders.decoding, width * height))
+    decoding = encoders.of_image(encoders.decoding, cfg.sample.full_size.pixels)
+    return simulate_forward(drawing, sharding, constant, decoding)
 
 
 def over_all(cfg: RunConfig) -> Sharding:

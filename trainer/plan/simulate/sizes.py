@@ -11,7 +11,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import RankAdapter
 from trainer.parallel.strategy import TRAINED_BYTES, Strategy, choose_strategy, reshard_after_forward, shard_ranks
 from trainer.plan.hardware import Card
-from trainer.plan.simulate.steps import ModelPass, Size
+from trainer.plan.simulate.steps import ModelPass, PassInput
 from trainer.plan.simulate.timeline import Sharding
 from trainer.run.allocator import pins_exactly
 from trainer.system.amounts import GIB
@@ -23,23 +23,23 @@ BITS = {"nf4": 4.25, "int8": 8.25, "fp8": 8.0}
 """Bits per weight, scales included."""
 
 
-def size_of(cfg: RunConfig) -> Size:
+def input_of(cfg: RunConfig) -> PassInput:
     """Return the input of a pass; reference images add pixels, and both images of a pair are in one pass. Tokens of
     text count as pixels, and a packed token as the pixels of a drawn one, the largest."""
     if trains_on(cfg) == "text":
-        return Size(cfg.data.length, cfg.train.micro_batch)
+        return PassInput(cfg.data.length, cfg.train.micro_batch)
     if cfg.data.pack_tokens is not None:
         known = families_of(cfg.model.family)
-        return Size(cfg.data.pack_tokens * (known.size_multiple if known else 1) ** 2, cfg.train.micro_batch)
+        return PassInput(cfg.data.pack_tokens * (known.size_multiple if known else 1) ** 2, cfg.train.micro_batch)
     count = max(1, len(cfg.data.reference_columns)) if cfg.data.has_references else 0
     references = count * _images_per_reference(cfg)
     pair = 2 if cfg.objective.compares_pairs else 1
     side, images = _largest_pass(cfg)
-    return Size((1 + references) * side**2, pair * images)
+    return PassInput((1 + references) * side**2, pair * images)
 
 
 def passes_of(cfg: RunConfig) -> int:
-    """Return the passes of a step on the images of `size_of`: more where their folder has fewer in a pass."""
+    """Return the passes of a step on the images of `input_of`: more where their folder has fewer in a pass."""
     if trains_on(cfg) == "text" or cfg.data.pack_tokens is not None:
         return cfg.micro_steps
     _, images = _largest_pass(cfg)
@@ -61,13 +61,12 @@ def _passes(cfg: RunConfig) -> Iterator[tuple[int, int]]:
             yield side, cfg.train.micro_batch
 
 
-def sample_size_of(cfg: RunConfig) -> Size:
+def sample_input_of(cfg: RunConfig) -> PassInput:
     """Return the model's input when a sample is drawn."""
     if trains_on(cfg) == "text":
-        return Size(cfg.sample.tokens, 1)
-    width, height = cfg.sample.size
+        return PassInput(cfg.sample.tokens, 1)
     references = _images_per_reference(cfg) if cfg.sample.references else 0
-    return Size((1 + references) * width * height, 1)
+    return PassInput((1 + references) * cfg.sample.full_size.pixels, 1)
 
 
 def _images_per_reference(cfg: RunConfig) -> int:

@@ -86,11 +86,11 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Size:
+class PassInput:
     """The input of a pass.
 
     Attributes:
-        pixels: Pixels of each image; tokens for language models.
+        pixels: Pixels of each image, or of all frames of each clip; tokens for language models.
         batch: Number of images.
         text_tokens: Tokens of each caption, for families that do not pad captions to a fixed length.
     """

@@ -17,7 +17,7 @@ from trainer.config.families import trains_on
 from trainer.config.recompute import Recompute, modes_of
 from trainer.config.schema import RunConfig
 from trainer.config.sections import LokrAdapter, RankAdapter
-from trainer.plan.simulate.steps import Mark, ModelPass, Moment, Parameter, Run, Size, Unit, lengthen
+from trainer.plan.simulate.steps import Mark, ModelPass, Moment, Parameter, PassInput, Run, Unit, lengthen
 
 Sides = tuple[int, int, int]
 """Sides in pixels of the square images that are traced one at a time; the second is also traced two at a time."""
@@ -61,9 +61,9 @@ def sides_of(cfg: RunConfig) -> Sides:
     return SMALL_SIDES if is_small else SIDES
 
 
-def traced_sizes(sides: Sides) -> tuple[Size, ...]:
+def traced_inputs(sides: Sides) -> tuple[PassInput, ...]:
     """Return the sizes that are traced, in the order of a `PassTable`."""
-    return (*(Size(side * side, 1) for side in sides), Size(sides[1] ** 2, 2))
+    return (*(PassInput(side * side, 1) for side in sides), PassInput(sides[1] ** 2, 2))
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class PassTable:
     buffers: int
     by_rank: tuple[RankTable, ...]
 
-    def training(self, size: Size, rank: int, checkpointing: str | int) -> ModelPass:
+    def training(self, size: PassInput, rank: int, checkpointing: str | int) -> ModelPass:
         """Return a pass of the whole model with backward. checkpointing: `train.checkpointing`."""
         return _training(self, size, rank, checkpointing)
 
-    def sampling(self, size: Size, rank: int) -> ModelPass:
+    def sampling(self, size: PassInput, rank: int) -> ModelPass:
         """Return a pass of the whole model without backward."""
         return _sampling(self, size, rank)
 
@@ -141,10 +141,10 @@ class PassTable:
         """Whether passes of this kind were traced."""
         return kind in self.by_rank[0].figures
 
-    def _marks(self, size: Size, rank: int, kind: PassKind) -> tuple[Mark, ...]:
+    def _marks(self, size: PassInput, rank: int, kind: PassKind) -> tuple[Mark, ...]:
         return _marks(self, size, rank, kind)
 
-    def _marks_between(self, size: Size, rank: int, kind: PassKind) -> list[Mark]:
+    def _marks_between(self, size: PassInput, rank: int, kind: PassKind) -> list[Mark]:
         part = self._part(rank)
         found = [_of_size(of_rank.figures[kind], self.sides, size) for of_rank in self.by_rank]
         values = [
@@ -175,7 +175,7 @@ class PassTable:
 
 
 @lru_cache(CACHED_PASSES)
-def _training(table: PassTable, size: Size, rank: int, checkpointing: str | int) -> ModelPass:
+def _training(table: PassTable, size: PassInput, rank: int, checkpointing: str | int) -> ModelPass:
     blocks = [number for number, unit in enumerate(table._whole_units) if not unit.is_root]
     modes = dict(zip(blocks, modes_of(checkpointing, len(blocks)), strict=True))
     by_mode = {mode: table._marks(size, rank, KIND_OF[mode]) for mode in dict.fromkeys(["none", *modes.values()])}
@@ -195,17 +195,17 @@ def _training(table: PassTable, size: Size, rank: int, checkpointing: str | int)
 
 
 @lru_cache(CACHED_PASSES)
-def _marks(table: PassTable, size: Size, rank: int, kind: PassKind) -> tuple[Mark, ...]:
+def _marks(table: PassTable, size: PassInput, rank: int, kind: PassKind) -> tuple[Mark, ...]:
     return tuple(table._marks_between(size, rank, kind))
 
 
 @lru_cache(CACHED_PASSES)
-def _sampling(table: PassTable, size: Size, rank: int) -> ModelPass:
+def _sampling(table: PassTable, size: PassInput, rank: int) -> ModelPass:
     units = table._units(rank)
     return ModelPass(units, tuple(table._marks(size, rank, "drawn")), table.buffers, frozenset(range(len(units))))
 
 
-def _of_size(figures: Sequence[MomentFigures], sides: Sides, size: Size) -> list[tuple[float, float, float]]:
+def _of_size(figures: Sequence[MomentFigures], sides: Sides, size: PassInput) -> list[tuple[float, float, float]]:
     """Return (change, peak, flops) of each moment for a size."""
     at = [side * side for side in sides]
     lower, upper, part = _between(at, size.pixels)

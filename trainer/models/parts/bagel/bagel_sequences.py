@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainer.config.sections import ObjectiveConfig
+from trainer.config.size import Size
 from trainer.models.objectives.base import Batch, Example, squared_error
 from trainer.models.objectives.flow_matching import Shift, add_noise, draw_sigma, velocity
 from trainer.models.parts.bagel.bagel_packing import (
@@ -251,22 +252,21 @@ def joined(examples: Mapping[int, Example]) -> Example:
     return {f"{index}/{key}": tensor for index, example in examples.items() for key, tensor in example.items()}
 
 
-def size_within(size: tuple[int, int], longest: int, shortest: int, stride: int, most: float) -> tuple[int, int]:
+def size_within(size: Size, longest: int, shortest: int, stride: int, most: float) -> Size:
     """The size to which the published transform scales an image.
 
     Args:
-        size: (width, height) of the image.
+        size: Size of the image.
         longest: Most pixels of the longest side. Larger images shrink.
         shortest: Fewest pixels of the shortest side. Smaller images grow, unless `longest` forbids it.
         stride: Both sides are multiples of this.
         most: Most pixels of the whole image.
     """
 
-    def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:
-        width, height = (max(stride, round(round(side * scale) / stride) * stride) for side in size)
-        return width, height
+    def scaled(size: Size, scale: float) -> Size:
+        return Size(*(max(stride, round(round(side * scale) / stride) * stride) for side in size.frame))
 
-    found = scaled(size, max(min(longest / max(size), 1.0), shortest / min(size)))
-    if found[0] * found[1] > most:
-        found = scaled(found, most / (found[0] * found[1]))
-    return scaled(found, longest / max(found)) if max(found) > longest else found
+    found = scaled(size, max(min(longest / max(size.frame), 1.0), shortest / min(size.frame)))
+    if found.pixels > most:
+        found = scaled(found, most / found.pixels)
+    return scaled(found, longest / max(found.frame)) if max(found.frame) > longest else found
