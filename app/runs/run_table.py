@@ -24,8 +24,8 @@ from trainer.view.numbers import smoothed
 from app.runs.monitor import Follower, RunView, explained, last_start
 from app.studio import Studio
 from trainer.config.schema import RunConfig
-from trainer.config.sections import BoftAdapter, DiagOftAdapter, RankAdapter, half_character
-from trainer.config.titles import METHODS, model_title
+from trainer.config.sections import half_character
+from trainer.config.titles import model_title
 from trainer.run import process
 from trainer.run.events import State
 from trainer.run.folder import RunDir, is_run
@@ -405,11 +405,8 @@ def summarized(follower: Follower) -> Summary:
 
 def method(config: RunConfig) -> str:
     """Return how a run trains, in words: "LoRA 16, int8"."""
-    match config.adapter:
-        case RankAdapter(rank=size) | DiagOftAdapter(block_size=size) | BoftAdapter(block_size=size):
-            found = f"{METHODS[config.adapter.type]} {size}"
-        case _:
-            found = METHODS[config.adapter.type]
+    adapter = config.adapter
+    found = f"{adapter.title} {adapter.size}" if adapter.size else adapter.title
     return found if config.quantize.format == "none" else f"{found}, {config.quantize.format}"
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import AdapterFile, Naming, adapter_files
-from trainer.adapters.kinds import Kind
 from trainer.adapters.layer import LayerAdapter
 from trainer.config.sections import ModelConfig, ObjectiveConfig
 from trainer.models import families
@@ -22,7 +21,7 @@ from trainer.models.base import ModelFamily
 from trainer.models.state_dict import naming
 from trainer.rng import generator
 
-KINDS: Mapping[str, Kind] = {
+KINDS: Mapping[str, str] = {
     "lora": "lora",
     "locon": "lora",
     "dora": "dora",

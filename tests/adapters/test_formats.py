@@ -13,9 +13,9 @@ from safetensors import safe_open
 from tests.adapters.consumers import CONSUMERS, diffusers, ourselves
 from tests.adapters.examples import KINDS, Example, cached_example, layer_adapter, saved
 from tests.models.common import IMAGES
+from trainer.adapters import kinds
 from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import AdapterFile, adapter_files, suffixes
-from trainer.adapters.kinds import ROTATIONS
 from trainer.adapters.layer import LayerAdapter
 from trainer.models import families
 from trainer.system.errors import InputError
@@ -53,7 +53,7 @@ QUICK = ("flux2", "sdxl", "bagel", "causal_lm")
         for name in families.names()
         for a in KINDS
         if a != "locon" or families.get(name).conv_targets
-        if name in IMAGES or KINDS[a] not in ROTATIONS
+        if name in IMAGES or kinds.KINDS[KINDS[a]].peft
     ],
 )
 def test_each_reader_of_each_format_gets_the_trained_weights(

@@ -30,9 +30,10 @@ from tests.adapters.nets import (
     started,
 )
 from trainer import adapters
+from trainer.adapters.boft import Boft
+from trainer.adapters.dora import RowLengths
 from trainer.adapters.layer import LayerAdapter
-from trainer.adapters.lowrank import RowLengths
-from trainer.adapters.orthogonal import Boft, cayley_excess
+from trainer.adapters.orthogonal import cayley_excess
 from trainer.config.sections import (
     AdapterSection,
     BoftAdapter,

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.adapters.kinds import ADAPTER
-from trainer.adapters.lowrank import LoraLinear, dora_layer, lora_layer
+from trainer.adapters import ADAPTER
+from trainer.adapters.dora import dora_layer
+from trainer.adapters.lora import LoraLinear, lora_layer
 
 OUT, IN, RANK = 40, 24, 4
 VIEWS = ("view", "t.default", "detach", "alias", "transpose", "expand", "unsqueeze", "lift_fresh")

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from tests.distributed import run_ranks
 from tests.models.common import batch_of, load, make, model_of
 from tests.runs import Outcome, alone, difference, graphs_of, make_pictures, make_run, run_config, train
-from trainer.adapters.lowrank import LoraLinear
+from trainer.adapters.lora import LoraLinear
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.distributed.world import World

@@ -241,16 +241,16 @@ FAULTS = (
     # Adapters and exports
     _fault(
         "a lora's file is scaled twice",
-        "trainer/adapters/layer.py",
-        'return (self.scale * self._fp32("up").flatten(1)) @ self._fp32("down").flatten(1)',
-        'return (self.scale**2 * self._fp32("up").flatten(1)) @ self._fp32("down").flatten(1)',
+        "trainer/adapters/lora.py",
+        "return (scale * up) @ down",
+        "return (scale**2 * up) @ down",
         "adapters",
     ),
     _fault(
         "a dora is merged by the norms of columns",
-        "trainer/adapters/layer.py",
-        "new.norm(dim=1).clamp_min(SHORTEST)).view(-1, 1)",
-        "new.norm().clamp_min(SHORTEST)).view(-1, 1)",
+        "trainer/adapters/dora.py",
+        "weight.norm(dim=1).clamp_min(SHORTEST)).view(-1, 1)",
+        "weight.norm().clamp_min(SHORTEST)).view(-1, 1)",
         "adapters",
     ),
     _fault(

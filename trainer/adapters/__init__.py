@@ -14,34 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer.adapters.dropout import Rows, SampleDropout
-from trainer.adapters.engine import BaseTunerLayer, LoraLayer
-from trainer.adapters.kinds import ADAPTER
-from trainer.adapters.lowrank import LoraLinear, RowLengths, dora_layer, lora_layer
-from trainer.adapters.orthogonal import Boft, DiagOft
-from trainer.adapters.products import Loha, Lokr, Split, whole_notes
-from trainer.adapters.replace import Layer, Make, replace_layers
-from trainer.adapters.start import initial_value
-from trainer.adapters.targets import (
-    Targets,
-    block_notes,
-    boft_shapes,
-    choose_layers,
-    diag_oft_shapes,
-    is_linear,
-    layer_ranks,
-    match_layers,
-)
+from trainer.adapters.engine import ADAPTER, BaseTunerLayer
+from trainer.adapters.kinds import KINDS, initial_value, kind_of
+from trainer.adapters.replace import AddsInPlace, replace_layers
+from trainer.adapters.targets import Targets, choose_layers, is_linear, layer_ranks, match_layers
 from trainer.adapters.targets import match as match_names
-from trainer.config.sections import (
-    AdapterSection,
-    BoftAdapter,
-    DiagOftAdapter,
-    DoraAdapter,
-    LohaAdapter,
-    LokrAdapter,
-    NoAdapter,
-    RankAdapter,
-)
+from trainer.config.sections import AdapterSection, NoAdapter
 
 __all__ = [
     "ADAPTER",
@@ -93,8 +71,9 @@ def inject(model: nn.ModuleDict, cfg: AdapterSection, targets: Targets, family: 
             layer and what would work; the model is unchanged.
     """
     before = {name for name, _ in model.named_parameters()}
-    chosen = choose_layers(model, cfg, targets, family)
-    make, notes = _maker(cfg, chosen.layers)
+    kind = kind_of(cfg)
+    chosen = choose_layers(model, cfg, kind, targets, family)
+    make, notes = kind.maker(cfg, chosen.layers, layer_ranks(chosen.layers, cfg, kind))
     replace_layers(model, chosen.layers, make)
     added = {name: p for name, p in model.named_parameters() if name.replace(".base_layer.", ".") not in before}
     assert all(parameter.dtype == torch.float32 for parameter in added.values())
@@ -129,22 +108,14 @@ def saves_little(model: nn.Module) -> set[nn.Module]:
     Those are layers of lora and locon without dropout, layers of loha whose update is a dense product, for which it
     makes its matrix again by itself, and the row lengths of dora.
     """
-    return {module for module in model.modules() if _saves_little(module)}
+    return {module for module in model.modules() if any(kind.saves_little(module) for kind in KINDS.values())}
 
 
 def add_apart(model: nn.Module) -> None:
     """Let no adapter write over the output of its base, for a model whose blocks are to be compiled."""
     for module in model.modules():
-        if isinstance(module, LoraLinear):
+        if isinstance(module, AddsInPlace):
             module.adds_in_place = False
-
-
-def _saves_little(module: nn.Module) -> bool:
-    if isinstance(module, LoraLayer):
-        return not module.use_dora[ADAPTER] and isinstance(module.lora_dropout[ADAPTER], nn.Identity)
-    if isinstance(module, Loha):
-        return module.is_dense and isinstance(module.dropout, nn.Identity)
-    return isinstance(module, RowLengths)
 
 
 def dropouts(model: nn.Module) -> list[SampleDropout]:
@@ -183,38 +154,6 @@ def follow_recipe(model: nn.Module, cfg: AdapterSection | NoAdapter, recipe: int
         cfg: The section that was injected.
         recipe: The run's recipe (`manifest.RECIPE`).
     """
-    if recipe < 2 and isinstance(cfg, LokrAdapter):
+    if isinstance(cfg, AdapterSection):
         for layer in adapted_layers(model).values():
-            layer.scaling[ADAPTER] = cfg.scale
-
-
-def _maker(cfg: AdapterSection, layers: Mapping[str, Layer]) -> tuple[Make, tuple[str, ...]]:
-    """Return the function that makes each layer, and notes for the log."""
-    if isinstance(cfg, DiagOftAdapter):
-        shapes = diag_oft_shapes(layers, cfg)
-        return lambda name, layer: DiagOft(layer, shapes[name]), block_notes(shapes, cfg.block_size)
-    if isinstance(cfg, BoftAdapter):
-        shapes = boft_shapes(layers, cfg)
-        return lambda name, layer: Boft(layer, shapes[name]), block_notes(shapes, cfg.block_size)
-    assert isinstance(cfg, RankAdapter)
-    ranks = layer_ranks(layers, cfg)
-    return _rank_maker(cfg, ranks), whole_notes(layers, cfg, ranks) if isinstance(cfg, LokrAdapter) else ()
-
-
-def _rank_maker(cfg: RankAdapter, ranks: Mapping[str, int]) -> Make:
-    def make(name: str, layer: Layer) -> BaseTunerLayer:
-        rank = ranks[name]
-        scale = cfg.scale_at(rank)
-        dropout = SampleDropout(cfg.dropout, name) if cfg.dropout else nn.Identity()
-        match cfg:
-            case LohaAdapter():
-                return Loha(layer, rank, scale, dropout)
-            case LokrAdapter():
-                split = Split.of(layer, cfg, rank)
-                return Lokr(layer, split, rank, 1.0 if split.is_whole else scale, dropout)
-            case DoraAdapter():
-                return dora_layer(layer, rank, scale, dropout)
-            case _:
-                return lora_layer(layer, rank, scale, dropout)
-
-    return make
+            kind_of(cfg).follow_recipe(layer, cfg, recipe)

@@ -14,6 +14,7 @@ with light_imports():
     from peft.tuners.tuners_utils import BaseTunerLayer
 
 __all__ = [
+    "ADAPTER",
     "BaseTunerLayer",
     "Conv2d",
     "Linear",
@@ -28,3 +29,6 @@ __all__ = [
     "PeftConfig",
     "factorization",
 ]
+
+ADAPTER = "default"
+"""peft's name of the only adapter: part of parameter names inside the model, not of names in files."""

@@ -1,6 +1,7 @@
 """Reader of adapter files of this and other programs, by the names of their tensors.
 
-It shares no code and no table of names with the writer, because it also verifies what the writer wrote.
+It shares no code and no table of names with the writer, because it also verifies what the writer wrote: of each kind it
+asks the `Reader`, never the `Kind`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
+from trainer.adapters.base import Reader
 from trainer.adapters.formats import DORA_CONVENTION, Naming
-from trainer.adapters.kinds import KINDS, Kind
+from trainer.adapters.kinds import READERS
 from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.patterns import find_pattern
 from trainer.system.errors import InputError
@@ -37,30 +39,13 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 ENCODER_PREFIXES = ("lora_te", "text_encoder")
 
-TENSOR_NAMES: Mapping[str, tuple[Kind, str]] = {
-    "lora_A.weight": ("lora", "down"),
-    "lora_B.weight": ("lora", "up"),
-    "lora_down.weight": ("lora", "down"),
-    "lora_up.weight": ("lora", "up"),
-    "lora_magnitude_vector": ("lora", "magnitude"),
-    "lora_magnitude_vector.weight": ("lora", "magnitude"),
-    "dora_scale": ("lora", "dora_scale"),
-    **{f"hada_{name}": ("loha", name) for name in ("w1_a", "w1_b", "w2_a", "w2_b")},
-    **{f"lokr_{name}": ("lokr", name) for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b")},
-    "oft_blocks": ("diag-oft", "blocks"),
-}
-"""{end of a key: (kind, tensor)}. A lora with a magnitude is a dora; a rotation in stages is a boft."""
-KEY = re.compile(rf"(?P<layer>.+)\.(?P<end>alpha|{'|'.join(map(re.escape, TENSOR_NAMES))})")
+ENDS = tuple(dict.fromkeys(end for reader in READERS for end in reader.ends))
+KEY = re.compile(rf"(?P<layer>.+)\.(?P<end>alpha|{'|'.join(map(re.escape, ENDS))})")
 LIVE_KEY = re.compile(
-    r"(?P<tensor>.+\.(?:lora_[AB]|lora_magnitude_vector|hada_w\w+|lokr_w\w+))\.(?P<adapter>\w+)(?P<end>\.weight)?"
+    rf"(?P<tensor>.+\.(?:{'|'.join(re.escape(end.removesuffix('.weight')) for end in ENDS)}))"
+    r"\.(?P<adapter>\w+)(?P<end>\.weight)?"
 )
 """A key as peft's modules have it, with the name of the adapter, which peft leaves out of its files."""
-PRODUCTS = (("up", "down"), ("w1_a", "w1_b"), ("w2_a", "w2_b"))
-"""Pairs of tensors that are multiplied: the first has as many columns as the second has rows."""
-KERNELS = ("down", "up", "w2")
-"""Tensors that may have more than two dims, for a convolution."""
-BY_ROWS: Mapping[Kind, tuple[str, ...]] = {"lora": ("up",), "dora": ("up", "magnitude"), "loha": ("w1_a", "w2_a")}
-"""Tensors with a row per output of the layer, for the kinds that can be split by rows."""
 
 
 def read_adapter(
@@ -100,7 +85,7 @@ def read_adapter(
             fitted = _fitted(group, layer, part, shapes[layer])
             if layer in layers:
                 raise group.error(f"'{name}' is '{layer}', which the file changes under another name too; keep one")
-            layers[layer] = _uncorrected(fitted, base(layer)) if group.is_corrected else fitted
+            layers[layer] = _uncorrected(group, fitted, base(layer)) if group.is_corrected else fitted
     _check_one_kind(stored.file, layers)
     return layers
 
@@ -226,60 +211,46 @@ class _Group:
 
     @property
     def is_corrected(self) -> bool:
-        """Whether the lengths of the rows are stored in ComfyUI's convention (`formats.DORA_CONVENTION`)."""
-        only_scale = "dora_scale" in self.tensors and not any("magnitude" in end for end in self.tensors)
-        return only_scale and self.stored.metadata.get(DORA_CONVENTION) == "comfyui"
+        """Whether tensors are stored in ComfyUI's convention (`formats.DORA_CONVENTION`)."""
+        follows = self.stored.metadata.get(DORA_CONVENTION) == "comfyui"
+        return follows and self.reader.may_be_corrected(self.tensors)
+
+    @cached_property
+    def reader(self) -> Reader:
+        ends = {end for end in self.tensors if end != "alpha"}
+        for reader in READERS:
+            if ends and ends <= reader.ends.keys() and reader.is_of(self._of(reader)):
+                return reader
+        kinds = {next(reader.kind for reader in READERS if end in reader.ends) for end in ends}
+        found = f"tensors of {' and '.join(sorted(kinds))}" if kinds else "an alpha and nothing else"
+        raise self.error(f"'{self.name}' has {found}; a layer takes one adapter")
 
     def adapter(self) -> LayerAdapter:
         """Return the adapter of the file's layer, which may stand for several layers of the model."""
-        kind, tensors = self._named()
-        self._check_complete(kind, tensors)
+        reader = self.reader
+        try:
+            tensors = reader.named(self.name, self._of(reader))
+        except InputError as error:
+            raise self.error(str(error)) from None
+        self._check_complete(tensors)
         self._check_dimensions(tensors)
-        if "blocks" in tensors:
-            return LayerAdapter(kind, {"blocks": self._constrained(tensors["blocks"])})
-        return LayerAdapter(kind, tensors, self._scale(kind, tensors))
+        if reader.is_scaled:
+            return LayerAdapter(reader.kind, tensors, self._scale(reader.rank(tensors)))
+        return LayerAdapter(reader.kind, reader.bounded(tensors, self._alpha()))
+
+    def _of(self, reader: Reader) -> dict[str, Tensor]:
+        return {reader.ends[end]: tensor for end, tensor in self.tensors.items() if end != "alpha"}
 
     def error(self, what: str) -> InputError:
         return InputError(f"{self.stored.file}: {what}")
 
-    def _named(self) -> tuple[Kind, dict[str, Tensor]]:
-        """Return the kind, and the tensors by our names."""
-        ends = [end for end in self.tensors if end != "alpha"]
-        kinds = {TENSOR_NAMES[end][0] for end in ends}
-        if len(kinds) != 1:
-            found = f"tensors of {' and '.join(sorted(kinds))}" if kinds else "an alpha and nothing else"
-            raise self.error(f"'{self.name}' has {found}; a layer takes one adapter")
-        (kind,) = kinds
-        tensors = {TENSOR_NAMES[end][1]: self.tensors[end] for end in ends}
-        scale = tensors.pop("dora_scale", None)
-        if scale is not None:
-            tensors.setdefault("magnitude", self._length_of_rows(scale))
-        if "magnitude" in tensors:
-            return "dora", tensors | {"magnitude": tensors["magnitude"].flatten()}
-        if "blocks" in tensors and tensors["blocks"].dim() == 4:
-            return "boft", tensors
-        return kind, tensors
-
-    def _length_of_rows(self, scale: Tensor) -> Tensor:
-        if scale.dim() > 1 and scale.shape[0] == 1 and scale.numel() > 1:
-            raise self.error(
-                f"'{self.name}.dora_scale' ({_sizes(scale)}) scales the inputs of its layer; "
-                "only a dora that scales the outputs can be read"
-            )
-        return scale
-
-    def _check_complete(self, kind: Kind, tensors: Mapping[str, Tensor]) -> None:
-        names = min(KINDS[kind].tensors, key=lambda names: len(set(names) ^ tensors.keys()))
-        missing = set(names) - tensors.keys()
+    def _check_complete(self, tensors: Mapping[str, Tensor]) -> None:
+        missing = set(min(self.reader.complete, key=lambda names: len(set(names) ^ tensors.keys()))) - tensors.keys()
         if missing:
-            ends = [end for end in self.tensors if end != "alpha"]
-            others = ("lora_A", "lora_B") if ends[0].startswith(("lora_down", "lora_up")) else ("lora_down", "lora_up")
-            wanted = next(
-                end
-                for end, (of, name) in TENSOR_NAMES.items()
-                if of == TENSOR_NAMES[ends[0]][0] and name in missing and not end.startswith(others)
-            )
-            raise self.error(f"'{self.name}' has {ends[0]} but no {wanted}; the file is incomplete")
+            first = next(end for end in self.tensors if end != "alpha")
+            styles = sorted(self.reader.styles, key=lambda style: first not in style)
+            wanted = next(end for style in styles for end, name in style.items() if name in missing)
+            raise self.error(f"'{self.name}' has {first} but no {wanted}; the file is incomplete")
 
     def _check_dimensions(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -289,16 +260,12 @@ class _Group:
                 raise self.error(f"'{self.name}': {name} is {what}, not floats of 16 to 64 bits; {remedy}")
             if not tensor.isfinite().all():
                 raise self.error(f"'{self.name}': {name} holds numbers that are not finite; the file is damaged")
-            fits = _is_rotation(tensor.shape) if name == "blocks" else tensor.dim() == 2 or name in KERNELS
-            fits = fits and tensor.dim() > 1
-            if not fits and name != "magnitude":
+            if not self.reader.has_form(name, tensor.shape):
                 raise self.error(f"'{self.name}': {name} ({_sizes(tensor)}) has another form; the file is damaged")
 
-    def _scale(self, kind: Kind, tensors: Mapping[str, Tensor]) -> float:
+    def _scale(self, rank: int | None) -> float:
         """Return alpha / rank, from where this file stores it."""
-        rank = next((tensors[name].shape[0] for name in ("down", "w2_b", "w1_b") if name in tensors), None)
         if "alpha" in self.tensors:
-            # LyCORIS does not scale a lokr of two whole factors.
             return 1.0 if rank is None else self._alpha() / rank
         for prefix, settings in self.stored.settings.items():
             before, found, path = self.name.partition(prefix)
@@ -328,22 +295,6 @@ class _Group:
                 f"'{self.name}': its rank and alpha cannot be read from peft's config ({error}); save it again"
             ) from error
         return scale
-
-    def _constrained(self, blocks: Tensor) -> Tensor:
-        """Bound the norm of the skew matrices by alpha times the number of outputs, as LyCORIS does."""
-        skew = (blocks - blocks.mT).float()
-        limit = self._alpha() * blocks.shape[-3] * blocks.shape[-1]
-        norm = float(skew.norm())
-        return skew * (limit / norm / 2) if 0 < limit < norm else blocks
-
-
-def _is_rotation(shape: torch.Size) -> bool:
-    """Whether blocks are square and, for a butterfly, the stages can exchange rows between so many blocks."""
-    is_square = len(shape) in (3, 4) and shape[-1] == shape[-2]
-    if not is_square or len(shape) == 3:
-        return is_square
-    stages, n, b, _ = shape
-    return n & (n - 1) == 0 and b % 2 == 0 and stages <= n.bit_length()
 
 
 @dataclass(frozen=True)
@@ -415,85 +366,54 @@ def _kohya_names(component: str, path: str, naming: Naming) -> Iterator[str]:
 def _parts(
     group: _Group, whole: LayerAdapter, ours: _ModelLayers, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, LayerAdapter]]:
-    """Yield the model's layers of a file's layer, each with its part of the adapter.
-
-    All parts of a lora share `down`. Ranks that serve other parts only are left out, and so is a part without ranks.
-    """
-    layers = ours.layers
+    """Yield the model's layers of a file's layer, each with its part of the adapter, unless that does nothing."""
+    layers, reader = ours.layers, group.reader
     if len(layers) == 1 and not ours.halves_swapped:
         yield layers[0], whole
         return
-    if whole.kind not in BY_ROWS:
+    if not reader.by_rows:
         raise group.error(f"'{group.name}' is {' and '.join(layers)} of this model, and a {whole.kind} cannot be split")
     rows, shape = [shapes[layer][0] for layer in layers], shapes[layers[0]]
-    expected = (sum(rows), math.prod(shape[1:]))
-    if _size(whole) != expected:
-        raise group.error(_mismatch(group.name, _size(whole), expected))
-    stacked = {name: whole.tensors[name] for name in BY_ROWS[whole.kind]}
+    expected, found = (sum(rows), math.prod(shape[1:])), reader.size(whole.tensors)
+    if found != expected:
+        raise group.error(_mismatch(group.name, found, expected))
+    stacked = {name: whole.tensors[name] for name in reader.by_rows}
     if ours.halves_swapped:
         stacked = {name: torch.cat(tensor.chunk(2)[::-1]) for name, tensor in stacked.items()}
     by_rows = {name: torch.split(tensor, rows) for name, tensor in stacked.items()}
     for number, layer in enumerate(layers):
-        part = replace(whole, tensors={**whole.tensors, **{name: split[number] for name, split in by_rows.items()}})
-        if whole.kind != "lora" or len(rows) == 1:
-            yield layer, part
-        elif part.tensors["up"].any():
-            yield layer, _without_idle_rank(part)
-
-
-def _without_idle_rank(part: LayerAdapter) -> LayerAdapter:
-    used = part.tensors["up"].flatten(1).any(dim=0)
-    return replace(part, tensors={"down": part.tensors["down"][used], "up": part.tensors["up"][:, used]})
+        part = {**whole.tensors, **{name: split[number] for name, split in by_rows.items()}}
+        kept = part if len(rows) == 1 else reader.part(part)
+        if kept is not None:
+            yield layer, replace(whole, tensors=kept)
 
 
 def _fitted(group: _Group, layer: str, adapter: LayerAdapter, shape: tuple[int, ...]) -> LayerAdapter:
-    """Give the adapter as many dimensions as the layer's weight: some files have 1 x 1 kernels for linear layers."""
-    tensors = dict(adapter.tensors)
-    for left, right in PRODUCTS:
+    """Give the adapter as many dimensions as the layer's weight."""
+    tensors, reader = adapter.tensors, group.reader
+    for left, right in reader.products:
         if left in tensors and tensors[left][0].numel() != tensors[right].shape[0]:
-            ends = " and ".join(f"{name} ({_sizes(tensors[name])})" for name in (left, right))
-            raise group.error(f"'{group.name}': {ends} cannot be multiplied; the file is damaged")
-    for first, second, dim in (("w1_a", "w2_a", 0), ("w1_b", "w2_b", 1)):
-        if adapter.kind == "loha" and tensors[first].shape[dim] != tensors[second].shape[dim]:
-            ends = " and ".join(f"{name} ({_sizes(tensors[name])})" for name in (first, second))
-            raise group.error(f"'{group.name}': {ends} are of different layers; the file is damaged")
-    expected = (shape[0], math.prod(shape[1:]))
-    if "magnitude" in tensors and len(tensors["magnitude"]) != shape[0]:
-        raise group.error(f"'{group.name}': {len(tensors['magnitude'])} magnitudes for {shape[0]} outputs")
-    if _size(adapter) not in (expected, (shape[0], None)):
-        raise group.error(_mismatch(layer, _size(adapter), expected))
-    if "down" in tensors:
-        tensors["down"] = tensors["down"].reshape(-1, *shape[1:])
-        tensors["up"] = tensors["up"].reshape(shape[0], -1, *[1] * (len(shape) - 2))
-    return replace(adapter, tensors=tensors)
+            raise group.error(f"{_two(group, left, right, tensors)} cannot be multiplied; the file is damaged")
+    for first, second, dim in reader.equal:
+        if tensors[first].shape[dim] != tensors[second].shape[dim]:
+            raise group.error(f"{_two(group, first, second, tensors)} are of different layers; the file is damaged")
+    expected, found = (shape[0], math.prod(shape[1:])), reader.size(tensors)
+    for name in reader.vectors:
+        if len(tensors[name]) != shape[0]:
+            raise group.error(f"'{group.name}': {len(tensors[name])} {name}s for {shape[0]} outputs")
+    if found not in (expected, (shape[0], None)):
+        raise group.error(_mismatch(layer, found, expected))
+    return replace(adapter, tensors=reader.fitted(tensors, shape))
 
 
-def _size(adapter: LayerAdapter) -> tuple[int, int | None]:
-    """Return rows and columns of the weight that the adapter fits; a rotation fits any number of columns (None)."""
-    tensors = adapter.tensors
-    match adapter.kind:
-        case "lora" | "dora":
-            return tensors["up"].shape[0], tensors["down"][0].numel()
-        case "loha":
-            return tensors["w1_a"].shape[0], tensors["w1_b"].shape[1]
-        case "lokr":
-            (a, b), (c, d) = (
-                (tensors[name].shape[0], tensors[name][0].numel())
-                if name in tensors
-                else (tensors[f"{name}_a"].shape[0], tensors[f"{name}_b"].shape[1])
-                for name in ("w1", "w2")
-            )
-            return a * c, b * d
-    return tensors["blocks"].shape[-3] * tensors["blocks"].shape[-1], None
+def _two(group: _Group, first: str, second: str, tensors: Mapping[str, Tensor]) -> str:
+    return f"'{group.name}': {first} ({_sizes(tensors[first])}) and {second} ({_sizes(tensors[second])})"
 
 
-def _uncorrected(adapter: LayerAdapter, weight: Tensor) -> LayerAdapter:
-    """Return the dora whose magnitude m was stored as m (||W|| + eps) / ||W + dW||."""
+def _uncorrected(group: _Group, adapter: LayerAdapter, weight: Tensor) -> LayerAdapter:
     rows = weight.float().flatten(1)
     turned = rows + adapter.update().flatten(1)
-    length = rows.norm(dim=1) + torch.finfo(torch.float32).eps
-    magnitude = adapter.tensors["magnitude"].float() * turned.norm(dim=1) / length
-    return replace(adapter, tensors={**adapter.tensors, "magnitude": magnitude})
+    return replace(adapter, tensors=group.reader.uncorrected(adapter.tensors, rows, turned))
 
 
 def _unknown_layer(
@@ -501,7 +421,7 @@ def _unknown_layer(
 ) -> str:
     (near,) = difflib.get_close_matches(group.name, known, 1, cutoff=0.0)
     layer = known[near].layers[0]
-    theirs, ours = _text(_size(adapter)), _text((shapes[layer][0], math.prod(shapes[layer][1:])))
+    theirs, ours = _text(group.reader.size(adapter.tensors)), _text((shapes[layer][0], math.prod(shapes[layer][1:])))
     path = layer.partition(".")[2]
     if theirs == ours and group.name.replace(".", "_").endswith(f"_{path}".replace(".", "_")):
         return (

@@ -14,15 +14,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.adapters.engine import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, factorization
-from trainer.adapters.kinds import KINDS, ROTATIONS
-from trainer.adapters.layer import SHORTEST, LayerAdapter
+from trainer.adapters.base import Tensors, shapes_of
+from trainer.adapters.engine import LoraConfig, PeftConfig
+from trainer.adapters.kinds import KINDS
+from trainer.adapters.layer import LayerAdapter
+from trainer.config.sections import PORTABLE
 from trainer.system.errors import InputError
 from trainer.weights.files import ORIGINAL_PREFIX, Fused
 
@@ -31,13 +32,11 @@ Base = Callable[[str], Tensor]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Number types of adapter files, by their names in `export.dtype`."""
-COMFYUI_EPS = torch.finfo(torch.float32).eps
-"""Added by ComfyUI to the length of a row before it divides by that length."""
 DORA_CONVENTION = "dora_scale_convention"
-"""Our own metadata key. `comfyui`: `dora_scale` is corrected for ComfyUI, see `_comfyui_dora_scale`."""
+"""Our own metadata key. `comfyui`: `dora_scale` is corrected for ComfyUI, see `dora.DoraKind.corrected`."""
 
-TensorsOf = Callable[[str, LayerAdapter], Mapping[str, Tensor]]
-"""(layer, its adapter at scale 1) -> {end of the name in the file: tensor}"""
+TensorsOf = Callable[[str, Tensors], Mapping[str, Tensor]]
+"""(layer, its tensors at scale 1) -> {end of the name in the file: tensor}"""
 NameOf = Callable[[str], str]
 """Layer -> its name in the file."""
 
@@ -174,18 +173,18 @@ class _Writer:
         self._naming = naming
         self._base = base
         self._dtype = dtype
-        (self._kind,) = {layer.kind for layer in layers.values()}
+        (name,) = {layer.kind for layer in layers.values()}
+        self._kind = KINDS[name]
+        self._is_portable = self._kind.sections[0].is_portable
 
     def auto(self) -> list[AdapterFile]:
         """Make files for diffusers and ComfyUI: one that both load, or one for each."""
         if self._naming.peft_fields is not None:
             return self.peft()
         same_names = not self._naming.kohya_by_path and not self._outside
-        if self._kind == "dora" and same_names:
-            return [self._dora_for_both()]
-        if self._kind == "lokr" and self._native_in_diffusers() and same_names:
-            return self.diffusers()
-        if (self._kind == "lora" and not self._outside) or not self._fits_diffusers():
+        if same_names and self._native_in_diffusers():
+            return [self._corrected_for_both()] if self._kind.is_corrected else self.diffusers()
+        if (self._is_portable and not self._outside) or not self._fits_diffusers():
             return self.comfyui()
         return self.comfyui() + [replace(file, suffix="-diffusers") for file in self.diffusers()]
 
@@ -193,59 +192,59 @@ class _Writer:
         """Write peft's tensors under diffusers' paths, without alpha; an equal lora for kinds that diffusers lacks."""
         if not self._fits_diffusers():
             why = ""
-            if self._kind in ("loha", "lokr"):
-                rank = max(map(_exact_rank, self._layers.values()))
+            if rank := self._exact_rank:
                 ratio = self._exact_size() / self._weight_size()
                 why = f" but as a lora, which here has rank {rank} and {ratio:.2f} times the numbers of the layers"
             raise self._refusal("diffusers", why, f"{self._others()}, or export.what: merged")
         tensors_of = self._peft_tensors if self._native_in_diffusers() else self._exact_tensors
-        alone = self._naming.kohya_by_path or self._kind == "dora" or self._outside
+        alone = self._naming.kohya_by_path or self._kind.is_corrected or self._outside
         readers = ("diffusers",) if alone else ("diffusers", "comfyui")
         tensors = self._each(self._layers, tensors_of, _dotted)
         return [AdapterFile("", _beginning_with_a_down(tensors), {}, readers)]
 
     def comfyui(self) -> list[AdapterFile]:
         """Make a file that ComfyUI loads."""
-        if self._kind == "lora" and self._naming.kohya_by_path:
+        if self._is_portable and self._naming.kohya_by_path:
             return self.kohya()
-        if self._kind == "lora" and not self._outside:
+        if self._is_portable and not self._outside:
             return self.diffusers()
         plain = self._each(self._layers, self._lycoris_tensors, self._comfyui_name)
-        if self._kind != "dora":
+        if not self._kind.is_corrected:
             return [AdapterFile("", plain, {}, ("comfyui",) if self._outside else self._readers_by_name())]
-        corrected = self._each(self._layers, self._comfyui_dora_tensors, self._comfyui_name)
+        corrected = self._each(self._layers, self._corrected_tensors, self._comfyui_name)
         return [AdapterFile("", plain | corrected, {DORA_CONVENTION: "comfyui"}, ("comfyui",))]
 
     def kohya(self) -> list[AdapterFile]:
         """Write kohya's tensors, with alpha, under its own names, which join layers where the original model does."""
         if self._naming.kohya_by_path:
-            readers = ("diffusers", "comfyui", "kohya") if self._kind == "lora" else ("kohya",)
-            tensors_of = self._equal_alpha_tensors if self._kind == "lora" else self._lycoris_tensors
+            readers = ("diffusers", "comfyui", "kohya") if self._is_portable else ("kohya",)
+            tensors_of = self._equal_alpha_tensors if self._is_portable else self._lycoris_tensors
             return [AdapterFile("", self._each(self._layers, tensors_of, self._kohya_name), {}, readers)]
-        if self._kind != "lora":
-            raise self._refusal("kohya", " of this kind of model, only lora and locon", self._others())
+        if not self._is_portable:
+            only = f" of this kind of model, only {' and '.join(PORTABLE)}"
+            raise self._refusal("kohya", only, self._others())
         return [AdapterFile("", self._joined_tensors(), {}, ("comfyui", "kohya"))]
 
     def lycoris(self) -> list[AdapterFile]:
         """Write LyCORIS' tensors under its own names."""
-        readers = self._readers_by_name()
-        if "lycoris" not in readers:
-            why = " with larger blocks than it has blocks: LyCORIS takes the smaller of the two for the block size"
-            raise self._refusal("lycoris", why, "auto, comfyui, or a smaller adapter.block_size")
-        alone = self._kind == "dora" or self._outside
+        for layer in self._layers.values():
+            if refusal := self._kind.lycoris_refusal(layer.tensors):
+                why, others = refusal
+                raise self._refusal("lycoris", f" {why}", others)
+        alone = self._kind.is_corrected or self._outside
         tensors = self._each(self._layers, self._lycoris_tensors, self._lycoris_name)
-        return [AdapterFile("", tensors, {}, ("lycoris",) if alone else readers)]
+        return [AdapterFile("", tensors, {}, ("lycoris",) if alone else ("comfyui", "lycoris"))]
 
     def peft(self) -> list[AdapterFile]:
         """Make folders for `PeftModel.from_pretrained`, one per component."""
         fields = self._naming.peft_fields
-        if self._kind in ROTATIONS:
+        if not self._kind.peft:
             raise self._refusal("peft", "", self._others() if fields is None else "export.what: merged")
         files: list[AdapterFile] = []
         for component in dict.fromkeys(map(_component, self._layers)):
             layers = {name: layer for name, layer in self._layers.items() if _component(name) == component}
             tensors = self._each(layers, self._peft_tensors, lambda name: f"base_model.model.{self._peft_path(name)}")
-            config = _peft_config(layers, self._base, self._peft_path)
+            config = self._peft_config(layers)
             names = [self._peft_path(name) for name in layers]
             config.target_modules = suffixes(names, self._naming.modules(component)) or config.target_modules
             tensors |= self._save_modules(component, config)
@@ -253,6 +252,23 @@ class _Writer:
                 setattr(config, field, value)
             files.append(AdapterFile(f"-{component}" if files else "", tensors, {}, ("peft",), config, component))
         return files
+
+    def _peft_config(self, layers: Mapping[str, LayerAdapter]) -> PeftConfig:
+        """Return the config with which peft builds the layers in the shapes of their tensors, at scale 1."""
+        ranks = {self._peft_path(name): self._kind.peft_rank(layer.tensors) for name, layer in layers.items()}
+        rank = _most_common(ranks.values())
+        others = {f"^{re.escape(path)}$": other for path, other in ranks.items() if other != rank}
+        return self._kind.peft_config(
+            [layer.tensors for layer in layers.values()],
+            lambda: [self._base(name).shape for name in layers],
+            {
+                "r": rank,
+                "target_modules": f"({'|'.join(map(re.escape, ranks))})",
+                "rank_pattern": others,
+                "alpha_pattern": others,
+                "inference_mode": True,
+            },
+        )
 
     def _save_modules(self, component: str, config: PeftConfig) -> dict[str, Tensor]:
         """Return the tensors of whole modules under peft's names, and name the modules in its config."""
@@ -287,10 +303,10 @@ class _Writer:
             return {}
         return {parts[0]: original for original, parts, _ in self._originals()}
 
-    def _dora_for_both(self) -> AdapterFile:
+    def _corrected_for_both(self) -> AdapterFile:
         """Make one file: diffusers reads the magnitude and drops `dora_scale` with a warning; ComfyUI the reverse."""
         magnitudes = self._each(self._layers, self._peft_tensors, _dotted)
-        scales = self._each(self._layers, self._comfyui_dora_tensors, _dotted)
+        scales = self._each(self._layers, self._corrected_tensors, _dotted)
         tensors = _beginning_with_a_down(magnitudes | scales)
         return AdapterFile("", tensors, {DORA_CONVENTION: "comfyui"}, ("diffusers", "comfyui"))
 
@@ -299,7 +315,7 @@ class _Writer:
         return {
             f"{name_of(name)}.{suffix}": self._cast(suffix, tensor)
             for name, layer in layers.items()
-            for suffix, tensor in tensors_of(name, _at_scale_one(layer)).items()
+            for suffix, tensor in tensors_of(name, self._at_scale_one(layer)).items()
         }
 
     def _cast(self, suffix: str, tensor: Tensor) -> Tensor:
@@ -307,60 +323,67 @@ class _Writer:
         # safetensors refuses tensors that share memory.
         return tensor.detach().to(dtype).clone(memory_format=torch.contiguous_format)
 
-    def _peft_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
-        tensors = _renamed(layer, KINDS[layer.kind].peft)
-        if layer.kind == "dora":
-            convolves = layer.tensors["down"].dim() > 2
-            magnitude = layer.tensors["magnitude"]
-            tensors["lora_magnitude_vector.weight"] = magnitude.view(1, -1, 1, 1) if convolves else magnitude
-        return tensors
+    def _at_scale_one(self, layer: LayerAdapter) -> Tensors:
+        if layer.scale == 1:
+            return layer.tensors
+        (factor,) = (name for name in self._kind.scaled if name in layer.tensors)
+        return {**layer.tensors, factor: layer.tensors[factor].float() * layer.scale}
 
-    def _exact_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
-        return _renamed(_exact_lora(layer, self._base(name).shape), KINDS["lora"].peft)
+    def _peft_tensors(self, name: str, tensors: Tensors) -> dict[str, Tensor]:
+        return self._kind.peft_tensors(tensors)
 
-    def _lycoris_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
-        layer = _as_lycoris_builds_it(layer)
-        tensors = _renamed(layer, KINDS[layer.kind].lycoris) | {"alpha": torch.tensor(float(_alpha(layer)))}
-        if layer.kind == "dora":
-            tensors["dora_scale"] = _as_column(layer.tensors["magnitude"], layer.tensors["down"])
-        return tensors
+    def _exact_tensors(self, name: str, tensors: Tensors) -> dict[str, Tensor]:
+        shape = self._base(name).shape
+        down, up = self._kind.exact_lora(tensors, shape)
+        kernel = [1] * (len(shape) - 2)
+        return {"lora_A.weight": down.view(-1, *shape[1:]), "lora_B.weight": up.view(*up.shape, *kernel)}
 
-    def _equal_alpha_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
+    def _lycoris_tensors(self, name: str, tensors: Tensors) -> dict[str, Tensor]:
+        return self._kind.lycoris_tensors(tensors) | {"alpha": torch.tensor(float(self._kind.alpha(tensors)))}
+
+    def _equal_alpha_tensors(self, name: str, tensors: Tensors) -> dict[str, Tensor]:
         """Use the most common rank as alpha of all layers: diffusers 0.42 gives attention layers of kohya's files the
         most common alpha, ignoring their own."""
-        scaled = _at_scale_one(replace(layer, scale=_alpha(layer) / self._common_alpha))
-        return _renamed(scaled, KINDS[layer.kind].lycoris) | {"alpha": torch.tensor(float(self._common_alpha))}
+        factor = self._kind.alpha(tensors) / self._common_alpha
+        scaled = self._at_scale_one(LayerAdapter(self._kind.name, tensors, factor))
+        return self._kind.lycoris_tensors(scaled) | {"alpha": torch.tensor(float(self._common_alpha))}
 
     @cached_property
     def _common_alpha(self) -> int:
-        return _most_common(map(_alpha, self._layers.values()))
+        return _most_common(self._kind.alpha(layer.tensors) for layer in self._layers.values())
 
-    def _comfyui_dora_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
-        return {"dora_scale": _comfyui_dora_scale(layer, self._base(name))}
+    def _corrected_tensors(self, name: str, tensors: Tensors) -> dict[str, Tensor]:
+        return self._kind.corrected(tensors, self._base(name))
 
     def _readers_by_name(self) -> tuple[str, ...]:
-        """Return the programs that load LyCORIS' names.
-
-        LyCORIS itself takes the smaller of number and size of a rotation's blocks for the block size.
-        """
-        blocks = [layer.tensors["blocks"].shape for layer in self._layers.values() if layer.kind == "diag-oft"]
-        return ("comfyui",) if any(size > count for count, size, _ in blocks) else ("comfyui", "lycoris")
+        """Return the programs that load LyCORIS' names."""
+        refused = any(self._kind.lycoris_refusal(layer.tensors) for layer in self._layers.values())
+        return ("comfyui",) if refused else ("comfyui", "lycoris")
 
     def _native_in_diffusers(self) -> bool:
-        return self._kind in self._naming.diffusers_adapters
+        return self._kind.name in self._naming.diffusers_adapters
 
     def _fits_diffusers(self) -> bool:
         """Whether diffusers can load this adapter, from a file that is not larger than the weights themselves."""
-        if self._native_in_diffusers() or self._kind not in ("loha", "lokr"):
+        if self._native_in_diffusers() or self._exact_rank is None:
             return self._native_in_diffusers()
-        rank = max(map(_exact_rank, self._layers.values()))
-        return rank <= MAX_EXACT_RANK and self._exact_size() <= self._weight_size()
+        return self._exact_rank <= MAX_EXACT_RANK and self._exact_size() <= self._weight_size()
+
+    @cached_property
+    def _exact_rank(self) -> int | None:
+        """Largest rank of the loras that equal the layers; None for a kind that has none."""
+        ranks = [rank for layer in self._layers.values() if (rank := self._kind.exact_rank(layer.tensors))]
+        return max(ranks, default=None)
 
     def _exact_size(self) -> int:
-        return sum(_exact_rank(layer) * sum(_size(layer)) for layer in self._layers.values())
+        ranks = (self._kind.exact_rank(layer.tensors) or 0 for layer in self._layers.values())
+        return sum(rank * sum(size) for rank, size in zip(ranks, self._sizes(), strict=True))
 
     def _weight_size(self) -> int:
-        return sum(math.prod(_size(layer)) for layer in self._layers.values())
+        return sum(map(math.prod, self._sizes()))
+
+    def _sizes(self) -> list[tuple[int, ...]]:
+        return [self._kind.weight_size(shapes_of(layer.tensors)) for layer in self._layers.values()]
 
     @cached_property
     def _outside(self) -> dict[str, str]:
@@ -395,9 +418,10 @@ class _Writer:
         tensors = self._each(encoders, self._lycoris_tensors, self._kohya_name)
         waiting = {name: layer for name, layer in self._layers.items() if name not in encoders}
         for original, parts, fused in self._originals():
-            taken = {part: _at_scale_one(waiting.pop(part)) for part in parts if part in waiting}
+            taken = {part: self._at_scale_one(waiting.pop(part)) for part in parts if part in waiting}
             if taken:
-                joined = self._joined(parts, taken, fused.halves_swapped)
+                stacked = [(self._base(part).shape[0], taken.get(part)) for part in parts]
+                joined = self._lycoris_tensors(original, self._kind.joined(stacked, fused.halves_swapped))
                 name = f"{self._naming.kohya_prefixes[_component(parts[0])]}_{_underscored(original)}"
                 tensors |= {f"{name}.{suffix}": self._cast(suffix, tensor) for suffix, tensor in joined.items()}
         if waiting:
@@ -416,25 +440,12 @@ class _Writer:
                     parts = [f"{component}.{part.removesuffix('.weight')}" for part in fused.parts]
                     yield stem, parts, fused
 
-    def _joined(self, parts: list[str], layers: Mapping[str, LayerAdapter], swapped: bool) -> dict[str, Tensor]:
-        """Make one lora for stacked layers: downs stacked, ups along the diagonal, zeros for layers without one."""
-        ups = [
-            layers[part].tensors["up"].flatten(1) if part in layers else torch.zeros(self._base(part).shape[0], 0)
-            for part in parts
-        ]
-        up: Tensor = torch.block_diag(*ups)  # type: ignore[no-untyped-call]
-        if swapped:
-            up = torch.cat(up.chunk(2)[::-1])
-        down = torch.cat([layer.tensors["down"] for layer in layers.values()])
-        joined = LayerAdapter("lora", {"down": down, "up": _as_kernel(up, down.dim())})
-        return _renamed(joined, KINDS["lora"].lycoris) | {"alpha": torch.tensor(float(_alpha(joined)))}
-
     def _others(self) -> str:
         """Name the formats that carry the adapter for every family."""
-        return "auto, comfyui, lycoris" if self._kind in ROTATIONS else "auto, comfyui, lycoris, peft"
+        return "auto, comfyui, lycoris, peft" if self._kind.peft else "auto, comfyui, lycoris"
 
     def _refusal(self, format: str, why: str, others: str) -> InputError:
-        return InputError(f"export.format: {format} cannot carry a {self._kind} adapter{why}; use {others}")
+        return InputError(f"export.format: {format} cannot carry a {self._kind.name} adapter{why}; use {others}")
 
 
 def _beginning_with_a_down(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -477,157 +488,6 @@ def _dotted(name: str) -> str:
     return f"{_component(name)}.{'text_model.' if shortened else ''}{path}"
 
 
-def _renamed(layer: LayerAdapter, names: Mapping[str, str]) -> dict[str, Tensor]:
-    return {names[name]: tensor for name, tensor in layer.tensors.items() if name != "magnitude"}
-
-
-def _at_scale_one(layer: LayerAdapter) -> LayerAdapter:
-    if layer.scale == 1:
-        return layer
-    (factor,) = (name for name in KINDS[layer.kind].scaled if name in layer.tensors)
-    scaled = layer.tensors[factor].float() * layer.scale
-    return LayerAdapter(layer.kind, {**layer.tensors, factor: scaled})
-
-
-def _alpha(layer: LayerAdapter) -> int:
-    """Return the alpha that means scale 1: the rank; for a rotation 0, no constraint, as its key is required."""
-    match layer.kind:
-        case "lora" | "dora":
-            return layer.tensors["down"].shape[0]
-        case "loha":
-            return layer.tensors["w1_b"].shape[0]
-        case "lokr":
-            return _lokr_rank(layer) or 1
-    return 0
-
-
-def _lokr_rank(layer: LayerAdapter) -> int | None:
-    """Return the rank; None when both factors are whole."""
-    return next((layer.tensors[name].shape[0] for name in ("w2_b", "w1_b") if name in layer.tensors), None)
-
-
-def _size(layer: LayerAdapter) -> tuple[int, int]:
-    """Return rows and columns of the layer's weight, the kernel of a convolution flattened. layer: loha or lokr."""
-    tensors = layer.tensors
-    if layer.kind == "loha":
-        return tensors["w1_a"].shape[0], tensors["w1_b"].shape[1]
-    (a, b), (c, d) = _factor_shapes(layer)
-    return a * c, b * d
-
-
-def _factor_shapes(layer: LayerAdapter) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the shapes of lokr's two factors, the kernel flattened into the second."""
-
-    def shape(name: str) -> tuple[int, int]:
-        if name in layer.tensors:
-            whole = layer.tensors[name]
-            return whole.shape[0], whole[0].numel()
-        return layer.tensors[f"{name}_a"].shape[0], layer.tensors[f"{name}_b"].shape[1]
-
-    return shape("w1"), shape("w2")
-
-
-def _exact_rank(layer: LayerAdapter) -> int:
-    """Return the rank of the lora that equals a loha or lokr."""
-    if layer.kind == "loha":
-        return layer.tensors["w1_b"].shape[0] * layer.tensors["w2_b"].shape[0]
-    return math.prod(
-        layer.tensors[f"{name}_b"].shape[0] if f"{name}_b" in layer.tensors else min(shape)
-        for name, shape in zip(("w1", "w2"), _factor_shapes(layer), strict=True)
-    )
-
-
-def _exact_lora(layer: LayerAdapter, shape: torch.Size) -> LayerAdapter:
-    """Return the lora with the same update. shape: of the layer's weight."""
-    factors = {name: tensor.float() for name, tensor in layer.tensors.items()}
-    if layer.kind == "loha":
-        # (w1_a w1_b) * (w2_a w2_b) is a sum over pairs of ranks, each an outer product.
-        up = torch.einsum("oi,oj->oij", factors["w1_a"], factors["w2_a"]).flatten(1)
-        down = torch.einsum("in,jn->ijn", factors["w1_b"], factors["w2_b"]).flatten(0, 1)
-    else:
-        # kron(A B, C D) = kron(A, C) kron(B, D)
-        left, right = zip(*(_as_product(factors, name) for name in ("w1", "w2")), strict=True)
-        up, down = torch.kron(*left), torch.kron(*right)
-    return LayerAdapter("lora", {"down": down.view(-1, *shape[1:]), "up": _as_kernel(up, len(shape))})
-
-
-def _as_product(factors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
-    """Write a factor of lokr as a product of two matrices with the smallest possible inner dimension."""
-    if f"{name}_a" in factors:
-        return factors[f"{name}_a"], factors[f"{name}_b"]
-    whole = factors[name].flatten(1)
-    rows, columns = whole.shape
-    return (torch.eye(rows), whole) if rows <= columns else (whole, torch.eye(columns))
-
-
-def _as_lycoris_builds_it(layer: LayerAdapter) -> LayerAdapter:
-    """Return the same adapter in the shapes that LyCORIS builds from a file before it copies the tensors."""
-    tensors = dict(layer.tensors)
-    if layer.kind == "lokr" and "w2" in tensors and "w1_a" in tensors:
-        # It does not support a low-rank first factor with a whole second one.
-        tensors["w1"] = tensors.pop("w1_a").float() @ tensors.pop("w1_b").float()
-    if layer.kind == "boft":
-        tensors["blocks"] = _all_stages(tensors["blocks"])
-    return LayerAdapter(layer.kind, tensors)
-
-
-def _all_stages(blocks: Tensor) -> Tensor:
-    """Append zeros, which do not rotate, for the stages that were not trained: LyCORIS computes the number of stages,
-    log2(n) + 1 for n blocks, and ignores the file's."""
-    stages, n, b, _ = blocks.shape
-    missing = n.bit_length() - stages
-    return torch.cat([blocks, blocks.new_zeros(missing, n, b, b)])
-
-
-def _as_kernel(up: Tensor, dim: int) -> Tensor:
-    """Give (out, r) as many dimensions as the layer's weight: (out, r[, 1, 1])."""
-    return up.view(*up.shape, *[1] * (dim - 2))
-
-
-def _as_column(magnitude: Tensor, down: Tensor) -> Tensor:
-    """Reshape (out,) to (out, 1[, 1, 1]): ComfyUI would broadcast a vector over the columns."""
-    return magnitude.view(-1, *[1] * (down.dim() - 1))
-
-
-def _comfyui_dora_scale(layer: LayerAdapter, weight: Tensor) -> Tensor:
-    """Return m (||W|| + eps) / ||W + dW|| by rows, shape (out, 1[, 1, 1]).
-
-    ComfyUI divides by ||W|| + eps where the definition, peft and LyCORIS divide by ||W + dW||. The correction is right
-    for a row of zeros in W too. No other code depends on this. Comfy-Org/ComfyUI pull request 15458 fixes ComfyUI: then
-    this file's `dora_scale` is wrong, and DORA_CONVENTION in its metadata says which files are affected.
-    """
-    rows = weight.float().flatten(1)
-    turned = rows + layer.update().flatten(1)
-    factor = (rows.norm(dim=1) + COMFYUI_EPS) / turned.norm(dim=1).clamp_min(SHORTEST)
-    magnitude = layer.tensors["magnitude"].float() * factor
-    return _as_column(magnitude, layer.tensors["down"])
-
-
-def _peft_config(layers: Mapping[str, LayerAdapter], base: Base, path: NameOf) -> PeftConfig:
-    """Return the config with which peft builds the layers in the shapes of their tensors, at scale 1.
-
-    path: returns a layer's name in peft's model.
-    """
-    kind = next(iter(layers.values())).kind
-    ranks = {path(name): _peft_rank(layer) for name, layer in layers.items()}
-    rank = _most_common(ranks.values())
-    others = {f"^{re.escape(path)}$": other for path, other in ranks.items() if other != rank}
-    shared: dict[str, Any] = {
-        "r": rank,
-        "target_modules": f"({'|'.join(map(re.escape, ranks))})",
-        "rank_pattern": others,
-        "alpha_pattern": others,
-        "inference_mode": True,
-    }
-    match kind:
-        case "loha":
-            return LoHaConfig(alpha=rank, **shared)
-        case "lokr":
-            both = any("w1_a" in layer.tensors for layer in layers.values())
-            return LoKrConfig(alpha=rank, decompose_both=both, decompose_factor=_peft_factor(layers, base), **shared)
-    return LoraConfig(lora_alpha=rank, use_dora=kind == "dora", **shared)
-
-
 def suffixes(names: Collection[str], modules: Collection[str], dotted: bool = True) -> list[str] | None:
     """Return the shortest ends of names by which peft selects these modules and no others, sorted.
 
@@ -665,29 +525,3 @@ def _ends(name: str) -> Iterator[str]:
 def _most_common(numbers: Iterable[int]) -> int:
     [(number, _)] = Counter(numbers).most_common(1)
     return number
-
-
-def _peft_rank(layer: LayerAdapter) -> int:
-    """Return the rank for peft, which keeps a factor of lokr whole when the rank is at least half its size."""
-    if layer.kind == "lokr":
-        return _lokr_rank(layer) or max(_factor_shapes(layer)[1])
-    return _alpha(layer)
-
-
-def _peft_factor(layers: Mapping[str, LayerAdapter], base: Base) -> int:
-    """Return the single factor from which peft computes the split of all layers.
-
-    It is the first factor's size in the layers whose sizes it divides. Raises InputError when there is none.
-    """
-    splits: set[tuple[int, int]] = set()
-    for name, layer in layers.items():
-        first, _ = _factor_shapes(layer)
-        splits.update(zip(base(name).shape[:2], first, strict=True))
-    factor: int
-    for factor in (-1, *sorted({first for _, first in splits})):
-        if all(factorization(size, factor)[0] == first for size, first in splits):
-            return factor
-    raise InputError(
-        "export.format: peft cannot carry a lokr adapter whose layers are split by different factors; "
-        "use auto, comfyui, lycoris"
-    )

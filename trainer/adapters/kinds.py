@@ -1,69 +1,49 @@
-"""The kinds of adapters: the tensors of each, the one that is scaled, and their names in the model and in files.
-
-The reader of files (`files.py`) has its own table of names on purpose: it checks what was written by this one.
-"""
+"""The kinds of adapters. A further one is a file of this folder and a line here, and its section in the config."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
-ADAPTER = "default"
-"""peft's name of the only adapter: part of parameter names inside the model, not of names in files."""
+import torch
+from torch import Tensor
 
-Kind = Literal["lora", "dora", "loha", "lokr", "diag-oft", "boft"]
+from trainer.adapters import boft, diag_oft, dora, loha, lokr, lora
+from trainer.adapters.base import Kind, Reader
+from trainer.config.sections import AdapterSection
+from trainer.rng import generator
+
+_LISTED: tuple[tuple[Kind, Reader], ...] = (
+    (lora.KIND, lora.READER),
+    (dora.KIND, dora.READER),
+    (loha.KIND, loha.READER),
+    (lokr.KIND, lokr.READER),
+    (diag_oft.KIND, diag_oft.READER),
+    (boft.KIND, boft.READER),
+)
+KINDS: Mapping[str, Kind] = {kind.name: kind for kind, _ in _LISTED}
+READERS: tuple[Reader, ...] = tuple(reader for _, reader in _LISTED)
+"""The first one that knows all tensors of a layer in a file reads them."""
+_BY_SECTION = {section: kind for kind in KINDS.values() for section in kind.sections}
 
 
-@dataclass(frozen=True)
-class KindTable:
-    """One kind of adapter.
+def kind_of(cfg: AdapterSection) -> Kind:
+    """Return the kind that a section trains."""
+    return _BY_SECTION[type(cfg)]
 
-    Attributes:
-        tensors: Names of the tensors; several sets where factors may be whole or written as a product.
-        scaled: Tensors that take a factor of the update: the one of them that the adapter has. Empty for rotations.
-        parameters: {tensor: the parameter's name below its layer}.
-        lycoris: {tensor: its name in LyCORIS' and kohya's files}. The magnitude of a dora depends on the format.
-        peft: {tensor: its name in peft's and diffusers' files}; empty where they cannot carry the kind.
+
+def initial_value(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """Return the start value of one adapter parameter: zero for one factor of each product, else random numbers.
+
+    Args:
+        name: The parameter's name in the model.
+        shape: The parameter's shape.
+        seed: The run's seed.
+
+    Returns:
+        The whole tensor, fp32, the same on every rank and for any world size.
     """
-
-    tensors: tuple[tuple[str, ...], ...]
-    scaled: tuple[str, ...]
-    parameters: Mapping[str, str]
-    lycoris: Mapping[str, str]
-    peft: Mapping[str, str]
-
-    @classmethod
-    def of_product(cls, prefix: str, scaled: tuple[str, ...], *tensors: tuple[str, ...]) -> KindTable:
-        """Make a kind whose names are `prefix` and the tensor's name everywhere."""
-        names = {name: f"{prefix}_{name}" for names in tensors for name in names}
-        return cls(tensors, scaled, {key: f"{name}.{ADAPTER}" for key, name in names.items()}, names, names)
-
-
-_LORA_PARAMETERS = {"down": f"lora_A.{ADAPTER}.weight", "up": f"lora_B.{ADAPTER}.weight"}
-_LORA_LYCORIS = {"down": "lora_down.weight", "up": "lora_up.weight"}
-_LORA_PEFT = {"down": "lora_A.weight", "up": "lora_B.weight"}
-_ROTATION = KindTable((("blocks",),), (), {"blocks": f"oft_blocks.{ADAPTER}"}, {"blocks": "oft_blocks"}, {})
-
-KINDS: Mapping[Kind, KindTable] = {
-    "lora": KindTable((("down", "up"),), ("up",), _LORA_PARAMETERS, _LORA_LYCORIS, _LORA_PEFT),
-    "dora": KindTable(
-        (("down", "up", "magnitude"),),
-        ("up",),
-        _LORA_PARAMETERS | {"magnitude": f"lora_magnitude_vector.{ADAPTER}.weight"},
-        _LORA_LYCORIS,
-        _LORA_PEFT,
-    ),
-    "loha": KindTable.of_product("hada", ("w1_a",), ("w1_a", "w1_b", "w2_a", "w2_b")),
-    "lokr": KindTable.of_product(
-        "lokr",
-        ("w1", "w1_a"),
-        ("w1", "w2"),
-        ("w1", "w2_a", "w2_b"),
-        ("w1_a", "w1_b", "w2"),
-        ("w1_a", "w1_b", "w2_a", "w2_b"),
-    ),
-    "diag-oft": _ROTATION,
-    "boft": _ROTATION,
-}
-ROTATIONS: tuple[Kind, ...] = ("diag-oft", "boft")
+    ends = ((kind, tensor, end) for kind in KINDS.values() for tensor, end in kind.parameters.items())
+    kind, tensor = next((kind, tensor) for kind, tensor, end in ends if name.endswith(f".{end}"))
+    if tensor in kind.zero:
+        return torch.zeros(*shape)
+    return kind.initial_value(tensor, shape, generator(seed, "adapter", name))

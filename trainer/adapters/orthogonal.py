@@ -1,4 +1,4 @@
-"""diag-oft and boft: rotations of a layer's outputs, as in LyCORIS, on peft's tuner layers.
+"""What diag-oft and boft share: rotations of a layer's outputs, as in LyCORIS, on peft's tuner layers.
 
 peft's own OFT and BOFT rotate the inputs, which no image generator can load. The rotation applies to W x without the
 bias, since only W can be exported. Parameters are LyCORIS' `oft_blocks`; zero means no rotation.
@@ -6,19 +6,23 @@ bias, since only W can be exported. Parameters are LyCORIS' `oft_blocks`; zero m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from trainer.adapters.engine import BaseTunerLayer
-from trainer.adapters.kinds import ADAPTER
-from trainer.adapters.replace import Layer
+from trainer.adapters.base import Kind, Reader, Shape, Shapes, Tensors
+from trainer.adapters.engine import ADAPTER, BaseTunerLayer
+from trainer.adapters.replace import Layer, Make
+from trainer.adapters.targets import counted
+from trainer.config.sections import AdapterSection, BlockAdapter
+from trainer.system.errors import InputError
 
-MERGED_ROWS = 72
-"""Widest blocks of a product of boft's stages: one pass over the activations, and one copy of them kept for backward,
-replaces three or four. Measured on layers of 512 to 4608 outputs and 512 tokens: forward and backward take 0.36 to 0.7
-of the time of going stage by stage."""
+COLUMNS = 512
+"""Columns of a weight that are rotated at a time: each stage makes copies, and small ones stay in the cache."""
 
 
 def cayley_excess(blocks: Tensor) -> Tensor:
@@ -33,7 +37,7 @@ def cayley_excess(blocks: Tensor) -> Tensor:
     return excess
 
 
-class _Rotated(nn.Module, BaseTunerLayer):  # type: ignore[misc]
+class Rotated(nn.Module, BaseTunerLayer):  # type: ignore[misc]
     """A layer with rotated outputs. shape: of `oft_blocks`."""
 
     base_layer: Layer
@@ -74,30 +78,6 @@ class _Rotated(nn.Module, BaseTunerLayer):  # type: ignore[misc]
         raise NotImplementedError
 
 
-class DiagOft(_Rotated):
-    """Each block of b outputs is rotated by its transposed matrix. oft_blocks: (n, b, b), n * b = out."""
-
-    def turn_rows(self, rows: Tensor, excess: Tensor) -> Tensor:
-        return turn_groups(rows.view(*excess.shape[:2], -1), excess.mT).flatten(0, 1)
-
-
-class Boft(_Rotated):
-    """Stages of block rotations over outputs that lie further and further apart. oft_blocks: (stages, n, b, b)."""
-
-    def turn_rows(self, rows: Tensor, excess: Tensor) -> Tensor:
-        stages, n, b, _ = excess.shape
-        first = 0
-        for run in merged_runs(stages, b):
-            # A run of stages mixes `mixed` halves of blocks whose numbers differ by multiples of `apart`.
-            mixed, apart = 2**run, 2**first
-            shape = (2 * n // (mixed * apart), mixed, apart, b // 2, rows.shape[1])
-            groups = rows.reshape(shape).transpose(1, 2).reshape(shape[0] * apart, mixed * b // 2, rows.shape[1])
-            turned = turn_groups(groups, merged_excess(excess, first, run))
-            rows = turned.view(shape[0], apart, mixed, b // 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
-            first += run
-        return rows
-
-
 def turn_groups(rows: Tensor, excess: Tensor) -> Tensor:
     """Return rows + excess @ rows, group by group.
 
@@ -108,35 +88,104 @@ def turn_groups(rows: Tensor, excess: Tensor) -> Tensor:
     return torch.baddbmm(rows, excess.to(rows.dtype), rows)
 
 
-def merged_runs(stages: int, b: int) -> list[int]:
-    """Return how many stages to merge at a time, in order: as many as MERGED_ROWS allows, in about equal runs."""
-    longest = max(run for run in range(1, stages + 1) if run == 1 or 2**run * b // 2 <= MERGED_ROWS)
-    runs = -(-stages // longest)
-    return [stages // runs + (i < stages % runs) for i in range(runs)]
+def rotation(blocks: Tensor) -> Tensor:
+    """Return orthogonal matrices (..., b, b), the Cayley transform of the skew parts of `blocks`.
 
-
-def merged_excess(excess: Tensor, first: int, run: int) -> Tensor:
-    """Return the product of `run` stages from `first` on, minus I, as one matrix per group of rows that they mix.
-
-    Args:
-        excess: (stages, n, b, b) of the single rotations.
-        first: Number of the first stage.
-        run: Number of stages.
-
-    Returns:
-        (groups, 2^run * b / 2, 2^run * b / 2).
+    R = (I + Q) (I - Q)^-1 with Q = blocks - blocks^T, as in LyCORIS. In fp32: the solver supports no 16-bit type.
     """
-    _, n, b, _ = excess.shape
-    size = 2**run * b // 2
-    groups = n * b // size
-    identity = torch.eye(size, device=excess.device)
-    rows = identity.expand(groups, size, size)
-    for stage in range(run):
-        # A rotation's number within its stage has all binary digits of a block's number except the stage's own.
-        numbers = (-1, 2 ** (run - 1 - stage), 2**stage, 2**first)
-        turns = excess[first + stage].view(*numbers, b, b).movedim(3, 1).reshape(groups, -1, b, b)
-        spread = 2**stage * b // 2
-        halves = rows.reshape(groups, -1, 2, spread, size).transpose(2, 3).reshape(groups, -1, b, size)
-        turned = halves + turns @ halves
-        rows = turned.view(groups, -1, spread, 2, size).transpose(2, 3).reshape(groups, size, size)
-    return rows - identity
+    skew = (blocks - blocks.mT).float()
+    identity = torch.eye(blocks.shape[-1], device=blocks.device)
+    # The two factors commute, so the inverse may come first.
+    turns: Tensor = torch.linalg.solve(identity - skew, identity + skew)
+    return turns
+
+
+class Rotation(Kind):
+    """A kind that rotates blocks of b outputs. Tensors: blocks (..., n, b, b), n * b = out."""
+
+    parameters: ClassVar = {"blocks": f"oft_blocks.{ADAPTER}"}
+    zero = frozenset({"blocks"})
+    adds = False
+    whole_rows = True
+    lycoris: ClassVar = {"blocks": "oft_blocks"}
+
+    def maker(
+        self, cfg: AdapterSection, layers: Mapping[str, Layer], ranks: Mapping[str, int]
+    ) -> tuple[Make, tuple[str, ...]]:
+        assert isinstance(cfg, BlockAdapter)
+        shapes = self.shapes(layers, cfg)
+        return lambda name, layer: self.layer(layer, shapes[name]), block_notes(shapes, cfg.block_size)
+
+    @abstractmethod
+    def layer(self, layer: Layer, shape: Shape) -> BaseTunerLayer:
+        """Make a layer. shape: of its blocks."""
+
+    @abstractmethod
+    def shapes(self, layers: Mapping[str, Layer], cfg: BlockAdapter) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each layer's blocks.
+
+        Raises:
+            InputError: The requested blocks do not fit a layer.
+        """
+
+    @abstractmethod
+    def turned(self, rows: Tensor, turns: Tensor) -> Tensor:
+        """Rotate rows (out, ...) by orthogonal matrices (..., n, b, b)."""
+
+    def merge(self, weight: Tensor, tensors: Tensors, scale: float) -> None:
+        turns = rotation(tensors["blocks"].detach().float())
+        for columns in torch.split(weight, COLUMNS, dim=1):
+            columns.copy_(self.turned(columns, turns))
+
+    def weight_size(self, shapes: Shapes) -> tuple[int]:
+        return (shapes["blocks"][-3] * shapes["blocks"][-1],)
+
+
+def block_notes(shapes: Mapping[str, tuple[int, ...]], requested: int) -> tuple[str, ...]:
+    """Return notes for the log about layers with larger blocks than requested."""
+    other: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for name, shape in shapes.items():
+        size = shape[-1]
+        if size != requested:
+            other[size, shape[-3] * size].append(name)
+    return tuple(
+        f"adapter.block_size: {size} instead of {requested} in {counted(names)} with {outputs} outputs, as '{names[0]}'"
+        for (size, outputs), names in sorted(other.items())
+    )
+
+
+def block_size(name: str, outputs: int, sizes: Sequence[int], requested: int) -> int:
+    """Return the smallest of the sizes that is at least the requested one."""
+    fitting = [size for size in sizes if size >= requested]
+    if fitting:
+        return fitting[0]
+    if not sizes:
+        raise InputError(
+            f"adapter.block_size: '{name}' has {outputs} outputs, which no block size divides; "
+            "leave it out in adapter.targets"
+        )
+    raise InputError(
+        f"adapter.block_size: {requested} is too large for '{name}' with {outputs} outputs; "
+        f"the nearest that work are {', '.join(str(size) for size in sizes[-3:])}"
+    )
+
+
+class RotationReader(Reader):
+    styles = ({"oft_blocks": "blocks"},)
+    complete = (("blocks",),)
+    is_scaled = False
+
+    def has_form(self, tensor: str, shape: Shape) -> bool:
+        return len(shape) == 3 and shape[-1] == shape[-2]
+
+    def size(self, tensors: Tensors) -> tuple[int, None]:
+        blocks = tensors["blocks"]
+        return blocks.shape[-3] * blocks.shape[-1], None
+
+    def bounded(self, tensors: Tensors, alpha: float) -> dict[str, Tensor]:
+        """Bound the norm of the skew matrices by alpha times the number of outputs, as LyCORIS does."""
+        blocks = tensors["blocks"]
+        skew = (blocks - blocks.mT).float()
+        limit = alpha * blocks.shape[-3] * blocks.shape[-1]
+        norm = float(skew.norm())
+        return {"blocks": skew * (limit / norm / 2) if 0 < limit < norm else blocks}

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.adapters.engine import BaseTunerLayer
-from trainer.adapters.kinds import ADAPTER
+from trainer.adapters.engine import ADAPTER, BaseTunerLayer, LycorisLayer
 from trainer.system.errors import InputError
 
 Layer = nn.Linear | nn.Conv2d
@@ -60,3 +59,31 @@ def apply_pointwise(layer: Layer, weight: Tensor, x: Tensor) -> Tensor:
     """Multiply the features of the layer's output, its last dim or an image's channels, by a matrix
     (outputs, inputs)."""
     return F.linear(x, weight) if isinstance(layer, nn.Linear) else F.conv2d(x, weight[:, :, None, None])
+
+
+class AddsInPlace:
+    """What a layer says that may write its update over the output of its base.
+
+    Attributes:
+        adds_in_place: Whether it may. Compiled, it is a plain sum, and so it must be in a block that torch leaves
+            uncompiled: torch's selective checkpointing, which then runs, keeps the output of the base.
+    """
+
+    adds_in_place = True
+
+
+class Added(LycorisLayer):  # type: ignore[misc]
+    """A layer whose output gets an update added. dropout: on the update's input only."""
+
+    base_layer: Layer
+    scaling: dict[str, float]
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base_layer(x)
+        if self.disable_adapters:
+            return result
+        return result + self._get_delta_activations(ADAPTER, x).to(result.dtype)
+
+    def _get_delta_activations(self, adapter_name: str, x: Tensor) -> Tensor:
+        """Return the update, in the type of the parameters."""
+        raise NotImplementedError

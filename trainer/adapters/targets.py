@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,21 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from trainer.adapters.base import Kind
 from trainer.adapters.replace import Layer, weight_shape
-from trainer.config.sections import (
-    AdapterSection,
-    BoftAdapter,
-    ConvAdapter,
-    DiagOftAdapter,
-    DoraAdapter,
-    LoconAdapter,
-    LokrAdapter,
-    RankAdapter,
-)
+from trainer.config.sections import AdapterSection, ConvAdapter, RankAdapter
 from trainer.system.errors import InputError
-
-WHOLE_ROWS = (DoraAdapter, DiagOftAdapter, BoftAdapter)
-"""Adapters whose effect on a row of a weight depends on the whole row: they cannot follow rows that are swapped."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +25,7 @@ class Targets:
     Attributes:
         linear: {component: patterns of linear layers}.
         conv: {component: patterns of convolutions}.
-        halves_swapped: Patterns of layers that adapters of whole rows must leave alone.
+        halves_swapped: Patterns of layers that adapters of whole rows (`Kind.whole_rows`) must leave alone.
         never_trained: Patterns of parameters that would get no gradient.
         others: Patterns of modules that are trained in another way, or not at all.
     """
@@ -62,7 +50,7 @@ class Chosen:
     notes: tuple[str, ...]
 
 
-def choose_layers(model: nn.ModuleDict, cfg: AdapterSection, targets: Targets, family: str) -> Chosen:
+def choose_layers(model: nn.ModuleDict, cfg: AdapterSection, kind: Kind, targets: Targets, family: str) -> Chosen:
     """Choose the layers that `adapter.targets` names, or else those that the family recommends.
 
     Raises:
@@ -81,8 +69,10 @@ def choose_layers(model: nn.ModuleDict, cfg: AdapterSection, targets: Targets, f
     left_out: dict[str, list[str]] = defaultdict(list)
     owners = _owners(model)
     for name in names:
-        reason = _reason_against(name, layers[name], cfg, targets) or _reason_if_shared(name, layers[name], owners)
-        if not named and not reason and not _fits(name, layers[name], cfg):
+        reason = _reason_against(name, layers[name], cfg, kind, targets) or _reason_if_shared(
+            name, layers[name], owners
+        )
+        if not named and not reason and not _fits(name, layers[name], cfg, kind):
             reason = f"it has one output, which {cfg.type} of this size does not fit"
         if reason:
             left_out[reason].append(name)
@@ -145,7 +135,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def _family_layers(layers: Iterable[str], cfg: AdapterSection, targets: Targets) -> list[str]:
     tables = [targets.linear]
-    if isinstance(cfg, ConvAdapter) and _conv_rank(cfg) is not None:
+    if isinstance(cfg, ConvAdapter) and cfg.rank_of_convolutions is not None:
         tables.append(targets.conv)
 
     def is_recommended(name: str) -> bool:
@@ -161,26 +151,24 @@ def _is_other(name: str, targets: Targets) -> bool:
     return any(re.fullmatch(rf"({pattern})(\..+)?", inside) for pattern in targets.others)
 
 
-def _reason_against(name: str, layer: Layer, cfg: AdapterSection, targets: Targets) -> str:
+def _reason_against(name: str, layer: Layer, cfg: AdapterSection, kind: Kind, targets: Targets) -> str:
     inside = name.partition(".")[2]
     if any(re.fullmatch(pattern, f"{inside}.weight") for pattern in targets.never_trained):
         return "nothing in this kind of training reads its result"
     if _is_other(name, targets):
         return "model.train or adapter.modules_to_save trains it in another way, or not at all"
-    if isinstance(cfg, WHOLE_ROWS) and any(re.fullmatch(pattern, inside) for pattern in targets.halves_swapped):
+    if kind.whole_rows and any(re.fullmatch(pattern, inside) for pattern in targets.halves_swapped):
         return f"original files swap the halves of its rows, which {cfg.type} does not survive"
     if isinstance(layer, nn.Linear):
         return ""
-    if isinstance(cfg, DoraAdapter):
-        return "dora changes linear layers only"
-    if isinstance(cfg, ConvAdapter) and _conv_rank(cfg) is None:
+    if isinstance(cfg, ConvAdapter) and cfg.rank_of_convolutions is None:
         return "convolutions need adapter.conv_rank"
-    return ""
+    return kind.reason_against(layer, cfg)
 
 
-def _fits(name: str, layer: Layer, cfg: AdapterSection) -> bool:
+def _fits(name: str, layer: Layer, cfg: AdapterSection, kind: Kind) -> bool:
     """Return False for a layer of one output, such as the gate of a shared expert, that no field names."""
-    if weight_shape(layer)[0] > 1 or isinstance(cfg, LokrAdapter):
+    if weight_shape(layer)[0] > 1 or kind.any_rank:
         return True
     return isinstance(cfg, RankAdapter) and (
         cfg.rank == 1 or any(_matches(name, pattern, "adapter.rank_pattern") for pattern in cfg.rank_pattern)
@@ -201,18 +189,20 @@ def _reason_if_shared(name: str, layer: Layer, owners: Mapping[Tensor, Sequence[
     return f"{others[0]} shares its weight and would change with it" if others else ""
 
 
-def layer_ranks(layers: Mapping[str, Layer], cfg: RankAdapter) -> dict[str, int]:
-    """Return each layer's rank: by `adapter.rank_pattern`, else the rank for convolutions or for linear layers.
+def layer_ranks(layers: Mapping[str, Layer], cfg: AdapterSection, kind: Kind) -> dict[str, int]:
+    """Return each layer's rank: by `adapter.rank_pattern`, else the rank for convolutions or for linear layers. {} for
+    an adapter without a rank.
 
     Raises:
-        InputError: A pattern matches none of the layers, or a rank is larger than a layer. lokr accepts any rank: its
-            factors are then whole.
+        InputError: A pattern matches none of the layers, or a rank is larger than a layer.
     """
+    if not isinstance(cfg, RankAdapter):
+        return {}
     ranks = {name: _own_rank(layer, cfg) for name, layer in layers.items()}
     for pattern, rank in cfg.rank_pattern.items():
         field = "adapter.rank_pattern"
         ranks |= dict.fromkeys(match(layers, (pattern,), field, "the adapter"), (f"{field}.{pattern}", rank))
-    if not isinstance(cfg, LokrAdapter):
+    if not kind.any_rank:
         _check_ranks(layers, ranks)
     return {name: rank for name, (_, rank) in ranks.items()}
 
@@ -222,10 +212,6 @@ def _own_rank(layer: Layer, cfg: RankAdapter) -> tuple[str, int]:
     if isinstance(layer, nn.Linear) or not isinstance(cfg, ConvAdapter) or cfg.conv_rank is None:
         return "adapter.rank", cfg.rank
     return "adapter.conv_rank", cfg.conv_rank
-
-
-def _conv_rank(cfg: ConvAdapter) -> int | None:
-    return cfg.rank if isinstance(cfg, LoconAdapter) and cfg.conv_rank is None else cfg.conv_rank
 
 
 def _check_ranks(layers: Mapping[str, Layer], ranks: Mapping[str, tuple[str, int]]) -> None:
@@ -243,80 +229,9 @@ def _check_ranks(layers: Mapping[str, Layer], ranks: Mapping[str, tuple[str, int
     )
 
 
-def diag_oft_shapes(layers: Mapping[str, Layer], cfg: DiagOftAdapter) -> dict[str, tuple[int, ...]]:
-    """Return the shape (n, b, b) of each layer's blocks.
-
-    b is the smallest divisor of the layer's outputs that is at least the requested block size.
-
-    Raises:
-        InputError: The requested block size is larger than the layer.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, layer in layers.items():
-        outputs, _ = weight_shape(layer)
-        size = _block_size(name, outputs, [b for b in range(2, outputs + 1) if outputs % b == 0], cfg.block_size)
-        shapes[name] = (outputs // size, size, size)
-    return shapes
-
-
-def boft_shapes(layers: Mapping[str, Layer], cfg: BoftAdapter) -> dict[str, tuple[int, ...]]:
-    """Return the shape (stages, n, b, b) of each layer's blocks.
-
-    b is the smallest even number, at least the requested block size, for which n is a power of two. There are as many
-    stages as requested, or else as many as connect every output with every other: log2(n) + 1.
-
-    Raises:
-        InputError: No b fits a layer, or a layer has fewer stages than requested.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, layer in layers.items():
-        outputs, _ = weight_shape(layer)
-        powers = [2**p for p in range(outputs.bit_length())]
-        sizes = sorted(outputs // n for n in powers if outputs % (2 * n) == 0)
-        size = _block_size(name, outputs, sizes, cfg.block_size)
-        n = outputs // size
-        most = int(math.log2(n)) + 1
-        if cfg.num_stages is not None and cfg.num_stages > most:
-            raise InputError(
-                f"adapter.num_stages: {cfg.num_stages} is too many for '{name}': its {outputs} outputs in blocks of "
-                f"{size} have {most}; lower it or adapter.block_size, or leave it empty for as many as each layer has"
-            )
-        shapes[name] = (cfg.num_stages or most, n, size, size)
-    return shapes
-
-
-def block_notes(shapes: Mapping[str, tuple[int, ...]], requested: int) -> tuple[str, ...]:
-    """Return notes for the log about layers with larger blocks than requested."""
-    other: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for name, shape in shapes.items():
-        size = shape[-1]
-        if size != requested:
-            other[size, shape[-3] * size].append(name)
-    return tuple(
-        f"adapter.block_size: {size} instead of {requested} in {counted(names)} with {outputs} outputs, as '{names[0]}'"
-        for (size, outputs), names in sorted(other.items())
-    )
-
-
 def counted(names: Collection[str]) -> str:
     """Return '1 layer' or '3 layers'."""
     return f"{len(names)} layer{'s' if len(names) > 1 else ''}"
-
-
-def _block_size(name: str, outputs: int, sizes: Sequence[int], requested: int) -> int:
-    """Return the smallest of the sizes that is at least the requested one."""
-    fitting = [size for size in sizes if size >= requested]
-    if fitting:
-        return fitting[0]
-    if not sizes:
-        raise InputError(
-            f"adapter.block_size: '{name}' has {outputs} outputs, which no block size divides; "
-            "leave it out in adapter.targets"
-        )
-    raise InputError(
-        f"adapter.block_size: {requested} is too large for '{name}' with {outputs} outputs; "
-        f"the nearest that work are {', '.join(str(size) for size in sizes[-3:])}"
-    )
 
 
 def _matches(name: str, pattern: str, field: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from trainer.config.schema import RunConfig, nothing_frozen
-from trainer.config.sections import FORMER_DEFAULTS, SINGLE_FILES, AdapterSection, RankAdapter, Section
+from trainer.config.sections import FORMER_DEFAULTS, PORTABLE, SINGLE_FILES, AdapterSection, Section
 from trainer.system.errors import Problem, not_one_of
 
 FACTS = Path(__file__).with_suffix(".json")
@@ -198,7 +198,7 @@ def unwritable(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "export.format", f"{format} is for programs that do not support this model; use auto or peft, which does"
         )
-    elif known.only_peft and not isinstance(adapter, RankAdapter):
+    elif known.only_peft and "peft" not in adapter.formats:
         yield Problem("export.format", f"peft cannot carry a {adapter.type} adapter; use export.what: merged")
     elif not known.only_peft and adapter.modules_to_save and format != "peft":
         yield Problem(
@@ -206,11 +206,11 @@ def unwritable(cfg: RunConfig) -> Iterator[Problem]:
             f"{format} has no place for whole modules, which adapter.modules_to_save trains; use peft, or "
             "export.what: merged",
         )
-    elif format == "kohya" and not known.kohya_by_path and adapter.type not in ("lora", "locon"):
+    elif format == "kohya" and not known.kohya_by_path and not adapter.is_portable:
         yield Problem(
             "export.format",
-            f"kohya cannot carry a {adapter.type} adapter of this kind of model, only lora and locon; use auto, "
-            "comfyui, lycoris, peft",
+            f"kohya cannot carry a {adapter.type} adapter of this kind of model, only {' and '.join(PORTABLE)}; "
+            "use auto, comfyui, lycoris, peft",
         )
 
 

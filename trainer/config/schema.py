@@ -15,7 +15,7 @@ from pydantic import model_validator
 
 from trainer.config.recompute import mixture
 from trainer.config.sections import (
-    ADAPTER_FILES,
+    ADAPTERS,
     HOST_PORT,
     NAME_PATTERN,
     SINGLE_FILES,
@@ -26,8 +26,6 @@ from trainer.config.sections import (
     DataConfig,
     ExportConfig,
     ExportFormat,
-    LohaAdapter,
-    LokrAdapter,
     LoraAdapter,
     ModelConfig,
     NoAdapter,
@@ -244,8 +242,7 @@ def export_formats(adapter: str, what: str) -> tuple[str, ...]:
         return get_args(ExportFormat)
     if what != "adapter":
         return ("auto", "diffusers", *SINGLE_FILES)
-    # peft and diffusers rotate a layer's inputs; diag-oft and boft rotate its outputs, as LyCORIS does.
-    return ("auto", "comfyui", "lycoris") if adapter in ("diag-oft", "boft") else ADAPTER_FILES
+    return ADAPTERS[adapter].formats
 
 
 def _trained_rules(cfg: RunConfig) -> Iterator[Problem]:
@@ -269,16 +266,7 @@ def _trained_rules(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def _adapter_rules(cfg: RunConfig) -> Iterator[Problem]:
-    if isinstance(cfg.adapter, LokrAdapter) and cfg.adapter.factor == 0:
-        yield Problem(
-            "adapter.factor", "0 is not a size; use 1 to 1024, or -1 for factors as close to square as possible"
-        )
-    if isinstance(cfg.adapter, LoraAdapter) and cfg.adapter.init == "pissa" and cfg.adapter.start:
-        yield Problem(
-            "adapter.init",
-            "pissa starts from the base's singular values, not from adapter.start; leave one of them out",
-            depends_on=("adapter.start",),
-        )
+    yield from cfg.adapter.problems()
     yield from _pattern_rules(cfg)
 
 
@@ -395,7 +383,7 @@ def _reference_rules(cfg: RunConfig) -> Iterator[Problem]:
             "would change the model that objective.dpo_beta compares with; leave it out",
             depends_on=("objective.dpo_beta",),
         )
-    if isinstance(adapter, LoraAdapter) and adapter.init == "pissa":
+    if adapter.takes_from_base:
         yield Problem(
             "adapter.init",
             "pissa takes a part of the model that objective.dpo_beta compares with into the adapter; use default",
@@ -596,10 +584,6 @@ def _sample_rules(cfg: RunConfig) -> Iterator[Problem]:
         )
 
 
-LOHA_RATE = 3e-4
-"""Learning rates below this are usual for lora; with them, loha needs about ten times as many steps (DECISIONS.md)."""
-
-
 LEAST_IMAGE_BETA, MOST_TEXT_BETA = 100, 5
 """Betas beyond which a run probably has that of the other kind of data."""
 
@@ -607,13 +591,7 @@ LEAST_IMAGE_BETA, MOST_TEXT_BETA = 100, 5
 def advice(cfg: RunConfig) -> Iterator[Problem]:
     """Yield settings that are allowed but rarely intended, each with a better one. They are shown at the start of a run
     and not logged."""
-    adapter = cfg.adapter
-    if isinstance(adapter, LohaAdapter) and cfg.optim.lr < LOHA_RATE:
-        yield Problem(
-            "optim.lr",
-            f"{cfg.optim.lr:g} is a usual learning rate for lora, but loha learns about ten times more slowly with it; "
-            "try 10 times as much",
-        )
+    yield from cfg.adapter.advice(cfg.optim.lr)
     beta = cfg.objective.dpo_beta
     if beta is not None and cfg.data.rejected and beta < LEAST_IMAGE_BETA:
         yield Problem(
@@ -623,8 +601,6 @@ def advice(cfg: RunConfig) -> Iterator[Problem]:
         )
     if beta is not None and not cfg.data.rejected and beta > MOST_TEXT_BETA:
         yield Problem("objective.dpo_beta", f"{beta:g} is large for text; 0.01 to 0.5 is usual, 0.1 most often")
-    if isinstance(adapter, LokrAdapter) and adapter.full_matrix and adapter.scale != 1:
-        yield Problem("adapter.alpha", "has no effect with adapter.full_matrix: the update is not scaled")
     if cfg.train.epochs is not None and cfg.train.steps != TrainConfig.model_fields["steps"].default:
         yield Problem(
             "train.steps",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 from pydantic_core import PydanticCustomError
 
 from trainer.config.size import Size
+from trainer.system.errors import Problem
 
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 NAME_HELP = "1 to 64 letters, digits, '_', '.' or '-', not beginning with '.' or '-'"
@@ -53,6 +54,8 @@ Colour = Annotated[str, StringConstraints(to_lower=True)]
 ExportFormat = Literal["auto", "diffusers", "comfyui", "kohya", "lycoris", "peft", "single_file"]
 BaseFormat = Literal["none", "nf4", "int8", "fp8"]
 SINGLE_FILES = ("comfyui", "single_file")
+LOHA_RATE = 3e-4
+"""Learning rates below this are usual for lora; with them, loha needs about ten times as many steps (DECISIONS.md)."""
 ADAPTER_FILES = ("auto", "diffusers", "comfyui", "kohya", "lycoris", "peft")
 
 
@@ -178,23 +181,57 @@ class ModelConfig(Section):
         return self.path.lower().endswith(WEIGHT_FILES)
 
 
-class NoAdapter(Section):
+class Method(Section):
+    """What is trained: an adapter, or the model's own weights.
+
+    Attributes:
+        title: Name of the method on every screen.
+        line: A line about it, for the form.
+        formats: Values of `export.format` that can carry it.
+        is_portable: Whether diffusers, ComfyUI and kohya's programs read the same tensors, for every kind of model.
+        in_diffusers: Whether diffusers' `load_lora_weights` reads its tensors, for every model that takes adapters.
+        peft_transposes: Whether peft has it for layers whose weights are (inputs, outputs).
+        network_module: The module that kohya's programs load for it.
+        is_linear_in_rank: Whether its sizes grow linearly with its rank.
+    """
+
+    title: ClassVar[str]
+    line: ClassVar[str]
+    formats: ClassVar[tuple[str, ...]] = ADAPTER_FILES
+    is_portable: ClassVar[bool] = False
+    in_diffusers: ClassVar[bool] = False
+    peft_transposes: ClassVar[bool] = False
+    network_module: ClassVar[str] = "lycoris.kohya"
+    is_linear_in_rank: ClassVar[bool] = False
+
+    @property
+    def size(self) -> int | None:
+        """Rank or block size, by which people tell two of them apart."""
+        return None
+
+    @property
+    def takes_from_base(self) -> bool:
+        """Whether training starts by moving a part of the base's weights into the adapter."""
+        return False
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield fields that cannot be combined with each other."""
+        yield from ()
+
+    def advice(self, lr: float) -> Iterator[Problem]:
+        """Yield settings that are allowed but rarely intended. lr: the learning rate."""
+        yield from ()
+
+
+class NoAdapter(Method):
     title: ClassVar[str] = "All weights"
     line: ClassVar[str] = "No adapter: all weights. Large files, much more memory."
     type: Literal["none"] = "none"
     """Train the model's own weights."""
 
 
-class AdapterSection(Section):
-    """Fields that all adapters share.
-
-    Attributes:
-        title: Name of the method on every screen.
-        line: A line about it, for the form.
-    """
-
-    title: ClassVar[str]
-    line: ClassVar[str]
+class AdapterSection(Method):
+    """Fields that all adapters share."""
 
     type: str
     """Kind of adapter."""
@@ -213,6 +250,8 @@ class AdapterSection(Section):
 class RankAdapter(AdapterSection):
     """Adapters whose size is a rank."""
 
+    is_linear_in_rank: ClassVar[bool] = True
+
     rank: Whole = option(16, ge=1, le=1024, keywords="network dim dimension size")
     """Rank of the update. A higher rank can learn more and makes a larger adapter."""
     alpha: Number | None = option(None, gt=0, keywords="network alpha strength scale")
@@ -221,6 +260,10 @@ class RankAdapter(AdapterSection):
     """Probability with which each input of the adapter is dropped during training."""
     rank_pattern: dict[str, Rank] = option({}, title="Rank per layer")
     """Different ranks for some layers: {name or regular expression: rank}."""
+
+    @property
+    def size(self) -> int:
+        return self.rank
 
     @property
     def scale(self) -> float:
@@ -235,6 +278,8 @@ class RankAdapter(AdapterSection):
 class LowRankAdapter(RankAdapter):
     """Adapters that add one product of two matrices."""
 
+    in_diffusers: ClassVar[bool] = True
+    peft_transposes: ClassVar[bool] = True
     rank_stabilized: bool = option(False, title="Rank-stabilized scale", keywords="rslora scaling alpha sqrt")
     """Scale the update by alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv 2312.03732), so that high ranks
     learn as fast as low ones. Each layer's own rank counts, as in peft."""
@@ -250,6 +295,11 @@ class ConvAdapter(RankAdapter):
     conv_rank: Rank | None = option(None, title="Rank of convolutions", keywords="conv dim")
     """Rank for the convolutions in the model's blocks, if it has any. Empty: convolutions are not adapted."""
 
+    @property
+    def rank_of_convolutions(self) -> int | None:
+        """Rank for convolutions; None: they are not adapted."""
+        return self.conv_rank
+
 
 class LoraAdapter(LowRankAdapter):
     """Low-rank update of each target layer (arXiv 2106.09685)."""
@@ -257,9 +307,23 @@ class LoraAdapter(LowRankAdapter):
     type: Literal["lora"] = "lora"
     title: ClassVar[str] = "LoRA"
     line: ClassVar[str] = "A small update of each layer. Loads everywhere."
+    is_portable: ClassVar[bool] = True
+    network_module: ClassVar[str] = "networks.lora"
     init: Literal["default", "pissa"] = option("default", title="Initial values", keywords="pissa svd qpissa")
     """What the adapter starts from: nothing (default), or the largest singular values of each layer, which are taken
     out of the frozen base (pissa, arXiv 2404.02948). The export is then an ordinary LoRA of twice the rank."""
+
+    @property
+    def takes_from_base(self) -> bool:
+        return self.init == "pissa"
+
+    def problems(self) -> Iterator[Problem]:
+        if self.takes_from_base and self.start:
+            yield Problem(
+                "adapter.init",
+                "pissa starts from the base's singular values, not from adapter.start; leave one of them out",
+                depends_on=("adapter.start",),
+            )
 
 
 class LoconAdapter(ConvAdapter, LowRankAdapter):
@@ -268,8 +332,13 @@ class LoconAdapter(ConvAdapter, LowRankAdapter):
     type: Literal["locon"] = "locon"
     title: ClassVar[str] = "LoCon"
     line: ClassVar[str] = "LoRA that changes convolutions as well."
+    is_portable: ClassVar[bool] = True
     conv_rank: Rank | None = option(None, title="Rank of convolutions")
     """Rank for the convolutions in the model's blocks, if it has any. Empty: `adapter.rank`."""
+
+    @property
+    def rank_of_convolutions(self) -> int:
+        return self.rank if self.conv_rank is None else self.conv_rank
 
 
 class DoraAdapter(LowRankAdapter):
@@ -278,6 +347,7 @@ class DoraAdapter(LowRankAdapter):
     type: Literal["dora"] = "dora"
     title: ClassVar[str] = "DoRA"
     line: ClassVar[str] = "LoRA with trained lengths: closer to full training."
+    network_module: ClassVar[str] = "networks.lora"
 
 
 class LohaAdapter(ConvAdapter):
@@ -287,6 +357,14 @@ class LohaAdapter(ConvAdapter):
     title: ClassVar[str] = "LoHa"
     line: ClassVar[str] = "Products of small matrices: more detail for the same size."
 
+    def advice(self, lr: float) -> Iterator[Problem]:
+        if lr < LOHA_RATE:
+            yield Problem(
+                "optim.lr",
+                f"{lr:g} is a usual learning rate for lora, but loha learns about ten times more slowly with it; "
+                "try 10 times as much",
+            )
+
 
 class LokrAdapter(ConvAdapter):
     """Kronecker product of a small matrix and a low-rank one (arXiv 2309.14859)."""
@@ -294,6 +372,7 @@ class LokrAdapter(ConvAdapter):
     type: Literal["lokr"] = "lokr"
     title: ClassVar[str] = "LoKr"
     line: ClassVar[str] = "Kronecker products: small files, good for styles."
+    is_linear_in_rank: ClassVar[bool] = False
     factor: Whole = option(-1, ge=-1, le=1024)
     """Largest size of the small matrix. -1: split each layer as close to square as its sizes allow."""
     decompose_both: bool = option(False, title="Factor both matrices")
@@ -301,8 +380,30 @@ class LokrAdapter(ConvAdapter):
     full_matrix: bool = option(False, title="Keep both matrices whole")
     """Do not factor either matrix. Rank and alpha are then ignored: the update is not scaled, as in LyCORIS."""
 
+    def problems(self) -> Iterator[Problem]:
+        if self.factor == 0:
+            yield Problem(
+                "adapter.factor", "0 is not a size; use 1 to 1024, or -1 for factors as close to square as possible"
+            )
 
-class DiagOftAdapter(AdapterSection):
+    def advice(self, lr: float) -> Iterator[Problem]:
+        if self.full_matrix and self.scale != 1:
+            yield Problem("adapter.alpha", "has no effect with adapter.full_matrix: the update is not scaled")
+
+
+class BlockAdapter(AdapterSection):
+    """Adapters that rotate blocks of a layer's outputs. peft and diffusers rotate its inputs."""
+
+    formats: ClassVar[tuple[str, ...]] = ("auto", "comfyui", "lycoris")
+    block_size: Whole = option(8, ge=2, le=1024, unit="outputs")
+    """Number of outputs that are rotated together."""
+
+    @property
+    def size(self) -> int:
+        return self.block_size
+
+
+class DiagOftAdapter(BlockAdapter):
     """Rotation of each block of a layer's outputs (arXiv 2306.07280), in LyCORIS' form."""
 
     type: Literal["diag-oft"] = "diag-oft"
@@ -313,7 +414,7 @@ class DiagOftAdapter(AdapterSection):
     divisor."""
 
 
-class BoftAdapter(AdapterSection):
+class BoftAdapter(BlockAdapter):
     """Several stages of block rotations, interleaved like a butterfly (arXiv 2311.06243), in LyCORIS' form."""
 
     type: Literal["boft"] = "boft"
@@ -329,10 +430,12 @@ class BoftAdapter(AdapterSection):
 AnyAdapter = (
     LoraAdapter | LoconAdapter | DoraAdapter | LohaAdapter | LokrAdapter | DiagOftAdapter | BoftAdapter | NoAdapter
 )
-ADAPTERS: dict[str, type[AdapterSection] | type[NoAdapter]] = {
-    adapter.model_fields["type"].default: adapter for adapter in get_args(AnyAdapter)
-}
+ADAPTERS: dict[str, type[Method]] = {adapter.model_fields["type"].default: adapter for adapter in get_args(AnyAdapter)}
 """{`adapter.type`: its section}, in the order of the form."""
+PORTABLE = tuple(
+    name for name, adapter in ADAPTERS.items() if issubclass(adapter, AdapterSection) and adapter.is_portable
+)
+"""Adapters that every program reads."""
 Adapter = Annotated[AnyAdapter, Field(discriminator="type")]
 
 

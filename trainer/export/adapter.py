@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trainer.adapters import ADAPTER, adapted_layers
 from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import DTYPES, SavedModule, adapter_files
+from trainer.adapters.kinds import KINDS
 from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.state import Factors
 from trainer.config.schema import RunConfig
@@ -34,8 +35,6 @@ from trainer.system.imports import light_imports
 TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5}
 # Merging adds the update to a weight that may be 10^4 times as large: fp32 keeps that much of the weight's own size.
 ROUNDING = 2.0**-22
-ADDS = frozenset({"lora", "loha", "lokr"})
-"""Kinds whose update does not depend on the weight to which it is added."""
 
 
 def export_adapter(
@@ -319,7 +318,7 @@ def _error(
     Returns:
         (distance of the two beyond the rounding of merging, norm of the trained update).
     """
-    start = torch.zeros(base.layer_shape(name)) if layer.kind in ADDS else base.layer(name).float()
+    start = torch.zeros(base.layer_shape(name)) if KINDS[layer.kind].adds else base.layer(name).float()
     trained = layer.merged(start)
     update = float((trained - start).norm())
     error = max(0.0, float((merge(start).float() - trained).norm()) - ROUNDING * float(start.norm()))

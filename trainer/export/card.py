@@ -21,7 +21,7 @@ from trainer.config import yaml12
 from trainer.config.families import FamilyFacts, of, trains_on
 from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
-from trainer.config.sections import HUB_ID, MODEL_WORDS, LoraAdapter, LowRankAdapter, NoAdapter, RankAdapter
+from trainer.config.sections import HUB_ID, MODEL_WORDS, LowRankAdapter, NoAdapter, RankAdapter
 from trainer.config.titles import METHODS, size_title
 from trainer.data.images import image_files
 from trainer.data.text import text_files
@@ -41,8 +41,6 @@ SECOND_NAME = (
 )
 MOST_BYTES = 2**27
 """The largest published tokenizer.json has 33 MB."""
-IN_DIFFUSERS = ("lora", "locon", "dora")
-"""Adapters that diffusers' `load_lora_weights` reads."""
 PACKAGES = ("shardstudio", "torch", "diffusers", "transformers", "peft")
 
 
@@ -259,7 +257,7 @@ class _Card:
     @property
     def _is_read_by_diffusers(self) -> bool:
         answers = self.facts is not None and "questions" in self.facts.data_fields  # diffusers has no such pipeline
-        return self.cfg.adapter.type in IN_DIFFUSERS and self.what.format in ("auto", "diffusers") and not answers
+        return self.cfg.adapter.in_diffusers and self.what.format in ("auto", "diffusers") and not answers
 
     def _adapter_code(self, base: str) -> str:
         return (
@@ -341,7 +339,7 @@ class _Card:
             }
         if isinstance(cfg.adapter, LowRankAdapter) and cfg.adapter.rank_stabilized:
             rows["Scale"] = "alpha / sqrt(rank)"
-        if isinstance(cfg.adapter, LoraAdapter) and cfg.adapter.init == "pissa":
+        if cfg.adapter.takes_from_base:
             rows["Start"] = "largest singular values (PiSSA); the exported rank is twice as large"
         rows |= {
             "Steps": steps[-1].step if steps else 0,

@@ -6,11 +6,8 @@ import datetime
 import json
 
 from trainer.config.schema import RunConfig
-from trainer.config.sections import BoftAdapter, DiagOftAdapter, NoAdapter
+from trainer.config.sections import NoAdapter
 from trainer.models.base import ModelFamily
-from trainer.models.pissa import starts_from_singular_values
-
-NETWORK_MODULES = {"lora": "networks.lora", "locon": "lycoris.kohya", "dora": "networks.lora"}
 
 
 def model_metadata(cfg: RunConfig, family: ModelFamily) -> dict[str, str]:
@@ -35,15 +32,15 @@ def adapter_metadata(cfg: RunConfig, family: ModelFamily, step: int) -> dict[str
     """
     assert not isinstance(cfg.adapter, NoAdapter)
     adapter = cfg.adapter
-    size = adapter.block_size if isinstance(adapter, DiagOftAdapter | BoftAdapter) else adapter.rank
-    if starts_from_singular_values(cfg):
-        size *= 2
+    size = adapter.size
+    if size is not None and adapter.takes_from_base:
+        size *= 2  # the export adds the difference to the whole base
+    sizes = {} if size is None else {"ss_network_dim": str(size), "ss_network_alpha": str(size)}
     return model_metadata(cfg, family) | {
         "modelspec.architecture": f"{family.model_spec}/{adapter.type}",
         "ss_base_model_version": family.model_spec,
-        "ss_network_module": NETWORK_MODULES.get(adapter.type, "lycoris.kohya"),
-        "ss_network_dim": str(size),
-        "ss_network_alpha": str(size),
+        "ss_network_module": adapter.network_module,
+        **sizes,
         "ss_network_args": json.dumps({"algo": adapter.type}),
         "ss_output_name": cfg.name,
         "ss_steps": str(step),

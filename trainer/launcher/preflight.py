@@ -22,6 +22,7 @@ from trainer.config.sections import (
     HUB_ID,
     MODEL_WORDS,
     CompleteSample,
+    LowRankAdapter,
     ModelConfig,
     NoAdapter,
     RankAdapter,
@@ -284,7 +285,7 @@ def needs_model(cfg: RunConfig) -> bool:
         return True
     if families.trains_on(cfg) == "text" and (cfg.data.length > USUAL_LENGTH or _may_be_too_long(cfg)):
         return True
-    is_low_rank = cfg.adapter.type in ("lora", "locon", "dora")
+    is_low_rank = isinstance(cfg.adapter, LowRankAdapter)
     return cfg.export_what == "adapter" and cfg.export.format != "auto" and not is_low_rank
 
 

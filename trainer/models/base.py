@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from trainer.config.families import Distilled
 from trainer.config.schema import RunConfig
 from trainer.config.sections import (
+    ADAPTERS,
     CompleteSample,
     DataConfig,
     ModelConfig,
@@ -166,7 +167,9 @@ class ModelFamily(ABC):
     `model.options.distilled` is the only indication."""
     single_file: ClassVar[tuple[str, ...]] = ()
     """Parts of the pipeline in the original single file, each with a `layout`. Empty: only the denoiser."""
-    diffusers_adapters: ClassVar[frozenset[str]] = frozenset({"lora", "locon", "dora"})
+    diffusers_adapters: ClassVar[frozenset[str]] = frozenset(
+        name for name, adapter in ADAPTERS.items() if adapter.in_diffusers
+    )
     """Adapter types whose own tensors diffusers' loader reads for this model."""
 
     model_files: ClassVar[Mapping[str, tuple[str, str]]]

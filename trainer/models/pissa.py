@@ -20,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.adapters.kinds import KINDS
+from trainer.adapters import lora
 from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.state import Factors
 from trainer.config.schema import RunConfig
-from trainer.config.sections import LoraAdapter
+from trainer.config.sections import RankAdapter
 from trainer.distributed.world import World
 from trainer.models.state_dict import BaseWeights
 from trainer.run import manifest
@@ -34,7 +34,7 @@ from trainer.system.errors import InputError
 from trainer.weights.files import WeightFiles
 from trainer.weights.tensors import ReducedEntry
 
-DOWN, UP = (KINDS["lora"].parameters[name] for name in ("down", "up"))
+DOWN, UP = (lora.KIND.parameters[name] for name in ("down", "up"))
 SUM = "checksum"
 """Key of the checksum in the file's metadata."""
 HOLDS = "it holds what adapter.init: pissa subtracted from the base. Copy it back, or start a new run"
@@ -46,7 +46,7 @@ def initial_file(run: RunDir) -> Path:
 
 
 def starts_from_singular_values(cfg: RunConfig) -> bool:
-    return isinstance(cfg.adapter, LoraAdapter) and cfg.adapter.init == "pissa"
+    return cfg.adapter.takes_from_base
 
 
 def read_factors(cfg: RunConfig, file: Path) -> Factors | None:
@@ -130,7 +130,7 @@ def start_factors(
     is_resumed = file is not None and world.rank == 0 and bool(manifest.complete(file.parent / "checkpoints"))
     if world.gather(kept or is_resumed)[0]:
         return _read_by_all(cfg, world, file)
-    assert isinstance(cfg.adapter, LoraAdapter)
+    assert isinstance(cfg.adapter, RankAdapter)
     began, layers = time.perf_counter(), list(ranks)
     found: Factors = {}
     for first in range(0, len(layers), world.size):
@@ -162,7 +162,7 @@ def principal_factors(weight: Tensor, rank: int, scale: float) -> tuple[Tensor, 
 
 def residual_files(stored: WeightFiles, component: str, factors: Factors, cfg: RunConfig) -> WeightFiles:
     """Return the files with the residuals of a component's layers in place of their weights."""
-    assert isinstance(cfg.adapter, LoraAdapter)
+    assert isinstance(cfg.adapter, RankAdapter)
     reduced = {}
     for layer, (down, up) in factors.items():
         owner, _, inside = layer.partition(".")

@@ -152,7 +152,7 @@ class CausalLM(TextFamily):
         self._precision, self._is_compiled = cfg.train.precision, cfg.train.compile is True
         if isinstance(cfg.adapter, NoAdapter) or not turned_layers(self._empty):
             return
-        if cfg.export_what == "adapter" and cfg.adapter.type in ("loha", "lokr"):
+        if cfg.export_what == "adapter" and not cfg.adapter.peft_transposes:
             raise InputError(
                 f"adapter.type: peft has no {cfg.adapter.type} for this model's layers, whose weights are (inputs, "
                 "outputs); use lora or dora, or export.what: merged"

@@ -205,7 +205,7 @@ class Flux2(ImageFamily):
     options_read = frozenset({"architecture", "distilled", "text_layers", "max_tokens"})
     longest_text = MAX_TOKENS
     reads_references = True
-    diffusers_adapters = frozenset({"lora", "locon", "dora", "lokr"})
+    diffusers_adapters = ImageFamily.diffusers_adapters | {"lokr"}
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)

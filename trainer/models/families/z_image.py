@@ -112,7 +112,7 @@ class ZImage(ImageFamily):
     options_read = frozenset({"architecture", "distilled", "max_tokens"})
     longest_text = MAX_TOKENS
     shift = Shift(constant=3.0)
-    diffusers_adapters = frozenset({"lora", "locon", "dora", "lokr"})
+    diffusers_adapters = ImageFamily.diffusers_adapters | {"lokr"}
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from trainer.config.families import trains_on
 from trainer.config.recompute import Recompute, modes_of
 from trainer.config.schema import RunConfig
-from trainer.config.sections import LokrAdapter, RankAdapter
+from trainer.config.sections import RankAdapter
 from trainer.plan.simulate.steps import Mark, ModelPass, Moment, Parameter, PassInput, Run, Unit, lengthen
 
 Sides = tuple[int, int, int]
@@ -45,7 +45,7 @@ Moments = tuple[tuple[Moment, int], ...]
 
 def has_rank(cfg: RunConfig) -> bool:
     """Whether the adapter has a rank with which its sizes grow linearly."""
-    return isinstance(cfg.adapter, RankAdapter) and not isinstance(cfg.adapter, LokrAdapter)
+    return isinstance(cfg.adapter, RankAdapter) and cfg.adapter.is_linear_in_rank
 
 
 def num_ranks(cfg: RunConfig) -> int:
