@@ -16,9 +16,10 @@ from typing import get_args
 import pytest
 
 from tests.rooms import MOST_ARROWS, MOST_MODULES, MOST_ROOMS, ROOMS, Module, arrows, circle, folders, read_modules
+from trainer.adapters.kinds import KINDS
 from trainer.config.fields import all_names, slot
 from trainer.config.schema import RunConfig
-from trainer.config.sections import Section
+from trainer.config.sections import ADAPTERS, Section
 from trainer.models import families
 
 # What takes no torch, whatever it comes to import: a command and the page start in a fraction of a second.
@@ -77,6 +78,18 @@ COUNTS_PROCESSES = {
     "trainer.train.log": "GPUs",
     "trainer.train.loop": "flags of each process",
 }
+# Who may name an adapter besides its own file: the lists and sections, and what belongs to one adapter.
+NAMES_ADAPTERS = {
+    "trainer.adapters.kinds": "it lists the files",
+    "trainer.config.schema": "the default method",
+    "trainer.config.sections": "it declares the sections",
+    "trainer.export.extract": "what it extracts is a lora",
+    "trainer.models.families.flux2": "diffusers reads lokr for this model",
+    "trainer.models.families.z_image": "diffusers reads lokr for this model",
+    "trainer.models.pissa": "a way to start a lora",
+}
+OF_ADAPTERS = frozenset(type(kind).__module__ for kind in KINDS.values())
+NEVER_ASKS = {"trainer.adapters.formats": {"Reader", "READERS"}, "trainer.adapters.files": {"Kind", "KINDS"}}
 STARTS_THREADS = {
     "trainer.distributed.threads": "it is what all others start threads with",
     "trainer.weights.download": "has no torch",
@@ -137,6 +150,49 @@ def names_a_family(module: Module) -> Iterator[str]:
         own = module.name.rpartition(".")[2].removeprefix("_")
         if found and not f"{own}_".startswith(f"{found[0].lower()}_"):
             yield f"{number}: names {found[0]}"
+
+
+def names_an_adapter(module: Module) -> Iterator[str]:
+    """What differs between adapters is asked of `Kind`, `Reader` or the section, so that one more is one more file."""
+    if module.name in NAMES_ADAPTERS or module.name in OF_ADAPTERS:
+        return
+    names = ADAPTERS.keys() - {"none"} | KINDS.keys()
+    classes = {ADAPTERS[name].__name__ for name in ADAPTERS if name != "none"}
+    for node in module.nodes(ast.Constant):
+        if isinstance(node.value, str) and node.value in names:
+            yield f"{node.lineno}: names {node.value}"
+    for node in module.nodes(ast.Name, ast.Attribute):
+        if (name := node.id if isinstance(node, ast.Name) else node.attr) in classes:
+            yield f"{node.lineno}: names {name}"
+    for line, name in module.imports():
+        if any(f"{name}.".startswith(f"{own}.") for own in OF_ADAPTERS):
+            yield f"{line}: imports {name}"
+
+
+def writer_and_reader_share(module: Module) -> Iterator[str]:
+    """A file is verified by reading it, so that no name and no formula of the writer may be the reader's too."""
+    for node in module.nodes(ast.alias, ast.Name):
+        name = node.name if isinstance(node, ast.alias) else node.id
+        if name in NEVER_ASKS.get(module.name, ()):
+            yield f"{node.lineno}: uses {name}"
+    if module.name not in OF_ADAPTERS:
+        return
+    own = {name for node in module.tree.body for name in bound(node)}
+    for node in module.nodes(ast.ClassDef):
+        is_reader = node.name.endswith("Reader")
+        for used in ast.walk(node):
+            if isinstance(used, ast.Name) and used.id in own and used.id.endswith("Reader") != is_reader:
+                yield f"{used.lineno}: {node.name} uses {used.id}"
+
+
+def bound(node: ast.stmt) -> Iterator[str]:
+    """The names that a statement of an adapter's module makes, and those it takes from another adapter's."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Assign):
+        yield from (name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name))
+    elif isinstance(node, ast.ImportFrom) and f"{node.module}".startswith("trainer.adapters."):
+        yield from (alias.name for alias in node.names if node.module != "trainer.adapters.base")
 
 
 def is_too_long(module: Module) -> Iterator[str]:
@@ -244,6 +300,8 @@ RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     reaches_data,
     needs_too_much,
     names_a_family,
+    names_an_adapter,
+    writer_and_reader_share,
     is_too_long,
     silences_errors,
     guesses_attributes,
@@ -258,6 +316,11 @@ RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
 
 
 MODULES = read_modules("trainer", "app")
+
+
+def test_what_a_rule_excepts_is_there():
+    excepted = (*READS_ENVIRONMENT, *COUNTS_PROCESSES, *NAMES_ADAPTERS, *NEVER_ASKS, *STARTS_THREADS, *WRITES_BY_ITSELF)
+    assert [name for name in excepted if name not in MODULES] == []
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -289,6 +352,31 @@ def test_the_code_keeps_the_rule(rule):
         (names_a_family, "trainer.export", "from d import Flux2Pipeline", ["1: names Flux2"]),
         (names_a_family, "trainer.config.schema", 'path = "flux2"', ["1: names flux2"]),
         (names_a_family, "trainer.models.families.flux2", "FLUX2 = 1", []),
+        (names_an_adapter, "trainer.adapters.formats", "if kind == 'dora':\n    ...", ["1: names dora"]),
+        (names_an_adapter, "trainer.plan.simulate.sizes", "isinstance(cfg, LokrAdapter)", ["1: names LokrAdapter"]),
+        (names_an_adapter, "app.form.draft", "sections.BoftAdapter", ["1: names BoftAdapter"]),
+        (
+            names_an_adapter,
+            "trainer.export.model",
+            "from trainer.adapters.lora import A\nfrom trainer.adapters import boft",
+            ["1: imports trainer.adapters.lora.A", "2: imports trainer.adapters.boft"],
+        ),
+        (names_an_adapter, "trainer.adapters.loha", "x = 'loha'", []),
+        (names_an_adapter, "trainer.run.events", "'Of a lora.'\nf'a lora of rank {r}'", []),
+        (
+            writer_and_reader_share,
+            "trainer.adapters.lora",
+            "UP = 1\nclass A:\n    x = UP, AReader\nclass AReader(Reader):\n    x = UP\n    y = A, BReader, torch",
+            ["3: A uses AReader", "5: AReader uses UP", "6: AReader uses A"],
+        ),
+        (
+            writer_and_reader_share,
+            "trainer.adapters.dora",
+            "from trainer.adapters.lora import up\nclass AReader(BReader):\n    x = up()",
+            ["3: AReader uses up"],
+        ),
+        (writer_and_reader_share, "trainer.adapters.formats", "import READERS", ["1: uses READERS"]),
+        (writer_and_reader_share, "trainer.adapters.files", "x = KINDS", ["1: uses KINDS"]),
         (is_too_long, "trainer.train.loop", "def f():\n" + "    x = 1\n" * MAX_LINES, ["1: f has 61 lines"]),
         (silences_errors, "trainer.train.loop", "try:\n    f()\nexcept OSError:\n    pass", ["3: catches OSError"]),
         (silences_errors, "trainer.train.loop", "try:\n    f()\nexcept:\n    g()", ["3: catches everything"]),
@@ -493,12 +581,18 @@ def is_section(annotation: object) -> bool:
     return all(isinstance(kind, type) and issubclass(kind, Section) for kind in kinds)
 
 
+def sections(above: type[Section]) -> Iterator[type[Section]]:
+    for section in above.__subclasses__():
+        yield section
+        yield from sections(section)
+
+
 def test_every_field_of_the_config_says_what_it_is():
     silent = [
         f"{section.__name__}.{name}"
-        for section in Section.__subclasses__()
+        for section in sections(Section)
         for name, field in section.model_fields.items()
-        if not field.description and not is_section(field.annotation)
+        if not field.description and not is_section(field.annotation) and name not in section.__base__.model_fields
     ]
     assert silent == []
 
