@@ -47,6 +47,7 @@ class Kind(ABC):
         any_rank: Whether it takes a rank that is larger than a layer.
         lycoris: {tensor: its name in LyCORIS' and kohya's files}.
         peft: {tensor: its name in peft's and diffusers' files}; empty where they cannot carry the kind.
+        kept_exact: How the names of small tensors begin that are fp32 in every file.
         is_corrected: Whether ComfyUI needs other values than LyCORIS (`corrected`).
     """
 
@@ -60,6 +61,7 @@ class Kind(ABC):
     any_rank: ClassVar[bool] = False
     lycoris: ClassVar[Mapping[str, str]]
     peft: ClassVar[Mapping[str, str]] = {}
+    kept_exact: ClassVar[tuple[str, ...]] = ()
     is_corrected: ClassVar[bool] = False
 
     # In the model

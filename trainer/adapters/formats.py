@@ -40,9 +40,6 @@ TensorsOf = Callable[[str, Tensors], Mapping[str, Tensor]]
 NameOf = Callable[[str], str]
 """Layer -> its name in the file."""
 
-KEPT_EXACT = ("alpha", "dora_scale", "lora_magnitude_vector", "lokr_w1")
-"""Small tensors that are written in fp32. bf16 rounds the length of a row by up to 0.2 %, which may be more than was
-learned; each number of lokr's first factor scales a block of the update; an alpha above 256 is a rank."""
 MAX_EXACT_RANK = 256
 """Largest rank of a lora that is written instead of a loha or lokr. At this rank the linear layers of FLUX.1's blocks
 take 2.1 GB in bf16; a lokr of rank 16 with nearly square factors, itself of 0.01 GB, would take 6.3 GB."""
@@ -319,7 +316,8 @@ class _Writer:
         }
 
     def _cast(self, suffix: str, tensor: Tensor) -> Tensor:
-        dtype = torch.float32 if suffix.startswith(KEPT_EXACT) else self._dtype
+        # An alpha above 256 is a rank that bf16 would round.
+        dtype = torch.float32 if suffix.startswith(("alpha", *self._kind.kept_exact)) else self._dtype
         # safetensors refuses tensors that share memory.
         return tensor.detach().to(dtype).clone(memory_format=torch.contiguous_format)
 

@@ -115,6 +115,7 @@ class LokrKind(RankKind):
     zero = frozenset({"w2", "w2_b"})
     scaled = ("w1", "w1_a")
     any_rank = True
+    kept_exact = ("lokr_w1",)  # each number of the first factor scales a block of the update
 
     def layer(self, layer: Layer, cfg: LokrAdapter, rank: int, scale: float, dropout: nn.Module) -> Lokr:
         split = Split.of(layer, cfg, rank)
