@@ -323,6 +323,11 @@ def test_what_a_rule_excepts_is_there():
     assert [name for name in excepted if name not in MODULES] == []
 
 
+@pytest.mark.parametrize(("name", "asks"), [("formats", "KINDS"), ("files", "READERS")])
+def test_the_writer_asks_kinds_and_the_reader_asks_readers(name, asks):
+    assert f"trainer.adapters.kinds.{asks}" in {found for _, found in MODULES[f"trainer.adapters.{name}"].imports()}
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_code_keeps_the_rule(rule):
     assert [f"{module.name}:{finding}" for module in MODULES.values() for finding in rule(module)] == []

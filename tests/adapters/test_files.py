@@ -264,8 +264,8 @@ def test_a_tensor_without_its_partner_is_named(
 def test_what_is_not_understood_is_named(flux2: Example, tmp_path: Path) -> None:
     file = edited(flux2, "boft", tmp_path, lambda tensors: tensors.update({f"{LYCORIS}.rescale": torch.ones(64, 1)}))
     assert refusal(flux2, file) == (
-        f"{file}: '{LYCORIS}.rescale' is not understood; supported are lora, locon, dora, loha and lokr without "
-        "tucker factors, and diag-oft and boft without rescaling"
+        f"{file}: '{LYCORIS}.rescale' is not understood; supported are lora, locon, dora, loha, lokr, diag-oft, "
+        "boft, without tucker factors or rescaling"
     )
 
 

@@ -103,11 +103,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 
 def saves_little(model: nn.Module) -> set[nn.Module]:
-    """Return the adapted layers, and parts of them, in which autograd saves nothing large but their inputs.
-
-    Those are layers of lora and locon without dropout, layers of loha whose update is a dense product, for which it
-    makes its matrix again by itself, and the row lengths of dora.
-    """
+    """Return the adapted layers, and parts of them, in which autograd saves nothing large but their inputs."""
     return {module for module in model.modules() if any(kind.saves_little(module) for kind in KINDS.values())}
 
 

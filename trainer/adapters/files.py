@@ -25,6 +25,7 @@ from trainer.adapters.formats import DORA_CONVENTION, Naming
 from trainer.adapters.kinds import READERS
 from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.patterns import find_pattern
+from trainer.config.sections import ADAPTERS, AdapterSection
 from trainer.system.errors import InputError
 from trainer.system.files import first_problem, read_json
 from trainer.weights.files import ORIGINAL_PREFIX, WeightFiles
@@ -39,6 +40,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 ENCODER_PREFIXES = ("lora_te", "text_encoder")
 
+SUPPORTED = tuple(name for name, method in ADAPTERS.items() if issubclass(method, AdapterSection))
 ENDS = tuple(dict.fromkeys(end for reader in READERS for end in reader.ends))
 KEY = re.compile(rf"(?P<layer>.+)\.(?P<end>alpha|{'|'.join(map(re.escape, ENDS))})")
 LIVE_KEY = re.compile(
@@ -162,8 +164,8 @@ class _Stored:
             found = _layer_and_end(key)
             if found is None:
                 raise InputError(
-                    f"{self.file}: {key!r:.80} is not understood; supported are lora, locon, dora, loha and lokr "
-                    "without tucker factors, and diag-oft and boft without rescaling"
+                    f"{self.file}: {key!r:.80} is not understood; supported are {', '.join(SUPPORTED)}, without tucker "
+                    "factors or rescaling"
                 )
             layer, end = found
             if end in groups.setdefault(layer, {}):
