@@ -9,10 +9,9 @@
 # little about GPUs.
 
 # %% tags=["parameters"]
-from trainer.plan.simulate.zero import ModelBytes, expected
-
 from app import notebook
 from app.notebook import comparison
+from trainer.plan.simulate.zero import ModelBytes, expected
 
 RUNS = notebook.RUNS  # the folder of runs, which the page (`make ui`) shows too
 STEPS = 6  # of each trial

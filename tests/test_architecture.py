@@ -89,7 +89,10 @@ NAMES_ADAPTERS = {
     "trainer.models.pissa": "a way to start a lora",
 }
 OF_ADAPTERS = frozenset(type(kind).__module__ for kind in KINDS.values())
-NEVER_ASKS = {"trainer.adapters.formats": {"Reader", "READERS"}, "trainer.adapters.files": {"Kind", "KINDS"}}
+NEVER_ASKS = {
+    "trainer.adapters.formats.writer": {"Reader", "READERS"},
+    "trainer.adapters.formats.reader": {"Kind", "KINDS"},
+}
 STARTS_THREADS = {
     "trainer.distributed.threads": "it is what all others start threads with",
     "trainer.weights.download": "has no torch",
@@ -323,7 +326,7 @@ def test_what_a_rule_excepts_is_there():
     assert [name for name in excepted if name not in MODULES] == []
 
 
-@pytest.mark.parametrize(("name", "asks"), [("formats", "KINDS"), ("files", "READERS")])
+@pytest.mark.parametrize(("name", "asks"), [("formats.writer", "KINDS"), ("formats.reader", "READERS")])
 def test_the_writer_asks_kinds_and_the_reader_asks_readers(name, asks):
     assert f"trainer.adapters.kinds.{asks}" in {found for _, found in MODULES[f"trainer.adapters.{name}"].imports()}
 
@@ -357,7 +360,7 @@ def test_the_code_keeps_the_rule(rule):
         (names_a_family, "trainer.export", "from d import Flux2Pipeline", ["1: names Flux2"]),
         (names_a_family, "trainer.config.schema", 'path = "flux2"', ["1: names flux2"]),
         (names_a_family, "trainer.models.families.flux2", "FLUX2 = 1", []),
-        (names_an_adapter, "trainer.adapters.formats", "if kind == 'dora':\n    ...", ["1: names dora"]),
+        (names_an_adapter, "trainer.adapters.formats.writer", "if kind == 'dora':\n    ...", ["1: names dora"]),
         (names_an_adapter, "trainer.plan.simulate.sizes", "isinstance(cfg, LokrAdapter)", ["1: names LokrAdapter"]),
         (names_an_adapter, "app.form.draft", "sections.BoftAdapter", ["1: names BoftAdapter"]),
         (
@@ -380,8 +383,8 @@ def test_the_code_keeps_the_rule(rule):
             "from trainer.adapters.lora import up\nclass AReader(BReader):\n    x = up()",
             ["3: AReader uses up"],
         ),
-        (writer_and_reader_share, "trainer.adapters.formats", "import READERS", ["1: uses READERS"]),
-        (writer_and_reader_share, "trainer.adapters.files", "x = KINDS", ["1: uses KINDS"]),
+        (writer_and_reader_share, "trainer.adapters.formats.writer", "import READERS", ["1: uses READERS"]),
+        (writer_and_reader_share, "trainer.adapters.formats.reader", "x = KINDS", ["1: uses KINDS"]),
         (is_too_long, "trainer.train.loop", "def f():\n" + "    x = 1\n" * MAX_LINES, ["1: f has 61 lines"]),
         (silences_errors, "trainer.train.loop", "try:\n    f()\nexcept OSError:\n    pass", ["3: catches OSError"]),
         (silences_errors, "trainer.train.loop", "try:\n    f()\nexcept:\n    g()", ["3: catches everything"]),

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from trainer.plan.simulate.zero import ModelBytes, RankBytes, expected
-
 from app.notebook.lessons import Bars, Table
 from trainer.launcher.jobs.variants import Trial
+from trainer.plan.simulate.zero import ModelBytes, RankBytes, expected
 
 MB, GB = 1e6, 1e9
 ZERO = {"ddp": "nothing", "grad_op": "gradients, optimizer state", "full": "weights too"}

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from markupsafe import Markup
-from trainer.view.charts import CHART_STYLE, step_split
-from trainer.view.numbers import format_seconds, format_speed
 
 from app.runs.monitor import SILENT_S, RankState, RunView
 from trainer.plan.memory import MemoryPlan, verdict
@@ -20,7 +18,9 @@ from trainer.run.folder import Request, RunDir
 from trainer.system.amounts import GIB, file_size, memory_size
 from trainer.system.errors import InputError
 from trainer.system.gpus import Gpu
+from trainer.view.charts import CHART_STYLE, step_split
 from trainer.view.colors import both_variables
+from trainer.view.numbers import format_seconds, format_speed
 
 CONFIRMATIONS: Mapping[Request, str] = {
     "stop": "Stopping after this step, with a checkpoint.",

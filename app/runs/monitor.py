@@ -20,9 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from trainer.view.lines import Line, Look, loss_lines, metric_lines, seconds_lines
-from trainer.view.numbers import default_decay, format_duration, format_speed, smoothed
-
 from trainer.run import process
 from trainer.run.events import (
     ENDS,
@@ -48,6 +45,8 @@ from trainer.run.pace import AVERAGED_STEPS, Clock, Pace
 from trainer.run.prompts import prompts_in_force
 from trainer.system import files
 from trainer.system.errors import InputError
+from trainer.view.lines import Line, Look, loss_lines, metric_lines, seconds_lines
+from trainer.view.numbers import default_decay, format_duration, format_speed, smoothed
 
 NOT_WRITTEN = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 """Errors of a write: the disk is full, or closed. The system names no file where an open one is written."""

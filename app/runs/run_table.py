@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import TypeAdapter
-from trainer.view.numbers import smoothed
 
 from app.runs.monitor import Follower, RunView, explained, last_start
 from app.studio import Studio
@@ -31,6 +30,7 @@ from trainer.run.events import State
 from trainer.run.folder import RunDir, is_run
 from trainer.system import files
 from trainer.system.errors import InputError
+from trainer.view.numbers import smoothed
 
 CURVE_POINTS = 40
 """Most points of the small loss curve of a row."""

@@ -11,7 +11,6 @@ from urllib.parse import quote
 
 from fastapi import FastAPI
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
-from trainer.view.render import POLICY
 
 from app.runs import samples
 from app.runs.monitor import explained
@@ -20,6 +19,7 @@ from app.web import upload_routes
 from trainer.run.folder import RunDir
 from trainer.run.samples import kind_of
 from trainer.system.errors import InputError
+from trainer.view.render import POLICY
 from trainer.view.report import write_report
 
 

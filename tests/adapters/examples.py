@@ -12,8 +12,8 @@ import torch
 from peft.tuners.lokr.layer import factorization
 from torch import Tensor, nn
 
-from trainer.adapters.files import read_adapter
-from trainer.adapters.formats import AdapterFile, Naming, adapter_files
+from trainer.adapters.formats.reader import read_adapter
+from trainer.adapters.formats.writer import AdapterFile, Naming, adapter_files
 from trainer.adapters.layer import LayerAdapter
 from trainer.config.sections import ModelConfig, ObjectiveConfig
 from trainer.models import families

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from tests.adapters import consumers
 from tests.adapters.examples import Example, cached_example, saved
-from trainer.adapters.files import encoder_layers
-from trainer.adapters.formats import adapter_files
+from trainer.adapters.formats.reader import encoder_layers
+from trainer.adapters.formats.writer import adapter_files
 from trainer.system.errors import InputError
 
 FP32 = 5e-6

@@ -14,8 +14,8 @@ from tests.adapters.consumers import CONSUMERS, diffusers, ourselves
 from tests.adapters.examples import KINDS, Example, cached_example, layer_adapter, saved
 from tests.models.common import IMAGES
 from trainer.adapters import kinds
-from trainer.adapters.files import read_adapter
-from trainer.adapters.formats import AdapterFile, adapter_files, suffixes
+from trainer.adapters.formats.reader import read_adapter
+from trainer.adapters.formats.writer import AdapterFile, adapter_files, suffixes
 from trainer.adapters.layer import LayerAdapter
 from trainer.models import families
 from trainer.system.errors import InputError

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.adapters.examples import Example, cached_example
 from tests.commands import launch_py
-from trainer.adapters.patterns import find_pattern
+from trainer.adapters.formats.patterns import find_pattern
 from trainer.system.errors import InputError
 from trainer.weights.files import WeightFiles, safetensors_in
 

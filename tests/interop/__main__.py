@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from tests.adapters.consumers import CONSUMERS, ourselves
 from tests.adapters.examples import KINDS, Example, cached_example, relative
 from tests.interop import comfyui, flux1_width
-from trainer.adapters.formats import AdapterFile
+from trainer.adapters.formats.writer import AdapterFile
 from trainer.adapters.layer import LayerAdapter
 from trainer.models import families
 from trainer.system.errors import InputError

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from trainer.view.numbers import format_duration
 
 from tests.launcher.test_plan_command import PRESETS, ROOT
 from tests.plan.common import NOWHERE
@@ -20,6 +19,7 @@ from trainer.plan.search.choices import KEPT, kept_fields
 from trainer.plan.search.fit import Target, fit
 from trainer.plan.search.fixes import planned
 from trainer.system.amounts import GIB
+from trainer.view.numbers import format_duration
 
 LIMIT_S = 2.0
 """Cold, on a machine with nothing else to do; CPU time of a busy one is up to twice that."""

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from trainer.view.numbers import default_decay, format_duration, smoothed
 
 from trainer.run.events import (
     CheckpointEvent,
@@ -32,6 +31,7 @@ from trainer.run.events import (
     seconds_waited,
     step_parts,
 )
+from trainer.view.numbers import default_decay, format_duration, smoothed
 
 WARNING = WarningEvent(time=1.0, message="ok")
 

@@ -6,8 +6,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from trainer.view.charts import chart
-from trainer.view.lines import Line, thin
 
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig, LoraAdapter, ModelConfig, ParallelConfig
@@ -23,7 +21,9 @@ from trainer.run.events import (
     WarningEvent,
 )
 from trainer.run.folder import RunDir
+from trainer.view.charts import chart
 from trainer.view.colors import LINES, MEMORY_KINDS, TOKENS
+from trainer.view.lines import Line, thin
 from trainer.view.report import write_report
 
 PIXEL = bytes.fromhex(

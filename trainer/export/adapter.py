@@ -15,8 +15,8 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from trainer.adapters import ADAPTER, adapted_layers
-from trainer.adapters.files import read_adapter
-from trainer.adapters.formats import DTYPES, SavedModule, adapter_files
+from trainer.adapters.formats.reader import read_adapter
+from trainer.adapters.formats.writer import DTYPES, SavedModule, adapter_files
 from trainer.adapters.kinds import KINDS
 from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.state import Factors

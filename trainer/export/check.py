@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from trainer.adapters.formats import adapter_files
+from trainer.adapters.formats.writer import adapter_files
 from trainer.adapters.state import TrainedAdapter
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter

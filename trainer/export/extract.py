@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from trainer.adapters.files import read_adapter
-from trainer.adapters.formats import DTYPES, adapter_files
+from trainer.adapters.formats.reader import read_adapter
+from trainer.adapters.formats.writer import DTYPES, adapter_files
 from trainer.adapters.layer import LayerAdapter
 from trainer.config.sections import ModelConfig, ObjectiveConfig, family_names
 from trainer.models import families

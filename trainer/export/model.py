@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.adapters import formats
+from trainer.adapters.formats import writer
 from trainer.adapters.state import Factors
 from trainer.config.schema import RunConfig
 from trainer.config.sections import SINGLE_FILES
@@ -27,7 +27,7 @@ from trainer.weights.composed import value_of
 from trainer.weights.files import Fused, WeightFiles, read_tensor, stored_tensors
 from trainer.weights.tensors import TensorEntry
 
-DTYPES = formats.DTYPES | {"fp8": torch.float8_e4m3fn}
+DTYPES = writer.DTYPES | {"fp8": torch.float8_e4m3fn}
 # One rounding to the file's type, relative to the tensor's norm.
 TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-6, "fp8": 5e-2}
 # Numbers near zero are rounded to a multiple of the type's smallest number, whatever their size.

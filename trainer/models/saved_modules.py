@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from trainer.adapters import match_names
-from trainer.adapters.formats import SavedModule
+from trainer.adapters.formats.writer import SavedModule
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
 from trainer.models.base import ModelFamily

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainer.adapters.files import encoder_layers, read_adapter, read_modules
+from trainer.adapters.formats.reader import encoder_layers, read_adapter, read_modules
 from trainer.adapters.state import BaseWeight, parameters_of
 from trainer.adapters.targets import counted
 from trainer.config.schema import RunConfig

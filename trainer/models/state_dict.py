@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from trainer.adapters.formats import Naming
+from trainer.adapters.formats.writer import Naming
 from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.state import Factors, TrainedAdapter
 from trainer.config.schema import RunConfig

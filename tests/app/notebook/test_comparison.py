@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from trainer.plan.simulate.zero import ModelBytes, expected
 
 from app.notebook import comparison
 from app.notebook.lessons import Bars
 from trainer.launcher.jobs.variants import Cost, Trial
+from trainer.plan.simulate.zero import ModelBytes, expected
 from trainer.run.folder import RunDir
 
 MODEL = ModelBytes(

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from playwright.sync_api import Download, Locator, Page
-from trainer.view.lines import Line
-from trainer.view.numbers import default_decay, smoothed
 
 from app.web import bundle
 from app.web.charts import MOST_POINTS, chart_json
 from tests.app.browser import BEYOND
 from trainer.view.colors import variables
+from trainer.view.lines import Line
+from trainer.view.numbers import default_decay, smoothed
 
 SITE = "http://charts.test"
 REFRESH_MS = 100.0

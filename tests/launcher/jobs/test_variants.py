@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from trainer.plan.simulate.zero import ModelBytes, RankBytes, expected
 
 from tests.distributed.pool import run_ranks
 from tests.runs import alone, make_pictures, run_config
@@ -22,6 +21,7 @@ from trainer.config.load import ConfigError, ConfigFile, dump_config, load_confi
 from trainer.distributed.world import World
 from trainer.launcher.jobs import variants as trials
 from trainer.launcher.jobs.variants import Trial
+from trainer.plan.simulate.zero import ModelBytes, RankBytes, expected
 from trainer.run import process
 from trainer.run.folder import RunDir
 from trainer.system.errors import InputError

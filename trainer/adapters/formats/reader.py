@@ -21,10 +21,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trainer.adapters.base import Reader
-from trainer.adapters.formats import DORA_CONVENTION, Naming
+from trainer.adapters.formats.patterns import find_pattern
+from trainer.adapters.formats.writer import DORA_CONVENTION, Naming
 from trainer.adapters.kinds import READERS
 from trainer.adapters.layer import LayerAdapter
-from trainer.adapters.patterns import find_pattern
 from trainer.config.sections import ADAPTERS, AdapterSection
 from trainer.system.errors import InputError
 from trainer.system.files import first_problem, read_json
