@@ -21,6 +21,7 @@ from pyarrow import parquet
 from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, difference, in_two_parts, make_pictures, make_run, run_config, train
 from trainer.config.schema import RunConfig
+from trainer.config.size import Size
 from trainer.data.images.image_source import ImageSource
 from trainer.data.loader import BatchSizes, ImageItem, Loader
 from trainer.run.events import AnyEvent, WarningEvent
@@ -166,7 +167,7 @@ def test_each_image_occurs_once_at_each_resolution_and_half_of_them_are_mirrored
     images = source.data.train
     assert source.samples_of_an_epoch == 16
     assert Counter(one.image.path.name for one in images) == {f"{number:02d}.png": 2 for number in range(8)}
-    assert sorted({one.size for one in images if one.image.path.name == "00.png"}) == [(32, 32), (64, 64)]
+    assert sorted({one.size for one in images if one.image.path.name == "00.png"}) == [Size(32, 32), Size(64, 64)]
     items = drawn(source, 100)
     epochs = [sorted(item.index for item in items[first : first + 16]) for first in range(0, 400, 16)]
     assert epochs == [list(range(16))] * 25
