@@ -139,14 +139,6 @@ def train(world: World, cfg: RunConfig, run: RunDir) -> Outcome:
         trainer.close()
 
 
-def as_of_an_earlier_version(checkpoint: Path) -> None:
-    """Take from the manifest of a checkpoint what versions before recipe 2 did not write."""
-    file = checkpoint / MANIFEST
-    facts = json.loads(file.read_text(encoding="utf-8"))
-    del facts["recipe"], facts["batch_sizes"], facts["checksum"]
-    file.write_text(json.dumps(facts), encoding="utf-8")
-
-
 def seal(checkpoint: Path) -> None:
     """Let the manifest of a checkpoint give the sizes and checksums that its files have now."""
     regular = [path for path in sorted(checkpoint.iterdir()) if path.is_file() and not path.is_symlink()]

@@ -98,21 +98,6 @@ def test_a_checkpoint_with_a_flipped_bit_is_neither_exported_nor_resumed(tmp_pat
     assert {*StoredWeights(newest)} == {"weight", "bias"}
 
 
-def test_a_manifest_without_a_checksum_is_taken_only_if_it_has_the_fields_of_an_earlier_version(tmp_path: Path) -> None:
-    save(tmp_path, make_state(), 1)
-    file = tmp_path / "step-000001" / "manifest.json"
-    facts = json.loads(file.read_text())
-    del facts["checksum"]
-    file.write_text(json.dumps(facts))
-    assert [path.name for path in complete(tmp_path)] == ["step-000001"]
-    for name in ("checksu", "sha256"):
-        file.write_text(json.dumps(facts | {name: "0" * 32}))
-        assert defect(file.parent) == (
-            "manifest.json has changed since it was written: its checksum differs; "
-            "remove this checkpoint, so that the one before it is taken"
-        )
-
-
 def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 

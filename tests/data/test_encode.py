@@ -29,7 +29,6 @@ from trainer.models import families
 from trainer.models.base import ImageFamily, ModelFamily
 from trainer.models.build import encoder_loader
 from trainer.run.events import AnyEvent, StatusEvent, WarningEvent
-from trainer.run.manifest import RECIPE
 from trainer.system.errors import InputError
 
 
@@ -227,7 +226,7 @@ def found_by_rank(world: World, folders: list[Path]) -> str:
     cache = folders[0].parent / "cache"
     context = RankContext(cfg, world, cache, lambda event: None)
     try:
-        open_data(families.make(cfg, cache), encoder_loader(cfg, world), context, RECIPE)
+        open_data(families.make(cfg, cache), encoder_loader(cfg, world), context)
     except InputError as error:
         return str(error)
     return ""

@@ -114,7 +114,7 @@ def test_the_order_of_a_seed_is_this_one() -> None:
 @pytest.mark.parametrize(
     ("batch_size", "digest"), [(1, "92ebe86fa545efc1"), (3, "cdfa2fba2c9a5c19"), (8, "e58faa5e88f28732")]
 )
-def test_the_items_of_200_steps_are_those_of_every_version_since_recipe_5(batch_size: int, digest: str) -> None:
+def test_the_items_of_200_steps_are_these(batch_size: int, digest: str) -> None:
     sampler = ImageBatchSampler(
         lambda item: (BUCKETS[item.index], item.dropped), WEIGHTS, BatchSizes(batch_size), 3, [Choices(0.3)] * 12
     )
@@ -191,13 +191,11 @@ def test_samples_are_numbered_on_with_another_batch_size() -> None:
     assert indices == list(range(129))
 
 
-def test_a_checkpoint_says_which_batch_sizes_there_were_and_an_older_one_has_that_of_its_config() -> None:
+def test_a_checkpoint_says_which_batch_sizes_there_were() -> None:
     sizes = BatchSizes.after(Progress(17, batch_sizes=PARTS[:2]), 2)
     assert sizes.until(26) == PARTS[:3]
     assert sizes.until(12) == ((4, 10), (8, 2))
     assert BatchSizes.after(Progress(17, batch_sizes=PARTS[:2]), 8).until(20) == ((4, 10), (8, 10))
-    old = Progress(10, samples_seen=99, config={"train": {"batch_size": 4}})
-    assert BatchSizes.after(old, 8).until(12) == ((4, 10), (8, 2))
     assert BatchSizes.after(None, 8).until(2) == ((8, 2),)
     assert BatchSizes.after(None, 8).until(0) == ()
 

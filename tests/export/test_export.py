@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.runs import alone, as_of_an_earlier_version, difference, make_pictures, make_run, run_config
+from tests.runs import alone, make_pictures, make_run, run_config
 from trainer.adapters.layer import LayerAdapter
 from trainer.config.schema import RunConfig
 from trainer.export.adapter import verify_adapter
@@ -27,7 +27,6 @@ from trainer.models.build import build_model
 from trainer.models.state_dict import BaseWeights, TrainedModel
 from trainer.rng import SampleRng
 from trainer.run.folder import RunDir
-from trainer.run.manifest import progress_of
 from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
 
@@ -106,26 +105,6 @@ def predict(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     with torch.no_grad():
         prediction: Tensor = model.eval()(**inputs)[0]
     return prediction
-
-
-def test_a_lokr_checkpoint_of_an_earlier_version_stays_the_model_that_it_was(
-    train_run: Callable[..., Trained],
-) -> None:
-    """Its whole matrices were scaled by alpha / rank."""
-    new = train_run("whole", adapter__type="lokr", adapter__full_matrix=True, adapter__alpha=1.0)
-    assert {layer.scale for layer in new.layers.values()} == {1.0}
-    as_of_an_earlier_version(new.run.checkpoints / "step-000005")
-    old = finish(new.cfg, new.run)
-    assert difference(old.weights, new.weights) == 0.0
-    assert float((old.prediction - new.prediction).abs().max()) > 1e-2
-    exported = Flux2Transformer2DModel.from_pretrained(old.export("merged", dtype="fp32"))
-    torch.testing.assert_close(predict(exported, old.inputs), old.prediction, atol=1e-5, rtol=0)
-    tensors = load_file(old.export("adapter", dtype="fp32"))
-    for name, layer in new.layers.items():
-        torch.testing.assert_close(tensors[f"{name}.lokr_w1"], layer.tensors["w1"] / 4)
-    train = old.cfg.train.model_copy(update={"steps": 6})
-    finish(old.cfg.model_copy(update={"train": train}), old.run)
-    assert progress_of(old.run.checkpoints / "step-000006").recipe == 1
 
 
 LORA = {"adapter__alpha": 2.0, "adapter__rank_pattern": {"attn.to_q": 8}}

@@ -21,7 +21,7 @@ from trainer.export.model import export_model
 from trainer.models import families
 from trainer.models.base import ModelFamily
 from trainer.models.build import build_model
-from trainer.run.manifest import RECIPE, Progress
+from trainer.run.manifest import Progress
 
 SHARD_BYTES = 64 * 10**6
 BLOCK_BYTES = 4 * 27_263_232
@@ -77,9 +77,9 @@ def measure(bench: Bench, adapter: str, what: str, format: str) -> int:
     peak = AnonymousPeak()
     with tempfile.TemporaryDirectory() as folder, peak.watching():
         if what == "adapter":
-            export_adapter(cfg, Path(folder), family, weights, weights, Progress(1, recipe=RECIPE))
+            export_adapter(cfg, Path(folder), family, weights, weights, Progress(1))
         else:
-            export_model(cfg, Path(folder), family, weights, weights, RECIPE)
+            export_model(cfg, Path(folder), family, weights, weights)
     return peak.growth
 
 

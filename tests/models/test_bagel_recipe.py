@@ -130,20 +130,6 @@ def test_where_every_item_counts_the_same_a_short_answer_weighs_as_much_as_a_lon
     assert float(parts[1, 0] / 4) == pytest.approx(float(texts.mean()), rel=1e-6)
 
 
-def test_a_run_of_a_former_recipe_has_one_mean_over_images_and_answers(cache: Path) -> None:
-    family = make("bagel", cache, objective=ObjectiveConfig(text_weight=0.25))
-    family.follow_recipe(2)
-    assert family.loss_weights == ()
-    question = [SequencePart("seen", VIEW), SequencePart("text", "how many?"), SequencePart("learned", ANSWER)]
-    items = [family.encode_sequence(PARTS[0]), family.encode_sequence(question)]
-    loss = family.loss(model_of(family), batch_of(family, items), SampleRng(SEED, [0, 1]))
-    reference = published.Bagel(family.folder)
-    drawn = reference.losses([("text", "a red fox"), ("drawn", reference.noisy(TARGET, Draws(SEED, 0)))])
-    (answer,) = reference.losses([("seen", VIEW), ("text", "how many?"), ("learned", ANSWER)]).texts
-    expected = (float(drawn.images.mean()) + 0.25 * float(answer.mean())) / 2
-    assert float(loss.total / loss.weight) == pytest.approx(expected, rel=1e-6)
-
-
 def test_clean_latents_are_seen_and_drawn_ones_take_no_position() -> None:
     family_sizes, marks = published_sizes(), Marks(60, 61, 62, 63)
     tensor = torch.zeros(4, 2, 2)
@@ -263,25 +249,6 @@ def test_a_sample_is_the_picture_of_the_published_app_at_the_same_numbers(
         expected = guided_latents(published.Bagel(family.folder), noise, source, image_guidance)
     scale, shift = vae.config.scaling_factor, vae.config.shift_factor
     torch.testing.assert_close((decoded[0][0] - shift) * scale, expected, atol=2e-5, rtol=0)
-
-
-@pytest.mark.slow
-def test_a_former_run_draws_without_guidance_by_images_and_in_all_its_steps(cache: Path) -> None:
-    family = make("bagel", cache)
-    vae, model = family.image_encoder(load), model_of(family)
-    decoded = recorded_decodes(vae)
-    text, empty = family.encode_text(None, "make it blue"), family.encode_text(None, "")
-
-    def draw(**changes: Any) -> Tensor:
-        sample = SampleConfig(size=(48, 32), **changes)
-        family.sample(model, vae, text, empty, sample, SampleRng(SEED, [0]))
-        return decoded.pop()
-
-    # As published: 4 multiplied by 1.5 is a guidance of 5.5.
-    new, same = draw(steps=6, guidance=4.0), draw(steps=6, guidance=5.5, image_guidance=1.0)
-    torch.testing.assert_close(new, same, atol=1e-5, rtol=0)
-    family.follow_recipe(2)
-    torch.testing.assert_close(draw(steps=5, guidance=5.5), new, atol=1e-5, rtol=0)
 
 
 def refused(cache: Path, folder: Path) -> str:

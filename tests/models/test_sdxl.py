@@ -1,4 +1,3 @@
-import hashlib
 import re
 import shutil
 from collections.abc import Sequence
@@ -40,7 +39,6 @@ from trainer.models.families.sdxl import ARCHITECTURES, Sdxl
 from trainer.rng import SampleRng, generator
 from trainer.system.errors import InputError
 from trainer.weights.files import read_tensor
-from trainer.weights.identity import digest
 
 CAPTIONS = ["a red fox", "", "a long caption " * 40, "100% of <|endoftext|> & é!"]
 MIXES = [("text_encoder",), ("text_encoder_2",), ("text_encoder", "text_encoder_2")]
@@ -283,12 +281,8 @@ def test_a_caption_that_fills_two_windows_and_one_that_is_cut_to_them_are_the_sa
     assert not whole["text_encoder.states"].equal(shorter["text_encoder.states"])
 
 
-def test_other_windows_are_cached_apart_and_one_is_found_under_the_key_of_earlier_versions(cache):
-    families = [training(cache, windows=count) for count in (1, 2, 3)]
-    assert len({family.fingerprint() for family in families}) == 3
-    parts = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae")
-    files = digest(families[0].folder / part for part in parts)
-    assert families[0].fingerprint() == hashlib.sha256(f"{('unet',)} {files}".encode()).hexdigest()
+def test_other_windows_are_cached_apart(cache):
+    assert len({training(cache, windows=count).fingerprint() for count in (1, 2, 3)}) == 3
 
 
 def test_an_adapter_file_names_the_tokens_of_its_windows_as_kohya_does(cache, tmp_path):

@@ -34,7 +34,7 @@ from tests.models.common import (
     refusal,
     without_bar,
 )
-from tests.runs import alone, as_of_an_earlier_version, make_pictures, make_run, run_config, train
+from tests.runs import alone, make_pictures, make_run, run_config, train
 from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.data.encode import encode_data
 from trainer.data.loader import ImageItem
@@ -47,7 +47,6 @@ from trainer.plan.record.trace import on_this_machine
 from trainer.rng import SampleRng
 from trainer.run.events import WarningEvent
 from trainer.system.errors import RuleError
-from trainer.train.loop import Trainer
 from trainer.weights.files import read_tensor
 
 VELOCITY = ("v_pred", "ztsnr")
@@ -469,33 +468,3 @@ def test_an_enlarged_image_is_told_its_own_size_and_others_that_of_their_bucket(
         ]
         assert rows.dtype == torch.int64
         assert rows.tolist() == torch.stack(wanted).tolist()
-
-
-def test_a_run_of_an_earlier_version_goes_on_with_the_sizes_and_the_sampler_it_began_with(
-    copied: Path, tmp_path: Path
-) -> None:
-    name_sampler(copied, "EulerAncestralDiscreteScheduler")
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
-    Image.new("RGB", (40, 40), "red").save(pictures / "small.png")
-    (pictures / "small.txt").write_text("small")
-    changes = {"adapter__rank": 2, "train__steps": 1, "sample__prompts": ("a fox",), "sample__size": (32, 32)}
-    model = {"family": "sdxl", "path": str(copied)}
-    cfg = run_config(pictures, model=model, sample__steps=3, **changes)
-    run = make_run(tmp_path, cfg, "old")
-    train(alone(), cfg, run)
-
-    def seen(sampler: str) -> tuple[bool, bytes]:
-        """Whether items know their size, and the sample."""
-        config = cfg.model_copy(update={"sample": cfg.sample.model_copy(update={"scheduler": sampler})})
-        trainer = Trainer(config, run, alone(), tmp_path / "cache", lambda event: None)
-        (item, *_) = [example for part in trainer.loader.micro_batches(1) for example in part.examples]
-        (sample,) = trainer.draw_samples()
-        trainer.close()
-        return "original_size" in item, sample.read_bytes()
-
-    new, euler = seen("auto"), seen("euler")
-    as_of_an_earlier_version(run.checkpoints / "step-000001")
-    old = seen("auto")
-    assert (new[0], euler[0], old[0]) == (True, True, False)
-    assert old[1] == euler[1] != new[1]

@@ -290,13 +290,6 @@ FAULTS = (
         "train/test_mixtures.py",
     ),
     _fault(
-        "a resumed run stores experts as no version did when it began",
-        "trainer/models/families/causal_lm.py",
-        "self.stores_experts = recipe >= 4",
-        "self.stores_experts = recipe >= 0",
-        "train/test_mixtures.py",
-    ),
-    _fault(
         "a rank reads the rows of its neighbour",
         "trainer/parallel/load.py",
         "yield slice(offset[0], offset[0] + local.shape[0]), local",

@@ -18,7 +18,6 @@ from app.studio import Studio
 from tests.commands import Started, launch_py
 from tests.runs import (
     alone,
-    as_of_an_earlier_version,
     difference,
     make_pictures,
     make_run,
@@ -39,7 +38,6 @@ from trainer.models.state_dict import BaseWeights
 from trainer.run import process, stages
 from trainer.run.events import CheckpointEvent, EventReader, StageEvent, StepEvent, latest_steps
 from trainer.run.folder import RunDir, weights_of
-from trainer.run.manifest import MANIFEST
 from trainer.system.errors import InputError
 
 PRESET = """\
@@ -330,12 +328,6 @@ def test_an_adapter_goes_on_on_the_model_that_its_own_stage_was_given(tmp_path: 
         stage = stages.current(run, cfg)
         assert (stage.number, stage.before) == (number + 1, 2 * number)
         ends.append(train(alone(), stage.config, run).weights)
-        if number == 2:  # as an earlier version had begun it
-            (checkpoint,) = run.checkpoints.iterdir()
-            manifest = (checkpoint / MANIFEST).read_bytes()
-            as_of_an_earlier_version(checkpoint)
-            assert stages.current(run, cfg).config.model.path == "tiny"
-            (checkpoint / MANIFEST).write_bytes(manifest)
         hand_over(stage, run, tmp_path / "cache", ends[-1])
     folders = run.stage_folders
     third = stage.config

@@ -21,7 +21,6 @@ from tests.models.common import batch_of, edit_json, model_of
 from tests.models.test_unknown_networks import folder_of as plain_folder
 from tests.runs import Outcome, alone, difference, make_run, text_config, train
 from trainer.config.schema import RunConfig
-from trainer.data.text.text_source import TextSource
 from trainer.export.export import export
 from trainer.models import families
 from trainer.models.build import build_model
@@ -135,15 +134,6 @@ def test_documents_that_would_see_each_other_have_the_loss_they_have_alone(root:
     assert {int(row["documents"].max()) for row in rows} == {0}
     assert one.losses[0] == pytest.approx(plain_loss(folder_of(root, kind), rows), abs=TOLERANCE, rel=0)
     assert two.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0)
-
-
-def test_a_run_that_began_before_keeps_its_packed_rows(root: Path) -> None:
-    cfg = config_of(root, "opt", data__validation=str(root / "text" / "short.jsonl"), data__path=str(root / "held"))
-    (root / "held").mkdir()
-    (root / "held" / "a.txt").write_text("a text", "utf-8")
-    family: Any = families.make(cfg, root / "cache")
-    sources = [TextSource(cfg, family, alone(), recipe=recipe) for recipe in (3, 2)]
-    assert [source.num_held_out for source in sources] == [60, 17]
 
 
 def test_a_model_that_reads_both_ways_is_refused(root: Path, tmp_path: Path) -> None:
@@ -392,12 +382,8 @@ def test_the_weight_of_the_routers_is_that_of_the_config_if_it_asks_for_it(root:
     path = {"model__path": str(folder)}
     plain, _ = loss_of(root, "mixtral", rows, **path, objective__router_weight=0.0)
     given, _ = loss_of(root, "mixtral", rows, **path, objective__router_weight=0.02)
-    asked, family = loss_of(root, "mixtral", rows, **path)
+    asked, _ = loss_of(root, "mixtral", rows, **path)
     assert asked == given > plain
-    family.follow_recipe(2)  # of a run that began before
-    with torch.no_grad():
-        loss = family.loss(model_of(family), batch_of(family, rows), SampleRng(0, [0, 1, 2, 3]))
-    assert float(loss.total / loss.weight) == plain
 
 
 @pytest.mark.parametrize(("asks", "weight"), [(False, 0.5), (True, 0.5), (True, 0.0)])

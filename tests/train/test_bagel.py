@@ -22,7 +22,6 @@ from tests.models.common import batch_of, edit_json, examples, model_of, picture
 from tests.runs import Outcome, alone, difference, make_pictures, run_config, steps_of, train
 from trainer.checkpoint.restore import StoredWeights
 from trainer.config.schema import RunConfig
-from trainer.config.size import Size
 from trainer.data.loader import BatchSizes, ImageBatchSampler
 from trainer.data.mixed import question_files
 from trainer.data.mixed.mixed_batches import DrawnItem, MixedBatchSampler, QuestionItem
@@ -309,21 +308,6 @@ def test_questions_are_spread_evenly_and_do_not_depend_on_the_batch_size() -> No
     assert [item for step in range(6) for item in fours.batch(step)] == ones
     assert fours.batch(2) == tuple(ones[8:12])
     assert sampler(2, (4, 3), (8, 1)).batch(4) == tuple(ones[20:22])
-
-
-@pytest.mark.parametrize(
-    ("size", "resolution", "expected"),
-    [((64, 64), 64, (64, 64)), ((640, 320), 64, (88, 48)), ((1000, 100), 1024, (128, 16)), ((3, 3), 64, (8, 8))],
-)
-def test_a_picture_of_a_former_run_is_looked_at_in_whole_patches_within_the_grid(
-    bench: Bench, size: tuple[int, int], resolution: int, expected: tuple[int, int]
-) -> None:
-    cfg = bench.config(data__resolution=resolution)
-    family = families.make(cfg, bench.root / "cache")
-    assert isinstance(family, MultimodalFamily)
-    family.follow_recipe(2)
-    assert family.seen_size(Size(*size), cfg.data) == Size(*expected)
-    assert family.drawn_size(Size(*size), resolution) is None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -16,7 +15,7 @@ from PIL import Image
 from tests.bench import Bench
 from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
-from tests.runs import alone, change_manifest, difference, make_pictures, run_config, steps_of, train
+from tests.runs import alone, difference, make_pictures, run_config, steps_of, train
 from tests.train.test_bagel import TOLERANCE, seen
 from trainer.config.schema import RunConfig
 from trainer.data.loader import BatchSizes
@@ -25,7 +24,6 @@ from trainer.data.mixed.mixed_source import MixedSource
 from trainer.distributed.world import World
 from trainer.models import families
 from trainer.models.base import MultimodalFamily
-from trainer.run import manifest
 from trainer.run.events import AnyEvent, SampleEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.system.errors import InputError
@@ -296,30 +294,6 @@ def test_a_folder_of_edits_is_trained_and_its_samples_are_edits(bench: Bench, ed
 def test_two_sizes_of_packs_are_refused_together_with_a_weight_of_single_images(bench: Bench) -> None:
     with pytest.raises(ValueError, match=r"data.regularization_weight is 0\.5; set that to 1"):
         bench.config(data__pack_tokens=64, data__regularization=str(bench.data / "x"), data__regularization_weight=0.5)
-
-
-def test_a_run_that_began_with_a_former_recipe_keeps_its_loss(bench: Bench) -> None:
-    changes = {"objective__text_weight": 0.25, "data__seen_resolution": 980}
-    questions = bench.data / "old.jsonl"
-    row = {"image": "00.png", "question": "what?", "answer": "a red one"}
-    questions.write_text(f"{json.dumps(row)}\n", encoding="utf-8")
-    changes |= {"data__questions": str(questions)}
-    cfg, run = bench.run("former", **changes, train__steps=1)
-    train(alone(), cfg, run)
-    change_manifest(manifest.complete(run.checkpoints)[-1], recipe=2)
-    found = train(alone(), bench.config(**changes, train__steps=2), run)
-    (step,) = steps_of(found.events)
-    assert step.loss == pytest.approx((step.losses["images"] + 0.25 * step.losses["text"]) / 2, rel=1e-6)
-    assert manifest.progress_of(manifest.complete(run.checkpoints)[-1]).recipe == 2
-
-
-def test_a_run_on_questions_alone_has_the_digest_that_former_versions_wrote(bench: Bench) -> None:
-    questions = bench.data / "only.jsonl"
-    row = {"image": "00.png", "question": "what?", "answer": "a red one"}
-    questions.write_text(f"{json.dumps(row)}\n", encoding="utf-8")
-    source = source_of(bench, data__questions=str(questions))
-    rows = [(str(bench.data / "00.png"), "what?", "a red one")]
-    assert source.digest == hashlib.sha256(f"{source._images.digest} 0.5 {rows}".encode()).hexdigest()
 
 
 def test_other_models_refuse_the_fields_of_sequences(bench: Bench) -> None:

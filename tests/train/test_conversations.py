@@ -13,7 +13,7 @@ import torch
 
 from tests.bench import Bench
 from tests.distributed import run_ranks
-from tests.runs import alone, change_manifest, make_run, text_config, train
+from tests.runs import alone, make_run, text_config, train
 from trainer.config.schema import RunConfig
 from trainer.data.text.text_source import TextSource
 from trainer.distributed.world import World
@@ -21,7 +21,6 @@ from trainer.export.export import export
 from trainer.models import families
 from trainer.run.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
-from trainer.run.manifest import RECIPE, progress_of
 from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
 
@@ -119,34 +118,6 @@ def test_only_what_the_assistant_says_is_learned(bench: Bench) -> None:
     said = [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>assistant\n")[1:]]
     assert learned == "".join(f"{part}<|im_end|>" for part in said)
     assert "It is" in learned
-
-
-def test_a_run_of_an_earlier_recipe_goes_on_as_it_began(bench: Bench, tmp_path: Path) -> None:
-    # With `split`, a run of today reads rows as one of recipe 2 did; without, it packs prompts whole.
-    lines = [json.dumps({"prompt": f"Double {n}: ", "completion": f"{2 * n}." * (n % 4 + 1)}) for n in range(40)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    (tmp_path / "held.jsonl").write_text("\n".join(lines[:9]), encoding="utf-8")
-    changes = {"data__validation": str(tmp_path / "held.jsonl"), "data__length": 48, "train__steps": 8}
-    split, today = (text_config(tmp_path / "a.jsonl", data__packing=one, **changes) for one in ("split", "auto"))
-    run = make_run(tmp_path, split, "run")
-    rows_of_a_part(alone(), split, run, 3)
-    checkpoint = run.checkpoints / "step-000003"
-    assert progress_of(checkpoint).recipe == RECIPE
-    change_manifest(checkpoint, recipe=2)
-    old = Trainer(today, run, alone(), tmp_path / "cache", lambda event: None)
-    as_split = Trainer(split, make_run(tmp_path, split, "split"), alone(), tmp_path / "cache", lambda event: None)
-    as_whole = Trainer(today, make_run(tmp_path, today, "whole"), alone(), tmp_path / "cache", lambda event: None)
-    try:
-        rows = [rows_at(one, 3) for one in (old, as_split, as_whole)]
-        assert all(torch.equal(one, other) for one, other in zip(rows[0], rows[1], strict=True))
-        assert not all(torch.equal(one, other) for one, other in zip(rows[0], rows[2], strict=True))
-        held = [one.data.held_out(0)["tokens"] for one in (old, as_split, as_whole)]
-        assert torch.equal(held[0], held[1])
-        assert not torch.equal(held[0], held[2])
-        assert old._progress().recipe == 2
-    finally:
-        for trainer in (old, as_split, as_whole):
-            trainer.close()
 
 
 # Samples
@@ -265,12 +236,9 @@ def test_an_empty_name_of_a_template_is_none(bench: Bench, tmp_path: Path) -> No
     assert written[0] == written[1] != {}
 
 
-def test_held_out_prompts_that_are_all_too_long_stop_a_run_of_today_but_not_one_of_an_earlier_recipe(
-    bench: Bench, tmp_path: Path
-) -> None:
+def test_held_out_prompts_that_are_all_too_long_stop_a_run(bench: Bench, tmp_path: Path) -> None:
     (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "a" * 300, "completion": "b"}), encoding="utf-8")
     cfg = bench.config(data__validation=str(tmp_path / "held.jsonl"))
     family: Any = families.make(cfg, bench.root / "cache")
     with pytest.raises(InputError, match=r"held\.jsonl: every document is left out \(1 longer than data\.length 256"):
         TextSource(cfg, family, alone())
-    assert TextSource(cfg, family, alone(), recipe=2).num_held_out == 2

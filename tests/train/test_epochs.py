@@ -37,7 +37,6 @@ from trainer.models import families
 from trainer.run.events import AnyEvent, EventReader, LengthEvent, StageEvent, StatusEvent, latest_steps
 from trainer.run.folder import RunDir
 from trainer.run.length import RunLength
-from trainer.run.manifest import RECIPE
 from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
 from trainer.view.report import write_report
@@ -51,7 +50,7 @@ def rows_of(cfg: RunConfig, cache: Path) -> int:
     folder = TextFolder(tuple(sorted(Path(str(cfg.data.path)).iterdir())))
     stream = TextStream(
         (folder,),
-        encoder_of(family, RECIPE),
+        encoder_of(family),
         cfg.train.seed,
         cfg.data.length,
         cfg.data.shuffle_window,
@@ -151,7 +150,7 @@ def test_rows_are_counted_again_for_another_tokenizer_template_or_class_of_model
         folder = tmp_path / kind
         cfg = text.config(model__path=str(folder), data__chat_template=str(template))
         family: Any = families.make(cfg, text.root / "cache")
-        return key_of(cfg, family, "digest", RECIPE)
+        return key_of(cfg, family, "digest")
 
     plain_folder(tmp_path / "llama", "llama")
     plain_folder(tmp_path / "opt", "opt")  # in whose rows documents would see each other

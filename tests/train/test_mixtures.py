@@ -19,7 +19,6 @@ from tests.distributed.test_quantized import load_unlike
 from tests.runs import (
     Outcome,
     alone,
-    change_manifest,
     difference,
     in_two_parts,
     make_run,
@@ -33,7 +32,6 @@ from trainer.export.export import export
 from trainer.models import families
 from trainer.models.build import build_model, load_model
 from trainer.parallel import load
-from trainer.run import manifest
 from trainer.run.drawings import DrawingRequest, check_request
 from trainer.run.folder import RunDir
 from trainer.train.draw import draw, on_one_device
@@ -145,19 +143,6 @@ def test_experts_of_a_class_that_computes_with_whole_weights_are_named_in_the_lo
     assert not any("fewer bits" in note for note in build_model(kept, families.make(kept, root / "cache")).notes)
 
 
-def test_a_run_that_began_with_a_former_recipe_goes_on_with_whole_experts(root: Path) -> None:
-    cfg = config(root, quantize__keep=["experts"], train__steps=1)  # as recipe 3 stored them
-    run = make_run(root, cfg, "former")
-    train(alone(), cfg, run)
-    change_manifest(manifest.complete(run.checkpoints)[-1], recipe=3)
-    found = train(alone(), config(root), run)
-    kept = config(root, quantize__keep=["experts"])
-    whole = train(alone(), kept, make_run(root, kept, "whole"))
-    coded = train(alone(), config(root), make_run(root, config(root), "coded"))
-    assert found.losses == whole.losses[1:]
-    assert found.losses != pytest.approx(coded.losses[1:], rel=1e-6)
-
-
 @pytest.mark.slow
 def test_a_merged_model_has_the_experts_of_its_folder_not_the_bytes(root: Path) -> None:
     cfg = config(root, export__what="merged", train__precision="bf16")
@@ -171,12 +156,12 @@ def test_a_merged_model_has_the_experts_of_its_folder_not_the_bytes(root: Path) 
     assert all(torch.equal(found[name], expected[name].to(found[name].dtype)) for name in experts)
 
 
-def test_what_is_drawn_later_is_drawn_on_the_base_that_the_run_had(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_drawn_later_is_drawn_on_the_base_that_the_run_had(root: Path) -> None:
     samples = {"sample__every": 1, "sample__prompts": ["1 says"], "sample__tokens": 24, "sample__temperature": 0.0}
-    cfg, texts = config(root, train__steps=1, **samples), []
-    for recipe in (3, manifest.RECIPE):
-        monkeypatch.setattr("trainer.train.loop.RECIPE", recipe)
-        run = make_run(root, cfg, f"drawn-{recipe}")
+    texts = []
+    for keep in ([], ["experts"]):
+        cfg = config(root, train__steps=1, quantize__keep=keep, **samples)
+        run = make_run(root, cfg, f"drawn-{len(keep)}")
         train(alone(), cfg, run)
         texts.append((run.samples / "step-000001-0.txt").read_text())
         folder = draw(run, on_one_device(run, check_request(run, DrawingRequest("1 says"))), alone())

@@ -24,7 +24,6 @@ from trainer.models import families
 from trainer.models.build import build_model, load_model
 from trainer.models.pissa import (
     initial_file,
-    parameters_of_factors,
     principal_factors,
     read_factors,
     write_factors,
@@ -208,13 +207,6 @@ def test_factors_that_were_damaged_on_the_disk_are_named(tmp_path: Path, place: 
         f"{file}: {reason}; it holds what adapter.init: pissa subtracted from the base. Copy it back, or start a new "
         "run"
     )
-
-
-def test_factors_of_an_earlier_version_have_no_checksum_and_are_read(tmp_path: Path) -> None:
-    cfg, file = text_config(make_text(tmp_path / "text"), **KINDS["fp32"]), tmp_path / "initial-adapter.safetensors"
-    factors = {"a": (torch.full((4, 8), 0.02), torch.ones(8, 4))}
-    save_file(parameters_of_factors(factors), file)
-    assert all(map(torch.equal, found(cfg, file)["a"], factors["a"]))
 
 
 def found(cfg: RunConfig, file: Path) -> Factors:

@@ -19,7 +19,7 @@ from trainer.adapters.kinds import KINDS, initial_value, kind_of
 from trainer.adapters.replace import AddsInPlace, replace_layers
 from trainer.adapters.targets import Targets, choose_layers, is_linear, layer_ranks, match_layers
 from trainer.adapters.targets import match as match_names
-from trainer.config.sections import AdapterSection, NoAdapter
+from trainer.config.sections import AdapterSection
 
 __all__ = [
     "ADAPTER",
@@ -28,7 +28,6 @@ __all__ = [
     "adapted_layers",
     "add_apart",
     "dropouts",
-    "follow_recipe",
     "initial_value",
     "inject",
     "is_linear",
@@ -140,16 +139,3 @@ def set_samples(
         inside = dropout.name.partition(".")[2]
         matching = (found for pattern, found in rows.items() if re.fullmatch(pattern, inside))
         dropout.set_samples(seed, indices, next(matching, None))
-
-
-def follow_recipe(model: nn.Module, cfg: AdapterSection | NoAdapter, recipe: int) -> None:
-    """Give the layers the scale of the recipe that a run began with.
-
-    Args:
-        model: A model with the injected adapter.
-        cfg: The section that was injected.
-        recipe: The run's recipe (`manifest.RECIPE`).
-    """
-    if isinstance(cfg, AdapterSection):
-        for layer in adapted_layers(model).values():
-            kind_of(cfg).follow_recipe(layer, cfg, recipe)

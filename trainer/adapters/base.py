@@ -97,12 +97,9 @@ class Kind(ABC):
         bound = 1 / math.sqrt(math.prod(shape[1:]))
         return (torch.rand(*shape, generator=numbers) * 2 - 1) * bound
 
-    def scale(self, cfg: AdapterSection, tensors: Tensors, recipe: int) -> float:
-        """Return the factor of a layer's update. recipe: of the run (`manifest.RECIPE`)."""
+    def scale(self, cfg: AdapterSection, tensors: Tensors) -> float:
+        """Return the factor of a layer's update."""
         return 1.0
-
-    def follow_recipe(self, layer: BaseTunerLayer, cfg: AdapterSection, recipe: int) -> None:  # noqa: B027  most do not
-        """Give a layer the scale of the recipe that a run began with."""
 
     def from_parameters(self, parameters: Tensors, weight: Weight) -> Tensors:
         """Return the layer's tensors from its trained parameters, by tensor."""
@@ -221,7 +218,7 @@ class RankKind(Kind):
         """Return notes for the log."""
         return ()
 
-    def scale(self, cfg: AdapterSection, tensors: Tensors, recipe: int) -> float:
+    def scale(self, cfg: AdapterSection, tensors: Tensors) -> float:
         assert isinstance(cfg, RankAdapter)
         return cfg.scale
 

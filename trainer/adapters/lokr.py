@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from trainer.adapters.base import RankKind, Reader, Shape, Shapes, Tensors, shapes_of
 from trainer.adapters.engine import (
     ADAPTER,
-    BaseTunerLayer,
     LoKrConfig,
     LoKrLayer,
     PeftConfig,
@@ -129,14 +128,9 @@ class LokrKind(RankKind):
         where = f"{counted(whole)}, as '{whole[0]}'"
         return (f"adapter.rank: has no effect in {where}: half the second factor's size or more",)
 
-    def scale(self, cfg: AdapterSection, tensors: Tensors, recipe: int) -> float:
+    def scale(self, cfg: AdapterSection, tensors: Tensors) -> float:
         assert isinstance(cfg, LokrAdapter)
-        return 1.0 if "w1" in tensors and "w2" in tensors and recipe > 1 else cfg.scale
-
-    def follow_recipe(self, layer: BaseTunerLayer, cfg: AdapterSection, recipe: int) -> None:
-        assert isinstance(cfg, LokrAdapter)
-        if recipe < 2:
-            layer.scaling[ADAPTER] = cfg.scale
+        return 1.0 if "w1" in tensors and "w2" in tensors else cfg.scale
 
     def update(self, tensors: Tensors, scale: float) -> Tensor:
         first, second = (_factor(tensors, name) for name in ("w1", "w2"))

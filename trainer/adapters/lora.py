@@ -96,7 +96,7 @@ class LoraKind(RankKind):
             return False
         return isinstance(module.lora_dropout[ADAPTER], nn.Identity)
 
-    def scale(self, cfg: AdapterSection, tensors: Tensors, recipe: int) -> float:
+    def scale(self, cfg: AdapterSection, tensors: Tensors) -> float:
         assert isinstance(cfg, LowRankAdapter)
         return cfg.scale_at(tensors["down"].shape[0])
 

@@ -12,7 +12,6 @@ from trainer.adapters.base import Shape
 from trainer.adapters.kinds import kind_of
 from trainer.adapters.layer import LayerAdapter
 from trainer.config.sections import AdapterSection
-from trainer.run.manifest import RECIPE
 from trainer.system.errors import InputError
 
 Factors = Mapping[str, tuple[Tensor, Tensor]]
@@ -28,7 +27,6 @@ class TrainedAdapter(Mapping[str, LayerAdapter]):
         weights: By parameter name; parameters of other parts of the model are ignored.
         cfg: The adapter's section of the config.
         base: Returns a layer's weight.
-        recipe: Recipe of the run that trained them (`manifest.RECIPE`).
         initial: What a lora started from and its base lacks (`adapter.init: pissa`): each layer is then the lora of
             twice the rank which adds the difference to the whole base.
     """
@@ -38,10 +36,9 @@ class TrainedAdapter(Mapping[str, LayerAdapter]):
         weights: Mapping[str, Tensor],
         cfg: AdapterSection,
         base: BaseWeight,
-        recipe: int = RECIPE,
         initial: Factors | None = None,
     ) -> None:
-        self._weights, self._cfg, self._base, self._recipe = weights, cfg, base, recipe
+        self._weights, self._cfg, self._base = weights, cfg, base
         self._kind, self._initial = kind_of(cfg), initial or {}
         self._names: dict[str, dict[str, str]] = defaultdict(dict)
         for parameter in weights:
@@ -54,7 +51,7 @@ class TrainedAdapter(Mapping[str, LayerAdapter]):
             raise KeyError(layer)
         parameters = {tensor: self._weights[parameter] for tensor, parameter in self._names[layer].items()}
         tensors = self._kind.from_parameters(parameters, lambda: self._base(layer))
-        scale = self._kind.scale(self._cfg, tensors, self._recipe)
+        scale = self._kind.scale(self._cfg, tensors)
         if layer in self._initial:
             down, up = self._initial[layer]
             # B A - B0 A0 as (B - B0) A + B0 (A - A0): what a format rounds off is then small against the update, not
@@ -114,7 +111,7 @@ def parameters_of(
     tensors = {tensor: value.float() for tensor, value in found.tensors.items()}
     for tensor in kind.scaled:
         if tensor in tensors:
-            tensors[tensor] = tensors[tensor] * (found.scale / kind.scale(cfg, tensors, RECIPE))
+            tensors[tensor] = tensors[tensor] * (found.scale / kind.scale(cfg, tensors))
     return {names[tensor]: value for tensor, value in kind.to_parameters(tensors, lambda: base(layer)).items()}
 
 

@@ -77,14 +77,8 @@ class BatchSizes:
 
     @classmethod
     def after(cls, saved: Progress | None, now: int) -> BatchSizes:
-        """The batch sizes of a run that continues from `saved` (None: from its start) with size `now`.
-
-        A checkpoint without batch sizes has the one of its config.
-        """
-        if saved is None:
-            return cls(now)
-        size = saved.config["train"]["batch_size"] if saved.config else now
-        return cls(now, saved.batch_sizes or ((size, saved.step),))
+        """The batch sizes of a run that continues from `saved` (None: from its start) with size `now`."""
+        return cls(now, saved.batch_sizes if saved else ())
 
     def of(self, step: int) -> int:
         """Number of samples of a step, counted from 0; 0 after the last one."""

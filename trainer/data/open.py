@@ -13,16 +13,13 @@ from trainer.distributed.context import RankContext
 from trainer.models.base import ImageFamily, LoadModule, ModelFamily, MultimodalFamily, TextFamily
 
 
-def open_data(
-    family: ModelFamily, load: LoadModule, context: RankContext, recipe: int
-) -> tuple[DataSource, SampleDrawer]:
+def open_data(family: ModelFamily, load: LoadModule, context: RankContext) -> tuple[DataSource, SampleDrawer]:
     """Open the data of a run; images and captions are encoded first where the family has encoders. Collective.
 
     Args:
         family: The model family; its kind selects the classes.
         load: Loads an encoder of the family.
         context: This rank's part of the run.
-        recipe: The recipe that the run began with (`manifest.RECIPE`).
 
     Raises:
         InputError: Data that cannot be used.
@@ -31,19 +28,19 @@ def open_data(
     cfg = context.cfg
     match family:
         case TextFamily():
-            return TextSource(cfg, family, context.world, context.emit, recipe), TextDrawer(cfg, family)
+            return TextSource(cfg, family, context.world, context.emit), TextDrawer(cfg, family)
         case MultimodalFamily():
             questions = question_files.of_config(cfg.data)
             rows = (*questions.train, *questions.validation)
             data = encode_data(family, load, context, [image for row in rows for image in row.encoded])
             encoder = PromptEncoder(family, context, data.cache, data.origin)
-            mixed = MixedSource(cfg, family, data, questions, context.emit, recipe)
+            mixed = MixedSource(cfg, family, data, questions, context.emit)
             require_same(context.world, mixed.digest)
             return mixed, MixedDrawer(cfg, family, EditDrawer(cfg, family, load, data, encoder))
         case ImageFamily():
             data = encode_data(family, load, context)
             encoder = PromptEncoder(family, context, data.cache, data.origin)
-            source = ImageSource(cfg, family, data, recipe)
+            source = ImageSource(cfg, family, data)
             require_same(context.world, source.digest)
             return source, ImageDrawer(cfg, family, load, data, encoder)
     raise TypeError(f"{type(family).__name__} is neither a text, an image nor a multimodal family")

@@ -92,9 +92,6 @@ class SampleDrawer(ABC):
 
     prompts: tuple[str, ...]
 
-    def follow_recipe(self, recipe: int) -> None:  # noqa: B027  most drawers are the same in every recipe
-        """Draw by the recipe that a resumed run began with (`manifest.RECIPE`). Called before `prepare`."""
-
     @abstractmethod
     def change_prompts(self, prompts: Sequence[str]) -> None:
         """Draw from other prompts from now on. Collective.

@@ -62,9 +62,7 @@ def export_adapter(
     """
     base = BaseWeights(family)
     # Whole in memory: an adapter is small, and the writer reads a layer more than once.
-    trained, expected = (
-        dict(TrainedModel(cfg, base, of, progress.recipe, initial).layers) for of in (weights, reference)
-    )
+    trained, expected = (dict(TrainedModel(cfg, base, of, initial).layers) for of in (weights, reference))
     whole = saved_modules(cfg, family)
     saved, wanted = (saved_tensors(whole, of, base) for of in (weights, reference))
     dtype = cfg.export.dtype

@@ -57,7 +57,7 @@ def export(
     initial = read_factors(cfg, initial_file(run))
     if cfg.export_what == "adapter":
         return export_adapter(cfg, into, family, weights, reference or weights, progress, initial)
-    return [export_model(cfg, into, family, weights, reference or weights, progress.recipe, initial)]
+    return [export_model(cfg, into, family, weights, reference or weights, initial)]
 
 
 def hand_over(stage: Stage, run: RunDir, cache: Path, reference: Mapping[str, Tensor]) -> None:

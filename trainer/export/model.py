@@ -43,7 +43,6 @@ def export_model(
     family: ModelFamily,
     weights: Mapping[str, Tensor],
     reference: Mapping[str, Tensor],
-    recipe: int,
     initial: Factors | None = None,
 ) -> Exported:
     """Write base + adapter, or all weights of a full fine-tune, and compare the files with `reference`.
@@ -56,14 +55,13 @@ def export_model(
         family: The run's family.
         weights: {parameter: trained value} to write.
         reference: {parameter: trained value} to compare with.
-        recipe: The run's recipe (`manifest.RECIPE`).
         initial: As for `TrainedAdapter`.
 
     Returns:
         A folder that diffusers loads (with one folder per component where several are trained), or a single file.
     """
     base = BaseWeights(family)
-    model, expected = (TrainedModel(cfg, base, of, recipe, initial) for of in (weights, reference))
+    model, expected = (TrainedModel(cfg, base, of, initial) for of in (weights, reference))
     name = f"{cfg.name}-{cfg.export_what}"
     if cfg.export.format in SINGLE_FILES:
         tensors = _original_tensors(family)

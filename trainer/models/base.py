@@ -147,8 +147,6 @@ class ModelFamily(ABC):
     halves_swapped: ClassVar[tuple[str, ...]] = ()
     """Layers (regular expressions) whose output halves have the other order in original files. A low-rank update
     survives that; adapters that depend on whole rows (dora, diag-oft, boft) do not, and skip these layers."""
-    stores_experts: bool = True
-    """Whether the experts of a mixture become bytes on a quantized base, as its linear layers do."""
     objective_fields: ClassVar[frozenset[str]] = FLOW_FIELDS | PREFERENCE_FIELDS
     """Fields of the section `objective` that the family reads; the others must keep their defaults."""
     options_read: ClassVar[frozenset[str]] = frozenset({"architecture"})
@@ -195,9 +193,6 @@ class ModelFamily(ABC):
         self.config = model
         self.objective = objective
         self.cache = cache
-
-    def follow_recipe(self, recipe: int) -> None:  # noqa: B027  most families are the same in every recipe
-        """Train and draw by the recipe that a resumed run began with (`manifest.RECIPE`). Called before all else."""
 
     @classmethod
     def trained_names(cls) -> tuple[str, ...]:
@@ -573,6 +568,9 @@ class MultimodalFamily(ImageFamily):
     sample_fields = frozenset(SampleConfig.model_fields) - DIFFUSION_SAMPLE - CHAT_SAMPLE
     losses = ("images", "text")
     diffusers_adapters = frozenset()
+
+    @abstractmethod
+    def drawn_size(self, size: Size, resolution: int) -> Size: ...
 
     @abstractmethod
     def seen_size(self, size: Size, cfg: DataConfig, count: int = 1) -> Size:

@@ -386,7 +386,7 @@ def _stored_formats(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -
         names = block_layers(model, family.blocks, kind)
         return [name for name in names if family.mode(cfg, name) != "full" and not is_inside(name, saved)]
 
-    linear, experts = frozen(adapters.is_linear), frozen(is_quantizable) if family.stores_experts else []
+    linear, experts = frozen(adapters.is_linear), frozen(is_quantizable)
     formats = dict.fromkeys([*filter(family.is_target, linear), *experts], quantize.format)
     layers = linear + experts
     for pattern, format in quantize.formats.items():

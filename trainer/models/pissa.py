@@ -65,7 +65,7 @@ def read_factors(cfg: RunConfig, file: Path) -> Factors | None:
             weights = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118, not a mapping
     except SafetensorError as error:
         raise InputError(f"{file}: damaged; {HOLDS}") from error
-    if expected not in (None, _sum_of(weights)):  # None: of an earlier version
+    if expected != _sum_of(weights):
         raise InputError(f"{file}: has changed since it was written: its checksum differs; {HOLDS}")
     return factors_of(weights)
 

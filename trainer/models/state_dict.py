@@ -12,7 +12,6 @@ from trainer.adapters.state import Factors, TrainedAdapter
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
 from trainer.models.base import ModelFamily
-from trainer.run.manifest import RECIPE
 from trainer.weights.files import WeightFiles, read_tensor
 
 
@@ -81,7 +80,6 @@ class TrainedModel:
         cfg: The config of the run.
         base: The tensors of the base.
         weights: The trained tensors.
-        recipe: Recipe of the run that trained them.
         initial: As for `TrainedAdapter`.
     """
 
@@ -90,15 +88,12 @@ class TrainedModel:
         cfg: RunConfig,
         base: BaseWeights,
         weights: Mapping[str, Tensor],
-        recipe: int = RECIPE,
         initial: Factors | None = None,
     ) -> None:
         self._base = base
         self._weights = weights
         self.layers: Mapping[str, LayerAdapter] = (
-            {}
-            if isinstance(cfg.adapter, NoAdapter)
-            else TrainedAdapter(weights, cfg.adapter, base.layer, recipe, initial)
+            {} if isinstance(cfg.adapter, NoAdapter) else TrainedAdapter(weights, cfg.adapter, base.layer, initial)
         )
 
     def tensor(self, component: str, name: str) -> Tensor:

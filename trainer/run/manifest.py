@@ -19,18 +19,6 @@ from trainer.system import files
 from trainer.system.errors import InputError
 
 MANIFEST = "manifest.json"
-RECIPE = 5
-"""Version of the training recipe for a new run or stage. A resumed run keeps the recipe it began with, so that its
-results do not change. In recipe 1, a lokr layer of two whole matrices is scaled by alpha / rank, `data.caption_dropout`
-also drops captions of regularization images, models that read the original size of an image get the size of its bucket
-for enlarged images, and samples use Euler's method, whatever sampler the model's folder names. In recipes 1 and 2, a
-prompt and its completion are tokenized apart, rows of `messages` are not read, and documents are packed as
-`data.packing: split` does, also for models whose documents then see each other; a config.json that asks for a
-load-balancing loss of routers does not get it; a third stage that goes on with the adapter of the second does so on the
-run's own model, not on the one that the second was given; a model that draws and answers has one mean over images and
-answers, images in buckets, and samples without the published guidance by images and in one step more. In recipes 1 to
-3, the experts of a mixture stay in bf16 on a quantized base. In recipes 1 to 4, weight decay also shrinks norms and
-biases."""
 REMEDY = "remove this checkpoint, so that the one before it is taken"
 SUM_THREADS = 4
 """Files whose checksums are compared at once: one core sums 1 GB/s, which disks exceed."""
@@ -52,10 +40,9 @@ class Progress:
         config: The run's config when the checkpoint was saved.
         data: Digest of the data.
         place: Position in a stream of text, where it does not follow from the steps (see `data.text.text_stream`).
-        recipe: See `RECIPE`; 1 in a checkpoint without one.
         batch_sizes: (batch size, optimizer steps) of the parts of the run in order, which give the position in the
-            data; empty in a checkpoint without them.
-        lr: Learning rate of the last step; NaN in a checkpoint without it.
+            data.
+        lr: Learning rate of the last step; NaN before the first.
     """
 
     step: int
@@ -65,7 +52,6 @@ class Progress:
     config: Mapping[str, Any] = field(default_factory=dict)
     data: str = ""
     place: Mapping[str, int] = field(default_factory=dict)
-    recipe: int = 1
     batch_sizes: tuple[tuple[int, int], ...] = ()
     lr: float = math.nan
 

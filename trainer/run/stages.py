@@ -15,7 +15,7 @@ from trainer.config.load import dump_config, load_config_text, stage_config
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig
 from trainer.run.folder import RunDir, weights_of
-from trainer.run.manifest import complete, newest_step, progress_of
+from trainer.run.manifest import complete, newest_step
 from trainer.system import files
 
 HANDOVER = "handover.json"
@@ -140,9 +140,7 @@ def _taken_over(folders: Sequence[Path], at: int) -> dict[str, str | None]:
     """Return the fields that a stage takes from those before it: a stage that went on with an adapter hands over only
     that, and its model is the one that it was given itself."""
     fields: dict[str, str | None] = {}
-    begun = complete(folders[at] / "checkpoints")
-    is_former = bool(begun) and progress_of(begun[-1]).recipe < 3
-    for folder in folders[max(0, at - 1) : at] if is_former else folders[:at]:
+    for folder in folders[:at]:
         handed = _handed_over(folder)
         if "model.path" in handed:  # a whole model, with every adapter before in it
             fields.pop("adapter.start", None)

@@ -105,16 +105,12 @@ def draw(run: RunDir, cfg: RunConfig, world: World) -> Path:
     guard_cache(cache)
     source = trained_weights(run)
     family = families.make(cfg, cache)
-    recipe = manifest.RECIPE if source.parent != run.checkpoints else manifest.progress_of(source).recipe
-    family.follow_recipe(recipe)
     built = build_model(cfg, family)
     drawer = _drawer(cfg, family, world, cache)
-    drawer.follow_recipe(recipe)
     read_factors(cfg, initial_file(run))
     loaded = load_model(built, cfg, family, world, cache, initial=initial_file(run))
     for dropout in adapters.dropouts(loaded.module):
         dropout.eval()
-    adapters.follow_recipe(loaded.module, cfg.adapter, recipe)
     numbers = SampleRng(cfg.sample.seed, (number_of(run, drawer.prompts[0]),), world.device)
     with torch.no_grad():
         draw_sample = drawer.prepare()

@@ -25,7 +25,6 @@ from trainer.checkpoint import config_changes
 from trainer.checkpoint.restore import newest_intact, restore
 from trainer.checkpoint.save import Checkpointer, TrainState
 from trainer.config.schema import RunConfig
-from trainer.config.sections import OptimConfig
 from trainer.data.loader import BatchSizes, Loader, MicroBatch, Prepared
 from trainer.data.open import open_data
 from trainer.distributed.context import RankContext
@@ -76,7 +75,7 @@ from trainer.run.events import (
     ValidationEvent,
 )
 from trainer.run.folder import Request, RunDir
-from trainer.run.manifest import RECIPE, Progress, complete, progress_of
+from trainer.run.manifest import Progress, complete, progress_of
 from trainer.run.preemption import Preemption
 from trainer.run.prompts import check_prompts, clear_prompts, prompts_in_force, requested_prompts
 from trainer.system.errors import InputError
@@ -209,8 +208,6 @@ class Trainer:
         self.log = RunLog(run, world, emit, before)
         self.family = families.make(cfg, cache)
         self.objective = objectives.make(cfg, self.family)
-        self._recipe, was_compiled = self._begun_with()
-        self.family.follow_recipe(self._recipe)
         for warning in (*self.family.warnings(cfg), *self.objective.warnings(cfg)):
             self.log.warn(warning)
         built = build_model(cfg, self.family)
@@ -219,11 +216,11 @@ class Trainer:
         load = encoder_loader(cfg, world, cache, self.log.listener("encoding"))
         events = EventReader(run.events_file).read() if world.rank == 0 else []
         context = RankContext(self._drawing(events), world, cache, emit, self._is_stopping)
-        self.data, self.drawer = open_data(self.family, load, context, self._recipe)
+        self.data, self.drawer = open_data(self.family, load, context)
         self.sampler = Sampler(self.drawer, cfg.sample.seed, run, world, self.log, before, events)
         emit(StatusEvent(state="loading"))
         started = time.perf_counter()
-        self.cfg = cfg = self._with_compiling_decided(self.log.decide(cfg, cache), was_compiled)
+        self.cfg = cfg = self._with_compiling_decided(self.log.decide(cfg, cache))
         self.loaded = load_model(built, cfg, self.family, world, cache, self.log.listener("loading"), initial_file(run))
         self.model, self.trainables = self.loaded.module, self.loaded.trainables
         self._shards_gradients = cfg.shards_gradients(self.loaded.strategy)
@@ -234,7 +231,7 @@ class Trainer:
         self._dropouts = adapters.dropouts(self.model)
         self._noises = noises(self.model)
         self.parameters = list(self.trainables.values())
-        self.optimizer = make_optimizer(self.trainables, self._optim)
+        self.optimizer = make_optimizer(self.trainables, cfg.optim)
         check_reduced(self.trainables, (p for group in self.optimizer.param_groups for p in group["params"]), world)
         self.ema = Ema(self.trainables, cfg.optim.ema) if cfg.optim.ema else None
         self.checkpointer = Checkpointer(run.checkpoints, world, cfg.checkpoint.keep, cfg.checkpoint.keep_best)
@@ -613,12 +610,6 @@ class Trainer:
         self.log.enter("training", self.step)
         return paths
 
-    @property
-    def _optim(self) -> OptimConfig:
-        """The section `optim`, by the recipe of the run."""
-        optim = self.cfg.optim
-        return optim if self._recipe >= 5 else optim.model_copy(update={"decay_norms": True})
-
     def _drawing(self, events: Sequence[AnyEvent]) -> RunConfig:
         """The config with the prompts that were requested before a run was resumed. events: on rank 0."""
         prompts = self.world.gather(prompts_in_force(events, self.cfg))[0]
@@ -717,21 +708,13 @@ class Trainer:
         inside.enter_context(attention.preferred(train.attention, self.world.device, dtype, note, self.log.warn))
         return inside
 
-    def _begun_with(self) -> tuple[int, bool | None]:
-        """(the recipe that the run began with, whether its blocks were compiled; None in a new run).
-
-        The data are encoded by that recipe, before the checkpoint is read.
-        """
-        saved = complete(self.run.checkpoints) if self.world.rank == 0 else []
-        progress = progress_of(saved[-1]) if saved else None
-        mine = (progress.recipe, progress.config.get("train", {}).get("compile")) if progress else (RECIPE, None)
-        recipe, was_compiled = self.world.gather(mine)[0]
-        return recipe, was_compiled if isinstance(was_compiled, bool) else None
-
-    def _with_compiling_decided(self, cfg: RunConfig, before: bool | None) -> RunConfig:
-        """The config with `train.compile` decided, equally on all ranks. Collective. before: as `compiles` takes it."""
+    def _with_compiling_decided(self, cfg: RunConfig) -> RunConfig:
+        """The config with `train.compile` decided, equally on all ranks. Collective."""
         device = self.world.device
-        wanted = compiles(cfg.train, device, before)
+        saved = complete(self.run.checkpoints) if self.world.rank == 0 else []
+        mine = progress_of(saved[-1]).config.get("train", {}).get("compile") if saved else None
+        before = self.world.gather(mine)[0]
+        wanted = compiles(cfg.train, device, before if isinstance(before, bool) else None)
         self.world.heartbeat.enter("loading", moves=False)
         problem = compiler_problem(device, cfg.train.compile_backend) if wanted else ""
         problems = [found for found in self.world.gather(problem) if found]
@@ -751,8 +734,6 @@ class Trainer:
         self.world.barrier()
         if self.world.rank in self.world.guest_leaders:
             shutil.rmtree(newest)  # a copy of rank 0's
-        adapters.follow_recipe(self.model, self.cfg.adapter, saved.recipe)
-        self.drawer.follow_recipe(saved.recipe)
         self.step, self.samples_seen, self.skipped = saved.step, saved.samples_seen, saved.skipped
         self.log.note("loading", f"resumed from {newest.name}", self.step)
         changed = config_changes.changes(saved.config, self.cfg.model_dump(mode="json")) if saved.config else []
@@ -760,12 +741,6 @@ class Trainer:
             self.log.note("loading", f"changed since it was saved: {'; '.join(map(str, changed))}", self.step)
         if saved.data and saved.data != self.data.digest:
             self.log.warn(self.data.changed_message, self.step)
-        if saved.recipe < 5 and self.data.unit == "images":
-            self.log.warn(
-                "this run began with an earlier version, which trained images of several shapes in another order: some "
-                "images of this epoch may be trained twice, and others not",
-                self.step,
-            )
         return saved
 
     def _warn_of_a_rise(self, saved: Progress | None) -> None:
@@ -845,7 +820,6 @@ class Trainer:
             config=self.cfg.model_dump(mode="json"),
             data=self.data.digest,
             place=self.data.position(self.step),
-            recipe=self._recipe,
             batch_sizes=self._batch_sizes.until(self.step),
             lr=learning_rate(self.step - 1, self.cfg.optim, self.num_steps) if self.step else math.nan,
         )

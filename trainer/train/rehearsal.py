@@ -31,7 +31,6 @@ from trainer.models.build import build_model
 from trainer.models.objectives import kinds as objectives
 from trainer.models.start import check_start
 from trainer.run.events import StatusEvent
-from trainer.run.manifest import RECIPE
 from trainer.system import files
 from trainer.system.errors import InputError
 from trainer.system.terminal import say
@@ -164,10 +163,10 @@ def _read(cfg: RunConfig, cache: Path) -> Iterator[str]:
         return
     family = families.make(cfg, cache)
     assert isinstance(family, TextFamily)
-    mark = cache / "rows" / f"{key_of(cfg, family, digest(paths), RECIPE)}.checked"
+    mark = cache / "rows" / f"{key_of(cfg, family, digest(paths))}.checked"
     if mark.exists():
         return
-    encoder, began, count = encoder_of(family, RECIPE, compares), time.monotonic(), 0
+    encoder, began, count = encoder_of(family, compares), time.monotonic(), 0
     for path in paths:
         size = path.stat().st_size
         for document, _, share in read_documents(path, 0, encoder):

@@ -97,7 +97,7 @@ def make_runs(folder: Path) -> Path:
     checkpoint.mkdir()
     facts = {"step": 40, "files": {"a": 1}, "checksums": {"a": "0"}, "optimizer": "adamw", "samples_seen": 3}
     facts |= {"skipped": 0, "validation_loss": 0.5, "config": {"name": "x"}, "data": "y", "place": {"a": 1}}
-    (checkpoint / "manifest.json").write_text(json.dumps(facts | {"recipe": 4, "batch_sizes": [[4, 40]]}))
+    (checkpoint / "manifest.json").write_text(json.dumps(facts | {"batch_sizes": [[4, 40]]}))
     (checkpoint / "a").write_text("a")
     drawing = run.path / "drawings" / "20260101-000000"
     drawing.mkdir(parents=True)

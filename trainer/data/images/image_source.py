@@ -25,7 +25,7 @@ from trainer.distributed.context import RankContext
 from trainer.models.base import ImageFamily, LoadModule
 from trainer.models.objectives.base import Example
 from trainer.rng import SampleRng
-from trainer.run.manifest import RECIPE, Progress
+from trainer.run.manifest import Progress
 from trainer.run.samples import IMAGE, Sample, SampleKind, kind_of_size
 
 
@@ -165,7 +165,6 @@ class ImageSource(DataSource):
         cfg: The config of the run.
         family: The model.
         data: The encoded data, as the cache holds them.
-        recipe: `manifest.RECIPE` of the run.
     """
 
     unit = "images"
@@ -173,14 +172,13 @@ class ImageSource(DataSource):
         "images, captions or how they are encoded have changed since the checkpoint: from here on the order differs"
     )
 
-    def __init__(self, cfg: RunConfig, family: ImageFamily, data: EncodedData, recipe: int = RECIPE) -> None:
-        self.data = data if recipe >= 2 else replace(data, with_size=False)
+    def __init__(self, cfg: RunConfig, family: ImageFamily, data: EncodedData) -> None:
+        self.data = data
         with without_collection():
             self.digest = data.digest
         self.num_held_out = len(data.validation)
         self._cfg = cfg
         self._batch_key = batch_keys(family, self.data)
-        self._keeps_regularization_captions = recipe >= 2
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> ImageBatchSampler:
         made: dict[Choices, Choices] = {}  # one for all images alike: there may be a million
@@ -190,8 +188,7 @@ class ImageSource(DataSource):
     def _choices(self, image: CaptionedImage) -> Choices:
         # Guidance pushes samples away from what a dropped caption gives, which therefore must be the subject that is
         # learned, not a regularization image.
-        keeps_caption = not image.is_own and self._keeps_regularization_captions
-        return Choices(0.0 if keeps_caption else image.caption_dropout, len(image.captions), image.may_flip)
+        return Choices(image.caption_dropout if image.is_own else 0.0, len(image.captions), image.may_flip)
 
     def num_samples(self, epochs: float, context: RankContext) -> int:
         return num_images(self._weights, epochs)
@@ -244,10 +241,6 @@ class ImageDrawer(SampleDrawer):
         encoded = tuple(EncodedPrompt(text, keys[text], *reference) for text, reference in changed)
         self._data = replace(self._data, prompts=encoded)
         self.prompts = tuple(texts)
-
-    def follow_recipe(self, recipe: int) -> None:
-        if recipe < 2:
-            self._sample = self._sample.model_copy(update={"scheduler": "euler"})
 
     def kind(self, index: int) -> SampleKind:
         return kind_of_size(self._sample.full_size)

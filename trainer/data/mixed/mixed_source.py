@@ -6,7 +6,6 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from torch import nn
 from trainer.config.schema import RunConfig
 from trainer.config.size import Size
 from trainer.data.epochs import num_images, num_mixed
-from trainer.data.images.image_io import WHOLE, ImageFile, load_resized, load_rgb, read_header
+from trainer.data.images.image_io import ImageFile, load_resized, read_header
 from trainer.data.images.image_source import EncodedData, EncodedImage, EncodedPrompt, ImageDrawer, ImageSource
 from trainer.data.loader import BatchSampler, BatchSizes, ImageBatchSampler
 from trainer.data.mixed.mixed_batches import (
@@ -28,7 +27,7 @@ from trainer.data.mixed.mixed_batches import (
     QuestionItem,
 )
 from trainer.data.mixed.question_files import Questions
-from trainer.data.mixed.sequence_rows import AnyRow, EditChain, ImagePart, ImageProblem, Part, Row, TextPart
+from trainer.data.mixed.sequence_rows import AnyRow, EditChain, ImagePart, ImageProblem, Part, TextPart
 from trainer.data.prompts import PromptEncoder
 from trainer.data.source import DataSource, Draw, SampleDrawer
 from trainer.distributed.context import RankContext
@@ -36,7 +35,7 @@ from trainer.models.base import LoadModule, MultimodalFamily, PartKind, Sequence
 from trainer.models.objectives.base import Example
 from trainer.rng import SampleRng, derived_seed
 from trainer.run.events import Emit, WarningEvent
-from trainer.run.manifest import RECIPE, Progress
+from trainer.run.manifest import Progress
 from trainer.run.samples import TEXT, Sample, SampleKind
 from trainer.system.errors import InputError
 from trainer.system.terminal import shortened
@@ -57,16 +56,10 @@ class MixedSource(DataSource):
     )
 
     def __init__(
-        self,
-        cfg: RunConfig,
-        family: MultimodalFamily,
-        data: EncodedData,
-        questions: Questions,
-        emit: Emit,
-        recipe: int = RECIPE,
+        self, cfg: RunConfig, family: MultimodalFamily, data: EncodedData, questions: Questions, emit: Emit
     ) -> None:
         self._cfg, self._family, self._data, self._emit = cfg, family, data, emit
-        self._images = ImageSource(cfg, family, data, recipe)
+        self._images = ImageSource(cfg, family, data)
         self._train, self._validation = (self._usable(rows) for rows in (questions.train, questions.validation))
         for warning in questions.warnings:
             emit(WarningEvent(message=warning))
@@ -266,9 +259,7 @@ class MixedSource(DataSource):
         return self._family.seen_size(image.size, self._cfg.data, looked_at)
 
     def _drawn_size(self, image: ImageFile) -> Size:
-        size = self._family.drawn_size(image.size, self._cfg.data.resolution)
-        assert size is not None, "runs that pack began with a recipe in which each image has its own size"
-        return size
+        return self._family.drawn_size(image.size, self._cfg.data.resolution)
 
 
 def _nothing(kind: str, number: int) -> bool:
@@ -325,9 +316,6 @@ class MixedDrawer(SampleDrawer):
     def _num_images(self) -> int:
         return len(self._images.prompts)
 
-    def follow_recipe(self, recipe: int) -> None:
-        self._images.follow_recipe(recipe)
-
     @property
     def groups(self) -> tuple[range, ...]:
         groups = (range(self._num_images), range(self._num_images, len(self.prompts)))
@@ -353,22 +341,11 @@ class MixedDrawer(SampleDrawer):
 def load_seen(image: ImageFile, family: MultimodalFamily, cfg: RunConfig, looked_at: int = 1) -> Image.Image:
     """Load an image in the size that the model sees it in. looked_at: as `MultimodalFamily.seen_size`."""
     size = family.seen_size(image.size, cfg.data, looked_at).frame
-    in_buckets = family.drawn_size(image.size, cfg.data.resolution) is None
-    if in_buckets:
-        return load_rgb(image, size, replace(WHOLE, background=cfg.data.background))
     return load_resized(image, size, cfg.data.background)
 
 
 def _digest(images: str, rows: Sequence[AnyRow], cfg: RunConfig) -> str:
-    """Digest of images and rows, which for questions alone is that of former versions."""
-    texts = [_as_question(row) or repr(row) for row in rows]
+    """Digest of images and rows."""
+    texts = [repr(row) for row in rows]
     budget = "" if cfg.data.pack_tokens is None else f" {cfg.data.pack_tokens}"
     return hashlib.sha256(f"{images} {cfg.data.question_share} {texts}{budget}".encode()).hexdigest()
-
-
-def _as_question(row: AnyRow) -> tuple[str, str, str] | None:
-    """(image, question, answer) of a row of that form."""
-    match row:
-        case Row((ImagePart(image, "seen", False), TextPart((asked,), False, False), TextPart((said,), True, False))):
-            return str(image.path), asked, said
-    return None

@@ -56,14 +56,13 @@ def num_rows(rows: Iterable[object], key: str, context: RankContext) -> int:
     return number
 
 
-def key_of(cfg: RunConfig, family: TextFamily, data: str, recipe: int) -> str:
+def key_of(cfg: RunConfig, family: TextFamily, data: str) -> str:
     """Return the key of everything that the number of rows depends on.
 
     Args:
         cfg: The config.
         family: Its family.
         data: Digest of the files.
-        recipe: `manifest.RECIPE` that the run follows.
     """
     names = sorted(name for name in family.tokenizer_files if (family.folder / name).is_file())
     tokenizer = [(name, _digest(family.folder / name)) for name in names]
@@ -74,8 +73,7 @@ def key_of(cfg: RunConfig, family: TextFamily, data: str, recipe: int) -> str:
         "adapter": cfg.adapter.model_dump(mode="json", exclude={"start"}),
         "objective": cfg.objective.model_dump(mode="json"),
     }
-    is_shared = recipe < 3 or family.packs_documents
-    parts = [VERSION, recipe, cfg.train.seed, data, tokenizer, template, is_shared, sections]
+    parts = [VERSION, cfg.train.seed, data, tokenizer, template, family.packs_documents, sections]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

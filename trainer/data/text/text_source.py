@@ -38,7 +38,7 @@ from trainer.models.objectives.base import Example
 from trainer.rng import SampleRng
 from trainer.run import samples
 from trainer.run.events import Emit, StatusEvent, WarningEvent
-from trainer.run.manifest import RECIPE, Progress
+from trainer.run.manifest import Progress
 from trainer.run.samples import Sample, SampleKind
 from trainer.system.errors import InputError
 
@@ -55,7 +55,6 @@ class TextSource(DataSource):
         family: The model, which tokenizes.
         world: The ranks.
         emit: Takes warnings about documents that are left out.
-        recipe: `manifest.RECIPE` of the run.
 
     Raises:
         InputError: Files that cannot be used; on every rank if ranks find different files.
@@ -64,14 +63,7 @@ class TextSource(DataSource):
     unit = "tokens"
     changed_message = "the text files have changed since the checkpoint: training continues with their next epoch"
 
-    def __init__(
-        self,
-        cfg: RunConfig,
-        family: TextFamily,
-        world: World,
-        emit: Emit = lambda event: None,
-        recipe: int = RECIPE,
-    ) -> None:
+    def __init__(self, cfg: RunConfig, family: TextFamily, world: World, emit: Emit = lambda event: None) -> None:
         check_length(cfg, family)
         self._cfg, self._family, self._emit = cfg, family, emit
         self._folders = folders_of(cfg.data)
@@ -85,7 +77,6 @@ class TextSource(DataSource):
             emit(WarningEvent(message=message))
         self._batch_sampler: TextBatchSampler | None = None
         self._rows_of_an_epoch = math.nan
-        self._recipe = recipe
         self._held_out = self._read_held_out()
         self.num_held_out = len(self._held_out)
 
@@ -97,7 +88,7 @@ class TextSource(DataSource):
 
     def num_samples(self, epochs: float, context: RankContext) -> int:
         """Every epoch counts as many rows as the first, whose order decides how its documents fill rows."""
-        key = key_of(self._cfg, self._family, self.digest, self._recipe)
+        key = key_of(self._cfg, self._family, self.digest)
         stream = self._stream(self._folders, 1, lambda event: None)
         self._rows_of_an_epoch = num_rows(stream.rows(), key, context)
         if not self._rows_of_an_epoch:  # weights below 1, of few documents
@@ -131,7 +122,7 @@ class TextSource(DataSource):
     def _stream(self, folders: Sequence[TextFolder], epochs: int | None, emit: Emit) -> TextStream:
         left_out = Counted(emit, "this document is left out: ", "documents are left out")
         noted = Counted(emit, "", "conversations")
-        return stream_of(self._cfg, self._family, folders, epochs, left_out, noted, self._recipe)
+        return stream_of(self._cfg, self._family, folders, epochs, left_out, noted)
 
 
 class Counted:
@@ -245,7 +236,6 @@ def stream_of(
     epochs: int | None,
     left_out: LeftOut,
     noted: LeftOut,
-    recipe: int = RECIPE,
 ) -> TextStream:
     """The documents of folders as rows for a model.
 
@@ -256,30 +246,28 @@ def stream_of(
         epochs: As for `TextStream`.
         left_out: As for `TextStream`.
         noted: As for `TextStream`.
-        recipe: `manifest.RECIPE` of the run.
     """
     data = cfg.data
     return TextStream(
         folders,
-        encoder_of(family, recipe, cfg.objective.compares_pairs),
+        encoder_of(family, cfg.objective.compares_pairs),
         seed=cfg.train.seed,
         length=data.length,
         shuffle_window=data.shuffle_window,
         epochs=epochs,
-        packing=packing_of(data, folders, recipe),
-        is_shared=recipe < 3 or family.packs_documents,
+        packing=packing_of(data, folders),
+        is_shared=family.packs_documents,
         too_long=data.too_long,
         left_out=left_out,
         noted=noted,
     )
 
 
-def encoder_of(family: TextFamily, recipe: int = RECIPE, compares: bool = False) -> Encoder:
+def encoder_of(family: TextFamily, compares: bool = False) -> Encoder:
     """How a model reads documents.
 
     Args:
         family: The model.
-        recipe: `manifest.RECIPE` of the run.
         compares: Whether it is preference training.
     """
     return Encoder(
@@ -287,17 +275,15 @@ def encoder_of(family: TextFamily, recipe: int = RECIPE, compares: bool = False)
         end_of_text=family.end_of_text,
         vocabulary=family.vocabulary,
         begin=family.begin_of_text,
-        pair=family.encode_pair if recipe >= 3 else None,
-        chat=family.encode_chat if recipe >= 3 else None,
+        pair=family.encode_pair,
+        chat=family.encode_chat,
         notes=family.take_notes,
         compares=compares,
     )
 
 
-def packing_of(data: DataConfig, folders: Sequence[TextFolder], recipe: int = RECIPE) -> Packing:
-    """`data.packing` with `auto` resolved by what the files hold. recipe: `manifest.RECIPE` of the run."""
-    if recipe < 3:
-        return "split"
+def packing_of(data: DataConfig, folders: Sequence[TextFolder]) -> Packing:
+    """`data.packing` with `auto` resolved by what the files hold."""
     if data.packing != "auto":
         return data.packing
     held = kinds([file for folder in folders for file in folder.files])

@@ -77,7 +77,6 @@ from trainer.models.parts.image.vae import build_vae, decode_latents, encode_lat
 from trainer.models.parts.language.next_token import draw_token
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
-from trainer.run.manifest import RECIPE
 from trainer.system.errors import InputError
 from trainer.weights.files import Fused, WeightFiles, safetensors_in
 
@@ -158,17 +157,12 @@ class BagelFamily(MultimodalFamily):
         config = _config(self._folder)
         self.sizes = _sizes(self._folder, config)
         self._vae = _vae_config(config)
-        self._recipe = RECIPE
         described = {name: _described(sizes) for name, sizes in ARCHITECTURES.items()}
         check_architecture(model, self._folder, described, _described(self.sizes))
 
-    def follow_recipe(self, recipe: int) -> None:
-        self._recipe = recipe
-
     @property
     def loss_weights(self) -> tuple[float, ...]:  # type: ignore[override]
-        """Empty before recipe 3, which had one mean over images and answers."""
-        return () if self._recipe < 3 else (self.objective.mse_weight, self.objective.text_weight)
+        return self.objective.mse_weight, self.objective.text_weight
 
     @property
     def model_spec(self) -> str:
@@ -238,7 +232,7 @@ class BagelFamily(MultimodalFamily):
         return Marks(*(known[mark] for mark in MARKS))
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
-        ignored = cfg.data.max_aspect != type(cfg.data).model_fields["max_aspect"].default and self._recipe >= 3
+        ignored = cfg.data.max_aspect != type(cfg.data).model_fields["max_aspect"].default
         message = "data.max_aspect: has no effect; images of any shape are drawn whole, without buckets"
         return (*super().warnings(cfg), *([message] if ignored else []))
 
@@ -263,19 +257,13 @@ class BagelFamily(MultimodalFamily):
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
         return {"latents": encode_latents(encoder, image)[0].cpu()}
 
-    def drawn_size(self, size: Size, resolution: int) -> Size | None:
-        if self._recipe < 3:
-            return None
+    def drawn_size(self, size: Size, resolution: int) -> Size:
         longest = min(resolution, self.longest_side) // self.size_multiple * self.size_multiple
         shortest = round(longest * SHORTEST_DRAWN)
         return size_within(size, longest, shortest, self.size_multiple, math.inf)
 
     def seen_size(self, size: Size, cfg: DataConfig, count: int = 1) -> Size:
         patch, side = self.sizes.vision.patch_size, self.sizes.vision.max_side
-        if self._recipe < 3:  # never larger than the image, the encoder's grid or the area `resolution`^2
-            scale = min(1.0, cfg.resolution / math.sqrt(size.pixels), side * patch / max(size.frame))
-            columns, rows = (min(side, max(1, round(length * scale / patch))) for length in size.frame)
-            return Size(columns * patch, rows * patch)
         longest = min(cfg.seen_resolution // patch, side) * patch
         shortest = round(longest * SHORTEST_SEEN)
         return size_within(size, longest, shortest, patch, MOST_SEEN / count)
@@ -338,11 +326,8 @@ class BagelFamily(MultimodalFamily):
         noisy = add_noise_to(sequences_in(batch), self.objective, self.shift, rng)
         packed = pack(noisy.pieces, self.marks, self.sizes)
         outputs = model[COMPONENT](**packed.arguments)
-        is_former = self._recipe < 3
-        token_weight = "item" if is_former else self.objective.token_weight
-        parts = loss_parts(noisy, packed, outputs, weight, token_weight)
-        weights = parts.new_tensor((1.0 if is_former else self.objective.mse_weight, self.objective.text_weight))
-        return Loss(parts[:, 0] @ weights, weight.count_nonzero(), parts)
+        parts = loss_parts(noisy, packed, outputs, weight, self.objective.token_weight)
+        return Loss(parts[:, 0] @ parts.new_tensor(self.loss_weights), weight.count_nonzero(), parts)
 
     @torch.no_grad()
     def draw(
@@ -355,8 +340,6 @@ class BagelFamily(MultimodalFamily):
         rng: SampleRng,
     ) -> Image.Image:
         """Draw with the published sampler's guidance: off near the end, and never longer than the unguided velocity."""
-        if self._recipe < 3:
-            cfg = cfg.model_copy(update={"image_guidance": 1.0})
         device = device_of(encoder)
         source = self._source(text, device)
         height, width = (side // LATENT_PIXELS for side in cfg.size[::-1])
@@ -381,7 +364,7 @@ class BagelFamily(MultimodalFamily):
 
         noise = rng.normal("sample", (self._vae["latent_channels"], height, width)).to(device)
         # The published app counts both ends of the steps.
-        steps = cfg.steps if self._recipe < 3 else max(1, cfg.steps - 1)
+        steps = max(1, cfg.steps - 1)
         scheduler = euler_scheduler(SAMPLER, steps, device, sigmas=spaced_sigmas(steps))
         return decode_latents(encoder, denoise(scheduler, noise, predict))
 

@@ -56,7 +56,6 @@ from trainer.models.parts.language.stored_names import TEXT_PART, StoredNames, r
 from trainer.models.recognition import no_row
 from trainer.parallel.parallelize import COMPUTE_DTYPE, ShardSpec
 from trainer.rng import SampleRng
-from trainer.run.manifest import RECIPE
 from trainer.system.errors import InputError, not_one_of
 from trainer.weights.files import Fused, WeightFiles, safetensors_in, stored_tensors
 from trainer.weights.hub import find_folder
@@ -110,7 +109,6 @@ class CausalLM(TextFamily):
         sizes = sizes_of(self._config.to_dict())
         self._new_ids = self._add_tokens()
         self._turned: tuple[str, ...] = ()
-        self._recipe = RECIPE
         self._is_adapted = self._is_compiled = False
         self._precision = "bf16"
         self._empty = _built(self._folder, self._config, model.options.attention)
@@ -141,7 +139,7 @@ class CausalLM(TextFamily):
 
     def follow(self, cfg: RunConfig) -> None:
         """Take how conversations are encoded, and turn layers whose weights are (inputs, outputs) into linear ones if
-        an adapter or codes are to change them. A full fine-tune keeps them, as checkpoints of older versions do."""
+        an adapter or codes are to change them. A full fine-tune keeps them."""
         self._template, self._system = cfg.data.chat_template or None, cfg.data.system
         if cfg.objective.compares_pairs and not self.packs_documents:
             raise InputError(
@@ -167,15 +165,14 @@ class CausalLM(TextFamily):
     @cached_property
     def adapter_targets(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
         linear = _linear_layers(self._empty, self._declared_blocks)
-        if self._recipe >= 3:
-            uncalled = self._sight.uncalled if self._sight else ()
-            has_experts = bool(fused_experts(self._empty))
-            linear = {
-                name: layer
-                for name, layer in linear.items()
-                if layer_pattern(name) not in uncalled and not _is_small(name, layer, has_experts)
-            }
-        patterns = (re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) for name in linear)
+        uncalled = self._sight.uncalled if self._sight else ()
+        has_experts = bool(fused_experts(self._empty))
+        names = (
+            name
+            for name, layer in linear.items()
+            if layer_pattern(name) not in uncalled and not _is_small(name, layer, has_experts)
+        )
+        patterns = (re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) for name in names)
         return {COMPONENT: tuple(dict.fromkeys(patterns))}
 
     @cached_property
@@ -522,7 +519,7 @@ class CausalLM(TextFamily):
         network = model[COMPONENT]
         inputs = {"input_ids": batch["tokens"], "use_cache": False}
         # A row of one document has the positions that the class gives it, which need not begin at 0.
-        if self._recipe < 3 or self.packs_documents:
+        if self.packs_documents:
             inputs |= position_ids(network, batch["documents"])
         if self._attends_within(batch):
             inputs["attention_mask"] = begins_mask(batch["begins"])
@@ -550,12 +547,6 @@ class CausalLM(TextFamily):
         """Whether this class computes the same by documents as with transformers' mask."""
         is_sdpa = self._empty.config._attn_implementation == MASKED
         return is_sdpa and self.packs_documents and computes_within(self._config)
-
-    def follow_recipe(self, recipe: int) -> None:
-        self._recipe = recipe
-        self.stores_experts = recipe >= 4
-        if recipe < 3 and self.objective.router_weight is None:
-            self._router_weight = 0.0
 
     @cached_property
     def packs_documents(self) -> bool:

@@ -239,9 +239,7 @@ class Sdxl(ImageFamily):
         files = self._folder.digest(*ENCODERS, *TOKENIZERS.values(), "vae")
         if self._folder.single and any(map(self._original, (*ENCODERS, "vae"))):
             files += digest([self._folder.single])
-        # One window adds nothing to the digest, so that caches of earlier versions stay valid.
-        windows = f" {self._windows} windows" if self._windows > 1 else ""
-        return hashlib.sha256(f"{self.live} {files}{windows}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.live} {files} {self._windows} windows".encode()).hexdigest()
 
     @property
     def adapter_metadata(self) -> Mapping[str, str]:
