@@ -1,36 +1,27 @@
 """A checkpoint's table of contents: where its tensors lie in its files. Reading it executes nothing. No torch here.
 
 `contents.json` is ours. torch's own table, `.metadata`, is a pickle, which can run any program when torch opens it. It
-is still written, for torch's tools and earlier versions of this program. It is read only in checkpoints of those
-versions, by `_Unpickler`, which knows no class and no function but its own records.
+is written for torch's tools and never read.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import operator
-import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from trainer.run.manifest import REMEDY, part
 from trainer.system import files
 from trainer.system.errors import InputError
 
-CONTENTS, TORCH_CONTENTS = "contents.json", ".metadata"
+CONTENTS = "contents.json"
 ATTACK = "it may be made to run a program: remove this checkpoint"
 MOST_BYTES = 2**30
 """Largest table that is read. A piece takes about 150 bytes: enough for a large model on some thousand ranks."""
-
-_OTHER_CONTAINERS = pickle.SETITEM + pickle.DICT + pickle.EMPTY_SET + pickle.ADDITEMS + pickle.FROZENSET
-_NUMBERS_AS_TEXT = pickle.PUT + pickle.GET + pickle.INT + pickle.LONG
-UNUSED = frozenset(_OTHER_CONTAINERS + _NUMBERS_AS_TEXT)
-"""Pickle instructions that torch's table does not use."""
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 Shape = Annotated[tuple[Count, ...], Field(max_length=16)]
@@ -92,27 +83,19 @@ def write(contents: Contents) -> bytes:
 
 
 def from_torch(table: Any) -> Contents:
-    """Convert torch's table.
-
-    Args:
-        table: torch's `Metadata`, or a record of one.
-
-    Raises:
-        ValidationError: An entry has no place in a file, or values of another kind. Anything that is not such a table
-            may raise other errors.
-    """
+    """Convert torch's table, a `Metadata`."""
     pieces = {
-        _key(index.fqn, index.offset): {"file": info.relative_path, "start": info.offset, "length": info.length}
+        (index.fqn, index.offset): {"file": info.relative_path, "start": info.offset, "length": info.length}
         for index, info in table.storage_data.items()
     }
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for name, entry in table.state_dict_metadata.items():
         if not hasattr(entry, "chunks"):
-            values[name] = pieces.get(_key(name, None))
+            values[name] = pieces[name, None]
             continue
         chunks = [
-            {"offsets": chunk.offsets, "shape": chunk.sizes, "stored": pieces.get(_key(name, chunk.offsets))}
+            {"offsets": chunk.offsets, "shape": chunk.sizes, "stored": pieces[name, chunk.offsets]}
             for chunk in entry.chunks
         ]
         dtype = str(entry.properties.dtype).removeprefix("torch.")
@@ -120,24 +103,15 @@ def from_torch(table: Any) -> Contents:
     return _CONTENTS.validate_python({"tensors": tensors, "values": values})
 
 
-def _key(name: str, offsets: Iterable[int] | None) -> str:
-    """A dictionary key as text: an attacker can choose any number of tuples of integers with the same hash."""
-    return name if offsets is None else f"{name} {','.join(str(operator.index(offset)) for offset in offsets)}"
-
-
 def read(checkpoint: Path) -> Contents:
-    """Read the table of contents of a checkpoint of this or an earlier version.
+    """Read the table of contents of a checkpoint.
 
     Raises:
-        InputError: The table is missing, damaged, would run a program, or does not agree with the checkpoint's files.
+        InputError: The table is missing, damaged, or does not agree with the checkpoint's files.
     """
     file = checkpoint / CONTENTS
     try:
-        if file.exists():
-            contents = files.read_json(file, _CONTENTS, REMEDY, MOST_BYTES)
-        else:
-            file = checkpoint / TORCH_CONTENTS
-            contents = _from_pickle(file)
+        contents = files.read_json(file, _CONTENTS, REMEDY, MOST_BYTES)
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}); {REMEDY}") from error
     wrong = next(_contradictions(checkpoint, contents), None)
@@ -193,82 +167,3 @@ def _is_whole(tensor: StoredTensor) -> bool:
         if any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
             return False
     return sum(math.prod(chunk.shape) for chunk in tensor.chunks) == math.prod(tensor.shape)
-
-
-def _from_pickle(file: Path) -> Contents:
-    """Read a `.metadata`. Raises OSError, and InputError as `read` does."""
-    content = files.read(file, MOST_BYTES)
-    try:
-        return from_torch(_Unpickler(file, content).load())
-    except InputError:
-        raise
-    except ValidationError as error:
-        raise damaged(file, files.first_problem(error)) from error
-    except Exception as error:  # bytes from elsewhere may be wrong in any way
-        raise damaged(file, "it is not a table of contents") from error
-
-
-class _Record:
-    """Stands for an object in torch's table: holds its stored attributes and does nothing."""
-
-    offset: Any = None  # torch leaves out what is None
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-
-class _Properties(_Record):
-    """torch's TensorProperties, stored as a tuple that begins with the dtype."""
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.dtype, *_ = state
-
-
-def _records() -> dict[tuple[str, str], Any]:
-    """{(module, name) in a pickle: the class to make instead}, new for each file, as a file may change them."""
-    record, properties = type("Record", (_Record,), {}), type("Properties", (_Properties,), {})
-    classes = {
-        "torch.distributed.checkpoint.metadata": (
-            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-            *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-        ),
-        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-        "torch.serialization": ("_get_layout",),
-        "pathlib": ("PosixPath",),
-    }
-    return {
-        **{(module, name): record for module, names in classes.items() for name in names},
-        **{("torch", dtype): dtype for dtype in get_args(Dtype)},
-        ("torch.distributed.checkpoint.metadata", "TensorProperties"): properties,
-        ("torch", "Size"): tuple,
-    }
-
-
-class _Unpickler(pickle._Unpickler):
-    """Makes records in place of the objects in a pickle: it reaches no class or function outside of this file.
-
-    It is Python's unpickler in Python, not in C, which six bytes can make fill 34 GB. Keys of dictionaries are texts or
-    records, as in torch's, and sets are refused: an attacker can choose keys with the same hash, of which 20,000 take
-    half a minute.
-    """
-
-    dispatch: ClassVar[dict[int, Any]] = {
-        code: load for code, load in pickle._Unpickler.dispatch.items() if code not in UNUSED
-    }
-
-    def __init__(self, file: Path, content: bytes) -> None:
-        super().__init__(io.BytesIO(content))
-        self._file, self._records = file, _records()
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._records:
-            raise InputError(f"{self._file}: asks for {f'{module}.{name}'!r}, which no checkpoint needs; {ATTACK}")
-        return self._records[module, name]
-
-    def _load_items(self) -> None:
-        items = self.pop_mark()  # type: ignore[attr-defined]
-        if not all(isinstance(key, str | _Record) for key in items[::2]):
-            raise TypeError("a key that is neither a text nor a record")
-        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))  # type: ignore[attr-defined]
-
-    dispatch[pickle.SETITEMS[0]] = _load_items
