@@ -44,7 +44,7 @@ class ExportedFile:
         written: Unix seconds.
         what: adapter, merged or full; empty when no event names the file.
         format: `export.format`; empty likewise.
-        dtype: `export.dtype`; empty likewise, and for exports of earlier versions.
+        dtype: `export.dtype`; empty likewise.
         check: How it was verified, in words; empty without a record.
         is_verified: Whether reloading it gave what was trained.
         is_being_replaced: Whether a newer file of this name is being written.

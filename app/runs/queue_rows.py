@@ -18,7 +18,7 @@ def row(entry: Entry, state: str = "waiting") -> dict[str, Any]:
 
     Returns:
         Among others `key`, which stays with the run when it is moved, while its number does not; times are unix
-        seconds, 0 where an older version did not write them.
+        seconds.
     """
     model, method, problem = _described(entry.config, entry.name)
     return {
@@ -68,6 +68,6 @@ def _described(config: str, name: str) -> tuple[str, str, str]:
     """Return (model, method, problem) of a config in YAML, which takes milliseconds to parse."""
     try:
         parsed = load_config_text(config, (), Path(f"{name}.yaml")).config
-    except InputError as error:  # of a version that had other fields
+    except InputError as error:
         return "", "", str(error)
     return model_title(parsed.model.path, parsed.model.family), method_title(parsed), ""

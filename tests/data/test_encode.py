@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from tests.data.images.profiles import DISPLAY_P3, SRGB, rgb_profile, srgb_curve
 from tests.distributed.pool import run_ranks
 from tests.runs import alone, make_pictures, run_config
 from trainer.config.schema import RunConfig
@@ -26,7 +24,7 @@ from trainer.data.open import open_data
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models import families
-from trainer.models.base import ImageFamily, ModelFamily
+from trainer.models.base import ModelFamily
 from trainer.models.build import encoder_loader
 from trainer.run.events import AnyEvent, StatusEvent, WarningEvent
 from trainer.system.errors import InputError
@@ -97,37 +95,11 @@ def test_a_stop_request_while_encoding_keeps_what_is_encoded(tmp_path: Path, mon
     assert len(encode_data(family, load, RankContext(cfg, world, cache, said.append)).train) == 3
 
 
-def test_only_images_whose_colours_a_profile_changes_are_encoded_anew(pictures: Path, tmp_path: Path) -> None:
-    named = {"00": None, "01": rgb_profile(SRGB, srgb_curve()), "02": rgb_profile(DISPLAY_P3, srgb_curve())}
-    for name, profile in named.items():
-        with Image.open(pictures / f"{name}.png") as image:
-            image.save(tmp_path / f"{name}.png", icc_profile=profile)
-    cfg = run_config(tmp_path, data__missing_caption="empty")
-    found, _ = encoded(cfg)
-    family = families.make(cfg, tmp_path / "cache")
-    assert isinstance(family, ImageFamily)
-    # Keys as they were before profiles were read.
-    kept = [
-        hashlib.sha256(f"1 flux2 {family.fingerprint()}\x1fimage\x1f{digest}\x1f{size}".encode()).hexdigest()
-        for digest, size in zip(
-            [hashlib.sha256(photo.image.path.read_bytes()).hexdigest() for photo in found.train],
-            [(64, 64), (80, 48), (48, 80)],
-            strict=True,
-        )
-    ]
-    assert [photo.pixels.latents == key for photo, key in zip(found.train, kept, strict=True)] == [True, True, False]
-
-
-def test_only_a_tiff_on_its_side_is_encoded_anew_of_those_with_an_orientation(tmp_path: Path) -> None:
-    """Older versions scrambled some, under the key of the upright image."""
+def test_an_orientation_that_swaps_the_sides_is_known_after_a_scan(tmp_path: Path) -> None:
     turned = Image.Exif()
     turned[ExifTags.Base.Orientation] = 6
     for name, exif in {"a.png": turned, "b.tiff": Image.Exif(), "c.tiff": turned}.items():
         Image.effect_mandelbrot((64, 64), (-2, -1.5, 1, 1.5), 20).convert("RGB").save(tmp_path / name, exif=exif)
-    pictures = [read_header(tmp_path / name) for name in ("a.png", "b.tiff", "c.tiff")]
-    assert [picture.is_turned for picture in pictures] == [True, False, True]
-    keys = [encode._conversion(picture) for picture in pictures]
-    assert keys == [(), (), ("upright",)]
     photos = scan(run_config(tmp_path, data__missing_caption="empty").data).train
     assert [photo.is_turned for photo in photos] == [True, False, True]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -340,14 +339,6 @@ def test_a_run_knows_when_it_was_queued_and_taken_also_after_it_was_moved(queue:
     assert taken.name == "b" and queue.taken() == [taken]
     assert taken.queued_at == first.queued_at <= taken.taken_at <= time.time()
     process.wait(queue.run_of(taken))
-
-
-def test_a_queue_of_an_older_version_is_read_without_times(queue: Queue, config):
-    queue.add(config("old"))
-    (file,) = (queue.runs / "queue" / "waiting").glob("*.json")
-    values = json.loads(file.read_text())
-    file.write_text(json.dumps({key: values[key] for key in ("number", "name", "config", "gpus", "run", "error")}))
-    assert [(entry.name, entry.queued_at) for entry in queue.waiting()] == [("old", 0.0)]
 
 
 def test_the_events_of_a_run_that_has_ended_are_read_once(queue: Queue, config):

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import alone, make_pictures, make_run, run_config, text_config, train
-from trainer.config import families as family_facts
+from tests.runs import alone, make_pictures, make_run, run_config, train
 from trainer.config.load import load_config
 from trainer.config.sections import ModelConfig, SampleConfig
 from trainer.launcher import preflight
@@ -209,13 +208,3 @@ def test_warnings_name_the_model_to_train_instead_and_what_is_not_used(
     folder = folder_of(tmp_path / "model", files)
     found = distilled.warnings(run_config(tmp_path, model__path=str(folder), **changes))
     assert list(found) == [sentence.format(path=folder) for sentence in sentences]
-
-
-def test_a_run_folder_of_an_earlier_version_keeps_what_it_held(tmp_path: Path) -> None:
-    """They hold every default, also those of fields that the family does not read."""
-    cfg = text_config(tmp_path, sample__steps=28, sample__guidance=4.0)
-    assert list(family_facts.refused(cfg)) == []
-    other = text_config(tmp_path, sample__steps=27)
-    assert [str(problem) for problem in family_facts.refused(other)] == [
-        "sample.steps: has no effect for causal_lm, which is trained on text; leave it out"
-    ]

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from tests.pairs.array import Row
 from tests.pairs.data import MIXTURES
 from trainer.config.families import refused
-from trainer.config.schema import RunConfig, start_rules
+from trainer.config.schema import RunConfig
 from trainer.models import families
 from trainer.models.base import MultimodalFamily
 
@@ -93,7 +93,7 @@ class Kind:
             cfg = self.config(row)
         except ValidationError as error:
             return str(error.errors()[0])
-        problems = [*start_rules(cfg), *refused(cfg)]
+        problems = list(refused(cfg))
         return str(problems[0]) if problems else None
 
 

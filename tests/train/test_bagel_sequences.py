@@ -303,12 +303,6 @@ def test_other_models_refuse_the_fields_of_sequences(bench: Bench) -> None:
             families.make(cfg, bench.root / "cache")
 
 
-def test_a_run_of_another_model_that_wrote_the_former_weight_of_text_can_still_be_read(bench: Bench) -> None:
-    families.make(run_config(bench.data, objective__text_weight=0.25), bench.root / "cache")
-    with pytest.raises(InputError, match=r"objective\.text_weight: is not used by this kind of model"):
-        families.make(run_config(bench.data, objective__text_weight=0.5), bench.root / "cache")
-
-
 def test_a_mask_and_several_references_go_with_an_edit(bench: Bench, edits: tuple[Path, Path], tmp_path: Path) -> None:
     after, before = edits
     references, masks = tmp_path / "references", tmp_path / "masks"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from trainer.config.schema import RunConfig, nothing_frozen
-from trainer.config.sections import FORMER_DEFAULTS, PORTABLE, SINGLE_FILES, AdapterSection, Section
+from trainer.config.sections import PORTABLE, SINGLE_FILES, AdapterSection, Section
 from trainer.system.errors import Problem, not_one_of
 
 FACTS = Path(__file__).with_suffix(".json")
@@ -168,8 +168,7 @@ def unread(section: str, given: Section, read: Collection[str]) -> Iterator[Prob
 
 def _set_but_unread(section: str, given: Section, read: Collection[str]) -> Iterator[str]:
     for name, value in given:
-        unset = (type(given).model_fields[name].default, FORMER_DEFAULTS.get(f"{section}.{name}"))
-        if name not in read and value not in unset:
+        if name not in read and value != type(given).model_fields[name].default:
             yield name
 
 

@@ -424,6 +424,12 @@ def _optim_rules(cfg: RunConfig) -> Iterator[Problem]:
             f"{optim.schedule} cannot be combined with optim.type schedulefree; use constant",
             depends_on=("optim.type",),
         )
+    if optim.type == "schedulefree" and optim.ema:
+        yield Problem(
+            "optim.ema",
+            f"{optim.ema:g} cannot be combined with optim.type schedulefree, which averages the weights itself; set 0",
+            depends_on=("optim.type",),
+        )
 
 
 def _strategy_rules(cfg: RunConfig) -> Iterator[Problem]:
@@ -606,17 +612,6 @@ def advice(cfg: RunConfig) -> Iterator[Problem]:
             "train.steps",
             f"{cfg.train.steps} has no effect, because train.epochs is {cfg.train.epochs:g}; set train.epochs: null to "
             "train that many steps",
-        )
-
-
-def start_rules(cfg: RunConfig) -> Iterator[Problem]:
-    """Yield combinations that a new run may not have. A run that an earlier version started with one can still be read,
-    continued and exported."""
-    if cfg.optim.type == "schedulefree" and cfg.optim.ema:
-        yield Problem(
-            "optim.ema",
-            f"{cfg.optim.ema:g} cannot be combined with optim.type schedulefree, which averages the weights itself; "
-            "set 0",
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -925,14 +925,6 @@ class CompleteSample(SampleConfig):
 
     steps: Whole
     guidance: Number
-
-
-FORMER_DEFAULTS: Mapping[str, object] = {
-    "objective.text_weight": 0.25,
-    "sample.steps": 28,
-    "sample.guidance": 4.0,
-}
-"""{field: its former default}: earlier versions wrote these values into run folders when the field was not set."""
 
 
 class CheckpointConfig(Section):

@@ -79,7 +79,7 @@ class ExampleCache:
         with self._damage_reported(key):
             data = file.read_bytes()
             example = load(data)
-            if _sum_inside(data) not in (None, _sum_of(data)):
+            if _sum_inside(data) != _sum_of(data):
                 file.unlink(missing_ok=True)
                 raise SafetensorError("checksum")
             return example
@@ -145,7 +145,7 @@ def _sum_of(data: bytes) -> str:
 
 
 def _sum_inside(data: bytes) -> str | None:
-    """The checksum in a file's header; None in files of an older version."""
+    """The checksum in a file's header; None without one."""
     header = json.loads(data[8 : 8 + _header_size(data)])
     checksum: str | None = header.get("__metadata__", {}).get(SUM)
     return checksum

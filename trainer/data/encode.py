@@ -289,7 +289,6 @@ class _DataEncoder:
                 "image",
                 digest,
                 picture.size.values,
-                *_conversion(picture.file),
                 *self._scaling(picture),
             )
             for digest, picture in zip(digests, distinct, strict=True)
@@ -545,12 +544,6 @@ def _encode_mask(outside: float, item: tuple[_Mask, tuple[int, int]]) -> Example
         return {"mask": torch.ones(height, width)}
     levels = torch.from_numpy(np.array(load_mask(mask.file, (width, height), image.framing))) / 255
     return {"mask": levels + (1 - levels) * outside}
-
-
-def _conversion(image: ImageFile) -> tuple[str, ...]:
-    """The part of a key for images that older versions converted wrongly or not at all; empty for other images."""
-    is_tiff = image.path.suffix.lower() in (".tif", ".tiff")
-    return (*(["srgb"] if image.profile == "used" else []), *(["upright"] if is_tiff and image.is_turned else []))
 
 
 def _report_failures(failures: Mapping[str, str], cfg: RunConfig, emit: Emit) -> None:

@@ -15,7 +15,6 @@ from trainer.config.load import ConfigFile, dump_config, load_config_text, stage
 from trainer.config.presets import find_presets
 from trainer.config.rewrite import EDITOR_LINE, rewritten
 from trainer.config.schema import RunConfig
-from trainer.launcher import preflight
 from trainer.models import distilled
 from trainer.plan.hardware import Hardware, detected, named
 from trainer.plan.search.choices import KEPT, kept_fields
@@ -121,7 +120,6 @@ def search(loaded: ConfigFile, runs: Path, gpus: str | None, keep: Sequence[str]
 
 
 def _check(loaded: ConfigFile, count: int, given: set[str]) -> None:
-    preflight.check_rules(loaded)
     loaded.refuse([problem for part in stage_configs(loaded.config) for problem in distilled.refused(part.model)])
     wanted = loaded.config.parallel.devices
     if "parallel.devices" in given and wanted > count:

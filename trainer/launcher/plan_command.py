@@ -10,7 +10,6 @@ from pathlib import Path
 
 from trainer.config.load import load_config, stage_configs
 from trainer.config.schema import RunConfig
-from trainer.launcher import preflight
 from trainer.models import distilled
 from trainer.plan import plan
 from trainer.plan.hardware import Card, detected, named
@@ -63,7 +62,6 @@ def show(
     if hardware and hardware.count and gpus:
         overrides = (*overrides, f"parallel.devices={hardware.count}")
     loaded = load_config(preset, overrides)
-    preflight.check_rules(loaded)
     for note in loaded.notes:
         complain(f"note: {note}")
     cfg = loaded.config

@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 from trainer.checkpoint import config_changes
 from trainer.config import families
 from trainer.config.fields import all_names
-from trainer.config.load import ConfigFile, load_config, similar_name, stage_configs
-from trainer.config.schema import RunConfig, start_rules
+from trainer.config.load import ConfigFile, load_config, similar_name
+from trainer.config.schema import RunConfig
 from trainer.config.sections import (
     HUB_ID,
     MODEL_WORDS,
@@ -171,8 +171,7 @@ def check(loaded: ConfigFile, is_new: bool = True, cache: Path | None = None) ->
 
     Args:
         loaded: The config.
-        is_new: False for a run that continues from a checkpoint. It no longer needs the file in `adapter.start`,
-            and may combine fields that a new run may not.
+        is_new: False for a run that continues from a checkpoint. It no longer needs the file in `adapter.start`.
         cache: The folder that runs share, which knows images that earlier runs read.
 
     Returns:
@@ -202,9 +201,7 @@ def check_named(loaded: ConfigFile, is_new: bool = True) -> None:
     Raises:
         ConfigError: It holds every problem.
     """
-    cfg = loaded.config
-    rules = _new_run_rules(cfg) if is_new else []
-    loaded.refuse([*rules, *_missing_paths(cfg, is_new)])
+    loaded.refuse(list(_missing_paths(loaded.config, is_new)))
 
 
 def check_machine(loaded: ConfigFile, is_new: bool = True) -> None:
@@ -240,15 +237,6 @@ def advice(cfg: RunConfig) -> tuple[str, ...]:
 def sample_settings(model: ModelConfig, sample: SampleConfig) -> CompleteSample:
     """Return the section `sample` with the model's own steps and guidance where it has none."""
     return distilled.complete_sample(model, sample)
-
-
-def check_rules(loaded: ConfigFile) -> None:
-    """The part of `check` that needs the config only: fields that a new run may not combine."""
-    loaded.refuse(_new_run_rules(loaded.config))
-
-
-def _new_run_rules(cfg: RunConfig) -> list[Problem]:
-    return list(dict.fromkeys(problem for part in (cfg, *stage_configs(cfg)) for problem in start_rules(part)))
 
 
 def _check_stage(loaded: ConfigFile, index: int, is_new: bool, cache: Path | None) -> Keep:

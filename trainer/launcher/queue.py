@@ -44,8 +44,8 @@ class Entry:
         gpus: nvidia-smi's indices of the GPUs it may use; empty for all.
         run: Name of its run folder, once it was started.
         error: Why it could not be started.
-        queued_at: Unix seconds; 0 in the queues of older versions.
-        taken_at: Unix seconds of its start; 0 while it waits, and in the queues of older versions.
+        queued_at: Unix seconds.
+        taken_at: Unix seconds of its start; 0 while it waits.
     """
 
     number: int

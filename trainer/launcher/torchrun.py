@@ -27,7 +27,7 @@ from trainer.run.events import EventWriter, StatusEvent, WarningEvent
 from trainer.run.failure import launches, output_file
 from trainer.run.folder import RunDir
 from trainer.run.process import (
-    SUPERVISORS,
+    SUPERVISOR,
     TORCHRUN,
     Launch,
     argv_of,
@@ -67,7 +67,7 @@ def command(parallel: ParallelConfig, run: RunDir, module: str, node_rank: int, 
     """
     if not has_stages:
         return torchrun_argv(parallel, run, module, node_rank)
-    return [sys.executable, "-m", SUPERVISORS[0], str(node_rank), "-m", module, str(run.path)]
+    return [sys.executable, "-m", SUPERVISOR, str(node_rank), "-m", module, str(run.path)]
 
 
 def torchrun_argv(parallel: ParallelConfig, run: RunDir, module: str = "trainer", node_rank: int = 0) -> list[str]:

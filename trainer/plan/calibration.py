@@ -42,7 +42,7 @@ SHIPPED = {
 }
 """{words of a card in `cards`: steps measured on it}. A LoRA of rank 16, one image of 1024 px: FLUX.2 klein-4B without
 and with recompute; on the H100 dev's rank 0 of 4 alone; on the H200 klein-9B, dev at 512 px, Qwen-Image and dev
-(tests/benchmarks/RESULTS.md, GPU). Those of the H100 are of a version that waited for the device five times a step."""
+(tests/benchmarks/RESULTS.md, GPU). Those of the H100 were measured while each step waited for the device five times."""
 NEWEST = 20
 """Number of lines that count, the newest of a kind of GPU."""
 
@@ -59,8 +59,7 @@ class Measured:
         reserved: Most bytes reserved by the allocator.
         used: Bytes of the device in use by all processes.
         seconds: Seconds of a step.
-        flops: Floating-point operations of a step; 0 where they do not tell a GPU's speed (`tells_speed`), and in
-            lines of versions that did not write it.
+        flops: Floating-point operations of a step; 0 where they do not tell a GPU's speed (`tells_speed`).
         is_compiled: Whether the blocks were compiled.
     """
 

@@ -229,7 +229,7 @@ class ExportEvent(Event):
         format: `export.format` of the file.
         difference: Norm of the difference between the reloaded and the trained weights, relative to the norm of the
             trained weights; for an adapter, of its update.
-        dtype: `export.dtype` of the file; empty in events of earlier versions.
+        dtype: `export.dtype` of the file.
     """
 
     path: str

@@ -43,12 +43,12 @@ from trainer.system import files
 from trainer.system.errors import InputError
 from trainer.system.installation import CHECKOUT
 
-SUPERVISORS = ("trainer.launcher.supervisor", "trainer.stages")
-"""Modules that start a torchrun for each stage. The second is the name in 0.1: a run that it started may still run."""
+SUPERVISOR = "trainer.launcher.supervisor"
+"""The module that starts a torchrun for each stage."""
 TORCHRUN = "trainer.launcher.agent"
 """The module that is torchrun."""
-LEADERS = frozenset({TORCHRUN, "torch.distributed.run", *SUPERVISORS})
-"""Modules that lead the ranks of a run. Up to 0.1, torchrun was started by its own name."""
+LEADERS = frozenset({TORCHRUN, SUPERVISOR})
+"""Modules that lead the ranks of a run."""
 MAX_SILENCE_S = 1800
 """After this long without a write, a run on another machine counts as ended. Loading and exporting write nothing."""
 TAIL_BYTES = 65536
@@ -71,7 +71,7 @@ class Launch:
         job: SLURM job with the number of its restarts; empty outside of SLURM.
         since_boot: Create time in seconds since boot, which does not change when the clock is set.
         pid_namespace: PID namespace in which `pid` is valid. Containers may share the name of their machine, but not
-            their processes. Earlier versions did not write it, nor boot_id.
+            their processes.
         boot_id: Boot of the machine during which `pid` is valid.
     """
 

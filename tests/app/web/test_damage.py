@@ -43,7 +43,7 @@ def make_run(runs: Path, name: str) -> RunDir:
     cfg = load_config_text(CONFIG.format(runs.parent / "pictures"), (), runs / "preset.yaml").config
     run = RunDir.create(runs, cfg, runs / name)
     run.config_file.write_text(CONFIG.format(runs.parent / "pictures"))  # shorter than with all defaults
-    argv = ["python", "-m", "torch.distributed.run", "-m", "trainer", str(run.path)]
+    argv = ["python", "-m", "trainer.launcher.agent", "-m", "trainer", str(run.path)]
     Launch(2**22 - 1, 1.0, argv, since_boot=1.0).write(run)
     seconds = {"seconds": 1.0, **{f"seconds_{part}": 0.1 for part in ("data", "forward", "backward", "optimizer")}}
     with EventWriter(run.events_file) as events:

@@ -19,7 +19,6 @@ from trainer.config.size import Size
 from trainer.data.images.buckets import Buckets, bucket_sizes
 from trainer.data.images.image_files import scan
 from trainer.data.images.image_io import (
-    WHOLE,
     Framing,
     ImageFile,
     crop_start,
@@ -166,11 +165,6 @@ def test_a_whole_image_fills_one_side_of_its_bucket() -> None:
         inner = inner_size(width, height, size)
         assert inner[0] == size[0] or inner[1] == size[1]
         assert inner[0] <= size[0] and inner[1] <= size[1]
-
-
-def test_keys_of_a_cache_are_those_of_earlier_versions_for_the_middle_on_white() -> None:
-    assert WHOLE.content == ()
-    assert Framing((0.25, 0.5), background="#000000").content == (("focus", (0.25, 0.5)), ("background", "#000000"))
 
 
 # --- resolutions ------------------------------------------------------------------------------------------------------

@@ -138,15 +138,6 @@ def test_a_damaged_entry_costs_the_reading_of_its_image_alone(images: Path) -> N
     assert set(opened) == {"2.png"}
 
 
-def test_a_memory_of_the_former_version_which_has_one_line_is_read(images: Path) -> None:
-    first = start(images)
-    (memory,) = (images.parent / "cache" / "images").iterdir()
-    memory.write_text(json.dumps(json.loads(memory.read_text())))
-    with images_opened() as opened:
-        assert start(images) == first
-    assert opened == []
-
-
 def test_what_is_known_of_100_000_images_takes_40_mb_before_it_is_asked_for(tmp_path: Path) -> None:
     count, known = 2000, KnownFiles(tmp_path / "memory.json")
     header = Header(64, 64, "none", has_frames=False, is_turned=False)

@@ -96,7 +96,7 @@ def test_the_time_of_a_step_is_that_of_steps_like_it_on_this_machine(tmp_path: P
         keep(tmp_path, replace(STEP, seconds=seconds))
     keep(tmp_path, replace(STEP, seconds=60.0, ranks=2))  # the ranks waited for each other
     keep(tmp_path, replace(STEP, seconds=70.0, flops=8000e12))  # another model
-    keep(tmp_path, replace(STEP, seconds=80.0, flops=0.0))  # of an earlier version
+    keep(tmp_path, replace(STEP, seconds=80.0, flops=0.0))  # tells no speed
     keep(tmp_path, replace(STEP, seconds=90.0, gpu="another"))
     keep(tmp_path, replace(STEP, seconds=0.3, is_compiled=True))
     learned = time_of(tmp_path, CARD)

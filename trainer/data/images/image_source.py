@@ -41,8 +41,8 @@ class Pixels:
 
     @property
     def content(self) -> tuple[object, ...]:
-        """Its part of `EncodedData.digest`, which only pairs have more of since there are pairs."""
-        return (self.mask, self.references, *([] if self.rejected is None else [self.rejected]))
+        """Its part of `EncodedData.digest`."""
+        return (self.mask, self.references, self.rejected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,9 @@ class EncodedImage:
 
     @property
     def content(self) -> tuple[object, ...]:
-        """Its part of `EncodedData.digest`, which is that of former versions for an image with one caption."""
-        mask, references, *pair = self.pixels.content
-        more = (*self.texts[1:], *((self.mirrored.latents, *self.mirrored.content) if self.mirrored else ()))
-        return (self.pixels.latents, self.texts[0], mask, references, self.image.weight, *pair, *more)
+        """Its part of `EncodedData.digest`."""
+        mirrored = (self.mirrored.latents, *self.mirrored.content) if self.mirrored else None
+        return (self.pixels.latents, *self.pixels.content, mirrored, self.texts, self.image.weight)
 
 
 @dataclass(frozen=True)

@@ -203,9 +203,7 @@ def _read(memory: Path) -> dict[str, bytes]:
     """
     try:
         content = files.read(memory, at_most=MOST_BYTES)
-        if b"\n" not in content:  # of a former version
-            content = _written(json.loads(content).items()).encode()
-    except (OSError, InputError, ValueError, AttributeError, RecursionError):
+    except (OSError, InputError):
         return {}
     lines = (line.strip(b",\n").partition(b'": ') for line in io.BytesIO(content))
     return {path[1:].decode("ascii", "replace"): entry for path, _, entry in lines}

@@ -55,7 +55,7 @@ class Cost:
         ranks: Bytes of each rank.
         activations: Bytes of each rank that forward left for backward.
         formula: What `trainer.parallel.strategy` expects for a rank.
-        memory: Of each rank; empty in files of versions that did not measure it.
+        memory: Of each rank.
     """
 
     strategy: str
