@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz pairs bench plan roofline peers recorded interop gpu-check gpu-wheels oldest table browser network proxies screenshots eightbit schema demo-base demo-captioner lock clean
+.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz pairs bench plan roofline peers recorded interop gpu-check gpu-wheels oldest table browser network proxies screenshots eightbit release schema demo-base demo-captioner lock clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -147,6 +147,12 @@ demo-base: .venv
 demo-captioner: .venv
 	$(BIN)/python -m tests.demo_model.captioner build/demo-captioner $(if $(FONT),--font $(FONT))
 	$(BIN)/python -m tests.benchmarks.captioner build/demo-captioner $(if $(FONT),--font $(FONT))
+
+# The source distribution and the wheel in dist/, which an empty environment has trained with.
+release: .venv
+	rm -rf build/release dist && mkdir -p build dist
+	$(BIN)/python -m pytest tests/app/test_wheel.py --basetemp build/release --timeout 1200
+	mv build/release/wheel0/*.tar.gz build/release/wheel0/*.whl dist && rm -r build/release
 
 schema: .venv
 	$(BIN)/python -m trainer.config.load

@@ -1,7 +1,8 @@
-"""The wheel: what it holds, and that it trains where there is nothing else of the checkout.
+"""A release: what the wheel holds, and that it trains where there is nothing else of the checkout.
 
-It is built without a network, by pip and the setuptools of this environment, and installed into one of its own, which
-takes all other packages from here.
+The source distribution is built first, and the wheel from it alone, without a network, by pip and the setuptools of
+this environment. The wheel is installed into an environment of its own, which takes all other packages from here.
+`make release` keeps both files.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def pip(*arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    """The wheel is built from a copy: setuptools leaves its own files beside the sources."""
+    """The source distribution is built from a copy: setuptools leaves its own files beside the sources."""
     assert Version(metadata.version("setuptools")) >= Version("77"), "pip install -e '.[test]' brings a newer one"
     root = tmp_path_factory.mktemp("wheel")
     copy = root / "checkout"
@@ -76,8 +77,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, copy)
-    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", root, copy)
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(root)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=copy, check=True, capture_output=True, timeout=500)
     shutil.rmtree(copy)  # so that nothing of it is used by mistake
+    [sources] = root.glob("*.tar.gz")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", root, sources)
     [wheel] = root.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = frozenset(archive.namelist())
@@ -89,7 +93,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     # Without --ignore-installed pip asks itself whether to remove the checkout's own install, which it sees.
     pip("--python", python, "install", "--no-deps", "--no-index", "--ignore-installed", wheel)
     yield here
-    shutil.rmtree(root)
+    shutil.rmtree(here.folder)
 
 
 @pytest.mark.slow
