@@ -26,7 +26,7 @@ ROOMS = {
     "run": "config system",
     "view": "config run system",
     "weights": "config system",
-    "adapters": "config rng run system weights",
+    "adapters": "config rng system weights",
     "distributed": "config run system",
     "checkpoint": "config distributed run system",
     "metrics": "config distributed run system",
@@ -37,8 +37,7 @@ ROOMS = {
     "export": "adapters checkpoint config data models rng run system weights",
     "plan": "adapters config distributed models optim parallel rng run system view weights",
     "launcher": "checkpoint config data export metrics models plan run system view weights",
-    "train": "adapters checkpoint config data distributed export metrics models optim parallel plan rng run "
-    "system view",
+    "train": "adapters checkpoint config data distributed export metrics models optim parallel plan rng run system view",
     "__main__": "train",
     "benchmark": "distributed launcher metrics optim parallel plan run train view",
     "app": "config data launcher plan run system view",

@@ -15,7 +15,7 @@ from trainer.system.errors import InputError
 
 FULL = 2048
 SMALL = 256
-_VERSION = 2
+_FORMAT = 1
 """Increased when copies are made differently, so that older copies are not shown."""
 
 
@@ -36,7 +36,7 @@ class Thumbnails:
     def of(self, image: Path, side: int = SMALL) -> Path:
         """Return a copy whose longer side is at most `side` pixels. Raises InputError for other files than images."""
         try:
-            identity = f"{_VERSION} {os.path.realpath(image)} {stamp(image)}"
+            identity = f"{_FORMAT} {os.path.realpath(image)} {stamp(image)}"
             key = hashlib.sha256(os.fsencode(identity)).hexdigest()[:24]
             copy = self.folder / f"{key}-{side}.webp"
             if not copy.exists():

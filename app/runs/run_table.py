@@ -47,8 +47,8 @@ COUNT_EVERY_S = 30.0
 COUNT_NEW_S = 1.0
 """The same where a run's size is not known yet."""
 _TAGS = TypeAdapter(dict[str, tuple[str, ...]])
-_VERSION = 2
-"""Increased when rows are read differently, so that rows on disk are read again."""
+_FORMAT = 1
+"""Of `run-table.json`: increased when rows are read differently, so that rows on disk are read again."""
 
 STAMPED = ("launch.json", "events.jsonl", "config.yaml")
 """Files that a row is read from. The first one changes with each start."""
@@ -171,7 +171,7 @@ class _Size:
 class _Cache:
     """The content of `run-table.json`."""
 
-    version: int
+    format: int
     rows: dict[str, _Kept] = field(default_factory=dict)
     sizes: dict[str, _Size] = field(default_factory=dict)
 
@@ -316,10 +316,9 @@ class Summaries:
             return
         self._is_loaded = True
         with suppress(InputError, OSError):
-            cache = files.read_json(self._file, _CACHE)
-            if cache.version == _VERSION:
-                self._sizes = dict(cache.sizes)
-                self._entries = {name: _Entry(kept.stamp, kept.summary, True) for name, kept in cache.rows.items()}
+            cache = files.read_json(self._file, _CACHE, reads=_FORMAT)
+            self._sizes = dict(cache.sizes)
+            self._entries = {name: _Entry(kept.stamp, kept.summary, True) for name, kept in cache.rows.items()}
 
     def _save(self) -> None:
         with self._lock:
@@ -331,7 +330,7 @@ class Summaries:
             sizes = {name: size for name, size in self._sizes.items() if name in entries}
         with suppress(OSError):  # a full disk, or the folder is gone: everything is read again next time
             files.make_private(self._file.parent)
-            files.replace(self._file, _CACHE.dump_json(_Cache(_VERSION, rows, sizes)))
+            files.replace(self._file, _CACHE.dump_json(_Cache(_FORMAT, rows, sizes)))
 
     def _count_in_background(self) -> None:
         now = time.monotonic()

@@ -20,7 +20,7 @@ def test_a_new_run_folder_holds_the_config_and_every_folder_of_the_contract(tmp_
     assert re.fullmatch(r"fox-\d{8}-\d{6}-[0-9a-f]{6}", run.path.name)
     assert run.path.stat().st_mode & 0o777 == 0o700
     found = sorted(path.name for path in run.path.iterdir())
-    assert found == ["checkpoints", "config.yaml", "export", "logs", "ranks", "requests", "samples"]
+    assert found == ["checkpoints", "config.yaml", "export", "format", "logs", "ranks", "requests", "samples"]
     assert run.config() == cfg
 
 

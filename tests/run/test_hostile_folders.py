@@ -30,6 +30,7 @@ from trainer.run import process
 from trainer.run.drawings import DrawingRequest
 from trainer.run.events import EventWriter
 from trainer.run.folder import LINK, RunDir
+from trainer.run.manifest import sealed
 from trainer.system.errors import InputError
 
 PLACES = (
@@ -58,7 +59,7 @@ def runs(tmp_path: Path) -> Path:
     for name in ("fox", "mine"):
         run = recorded(tmp_path / "runs", name)
         (run.checkpoints / "step-000040").mkdir()
-        (run.checkpoints / "step-000040" / "manifest.json").write_text("{}")
+        (run.checkpoints / "step-000040" / "manifest.json").write_bytes(sealed({"step": 1, "files": {}}))
     return tmp_path / "runs"
 
 

@@ -93,8 +93,8 @@ def test_all_that_the_page_saves_is_on_the_disk_before_it_has_its_name(tmp_path:
     calls = calls_of(SAVES, tmp_path / "work")
     named = sorted({Path(new).name for kind, _, new in calls if kind == "name"})
     assert named == [
-        "000001.json", "a.txt", "config-1.yaml", "config.yaml", "draft.json", "mine.yaml", "model", "model.former",
-        "report.html", "settings.json", "tags.json",
+        "000001.json", "a.txt", "config-1.yaml", "config.yaml", "draft.json", "format", "mine.yaml", "model",
+        "model.former", "report.html", "settings.json", "tags.json",
     ]  # fmt: skip
     assert unsafe(calls) == []
 

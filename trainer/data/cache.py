@@ -20,6 +20,7 @@ from safetensors.torch import load, save
 
 from trainer.data.images.known_files import KnownFiles
 from trainer.models.objectives.base import Example
+from trainer.run.folder import CACHE_FORMAT
 from trainer.system import files
 from trainer.system.errors import InputError
 from trainer.system.files import make_private_if_new
@@ -100,6 +101,9 @@ class ExampleCache:
         part = self.folder / PARTS / f"{key}.{uuid.uuid4().hex}"
         try:
             make_private_if_new(self.folder.parent)
+            self.folder.mkdir(exist_ok=True)
+            if not (self.folder / files.FORMAT_FILE).exists():  # `guard_cache` has refused one of another version
+                files.write_folder_format(self.folder, CACHE_FORMAT)
             for folder in (target.parent, part.parent):
                 folder.mkdir(parents=True, exist_ok=True)
             tensors = {name: tensor.contiguous() for name, tensor in example.items()}

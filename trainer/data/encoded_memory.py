@@ -20,7 +20,7 @@ from trainer.data.images.scan_memory import keep_last, without_collection
 from trainer.system import files
 from trainer.system.errors import InputError
 
-VERSION = 2
+FORMAT = 1
 """Of what is remembered: raise it when other examples are made of the same images and settings, or more is said."""
 FOLDER = ".known"
 """In the folder of the examples."""
@@ -53,7 +53,7 @@ class EncodedMemory:
     def __init__(self, cache: ExampleCache, scan: str | None, way: Iterable[object]) -> None:
         self._cache, self._file = cache, None
         if scan is not None:
-            text = "\x1f".join(map(str, (VERSION, scan, *way)))
+            text = "\x1f".join(map(str, (FORMAT, scan, *way)))
             self._file = cache.folder / FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
     def recalled(self, dataset: Dataset) -> Encoded | None:

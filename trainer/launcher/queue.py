@@ -12,10 +12,10 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -28,6 +28,8 @@ from trainer.run.folder import RunDir, is_run
 from trainer.system import files
 from trainer.system.errors import InputError
 
+FORMAT = 1
+"""Of the files of a queue."""
 POLL_S = 1.0
 AfterFailure = Literal["go on", "pause"]
 _Versions = tuple[tuple[int, int] | None, ...]
@@ -172,7 +174,8 @@ class Queue:
     def _read_settings(self) -> tuple[Settings, str]:
         """Return the settings, and the problem with their file (empty if it is fine)."""
         try:
-            return files.read_json(self._settings, _SETTINGS, "remove it, or change a setting in the page"), ""
+            remedy = "remove it, or change a setting in the page"
+            return files.read_json(self._settings, _SETTINGS, remedy, reads=FORMAT), ""
         except FileNotFoundError:
             return Settings(), ""
         except (InputError, OSError) as error:
@@ -403,7 +406,7 @@ def _read_all(folder: Path) -> tuple[list[Entry], dict[Path, str]]:
     entries, damaged = [], {}
     for number, file in _files(folder).items():
         try:
-            entries.append(replace(files.read_json(file, _ENTRY, "remove it"), number=number))
+            entries.append(replace(files.read_json(file, _ENTRY, "remove it", reads=FORMAT), number=number))
         except FileNotFoundError:  # it was taken or removed a moment ago
             continue
         except (InputError, OSError) as error:
@@ -417,5 +420,5 @@ def _explained(error: InputError | OSError) -> str:
     return str(error)
 
 
-def _replace(file: Path, values: object) -> None:
-    files.replace(file, json.dumps(values, indent=1))
+def _replace(file: Path, values: Mapping[str, Any]) -> None:
+    files.replace(file, json.dumps({"format": FORMAT, **values}, indent=1))

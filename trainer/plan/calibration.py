@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from trainer.config.schema import RunConfig
 from trainer.plan.cards import speed_of
 from trainer.plan.hardware import Card, MeasuredStep
 from trainer.plan.simulate.phases import Reserve
-from trainer.system.files import make_private_if_new, opened_to_append
+from trainer.system.errors import InputError
+from trainer.system.files import make_private_if_new, opened_to_append, parsed
 
 SHIPPED = {
     "H100": (
@@ -43,6 +45,8 @@ SHIPPED = {
 """{words of a card in `cards`: steps measured on it}. A LoRA of rank 16, one image of 1024 px: FLUX.2 klein-4B without
 and with recompute; on the H100 dev's rank 0 of 4 alone; on the H200 klein-9B, dev at 512 px, Qwen-Image and dev
 (tests/benchmarks/RESULTS.md, GPU). Those of the H100 were measured while each step waited for the device five times."""
+FORMAT = 1
+"""Of a line of `measured.jsonl`; lines of another are skipped."""
 NEWEST = 20
 """Number of lines that count, the newest of a kind of GPU."""
 
@@ -91,7 +95,7 @@ def keep(cache: Path, measured: Measured) -> None:
     make_private_if_new(cache)
     file.parent.mkdir(exist_ok=True)
     with open(opened_to_append(file, 0o666), "a", encoding="utf-8") as lines:  # a cache may be shared with a group
-        lines.write(json.dumps(asdict(measured)) + "\n")
+        lines.write(json.dumps({"format": FORMAT, **asdict(measured)}) + "\n")
 
 
 def tells_speed(cfg: RunConfig, strategy: str) -> bool:
@@ -139,11 +143,9 @@ def _file(cache: Path) -> Path:
 
 
 def _read(file: Path) -> Iterator[Measured]:
-    """Yield whole lines; skip a line that was cut off by the end of a process."""
+    """Yield whole lines; skip a line that was cut off by the end of a process, or is of another version."""
     if not file.is_file():
         return
     for line in file.read_bytes().splitlines():
-        try:
-            yield _MEASURED.validate_json(line)
-        except ValidationError:
-            continue
+        with suppress(InputError):
+            yield parsed(file, line, _MEASURED, reads=FORMAT)

@@ -26,7 +26,7 @@ from trainer.weights.hub import find_folder
 
 SHIPPED = Path(__file__).parent / "recorded"
 TRACE_TIMEOUT_S = 600
-TABLE_VERSION = 6
+FORMAT = 1
 """Part of the names of cached files: raise it when the content of tables changes."""
 
 
@@ -146,7 +146,7 @@ def table_file(name: str, cache: Path, key: str) -> Path:
         cache: Folder shared by runs.
         key: The key of the table (`key_of`) or of the encoders (`encoders_key_of`).
     """
-    return cache / "plans" / f"{name}-{TABLE_VERSION}-{_digest([key])}.json.gz"
+    return cache / "plans" / f"{name}-{FORMAT}-{_digest([key])}.json.gz"
 
 
 def traced_peak(cfg: RunConfig, strategy: Strategy, cache: Path) -> int:

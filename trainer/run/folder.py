@@ -30,6 +30,10 @@ Request = Literal["stop", "save", "sample"]
 
 NOT_RUNS = frozenset({"cache", "captioning", "downloads", "drafts", "presets", "queue", "thumbnails"})
 """Names of other folders next to the run folders. None of them is ever taken for a run, whatever it holds."""
+FORMAT = 1
+"""Of a run folder: raise it when this version writes what version 0.1.0 misreads."""
+CACHE_FORMAT = 1
+"""Of the examples in a cache, likewise."""
 DRAFT = "draft-"
 """Start of the name of a file or folder in `export` that is not complete yet. Its final name follows."""
 FORMER = ".former"
@@ -49,7 +53,7 @@ CACHE_NAMES: Mapping[str, re.Pattern[str]] = {
     for folder, names in {
         "": "base|examples|images|models|plans|rows",
         "base": r"\..*|[0-9a-f]{32}\.safetensors",
-        "examples": r"\..*|[0-9a-f]{2}",
+        "examples": r"\..*|format|[0-9a-f]{2}",
         "examples/.known": ".*",
         "examples/.parts": ".*",
         "images": r"\..*|.*\.(json|scan|handed)",
@@ -95,6 +99,7 @@ class RunDir:
                 )
             run.make_folders(cfg)
             run.path.chmod(0o700)  # the folder may have existed
+            files.write_folder_format(run.path, FORMAT)
             files.replace(run.config_file, dump_config(cfg))
         except OSError as error:
             raise InputError(
@@ -112,14 +117,16 @@ class RunDir:
         return run
 
     def guard(self) -> None:
-        """Close the folder to others, and refuse one that leads elsewhere. It may come from a stranger.
+        """Close the folder to others, and refuse one that leads elsewhere or is of another version.
+
+        It may come from a stranger.
 
         Whatever reads, writes, exports, uploads or deletes in the folder calls it first. It is cheap: folders that have
         not changed are not read again. A folder that does not exist is not refused.
 
         Raises:
             InputError: Something in the folder is neither a file nor a folder. Through a link, a run would append to
-                files of the user, replace, upload or delete them.
+                files of the user, replace, upload or delete them. FormatError: Another version made it.
         """
         with suppress(OSError):  # missing, or a disk that is read-only
             files.close_to_others(self.path)  # archives and copies have modes of their own
@@ -138,6 +145,8 @@ class RunDir:
             if odd:
                 raise InputError(f"{odd}: {files.NOT_REGULAR}")
             folders += [path for path in inner if path != f"{self.path}/{LINKING}"]
+        if os.path.lexists(self.config_file):
+            files.check_folder_format(self.path, FORMAT, "continue the run with the version that made it")
 
     def make_folders(self, cfg: RunConfig | None = None) -> None:
         """Make those of the run's folders that are missing. Programs that copy a run often leave out empty folders.
@@ -378,7 +387,7 @@ def shared_cache(cfg: RunConfig, runs: Path) -> Path:
 
 
 def guard_cache(cache: Path) -> None:
-    """Refuse a cache that leads elsewhere. It may have come with a stranger's preset.
+    """Refuse a cache that leads elsewhere or is of another version. It may have come with a stranger's preset.
 
     The cache itself may be a link, which the user made, and so may be names that no run uses. Single examples are not
     looked at, so that it is cheap.
@@ -387,7 +396,7 @@ def guard_cache(cache: Path) -> None:
         cache: The folder that runs share. It need not exist.
 
     Raises:
-        InputError: A link in it, of a name that runs use, leads out of it.
+        InputError: A link in it, of a name that runs use, leads out of it. FormatError: Another version made it.
     """
     for folder, names in CACHE_NAMES.items():
         with suppress(OSError), os.scandir(cache / folder) as entries:
@@ -395,3 +404,7 @@ def guard_cache(cache: Path) -> None:
                 is_used = entry.is_symlink() and names.fullmatch(entry.name)
                 if is_used and files.leads_out(Path(entry.path), cache):
                     raise InputError(f"{entry.path}: {CACHE_LINK}")
+    examples = cache / "examples"
+    if any(examples.glob("[0-9a-f]" * 2)):
+        remedy = f"remove {examples}, to encode the images again, or set data.cache to another folder"
+        files.check_folder_format(examples, CACHE_FORMAT, remedy)

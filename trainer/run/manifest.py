@@ -19,6 +19,8 @@ from trainer.system import files
 from trainer.system.errors import InputError
 
 MANIFEST = "manifest.json"
+FORMAT = 1
+"""Of a checkpoint: raise it when this version writes what version 0.1.0 misreads."""
 REMEDY = "remove this checkpoint, so that the one before it is taken"
 SUM_THREADS = 4
 """Files whose checksums are compared at once: one core sums 1 GB/s, which disks exceed."""
@@ -59,19 +61,17 @@ class Progress:
 class _Manifest(BaseModel, extra="allow"):
     """The fields that every manifest must have; the others are those of `Progress`.
 
-    `checksum` is that of the manifest itself, with zeros in its own place; empty in one of an earlier version.
+    `checksum` is that of the manifest itself, with zeros in its own place.
     """
 
     step: Annotated[int, Field(strict=True)]
     files: dict[str, int]
     checksums: dict[str, str] = {}
     optimizer: str = ""
-    checksum: str = ""
+    checksum: str
 
 
 _MANIFEST, _PROGRESS = TypeAdapter(_Manifest), TypeAdapter(Progress)
-_WITHOUT_SUM = {*_Manifest.model_fields, *(one.name for one in fields(Progress)), "world_size", "config_hash"}
-"""Fields of manifests of earlier versions, which had no checksum of their own."""
 
 
 def name_of(step: int) -> str:
@@ -108,7 +108,10 @@ def damaged(checkpoint: Path, found: str) -> InputError:
 
 
 def defect(checkpoint: Path) -> str | None:
-    """Return why a checkpoint is not complete, from its manifest and the sizes of its files; None if it is complete."""
+    """Return why a checkpoint is not complete, from its manifest and the sizes of its files; None if it is complete.
+
+    Raises FormatError: another version wrote it, and nobody may take it for damaged.
+    """
     try:
         facts = manifest_of(checkpoint)
         if progress_of(checkpoint).step != facts["step"] or name_of(facts["step"]) != checkpoint.name:
@@ -117,6 +120,8 @@ def defect(checkpoint: Path) -> str | None:
             actual = part(checkpoint, name).stat().st_size
             if actual != size:
                 return f"{name} has {actual} bytes, {size} were written"
+    except files.FormatError:
+        raise
     except InputError as error:
         return str(error).removeprefix(f"{checkpoint}/")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -130,8 +135,8 @@ def checksum(data: bytes = b"") -> hashlib.blake2b:
 
 
 def sealed(facts: Mapping[str, Any]) -> bytes:
-    """Return the content of a manifest: its fields, and a checksum of all its bytes as its last field."""
-    content = json.dumps({**facts, "checksum": _NO_SUM.decode()}, indent=1).encode()
+    """Return the content of a manifest: its format, fields, and a checksum of all its bytes as its last field."""
+    content = json.dumps({"format": FORMAT, **facts, "checksum": _NO_SUM.decode()}, indent=1).encode()
     start, _, end = content.rpartition(_NO_SUM)
     return start + checksum(content).hexdigest().encode() + end
 
@@ -193,17 +198,13 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         OSError: It is missing.
-        InputError: It is damaged.
+        InputError: It is damaged; FormatError, another version wrote it.
     """
     file = checkpoint / MANIFEST
     content = files.read(file)
-    found = files.parsed(file, content, _MANIFEST, REMEDY).model_dump()
-    own = list(_OWN_SUM.finditer(content))
-    if not own:
-        is_right = not found["checksum"] and found.keys() <= _WITHOUT_SUM
-    else:
-        start, end = own[-1].span(1)
-        is_right = checksum(content[:start] + _NO_SUM + content[end:]).hexdigest().encode() == own[-1][1]
-    if not is_right:
+    found = files.parsed(file, content, _MANIFEST, REMEDY, FORMAT).model_dump()
+    own = [None, *_OWN_SUM.finditer(content)][-1]
+    start, end = own.span(1) if own else (0, 0)
+    if not own or checksum(content[:start] + _NO_SUM + content[end:]).hexdigest().encode() != own[1]:
         raise InputError(f"{file} {_CHANGED}; {REMEDY}")
     return found

@@ -42,7 +42,16 @@ BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 COARSEST_NS = 2_000_000_000
 """Coarsest time stamps of a file system, those of FAT. A file that was read earlier than this after its last change may
 have changed once more without another time stamp; git reads such files again too."""
+FORMAT_FILE = "format"
+"""In a run folder and in the examples of a cache: `format: 1`. JSON files hold their format as a field."""
 T = TypeVar("T")
+
+
+_FIELDS: TypeAdapter[dict[str, object]] = TypeAdapter(dict[str, object])
+
+
+class FormatError(InputError):
+    """A file or folder is of another version, which wrote it in a format that this one does not read."""
 
 
 class Stamp(NamedTuple):
@@ -389,7 +398,45 @@ def read(file: Path, at_most: int = MOST_BYTES) -> bytes:
     return content
 
 
-def read_json(file: Path, kind: TypeAdapter[T], remedy: str = "repair or remove it", at_most: int = MOST_BYTES) -> T:
+def check_format(file: Path, found: object, reads: int, remedy: str) -> None:
+    """Raise FormatError unless a file has the format that this version reads.
+
+    Args:
+        file: The file.
+        found: The format that it says; None if it says none.
+        reads: The format of this version.
+        remedy: What the user can do.
+    """
+    if type(found) is not int or found != reads:
+        has = "no format" if found is None else f"format {ascii(found)[:20]}"
+        raise FormatError(f"{file}: has {has}, and this version of ShardStudio reads format {reads}; {remedy}")
+
+
+def check_folder_format(folder: Path, reads: int, remedy: str) -> None:
+    """Do the same for a folder, by its file `format`. Raises InputError if that cannot be read."""
+    file = folder / FORMAT_FILE
+    try:
+        text = read(file).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return check_format(folder, None, reads, remedy)
+    except OSError as error:
+        raise unreadable(file, error) from error
+    number = re.fullmatch(r"format: (\d{1,9})", text)
+    return check_format(file, int(number[1]) if number else text, reads, remedy)
+
+
+def write_folder_format(folder: Path, number: int) -> None:
+    """Write the file `format` of a folder."""
+    replace(folder / FORMAT_FILE, f"format: {number}\n", 0o644)
+
+
+def read_json(
+    file: Path,
+    kind: TypeAdapter[T],
+    remedy: str = "repair or remove it",
+    at_most: int = MOST_BYTES,
+    reads: int | None = None,
+) -> T:
     """Read a JSON file and validate it.
 
     Args:
@@ -397,17 +444,24 @@ def read_json(file: Path, kind: TypeAdapter[T], remedy: str = "repair or remove 
         kind: The type it must hold.
         remedy: What the user can do about a damaged file.
         at_most: Largest size in bytes.
+        reads: The format that it must say it has; None for a file that says none.
 
     Raises:
         OSError: It does not exist or cannot be read.
-        InputError: It is damaged, too long or not a regular file.
+        InputError: It is damaged, too long or not a regular file; FormatError, it is of another version.
     """
-    return parsed(file, read(file, at_most), kind, remedy)
+    return parsed(file, read(file, at_most), kind, remedy, reads)
 
 
-def parsed(file: Path, content: bytes, kind: TypeAdapter[T], remedy: str = "repair or remove it") -> T:
-    """Validate the content of a JSON file. Raises InputError, naming the file, if it is damaged."""
+def parsed(
+    file: Path, content: bytes, kind: TypeAdapter[T], remedy: str = "repair or remove it", reads: int | None = None
+) -> T:
+    """Validate the content of a JSON file. Raises InputError, naming the file, as `read_json` does."""
     try:
+        if reads is not None:
+            check_format(
+                file, _FIELDS.validate_json(content).get("format"), reads, f"use the version that wrote it, or {remedy}"
+            )
         return kind.validate_json(content)
     except ValidationError as error:
         raise InputError(f"{file}: damaged ({first_problem(error)}); {remedy}") from error

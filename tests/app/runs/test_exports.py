@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -18,6 +17,7 @@ from tests.app.browser import recorded
 from tests.runs import make_pictures, run_config
 from trainer.run.events import EventWriter, ExportEvent, StatusEvent
 from trainer.run.folder import RunDir
+from trainer.run.manifest import sealed
 from trainer.run.process import Launch
 from trainer.system.errors import InputError
 
@@ -36,7 +36,7 @@ def save_checkpoint(run: RunDir, step: int, loss: float | None = None, written: 
     folder.mkdir()
     (folder / "weights").write_bytes(b"x" * written)
     facts = {"step": step, "files": {"weights": 5}, "config": {}, "validation_loss": loss}
-    (folder / "manifest.json").write_text(json.dumps(facts))
+    (folder / "manifest.json").write_bytes(sealed(facts))
     return folder
 
 

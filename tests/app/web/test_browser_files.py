@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from playwright.sync_api import Page
 from tests.app.browser import Server, ask_again, recorded
 from trainer.run.events import EventWriter, ExportEvent
 from trainer.run.folder import RunDir
+from trainer.run.manifest import sealed
 
 pytestmark = pytest.mark.slow  # what is offered, and downloaded, is tested without a browser too
 
@@ -101,7 +101,7 @@ def test_an_export_that_failed_says_why(page: Page, runs: Path):
 def save_checkpoint(run: RunDir, step: int) -> Path:
     folder = run.checkpoints / f"step-{step:06d}"
     folder.mkdir()
-    (folder / "manifest.json").write_text(json.dumps({"step": step, "files": {}, "config": {}}))
+    (folder / "manifest.json").write_bytes(sealed({"step": step, "files": {}, "config": {}}))
     return folder
 
 

@@ -132,6 +132,7 @@ def test_runs_are_deleted_after_a_question_that_says_what_is_kept(table: Page, r
 def test_a_run_that_was_deleted_elsewhere_goes_and_a_damaged_one_says_why(table: Page, runs: Path):
     hurt = RunDir(runs / "doomed-hurt")
     hurt.logs.mkdir(parents=True)
+    (hurt.path / "format").write_text("format: 1\n")
     hurt.config_file.write_text("{[")
     try:
         table.locator("#runs-filter").fill("doomed")

@@ -31,6 +31,7 @@ from trainer.config.load import ConfigError, load_config_text
 from trainer.launcher.queue import Entry, Queue
 from trainer.run.events import EventWriter, ExportEvent, RankLine, SampleEvent, StatusEvent, StepEvent
 from trainer.run.folder import RunDir
+from trainer.run.manifest import sealed
 from trainer.run.process import Launch
 from trainer.system.errors import InputError
 
@@ -61,7 +62,7 @@ def make_run(runs: Path, name: str) -> RunDir:
     (run.export / "adapter.safetensors").write_bytes(b"weights")
     checkpoint = run.checkpoints / "step-000002"
     checkpoint.mkdir()
-    (checkpoint / "manifest.json").write_text(json.dumps({"step": 2, "files": {}, "config": {}}))
+    (checkpoint / "manifest.json").write_bytes(sealed({"step": 2, "files": {}, "config": {}}))
     run.identity_file.write_text("a word")
     return run
 
@@ -96,7 +97,7 @@ def _checked(studio: Studio) -> Any:
 def _entry(queue: Queue, place: str, entry: Entry) -> None:
     folder = queue.runs / "queue" / place
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{entry.number:06d}.json").write_text(json.dumps(asdict(entry)))
+    (folder / f"{entry.number:06d}.json").write_text(json.dumps({"format": 1, **asdict(entry)}))
 
 
 def _put(content: bytes) -> Callable[[Path], None]:

@@ -43,7 +43,7 @@ def readable_by_a_stranger(folder: Path) -> list[str]:
 
 @pytest.fixture
 def open_folder(tmp_path: Path) -> Path:
-    """A runs folder that others may enter, as below many a home, with its folders as older versions made them."""
+    """A runs folder that others may enter, as below many a home."""
     for folder in (tmp_path, *tmp_path.parents):
         if not folder.stat().st_mode & 0o001:
             folder.chmod(0o755)

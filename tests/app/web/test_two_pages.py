@@ -149,7 +149,7 @@ def test_a_folder_next_to_the_runs_is_never_a_run_and_cannot_be_deleted(tmp_path
 
 
 def test_what_the_page_keeps_can_be_read_by_its_owner_only(tmp_path: Path):
-    for name in ("queue", "drafts", "presets"):  # as earlier versions made them
+    for name in ("queue", "drafts", "presets"):  # as a user may have made them
         (tmp_path / name).mkdir(mode=0o755)
     (tmp_path / "tags.json").write_text("{}")
     studio = Studio(tmp_path)

@@ -31,6 +31,7 @@ from trainer.run.events import (
     WarningEvent,
 )
 from trainer.run.folder import RunDir
+from trainer.run.manifest import sealed
 from trainer.run.process import HIGHEST_PID, Launch
 
 WRONG: tuple[Any, ...] = (
@@ -97,7 +98,7 @@ def make_runs(folder: Path) -> Path:
     checkpoint.mkdir()
     facts = {"step": 40, "files": {"a": 1}, "checksums": {"a": "0"}, "optimizer": "adamw", "samples_seen": 3}
     facts |= {"skipped": 0, "validation_loss": 0.5, "config": {"name": "x"}, "data": "y", "place": {"a": 1}}
-    (checkpoint / "manifest.json").write_text(json.dumps(facts | {"batch_sizes": [[4, 40]]}))
+    (checkpoint / "manifest.json").write_bytes(sealed(facts | {"batch_sizes": [[4, 40]]}))
     (checkpoint / "a").write_text("a")
     drawing = run.path / "drawings" / "20260101-000000"
     drawing.mkdir(parents=True)
@@ -132,7 +133,7 @@ def _paths(value: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
 
 
 def put(file: Path, spot: Spot, wrong: Any) -> None:
-    """Lay a wrong value into the place of one of a file."""
+    """Lay a wrong value into the place of one of a file; the checksum of a manifest goes with it."""
     lines = file.read_text().splitlines() if spot.line is not None else [file.read_text()]
     at = spot.line or 0
     value = json.loads(lines[at])
@@ -143,7 +144,9 @@ def put(file: Path, spot: Spot, wrong: Any) -> None:
         for key in spot.keys[:-1]:
             holder = holder[key]
         holder[spot.keys[-1]] = wrong
-    lines[at] = json.dumps(value)
+    if file.name == "manifest.json" and isinstance(value, dict) and spot.keys != ("checksum",):
+        value = json.loads(sealed({name: part for name, part in value.items() if name != "checksum"}))
+    lines[at] = json.dumps(value, indent=1 if file.name == "manifest.json" else None)
     file.write_text("\n".join(lines) + "\n")
 
 

@@ -25,7 +25,7 @@ from trainer.system import files
 from trainer.system.errors import InputError
 from trainer.system.files import Stamp
 
-VERSION = 1
+FORMAT = 1
 """Of what is remembered: raise it when `read_header` finds something else in the same file."""
 FOLDER = "images"
 """In the cache that runs share."""
@@ -67,7 +67,7 @@ class Known:
 def memory_of(cfg: DataConfig, cache: Path) -> Path:
     """Return the file that remembers what was read of a dataset's images. cache: the folder that runs share."""
     folders = (cfg.path, *(folder.path for folder in cfg.folders), cfg.validation, cfg.regularization)
-    what = (VERSION, PIL.__version__, *folders, *cfg.companions.values(), cfg.questions)
+    what = (FORMAT, PIL.__version__, *folders, *cfg.companions.values(), cfg.questions)
     name = hashlib.sha256("\x1f".join(map(str, what)).encode()).hexdigest()[:32]
     return cache / FOLDER / f"{name}.json"
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-VERSION = 1
+FORMAT = 1
 """Of what is remembered: raise it when `measure` finds something else in the same file."""
 SIDE = 512
 """Longer side in pixels at which sharpness and contrast are measured; smaller images keep their size."""
@@ -169,7 +169,7 @@ class KnownLooks:
     @classmethod
     def of(cls, cfg: DataConfig, cache: Path) -> KnownLooks:
         """The looks of a dataset. cache: the folder that runs share."""
-        return cls(memory_of(cfg, cache).with_suffix(f".looks-{VERSION}.json"))
+        return cls(memory_of(cfg, cache).with_suffix(f".looks-{FORMAT}.json"))
 
     def look(self, path: Path) -> Look:
         """Return how an image looks. Raises InputError when it cannot be read."""

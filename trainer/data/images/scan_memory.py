@@ -28,7 +28,7 @@ from trainer.data.images.known_files import FOLDER, MOST_BYTES, KnownFiles
 from trainer.system import files
 from trainer.system.errors import InputError
 
-VERSION = 5
+FORMAT = 1
 """Of what is remembered: raise it when a scan of the same files finds something else."""
 Keep = Callable[[], None]
 SUFFIX = ".scan"
@@ -99,7 +99,7 @@ class ScanMemory:
         """Look at the stamps of all files."""
         cfg, self.digest = self._cfg, None
         began = time.time_ns()
-        newest, content = 0, hashlib.sha256(f"{VERSION} {PIL.__version__} {cfg.model_dump_json()}".encode())
+        newest, content = 0, hashlib.sha256(f"{FORMAT} {PIL.__version__} {cfg.model_dump_json()}".encode())
         try:
             passed = list[str]()
             for path, status in _stamps(cfg, passed):

@@ -19,7 +19,8 @@ from trainer.run.events import StatusEvent
 from trainer.system import files
 from trainer.system.errors import InputError
 
-VERSION = 2
+FORMAT = 1
+"""Of the cached number: raise it when equal files and settings make other rows."""
 ROUND = 512
 """Rows after which the ranks agree whether to stop."""
 SAID_EVERY_S = 5.0
@@ -73,7 +74,7 @@ def key_of(cfg: RunConfig, family: TextFamily, data: str) -> str:
         "adapter": cfg.adapter.model_dump(mode="json", exclude={"start"}),
         "objective": cfg.objective.model_dump(mode="json"),
     }
-    parts = [VERSION, cfg.train.seed, data, tokenizer, template, family.packs_documents, sections]
+    parts = [FORMAT, cfg.train.seed, data, tokenizer, template, family.packs_documents, sections]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
