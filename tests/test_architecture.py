@@ -70,6 +70,7 @@ COUNTS_PROCESSES = {
     "trainer.plan.search.decide": "whether NCCL holds memory",
     "trainer.plan.record.encoders": "whether the encoder is sharded",
     "trainer.plan.search.fit": "whether NCCL holds memory",
+    "trainer.plan.search.ladder": "whether there are ranks to shard over",
     "trainer.plan.memory": "GPUs",
     "trainer.plan.simulate.phases": "whether NCCL holds memory",
     "trainer.plan.simulate.sizes": "shards and replicas",

@@ -24,6 +24,7 @@ from trainer.launcher import capacity
 from trainer.plan import picture
 from trainer.plan.memory import MemoryPlan, verdict
 from trainer.plan.picture import Limit, Outline
+from trainer.plan.search.ladder import nothing_left
 from trainer.plan.simulate.phases import Item, by_kind, moment
 from trainer.run.length import RunLength
 from trainer.system.errors import InputError
@@ -191,6 +192,7 @@ def plan(
     found = preview.plan
     if found is None:
         return answer
+    lack = f"; {nothing_left(cfg)}" if found.verdict == "does not fit" and not preview.fixes else ""
     on_cpu = found.card is None and cfg.parallel.device == "cpu"
     sizes = [[kind, size] for kind, size in kinds(found) if not on_cpu or kind != "reserve"]  # it is CUDA's
     return answer | {
@@ -199,7 +201,7 @@ def plan(
         "limit": found.card.memory if found.card else None,
         "card": found.card.name if found.card else "",
         "verdict": found.verdict or "",
-        "sentence": "" if on_cpu else verdict(found),
+        "sentence": "" if on_cpu else verdict(found) + lack,
         "kinds": sizes,
         "items": [_item(item) for item in found.fullest.items if not on_cpu or item.name != "reserve"],
         "moment": moment(found.fullest),

@@ -14,7 +14,8 @@ from trainer.plan.calibration import calibrate
 from trainer.plan.hardware import CARDS, Card, of_machine
 from trainer.plan.memory import MemoryPlan, describe_trace, history_of
 from trainer.plan.picture import Outline, outline
-from trainer.plan.search.fixes import Fix, fixes, planned
+from trainer.plan.search.fixes import planned
+from trainer.plan.search.ladder import Rung, ways_to_fit
 from trainer.plan.store import find_model, key_of, known_model, name_of, traced_peak
 from trainer.run.folder import shared_cache
 from trainer.system.errors import InputError
@@ -44,7 +45,7 @@ class PlanPreview:
     """
 
     plan: MemoryPlan | None = None
-    fixes: tuple[Fix, ...] = ()
+    fixes: tuple[Rung, ...] = ()
     note: str = ""
     can_record: bool = False
     can_verify: bool = False
@@ -58,7 +59,7 @@ class PlanPreviews:
     def __init__(self, runs: Path) -> None:
         self._runs = runs
         self._recordings, self._traces = Background[None](), Background[int]()
-        self._plans: dict[Hashable, tuple[MemoryPlan, tuple[Fix, ...]]] = {}
+        self._plans: dict[Hashable, tuple[MemoryPlan, tuple[Rung, ...]]] = {}
 
     def of(self, cfg: RunConfig, target: str, gpus: Sequence[Gpu]) -> PlanPreview:
         """Return the plan for one of TARGETS. `gpus` are those of this machine."""
@@ -91,7 +92,7 @@ class PlanPreviews:
             return None
         return found[0], outline(history_of(cfg, model, found[0]), NUM_BARS)
 
-    def _planned(self, cfg: RunConfig, card: Card | None, cache: Path) -> tuple[MemoryPlan, tuple[Fix, ...]] | None:
+    def _planned(self, cfg: RunConfig, card: Card | None, cache: Path) -> tuple[MemoryPlan, tuple[Rung, ...]] | None:
         """The plan and its fixes, made once for what a form shows again and again; None for a model without a table."""
         card, reserve = calibrate(cache, card)
         key = cfg.model_dump_json(), card, reserve, cache
@@ -100,7 +101,7 @@ class PlanPreviews:
             plan = planned(cfg, card, cache, reserve)
             if plan is None:
                 return None
-            known = plan, tuple(fixes(cfg, card, cache, plan)) if card else ()
+            known = plan, tuple(ways_to_fit(cfg, card, cache, plan)) if card else ()
         self._plans[key] = known
         for old in list(self._plans)[:-MOST_PLANS]:
             self._plans.pop(old, None)
@@ -122,7 +123,7 @@ class PlanPreviews:
             plan, _ = found
             self._traces.start(_trace_key(cfg, plan), partial(traced_peak, cfg, plan.strategy, cache))
 
-    def _compared(self, cfg: RunConfig, plan: MemoryPlan, fixes: tuple[Fix, ...]) -> PlanPreview:
+    def _compared(self, cfg: RunConfig, plan: MemoryPlan, fixes: tuple[Rung, ...]) -> PlanPreview:
         key = _trace_key(cfg, plan)
         if self._traces.is_running(key):
             return PlanPreview(plan, fixes, checked="tracing the whole model, block by block", is_waiting=True)

@@ -31,7 +31,7 @@ from trainer.launcher.torchrun import RunHandle
 from trainer.plan import hardware as hardware_of
 from trainer.plan.memory import MemoryPlan
 from trainer.plan.search.fit import Proposal
-from trainer.plan.search.fixes import Fix, fixes
+from trainer.plan.search.ladder import Rung, ways_to_fit
 from trainer.run import process as processes
 from trainer.run.events import ENDS, EventReader, ExportEvent, SampleEvent, State, StatusEvent
 from trainer.run.folder import RunDir, shared_cache
@@ -83,11 +83,11 @@ class Planned:
     """A memory plan, shown below a cell that ends with it, and the fixes that would make the run fit."""
 
     plan: MemoryPlan
-    fixes: tuple[Fix, ...]
+    fixes: tuple[Rung, ...]
 
     def _repr_html_(self) -> Markup:
         line = Markup("<li>fits with {}: {:.2f} GiB</li>")
-        lines = Markup().join(line.format(fix, fix.plan.need / GIB) for fix in self.fixes)
+        lines = Markup().join(line.format(fix, fix.need / GIB) for fix in self.fixes)
         return in_notebook(plan_bar(self.plan) + (Markup("<ul>{}</ul>").format(lines) if lines else ""))
 
 
@@ -107,7 +107,7 @@ def plan(config: ConfigFile, gpus: str | None = None, runs: Path = RUNS) -> Plan
     cache = shared_cache(cfg, runs)
     card = hardware.card if hardware else None
     found = plans.plan(cfg, card, cache, say)
-    return Planned(found, tuple(fixes(cfg, card, cache, found)) if card else ())
+    return Planned(found, tuple(ways_to_fit(cfg, card, cache, found)) if card else ())
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from markupsafe import Markup
 
 from app.runs.monitor import SILENT_S, RankState, RunView
+from trainer.launcher.remedy import with_remedy
 from trainer.plan.memory import MemoryPlan, verdict
 from trainer.plan.simulate.phases import Item, memory_kind, moment
 from trainer.run import process
@@ -158,7 +159,8 @@ def _mood(view: RunView) -> str:
 def _error(view: RunView) -> Markup:
     if view.error is None or view.state != "failed":
         return Markup()
-    remedy = Markup("<p>What to do: {}</p>").format(view.error.remedy) if view.error.remedy else ""
+    found = with_remedy(RunDir(view.path), view.error)
+    remedy = Markup("<p>What to do: {}</p>").format(found.remedy) if found.remedy else ""
     log = Markup("<p>Log: {}</p>").format(view.path / view.error.log) if view.error.log else ""
     return Markup('<div role="alert" class="alert">{}{}</div>').format(remedy, log)
 

@@ -21,6 +21,7 @@ from trainer.config import families
 from trainer.config.schema import RunConfig
 from trainer.config.titles import method_title, model_title
 from trainer.launcher.console import sentence
+from trainer.launcher.remedy import with_remedy
 from trainer.run import manifest
 from trainer.run.events import (
     AnyEvent,
@@ -102,8 +103,8 @@ def overview(studio: Studio, follower: Follower, view: RunView, known: Mapping[s
     }
 
 
-def head(follower: Follower, view: RunView) -> Part:
-    """Return the state of the run, its figures, and what can be done with it."""
+def head(follower: Follower, view: RunView, gpus: Sequence[Gpu] = ()) -> Part:
+    """Return the state of the run, its figures, and what can be done with it. gpus: those of this machine."""
     run, config = follower.run, follower.config
     is_ended = not view.is_running and not view.is_alive
     return Part.of(
@@ -130,7 +131,7 @@ def head(follower: Follower, view: RunView) -> Part:
             "figures": figures(follower, view),
             "split": {part: _finite(seconds) for part, seconds in view.seconds.items()},
             "waited_s": _finite(view.waited_s),
-            "error": _error(run, view),
+            "error": _error(run, view, gpus),
             "more": more(run, config, view) if is_ended else None,
             "exports": _exports(run, view),
         }
@@ -288,10 +289,10 @@ def _next_sample(config: RunConfig, view: RunView) -> dict[str, float] | None:
     return {"step": step, "eta_s": (step - view.step) * view.step_s}
 
 
-def _error(run: RunDir, view: RunView) -> dict[str, Any] | None:
+def _error(run: RunDir, view: RunView, gpus: Sequence[Gpu]) -> dict[str, Any] | None:
     if view.error is None or view.state != "failed":
         return None
-    error = view.error
+    error = with_remedy(run, view.error, gpus)
     sources = {str(file): source for source, file in log_files(run).items()}
     return {
         "message": error.message,

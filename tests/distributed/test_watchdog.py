@@ -149,7 +149,9 @@ def test_a_rank_that_runs_out_of_memory_has_all_start_again_with_less(start) -> 
     assert process.wait(run, timeout_s=180) == "finished"
     events = events_of(run)
     warnings = [event.message for event in events if isinstance(event, WarningEvent)]
-    assert warnings == ["memory ran out; the ranks are started again with train.checkpointing=full"]
+    assert warnings == [
+        "memory ran out; the ranks are started again with train.checkpointing=full, parallel.offload_blocks=0"
+    ]
     assert run.config().train.checkpointing == "full"
     assert latest_steps(events)[-1].step == 4
     [log] = run.logs.glob("greedy-1_*/attempt_0/1/stderr.log")

@@ -48,7 +48,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_ends_with_1() -> None:
     assert done.returncode == 1
     verdict, *ways = done.stdout.partition("does not fit: ")[2].splitlines()
     assert verdict.endswith(" GiB more than the 23.99 GiB of 24 GB (RTX 4090)")
-    assert ways[0].startswith("  fits with train.checkpointing=auto quantize.format=nf4: ")
+    assert ways[0].startswith("  fits with train.checkpointing=auto parallel.offload_blocks=auto: ")
 
 
 def test_a_plan_comes_with_the_advice_on_the_run() -> None:

@@ -28,9 +28,10 @@ from trainer.launcher.schedulers import FIRST_NODE
 from trainer.run import allocator, failure
 from trainer.run import process as processes
 from trainer.run.events import ErrorEvent, EventReader, EventWriter, StatusEvent, WarningEvent
-from trainer.run.failure import OUT_OF_MEMORY
+from trainer.run.failure import OUT_OF_MEMORY, missing_memory
 from trainer.run.folder import LINK, RunDir
 from trainer.run.preemption import PREEMPTION_SIGNALS
+from trainer.system.amounts import GIB
 from trainer.system.errors import InputError
 from trainer.system.files import NOT_REGULAR
 
@@ -171,9 +172,9 @@ def test_two_runs_at_once_end_each_in_its_own_way(start, capsys):
         time=0,
         step=12,
         message="RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB",
-        remedy="lower train.micro_batch, data.resolution or data.length, set train.checkpointing: full, or use more "
-        "ranks",
-        retry=("train.checkpointing=full",),
+        remedy="save memory, first where the result stays the same: set train.checkpointing and "
+        "parallel.offload_blocks to auto, lower train.micro_batch, or shard over more ranks; then quantize.format; "
+        "data.resolution and data.length last",
         rank=1,
         log=str(log.relative_to(raising.path)),
     )
@@ -1061,6 +1062,25 @@ def test_a_full_disk_does_not_hide_why_the_run_failed(make_run, capsys):
 )
 def test_a_lack_of_memory_is_known_by_what_torch_and_the_system_say(said: str) -> None:
     assert re.search(OUT_OF_MEMORY, said)
+    assert missing_memory(said) is not None
+
+
+@pytest.mark.parametrize(
+    ("said", "missing"),
+    [
+        (
+            "out of memory in forward of blocks.0: peak 22.10 of 23.64 GiB (CUDA out of memory. Tried to allocate 2.00 "
+            "GiB. GPU 0 has a total capacity of 23.64 GiB of which 512.00 MiB is free. Including non-PyTorch memory)",
+            1.5 * GIB,
+        ),
+        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ... of which 1.10 GiB is free.", 20 * 2**20),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12", 4096),
+        ("std::bad_alloc", 0),
+        ("RuntimeError: shapes differ", None),
+    ],
+)
+def test_what_was_missing_is_what_was_tried_without_what_was_free(said: str, missing: float | None) -> None:
+    assert missing_memory(said) == missing
 
 
 def test_ranks_on_cpus_keep_freed_memory_unless_the_user_has_set_the_heap(monkeypatch):

@@ -448,9 +448,10 @@ def test_a_stage_that_contradicts_its_models_folder_is_refused_before_a_rank_is_
 
 
 def test_less_memory_after_it_ran_out_is_for_the_stage_that_is_under_way(tmp_path: Path) -> None:
-    cfg = stages.changed(loaded(tmp_path), 1, "train.micro_batch=1")
+    cfg = stages.changed(loaded(tmp_path), 1, ["train.micro_batch=1", "train.checkpointing=full 2, selective"])
     assert "train.micro_batch" not in cfg.stages[0].set
-    assert stage_config(cfg, 1).train.micro_batch == 1
+    train = stage_config(cfg, 1).train
+    assert (train.micro_batch, train.checkpointing) == (1, "full 2, selective")
 
 
 def test_later_stages_are_checked_with_the_model_that_the_current_one_was_given(tmp_path: Path) -> None:

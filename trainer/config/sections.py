@@ -814,8 +814,9 @@ class TrainConfig(Section):
     out_of_memory: Literal["stop", "retry"] = option(
         "stop", title="When memory runs out", keywords="oom vram cuda crash"
     )
-    """When memory runs out: end the run, or restart the ranks with gradient checkpointing, and then with a smaller
-    `train.micro_batch` at the same batch size. Each retry counts toward `parallel.max_restarts`."""
+    """When memory runs out: end the run, or restart the ranks with a change that saves what was missing and leaves the
+    result the same: more recompute and offload, fewer samples per pass at the same batch size, more sharding. Each
+    retry counts toward `parallel.max_restarts`."""
 
     def compiles_on(self, device: str) -> bool:
         """Whether blocks are compiled on a kind of device, as far as the config says. device: "cuda" or "cpu"."""

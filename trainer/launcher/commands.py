@@ -18,6 +18,7 @@ from trainer.config.sections import ParallelConfig, family_names
 from trainer.launcher import capacity, network, preflight, schedulers, torchrun
 from trainer.launcher.console import MessageEvent, ProgressDisplay, progress_display
 from trainer.launcher.jobs import side_process
+from trainer.launcher.remedy import with_remedy
 from trainer.launcher.schedulers import Scheduler
 from trainer.launcher.torchrun import RunHandle
 from trainer.run import failure, manifest, process
@@ -387,7 +388,7 @@ def _conclude(run: RunDir, events: Sequence[MessageEvent]) -> int:
     state = process.status(run)
     if state == "failed":
         errors = [event for event in events if isinstance(event, ErrorEvent)] or [failure.diagnose(run, events)]
-        complain(explain(errors[-1], run))
+        complain(explain(with_remedy(run, errors[-1]), run))
         return errors[-1].exit_code
     exports = [event for event in events if isinstance(event, ExportEvent)]
     if state == "stopped":

@@ -15,7 +15,8 @@ from trainer.plan import plan
 from trainer.plan.hardware import Card, detected, named
 from trainer.plan.memory import MemoryPlan, Time, between, describe, describe_trace, history_of, verdict
 from trainer.plan.search.compare import decisions
-from trainer.plan.search.fixes import Fix, fixes, largest
+from trainer.plan.search.fixes import largest
+from trainer.plan.search.ladder import IN_WORDS, Rung, nothing_left, ways_to_fit
 from trainer.plan.simulate.phases import moment
 from trainer.plan.store import find_model, traced_peak
 from trainer.run.folder import shared_cache
@@ -101,7 +102,7 @@ class _PartPlan:
     """
 
     plan: MemoryPlan
-    fixes: list[Fix]
+    fixes: list[Rung]
     largest: dict[str, int]
     traced: int | None
 
@@ -139,7 +140,7 @@ def _write_page(file: Path, cfg: RunConfig, results: Sequence[_PartPlan], cache:
 
 def _plan_part(cfg: RunConfig, card: Card | None, cache: Path, exactly: bool) -> _PartPlan:
     memory = plan(cfg, card, cache, complain)
-    ways, most = (fixes(cfg, card, cache, memory), largest(cfg, card, cache)) if card else ([], {})
+    ways, most = (ways_to_fit(cfg, card, cache, memory), largest(cfg, card, cache)) if card else ([], {})
     return _PartPlan(memory, ways, most, traced_peak(cfg, memory.strategy, cache) if exactly else None)
 
 
@@ -149,11 +150,15 @@ def _all_lines(cfg: RunConfig, result: _PartPlan) -> list[str]:
 
 
 def _ways(result: _PartPlan) -> list[str]:
-    return [f"fits with {fix}: {fix.plan.need / GIB:.2f} GiB, {fix.plan.time}" for fix in result.fixes]
+    effects = (f"; {IN_WORDS[fix.effect]}" if fix.effect != "same" else "" for fix in result.fixes)
+    pairs = zip(result.fixes, effects, strict=True)
+    return [f"fits with {fix}: {fix.need / GIB:.2f} GiB, {fix.time}{effect}" for fix, effect in pairs]
 
 
 def _remarks(cfg: RunConfig, result: _PartPlan) -> list[str]:
     text = []
+    if result.plan.verdict == "does not fit" and not result.fixes:
+        text.append(nothing_left(cfg))
     if result.largest:
         values = ", ".join(f"{field}={value}" for field, value in result.largest.items())
         text.append(f"largest that fit, each by itself: {values}")
@@ -207,7 +212,7 @@ def _length(cfg: RunConfig, time: Time) -> str:
     return f"{length} steps in {took}"
 
 
-def to_json(found: MemoryPlan, ways: Sequence[Fix], most: Mapping[str, int]) -> dict[str, object]:
+def to_json(found: MemoryPlan, ways: Sequence[Rung], most: Mapping[str, int]) -> dict[str, object]:
     """Return a plan as JSON data, in bytes and seconds.
 
     Args:
@@ -219,6 +224,6 @@ def to_json(found: MemoryPlan, ways: Sequence[Fix], most: Mapping[str, int]) -> 
         "fullest": found.fullest.name,
         "need": found.need,
         "verdict": found.verdict,
-        "fixes": [{"changes": dict(way.changes), "need": way.plan.need} for way in ways],
+        "fixes": [{"changes": dict(way.changes), "need": way.need} for way in ways],
         "largest": dict(most),
     }

@@ -15,8 +15,9 @@ storage         host memory and files
 hardware        the GPUs
 calibration     memory measured on this machine
 memory          adds up the plan, and says whether it fits
-fixes           changes that make a run fit
-choices         what a search may change
+fixes           the plan of a config, and the largest run that fits
+ladder          what saves memory, and what comes next
+choices         what ladder and fit may change
 fit             the fastest config that fits
 picture         draws the memory over a training step as SVG
 compare         plan and measurement of a running training

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from trainer.config.families import trains_on
 from trainer.config.schema import RunConfig
 from trainer.run.events import AnyEvent, ErrorEvent, WarningEvent
 from trainer.run.folder import RunDir
@@ -245,7 +244,9 @@ _REMEDIES = (
     ),
     (
         OUT_OF_MEMORY,
-        "lower train.micro_batch, data.resolution or data.length, set train.checkpointing: full, or use more ranks",
+        "save memory, first where the result stays the same: set train.checkpointing and parallel.offload_blocks to "
+        "auto, lower train.micro_batch, or shard over more ranks; then quantize.format; data.resolution and "
+        "data.length last",
     ),
     (
         r"SIGKILL",
@@ -308,27 +309,23 @@ def remedy_for(message: str) -> str:
     return next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, message)), UNKNOWN)
 
 
-def less_memory(cfg: RunConfig) -> str | None:
-    """Return a change as `key=value` that needs less memory and leaves the result equal, or None if none is left.
-
-    Gradient checkpointing comes first, then halving the micro batch.
-    """
-    if cfg.train.checkpointing != "full":
-        return "train.checkpointing=full"
-    return f"train.micro_batch={cfg.train.micro_batch // 2}" if cfg.train.micro_batch > 1 else None
-
-
 def _retry(message: str, cfg: RunConfig) -> tuple[str, ...]:
-    """Return the change to try next, as `key=value`. Fewer pixels or tokens come last when memory runs out."""
-    if re.search("FloatingPointError", message):
-        return (f"optim.lr={cfg.optim.lr / 10:g}",)
+    """Return the change to try next, as `key=value`. What saves memory is found by the plan, which this room is below:
+    `trainer.plan.search.ladder` says it."""
+    return (f"optim.lr={cfg.optim.lr / 10:g}",) if re.search("FloatingPointError", message) else ()
+
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_TRIED = re.compile(rf"(?i:tried to allocate) (\d+(?:\.\d+)?) ({'|'.join(_UNITS)})")
+_FREE = re.compile(rf"of which (\d+(?:\.\d+)?) ({'|'.join(_UNITS)}) is free")
+
+
+def missing_memory(message: str) -> float | None:
+    """Return the bytes that were missing when memory ran out, 0 where the message does not say it; None for another
+    error."""
     if not re.search(OUT_OF_MEMORY, message):
-        return ()
-    less = less_memory(cfg)
-    if less:
-        return (less,)
-    if trains_on(cfg) == "text":
-        return (f"data.length={cfg.data.length // 2}",) if cfg.data.length > 256 else ()
-    if not cfg.data.has_one_resolution:
-        return (f"data.resolutions=[{','.join(map(str, cfg.data.sides[:-1]))}]",) if len(cfg.data.sides) > 1 else ()
-    return (f"data.resolution={cfg.data.resolution * 3 // 4 // 64 * 64}",) if cfg.data.resolution > 256 else ()
+        return None
+    tried, free = (
+        float(found[1]) * _UNITS[found[2]] if (found := pattern.search(message)) else 0.0 for pattern in (_TRIED, _FREE)
+    )
+    return tried - free if tried > free else tried  # free memory in pieces that are too small is of no use

@@ -110,22 +110,22 @@ def base_stage(run: RunDir, config: RunConfig) -> str | None:
     return next((name for path, name in weights.items() if Path(config.model.path).is_relative_to(path)), None)
 
 
-def changed(cfg: RunConfig, at: int, change: str) -> RunConfig:
-    """Return the config of a run with one field changed.
+def changed(cfg: RunConfig, at: int, changes: Sequence[str]) -> RunConfig:
+    """Return the config of a run with some fields changed.
 
     Args:
         cfg: Config of the run.
-        at: Index of the stage in which it changes; ignored for a run without stages.
-        change: `key=value`.
+        at: Index of the stage in which they change; ignored for a run without stages.
+        changes: Each `key=value`.
 
     Raises:
-        ConfigError: The value cannot be combined with the other fields.
+        ConfigError: A value cannot be combined with the other fields.
     """
     if not cfg.stages:
-        return load_config_text(dump_config(cfg), (change,), Path("config.yaml")).config
-    field, _, value = change.partition("=")
-    stage = cfg.stages[at]
-    changed_stage = stage.model_copy(update={"set": stage.set | {field: yaml12.parse(value).value}})
+        return load_config_text(dump_config(cfg), changes, Path("config.yaml")).config
+    pairs = (change.partition("=") for change in changes)
+    stage, values = cfg.stages[at], {field: yaml12.parse(value).value for field, _, value in pairs}
+    changed_stage = stage.model_copy(update={"set": stage.set | values})
     changed_run = cfg.model_copy(update={"stages": (*cfg.stages[:at], changed_stage, *cfg.stages[at + 1 :])})
     stage_config(changed_run, at)
     return changed_run

@@ -21,9 +21,11 @@ from trainer.distributed.world import World
 from trainer.metrics.memory import MemoryMeter
 from trainer.models.build import Listener, LoadedModel
 from trainer.plan.calibration import Measured, keep, tells_speed
+from trainer.plan.hardware import like
 from trainer.plan.memory import MemoryPlan
 from trainer.plan.search import compare
 from trainer.plan.search.decide import decided, is_open
+from trainer.plan.search.ladder import CPU, next_rung
 from trainer.run.events import (
     CheckpointEvent,
     Emit,
@@ -35,6 +37,7 @@ from trainer.run.events import (
     StepEvent,
     WarningEvent,
 )
+from trainer.run.failure import missing_memory
 from trainer.run.folder import RunDir
 from trainer.run.manifest import steps_in
 from trainer.system.errors import InputError
@@ -77,6 +80,7 @@ class RunLog:
         self._lines = EventWriter(run.rank_file(world.rank))
         self._read_at = time.monotonic()
         self._plan: MemoryPlan | None = None
+        self._state: State = "starting"
         self.heartbeat("starting", 0)
 
     def close(self) -> None:
@@ -87,6 +91,7 @@ class RunLog:
         """Log that the run enters a phase."""
         self._world.heartbeat.enter(state, moves=False)
         log.debug("step %d: %s", step, state)
+        self._state = state
         self.emit(StatusEvent(state=state, step=step))
         self.heartbeat(state, step)
 
@@ -129,6 +134,20 @@ class RunLog:
             name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
             found = compare.decide_here(cfg, cache, name, memory, partial(self.note, "loading"))
         return decided(cfg, *world.gather((found.train.checkpointing, found.parallel.offload_blocks))[0])
+
+    def less_memory(self, cfg: RunConfig, cache: Path, message: str) -> tuple[str, ...]:
+        """Return the change, as `key=value`, with which the run needs less memory and trains the same; empty where
+        there is none left.
+
+        Args:
+            cfg: The decided config with which memory ran out on this rank.
+            cache: Folder shared by runs.
+            message: The error's.
+        """
+        device = self._world.device
+        card = like(torch.cuda.get_device_name(device) if device.type == "cuda" else CPU, self._world.memory)
+        rung = next_rung(cfg, card, cache, missing_memory(message) or 0.0, self._state, most="same")
+        return rung.settings if rung else ()
 
     def show_plan(self, cfg: RunConfig, cache: Path, step: int) -> None:
         """Log the memory plan before the first step. It needs a GPU and a model that was recorded.

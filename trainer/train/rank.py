@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from traceback import clear_frames
 from typing import TYPE_CHECKING
 
 from trainer.system.imports import quick_imports
@@ -22,7 +23,6 @@ with quick_imports():
     from trainer.distributed.attach import RankRun, attach
     from trainer.run import process, stages
     from trainer.run.events import Emit, EventWriter, ExportEvent, State, StatusEvent, WarningEvent
-    from trainer.run.failure import less_memory
     from trainer.run.folder import RunDir, shared_cache
     from trainer.run.preemption import Preemption, catch_preemption
     from trainer.run.stages import Stage
@@ -115,13 +115,15 @@ class _End:
     weights: Mapping[str, Tensor]
 
 
-def _start_again_with(run: RunDir, emit: Emit, change: str) -> None:
-    """Change the config, on rank 0 for a rank that ran out of memory: the ranks that torchrun starts next read it."""
+def _start_again_with(run: RunDir, emit: Emit, request: str) -> None:
+    """Change the config, on rank 0 for a rank that ran out of memory: the ranks that torchrun starts next read it.
+    request: lines `key=value`."""
+    changes = request.splitlines()
     try:
-        run.replace_config(stages.changed(run.config(), run.current_stage, change))
-        emit(WarningEvent(message=f"memory ran out; the ranks are started again with {change}"))
+        run.replace_config(stages.changed(run.config(), run.current_stage, changes))
+        emit(WarningEvent(message=f"memory ran out; the ranks are started again with {', '.join(changes)}"))
     except (InputError, OSError) as error:
-        emit(WarningEvent(message=f"memory ran out, and {change} could not be set: {error}"))
+        emit(WarningEvent(message=f"memory ran out, and {', '.join(changes)} could not be set: {error}"))
 
 
 def _train_on(
@@ -151,10 +153,11 @@ def _train_on(
         small = state == "finished" and "full" not in map(cfg.mode, trainer.model)
         return _End(state, trainer.step, trainer.trained_weights() if small else {})
     except OutOfMemoryError as error:
-        change = less_memory(cfg)
-        if cfg.train.out_of_memory == "retry" and world.restarts_left and change:
+        if cfg.train.out_of_memory == "retry" and world.restarts_left:
             complain(error)
-            request(change)
+            clear_frames(error.__cause__.__traceback__ if error.__cause__ else None)  # the tensors that filled memory
+            if changes := trainer.log.less_memory(trainer.cfg, attached.cache, str(error)):
+                request("\n".join(changes))
         raise
     finally:
         trainer.close()

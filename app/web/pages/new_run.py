@@ -26,6 +26,7 @@ from app.web.served_files import address
 from trainer.config import families
 from trainer.config.fields import label
 from trainer.config.load import ConfigError
+from trainer.launcher.remedy import with_remedy
 from trainer.system.errors import InputError
 from trainer.system.installation import PRESETS
 
@@ -275,7 +276,7 @@ def copy(studio: Studio, run: str) -> None:
 def retry(studio: Studio, run: str) -> str:
     """Bring the config of a failed run into the form, with the changes that its error suggests. Returns a sentence."""
     error = studio.follower(studio.run(run)).view().error
-    changes = error.retry if error else ()
+    changes = with_remedy(studio.run(run), error, studio.gpus()).retry if error else ()
     studio.save_draft(form.from_overrides(studio.run(run).config_file, changes))
     return f"The settings of {run}, with {', '.join(changes)}." if changes else f"The settings of {run}."
 

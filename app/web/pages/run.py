@@ -41,7 +41,7 @@ def calls(studio: Studio) -> Calls:
         view = follower.view()
         if known.get("run") != follower.token:  # the first call, or another run of the same name
             known = {}
-        parts = {"run": Part(follower.token, lambda: None), "head": run_screen.head(follower, view)}
+        parts = {"run": Part(follower.token, lambda: None), "head": run_screen.head(follower, view, studio.gpus())}
         if not only_head:
             parts |= run_screen.overview(studio, follower, view, known) | {"curves": _curves(follower, view)}
         answer = {"title": title(name), "parts": run_screen.changes(parts, known)}

@@ -344,15 +344,15 @@ def test_the_plan_is_for_the_gpus_that_are_chosen(window: Window):
     assert (window.state["plan"]["limit"], window.state["plan"]["fixes"]) == (None, [])
     assert window.state["plan"]["need"] == sum(size for _, size in window.state["plan"]["kinds"]) > 24 * 2**30
     window.call("state", target="24gb")
-    assert (window.state["plan"]["verdict"], len(window.state["plan"]["fixes"])) == ("does not fit", 3)
-    assert window.state["plan"]["fixes"][0]["text"] == "quantize.format=nf4"
+    assert (window.state["plan"]["verdict"], len(window.state["plan"]["fixes"])) == ("does not fit", 2)
+    assert window.state["plan"]["fixes"][0]["text"] == "parallel.cpu_offload=true"
 
 
 def test_a_change_that_makes_the_run_fit_is_one_call(window: Window, studio: Studio):
     window.call("preset", name="flux2-dev-lora-4gpu", target="24gb")
     window.call("fix", changes=window.state["plan"]["fixes"][0]["changes"], target="24gb")
     assert (window.state["plan"]["verdict"], window.state["plan"]["fixes"]) == ("fits", [])
-    assert studio.draft().values == {"quantize.format": "nf4"}
+    assert studio.draft().values == {"parallel.cpu_offload": True}
 
 
 def test_yaml_becomes_the_draft_and_changed_lines_are_marked(window: Window, studio: Studio):

@@ -61,7 +61,7 @@ def test_a_run_logs_its_plan_and_is_warned_when_it_will_not_fit(tmp_path: Path) 
     )
     assert warning(cfg, found, tmp_path) == (
         "the plan needs 25.89 GiB on each GPU, which has 24.00: memory will probably run out; "
-        "it would fit with quantize.format=nf4"
+        "it would fit with train.checkpointing=auto parallel.offload_blocks=auto"
     )
     roomy = plan_here(cfg, tmp_path, "some GPU", 80 * GIB)
     assert roomy is not None

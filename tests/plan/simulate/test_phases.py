@@ -9,9 +9,9 @@ import pytest
 
 from tests.plan.common import NOWHERE, planned, run
 from trainer.config.load import load_config
-from trainer.plan.hardware import CARDS
+from trainer.plan.hardware import CARDS, like
 from trainer.plan.search import fixes as fixing
-from trainer.plan.search.fixes import fixes
+from trainer.plan.search.ladder import CPU, next_rung, ways_to_fit
 from trainer.plan.simulate import sizes as sizes_module
 from trainer.plan.simulate.phases import CAPTIONS, EXPORT, IMAGES, SAMPLING, TRAINING, Item
 from trainer.system.amounts import GIB
@@ -156,16 +156,18 @@ def test_offloaded_weights_take_up_to_twice_their_bytes_where_torch_rounds_pinne
 
 
 def ways(plan_for: str, model: str, *fields: str) -> list[str]:
-    return [str(fix) for fix in fixes(run(model, *fields), CARDS[plan_for], NOWHERE)]
+    return [str(fix) for fix in ways_to_fit(run(model, *fields), CARDS[plan_for], NOWHERE)]
 
 
-def test_where_captions_do_not_fit_their_encoders_are_made_smaller() -> None:
+def test_where_captions_do_not_fit_and_nothing_can_be_offloaded_their_encoders_are_made_smaller() -> None:
     one = ("parallel.devices=1", "parallel.strategy=none", "quantize.format=nf4", "train.checkpointing=full")
-    assert "quantize.encoders=true" in ways("32gb", "flux2 dev", *one)
+    assert ways("32gb", "flux2 dev", *one) == ["parallel.cpu_offload=true parallel.strategy=full"]
+    found = next_rung(run("flux2 dev", *one), like(CPU, 32 * GIB), NOWHERE, state="encoding")
+    assert str(found) == "quantize.encoders=true"
 
 
-def test_where_samples_do_not_fit_they_are_made_smaller() -> None:
+def test_samples_are_made_smaller_where_nothing_else_makes_them_fit() -> None:
     fields = ("parallel.devices=1", "parallel.strategy=none", "quantize.format=nf4", "quantize.encoders=true")
     samples = (*SAMPLES, "sample.size=[2048,2048]", "train.checkpointing=full")
-    found = ways("16gb", "flux2 klein-4b", *fields, *samples)
-    assert found[0].startswith("sample.size=[")
+    assert not any("sample.size" in way for way in ways("16gb", "flux2 klein-4b", *fields, *samples))
+    assert ways("12gb", "flux2 klein-4b", *fields, *samples) == ["sample.size=[1024,1024]"]

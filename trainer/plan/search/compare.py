@@ -10,7 +10,8 @@ from trainer.plan.calibration import Measured, calibrate
 from trainer.plan.hardware import like
 from trainer.plan.memory import MemoryPlan, plan_of
 from trainer.plan.search.decide import decided
-from trainer.plan.search.fixes import fixes, planned
+from trainer.plan.search.fixes import planned
+from trainer.plan.search.ladder import ways_to_fit
 from trainer.plan.store import find_model, known_model
 from trainer.system.amounts import GIB
 from trainer.system.errors import InputError
@@ -86,7 +87,7 @@ def warning(cfg: RunConfig, plan: MemoryPlan, cache: Path) -> str:
     if plan.verdict != "does not fit":
         return ""
     assert plan.card is not None
-    ways = fixes(cfg, plan.card, cache, plan)
+    ways = ways_to_fit(cfg, plan.card, cache, plan)
     remedy = f"; it would fit with {ways[0]}" if ways else ""
     return (
         f"the plan needs {plan.need / GIB:.2f} GiB on each GPU, which has {plan.card.memory / GIB:.2f}: memory will "

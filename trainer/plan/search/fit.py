@@ -24,6 +24,7 @@ from trainer.plan.search import choices
 from trainer.plan.search.choices import Choice, Ladder, is_same
 from trainer.plan.search.decide import TIGHT
 from trainer.plan.search.fixes import written
+from trainer.plan.search.ladder import nothing_left
 from trainer.plan.simulate.phases import CAPTIONS
 from trainer.plan.simulate.sizes import input_of, rank_of
 from trainer.plan.simulate.tables import Model
@@ -193,7 +194,7 @@ def _remedy(cfg: RunConfig, target: Target, cache: Path) -> tuple[str, Choice | 
                 changes = search.proposal(search.fastest(lowered)[0]).changes
                 now = {field: changes[field][1] for field in fields if field in changes}
                 return _remedy_sentence(now, target, changing), now
-    return "nothing that is searched makes it fit: take more GPUs, larger ones, or a smaller model", None
+    return nothing_left(cfg), None
 
 
 def _remedy_sentence(now: Mapping[str, Any], target: Target, changing: Sequence[str]) -> str:
