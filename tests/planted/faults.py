@@ -446,6 +446,20 @@ FAULTS = (
         "plan/test_decide.py",
     ),
     _fault(
+        "after memory ran out, what was missing is not reserved",
+        "trainer/plan/search/ladder.py",
+        "lift = max(0, math.ceil(TIGHT * card.memory - limit))",
+        "lift = 0",
+        "plan/test_ladder.py",
+    ),
+    _fault(
+        "after memory ran out, the result is changed first",
+        "trainer/plan/search/ladder.py",
+        "for effect in EFFECTS[: EFFECTS.index(most) + 1]:",
+        "for effect in EFFECTS[: EFFECTS.index(most) + 1][::-1]:",
+        "plan/test_ladder.py",
+    ),
+    _fault(
         "the search lowers the bits of layers that have formats of their own",
         "trainer/plan/search/choices.py",
         "min(8.0, max(_all_bits(own.format, own.formats)))",

@@ -271,7 +271,8 @@ def test_where_nothing_fits_the_least_that_would_help_is_named() -> None:
     assert searched(huge, "1x12gb").remedy.startswith("would fit with data.resolution=")
     whole = run("flux2 dev", "adapter.type=none")
     assert searched(whole, "1x12gb", host=float(64 * GIB)).remedy == (
-        "nothing that is searched makes it fit: take more GPUs, larger ones, or a smaller model"
+        "nothing that is searched makes it fit: take more GPUs, larger ones, a smaller model, or an adapter in place "
+        "of all weights (adapter.type: lora)"
     )
 
 

@@ -24,7 +24,7 @@ from trainer.plan.search import choices
 from trainer.plan.search.choices import Choice, Ladder, is_same
 from trainer.plan.search.decide import TIGHT
 from trainer.plan.search.fixes import written
-from trainer.plan.search.ladder import nothing_left
+from trainer.plan.search.ladder import EFFECT_OF, nothing_left
 from trainer.plan.simulate.phases import CAPTIONS
 from trainer.plan.simulate.sizes import input_of, rank_of
 from trainer.plan.simulate.tables import Model
@@ -181,9 +181,10 @@ def _remedy(cfg: RunConfig, target: Target, cache: Path) -> tuple[str, Choice | 
     Returns:
         The sentence, and {field: value}; None where nothing helps.
     """
-    changing = ["quantize.format", "sample.size", "adapter.rank", size_field(cfg)]
+    sizes = {"data.resolution", "data.length"} - {size_field(cfg)}
+    changing = [field for field in EFFECT_OF if field not in sizes]
     fixed = target.kept | target.given
-    found = [field for field in choices.SEARCHED if field in fixed and not field.startswith(("data.", *changing))]
+    found = [field for field in choices.SEARCHED if field in fixed and field not in EFFECT_OF]
     found += [field for field in changing if field in fixed]
     for count in (1, 2, len(found)):
         for fields in itertools.combinations(found, count):

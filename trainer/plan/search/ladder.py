@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache as remembered
 from pathlib import Path
@@ -42,6 +42,15 @@ IN_WORDS: Mapping[Effect, str] = {
     "rounding": "the frozen base is rounded, which changes the result a little",
     "learned": "which changes the result",
 }
+EFFECT_OF: Mapping[str, Effect] = {
+    "sample.size": "samples",
+    "quantize.format": "rounding",
+    "quantize.encoders": "rounding",
+    "adapter.rank": "learned",
+    "data.resolution": "learned",
+    "data.length": "learned",
+}
+"""{field: the effect of less of it}, for fields that have one, from the least."""
 CHECKPOINTING, OFFLOAD = "train.checkpointing", "parallel.offload_blocks"
 """The fields that are decided together, and are in each rung."""
 CPU = "CPU"
@@ -168,6 +177,11 @@ def nothing_left(cfg: RunConfig) -> str:
     return f"nothing that is searched makes it fit: take {', '.join(ways[:-1])}, or {ways[-1]}"
 
 
+def effect_of(fields: Iterable[str]) -> Effect:
+    """Return the largest effect of some fields."""
+    return max((EFFECT_OF.get(field, "same") for field in fields), key=EFFECTS.index)
+
+
 def _unplanned(cfg: RunConfig, card: Card) -> Rung | None:
     """Return what saves memory for sure, without a plan: all is recomputed and offloaded, then passes are smaller."""
     can_offload = card.name != CPU and not isinstance(cfg.adapter, NoAdapter) and not cfg.parallel.cpu_offload
@@ -207,37 +221,36 @@ class _Search:
         # What is decided leaves as much room as is missing.
         lift = max(0, math.ceil(TIGHT * card.memory - limit))
         self._raised = replace(self._reserve, context=self._reserve.context + lift)
-        self._kinds = [(effect, ladder) for effect, ladder in self._all_kinds() if any(map(self._different, ladder))]
+        self._kinds = [(effect_of(kind[0]), kind) for kind in self._all_kinds() if any(map(self._different, kind))]
         self._least = remembered(self._find_least)
         self._counts = LEAST_SAVED * _phase(now, part).peak
 
-    def _all_kinds(self) -> Iterator[tuple[Effect, Ladder]]:
-        """Yield (effect, values from the one that changes least) of each kind of change."""
+    def _all_kinds(self) -> Iterator[Ladder]:
+        """Yield the values of each kind of change, from the one that changes least."""
         cfg, now, own = self._cfg, self._now, self._cfg.parallel
         can_offload = self._card.name != CPU and not own.cpu_offload
         blocks = {CHECKPOINTING: "auto"}
         if can_offload and not isinstance(cfg.adapter, NoAdapter):
             blocks[OFFLOAD] = "auto"
-        yield "same", (blocks,)
-        yield "same", _smaller_passes(cfg)
+        yield (blocks,)
+        yield _smaller_passes(cfg)
         if own.world_size > 1:
             shared = ("grad_op", "full") if now.strategy in ("ddp", "none") else ("full",)
             spread = {"parallel.shard_size": None, "parallel.reshard_after_forward": None}
-            yield "same", tuple({"parallel.strategy": one, **spread} for one in shared)
-        yield "same", ({"parallel.prefetch_forward": 0, "parallel.prefetch_backward": 0},)
+            yield tuple({"parallel.strategy": one, **spread} for one in shared)
+        yield ({"parallel.prefetch_forward": 0, "parallel.prefetch_backward": 0},)
         if can_offload:
             sharded = {"parallel.strategy": "full"} if now.strategy in ("ddp", "none") else {}
-            yield "same", ({"parallel.cpu_offload": True, OFFLOAD: 0, **sharded},)
+            yield ({"parallel.cpu_offload": True, OFFLOAD: 0, **sharded},)
         if not isinstance(cfg.adapter, NoAdapter):
             bits = BITS.get(cfg.quantize.format, 16.0)
             fewer = sorted((name for name in BITS if BITS[name] < bits), key=lambda name: -BITS[name])
-            yield "rounding", tuple({"quantize.format": name} for name in fewer)
+            yield tuple({"quantize.format": name} for name in fewer)
         if not cfg.quantize.encoders and self._is_too_much(CAPTIONS):
-            yield "rounding", ({"quantize.encoders": True},)
+            yield ({"quantize.encoders": True},)
         for ladder in reductions(cfg):
-            is_shown = any("sample.size" in choice for choice in ladder)
-            if not is_shown or self._is_too_much(SAMPLING):
-                yield ("samples" if is_shown else "learned"), ladder
+            if not any("sample.size" in choice for choice in ladder) or self._is_too_much(SAMPLING):
+                yield ladder
 
     def _need(self, plan: MemoryPlan) -> float:
         return _phase(plan, self._part).need
