@@ -430,6 +430,14 @@ def test_a_failed_run_is_tried_again_with_what_its_error_suggests(
     assert len(studio.draft().values) == len(retry)
 
 
+def test_a_run_that_ran_out_of_memory_is_tried_again_with_the_next_rung_of_the_ladder(window: Window, studio: Studio):
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB."
+    recorded(studio.runs, "old", [ErrorEvent(message=said, remedy="r"), StatusEvent(state="failed", step=40)])
+    answer = window.call("retry", run="old")
+    assert answer == "The settings of old, with train.checkpointing=full, parallel.offload_blocks=0."
+    assert studio.draft().values == {"train.checkpointing": "full", "parallel.offload_blocks": 0}
+
+
 @pytest.mark.parametrize("retry", ["<b>=1", "train=5", "no override", "train.steps=many", "stages=[]]"])
 def test_a_strangers_suggestion_that_is_none_is_refused(window: Window, studio: Studio, retry: str):
     failed = [ErrorEvent(message="m", remedy="r", retry=(retry,)), StatusEvent(state="failed", step=40)]

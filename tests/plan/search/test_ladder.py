@@ -226,6 +226,7 @@ def test_without_a_plan_all_is_recomputed_and_offloaded_and_then_passes_become_s
 
     both = ("train.checkpointing=full", "parallel.offload_blocks=1.0")
     sizes = [f"train.micro_batch={size}" for size in (3, 2, 1)]
-    assert list(rungs(CARDS["24gb"])) == [both, *((size, *both) for size in sizes)]
     alone = ("train.checkpointing=full", "parallel.offload_blocks=0")
+    last = ("parallel.cpu_offload=true", *alone)
+    assert list(rungs(CARDS["24gb"])) == [both, *((size, *both) for size in sizes), last]
     assert list(rungs(like(CPU, GIB))) == [alone, *((size, *alone) for size in sizes)]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache as remembered
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from trainer.config.families import trains_on
 from trainer.config.schema import RunConfig
@@ -23,7 +23,7 @@ from trainer.config.sections import NoAdapter
 from trainer.plan.calibration import calibrate
 from trainer.plan.hardware import Card
 from trainer.plan.memory import MemoryPlan, Time, plan_of
-from trainer.plan.search.choices import Choice, Ladder, micro_batches, reductions, value_of
+from trainer.plan.search.choices import Choice, Ladder, is_same, micro_batches, reductions, value_of
 from trainer.plan.search.decide import TIGHT, decided, is_open, thriftiest
 from trainer.plan.search.fixes import changed, planned, written
 from trainer.plan.simulate.phases import CAPTIONS, EXPORT, SAMPLING, TRAINING, Phase
@@ -52,6 +52,7 @@ EFFECT_OF: Mapping[str, Effect] = {
 }
 """{field: the effect of less of it}, for fields that have one, from the least."""
 CHECKPOINTING, OFFLOAD = "train.checkpointing", "parallel.offload_blocks"
+DECIDED = (CHECKPOINTING, OFFLOAD)
 """The fields that are decided together, and are in each rung."""
 CPU = "CPU"
 """Name of the card that stands for host memory: what is offloaded from it stays in it."""
@@ -93,9 +94,9 @@ class Rung:
     @property
     def settings(self) -> tuple[str, ...]:
         """The change as `key=value` for a config, with what the plan has decided."""
-        values = dict(self.changes)
-        if self.plan:
-            values |= {CHECKPOINTING: self.plan.checkpointing, OFFLOAD: self.plan.offload_blocks}
+        both = (self.plan.checkpointing, self.plan.offload_blocks) if self.plan else map(self.changes.get, DECIDED)
+        others = {field: value for field, value in self.changes.items() if field not in DECIDED}
+        values = others | dict(zip(DECIDED, both, strict=True))
         return tuple(
             f"{field}={value if isinstance(value, str) else json.dumps(value)}" for field, value in values.items()
         )
@@ -183,19 +184,40 @@ def effect_of(fields: Iterable[str]) -> Effect:
 
 
 def _unplanned(cfg: RunConfig, card: Card) -> Rung | None:
-    """Return what saves memory for sure, without a plan: all is recomputed and offloaded, then passes are smaller."""
-    can_offload = card.name != CPU and not isinstance(cfg.adapter, NoAdapter) and not cfg.parallel.cpu_offload
+    """Return what saves memory for sure, without a plan: first all is recomputed and offloaded."""
     own = cfg.parallel.offload_blocks
-    both = {CHECKPOINTING: "full", OFFLOAD: 1.0 if can_offload else 0 if own == "auto" else own}
-    if any(value_of(cfg, field) != value for field, value in both.items()):
-        return Rung(both, None, "same")
-    return next((Rung({**size, **both}, None, "same") for size in _smaller_passes(cfg)), None)
+    offloads = _can_offload(cfg, card) and not isinstance(cfg.adapter, NoAdapter)
+    most: Choice = {CHECKPOINTING: "full", OFFLOAD: 1.0 if offloads else 0 if own == "auto" else own}
+    for choice in ({}, *itertools.chain.from_iterable(_neutral(cfg, card, cfg.parallel.strategy))):
+        changes = {**most, **choice}
+        if _different(cfg, changes) and changed(cfg, changes):
+            others = {field: value for field, value in _different(cfg, choice).items() if field not in DECIDED}
+            return Rung(others | {field: changes[field] for field in DECIDED}, None, "same")
+    return None
 
 
-def _smaller_passes(cfg: RunConfig) -> Ladder:
-    """Fewer samples per pass, and more passes for the same batch."""
+def _can_offload(cfg: RunConfig, card: Card) -> bool:
+    return card.name != CPU and not cfg.parallel.cpu_offload
+
+
+def _neutral(cfg: RunConfig, card: Card, strategy: str) -> Iterator[Ladder]:
+    """Yield what leaves the result, in addition to recompute and offloaded blocks: each kind of change, with its values
+    from the one that changes least. strategy: the decided one, or `auto`."""
+    is_whole = strategy in ("ddp", "none")
     sizes = micro_batches(cfg, cfg.parallel.data_size)
-    return tuple(size for size in sizes if size["train.micro_batch"] < cfg.train.micro_batch)
+    yield tuple(size for size in sizes if size["train.micro_batch"] < cfg.train.micro_batch)
+    if cfg.parallel.world_size > 1:
+        spread = {"parallel.shard_size": None, "parallel.reshard_after_forward": None}
+        yield tuple({"parallel.strategy": one, **spread} for one in (("grad_op", "full") if is_whole else ("full",)))
+    yield ({"parallel.prefetch_forward": 0, "parallel.prefetch_backward": 0},)
+    if _can_offload(cfg, card):
+        sharded = {"parallel.strategy": "full"} if is_whole else {}
+        yield ({"parallel.cpu_offload": True, OFFLOAD: 0, **sharded},)
+
+
+def _different(cfg: RunConfig, choice: Choice) -> Choice:
+    """Return the fields of a choice that change a config."""
+    return {field: value for field, value in choice.items() if not is_same(value_of(cfg, field), value)}
 
 
 def _phase(plan: MemoryPlan, part: str | None) -> Phase:
@@ -221,27 +243,21 @@ class _Search:
         # What is decided leaves as much room as is missing.
         lift = max(0, math.ceil(TIGHT * card.memory - limit))
         self._raised = replace(self._reserve, context=self._reserve.context + lift)
-        self._kinds = [(effect_of(kind[0]), kind) for kind in self._all_kinds() if any(map(self._different, kind))]
+        self._kinds = [
+            (effect_of(kind[0]), kind) for kind in self._all_kinds() if any(_different(cfg, one) for one in kind)
+        ]
         self._least = remembered(self._find_least)
+        self._plans: dict[tuple[Any, ...], MemoryPlan | None] = {}
         self._counts = LEAST_SAVED * _phase(now, part).peak
 
     def _all_kinds(self) -> Iterator[Ladder]:
         """Yield the values of each kind of change, from the one that changes least."""
-        cfg, now, own = self._cfg, self._now, self._cfg.parallel
-        can_offload = self._card.name != CPU and not own.cpu_offload
+        cfg = self._cfg
         blocks = {CHECKPOINTING: "auto"}
-        if can_offload and not isinstance(cfg.adapter, NoAdapter):
+        if _can_offload(cfg, self._card) and not isinstance(cfg.adapter, NoAdapter):
             blocks[OFFLOAD] = "auto"
         yield (blocks,)
-        yield _smaller_passes(cfg)
-        if own.world_size > 1:
-            shared = ("grad_op", "full") if now.strategy in ("ddp", "none") else ("full",)
-            spread = {"parallel.shard_size": None, "parallel.reshard_after_forward": None}
-            yield tuple({"parallel.strategy": one, **spread} for one in shared)
-        yield ({"parallel.prefetch_forward": 0, "parallel.prefetch_backward": 0},)
-        if can_offload:
-            sharded = {"parallel.strategy": "full"} if now.strategy in ("ddp", "none") else {}
-            yield ({"parallel.cpu_offload": True, OFFLOAD: 0, **sharded},)
+        yield from _neutral(cfg, self._card, self._now.strategy)
         if not isinstance(cfg.adapter, NoAdapter):
             bits = BITS.get(cfg.quantize.format, 16.0)
             fewer = sorted((name for name in BITS if BITS[name] < bits), key=lambda name: -BITS[name])
@@ -256,10 +272,7 @@ class _Search:
         return _phase(plan, self._part).need
 
     def _rung(self, choice: Choice, plan: MemoryPlan, effect: Effect) -> Rung:
-        return Rung(self._different(choice), plan, effect, self._need(plan))
-
-    def _different(self, choice: Choice) -> Choice:
-        return {field: value for field, value in choice.items() if value_of(self._cfg, field) != value}
+        return Rung(_different(self._cfg, choice), plan, effect, self._need(plan))
 
     def _is_too_much(self, name: str) -> bool:
         if self._part not in (None, name):
@@ -341,16 +354,21 @@ class _Search:
 
     def _plan(self, choice: Choice, thriftiest_only: bool = False) -> MemoryPlan | None:
         """Return the plan of a change; None where it is invalid or the model was not recorded."""
+        key = (*choice.items(), thriftiest_only)
+        if key not in self._plans:
+            self._plans[key] = self._planned(choice, thriftiest_only)
+        return self._plans[key]
+
+    def _planned(self, choice: Choice, thriftiest_only: bool) -> MemoryPlan | None:
         cfg = changed(self._cfg, choice)
         model = known_model(cfg, self._cache) if cfg else None
         if cfg is None or model is None:
             return None
-        if is_open(cfg):
-            if thriftiest_only:
-                cfg = thriftiest(cfg, model)
-            else:
-                found = plan_of(cfg, model, self._card, self._raised)
-                cfg = decided(cfg, found.checkpointing, found.offload_blocks)
+        if is_open(cfg) and thriftiest_only:
+            cfg = thriftiest(cfg, model)
+        elif is_open(cfg):
+            found = plan_of(cfg, model, self._card, self._raised)
+            cfg = decided(cfg, found.checkpointing, found.offload_blocks)
         return plan_of(cfg, model, self._card, self._reserve)
 
 
