@@ -187,7 +187,10 @@ def plan(
         "is_waiting": preview.is_waiting,
         "steps": 0 if None in steps else sum(number or 0 for number in steps),
         "length": str(RunLength(cfg)),
-        "fixes": [{"text": str(fix), "changes": _typed(fix.changes)} for fix in preview.fixes],
+        "fixes": [
+            {"text": str(fix), "changes": _typed(fix.changes), "effect": "" if fix.effect == "same" else fix.in_words}
+            for fix in preview.fixes
+        ],
     }
     found = preview.plan
     if found is None:

@@ -16,7 +16,7 @@ from trainer.plan.hardware import Card, detected, named
 from trainer.plan.memory import MemoryPlan, Time, between, describe, describe_trace, history_of, verdict
 from trainer.plan.search.compare import decisions
 from trainer.plan.search.fixes import largest
-from trainer.plan.search.ladder import IN_WORDS, Rung, nothing_left, ways_to_fit
+from trainer.plan.search.ladder import Rung, nothing_left, ways_to_fit
 from trainer.plan.simulate.phases import moment
 from trainer.plan.store import find_model, traced_peak
 from trainer.run.folder import shared_cache
@@ -150,7 +150,7 @@ def _all_lines(cfg: RunConfig, result: _PartPlan) -> list[str]:
 
 
 def _ways(result: _PartPlan) -> list[str]:
-    effects = (f"; {IN_WORDS[fix.effect]}" if fix.effect != "same" else "" for fix in result.fixes)
+    effects = (f"; {fix.in_words}" if fix.effect != "same" else "" for fix in result.fixes)
     pairs = zip(result.fixes, effects, strict=True)
     return [f"fits with {fix}: {fix.need / GIB:.2f} GiB, {fix.time}{effect}" for fix, effect in pairs]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer.config.schema import RunConfig
 from trainer.plan.hardware import Card, detected, like, of_machine
-from trainer.plan.search.ladder import CPU, IN_WORDS, Rung, next_rung, nothing_left
+from trainer.plan.search.ladder import CPU, Rung, next_rung, nothing_left
 from trainer.run import stages
 from trainer.run.events import ENDS, ErrorEvent, EventReader, RankReader, State, StatusEvent
 from trainer.run.failure import missing_memory
@@ -74,4 +74,4 @@ def _state(run: RunDir) -> State:
 def _sentence(rung: Rung, card: Card) -> str:
     plan = f"by the plan this takes {rung.need / GIB:.1f} of {card.memory / GIB:.1f} GiB; " if rung.need else ""
     how = "continue with --resume and" if rung.effect != "learned" else "start a new run with"
-    return f"{how} {' '.join(map(shlex.quote, rung.settings))}: {plan}{IN_WORDS[rung.effect]}"
+    return f"{how} {' '.join(map(shlex.quote, rung.settings))}: {plan}{rung.in_words}"

@@ -531,7 +531,7 @@
         h('div.mem', { role: 'img', 'aria-label': spoken, data: { verdict: plan.verdict } }, plan.kinds.map(([kind, size]) => h('i', { title: KIND_WORDS[kind], style: { width: `${100 * size / whole}%`, background: `var(--${kind})` } }))),
         h('ul.keys', {}, plan.kinds.map(([kind, size]) => h('li', {}, h('i', { style: { background: `var(--${kind})` } }), studio.term(KIND_WORDS[kind]), ' ', h('b', {}, size < 0.005 * 2 ** 30 ? '< 0.01' : (size / 2 ** 30).toFixed(size < 2 ** 30 ? 2 : 1))))),
         h(plan.verdict === 'does not fit' ? 'p.notice.bad' : plan.verdict === 'tight' ? 'p.notice.warn' : 'p.sm.dim', {}, sentence(plan.sentence)),
-        ...plan.fixes.map((fix, index) => h('button.btn.s.fix', { type: 'button', id: `fix-${index}`, onclick: async () => take(await change('new_fix', { changes: fix.changes })) }, `Make it fit: ${fix.text}`)),
+        ...plan.fixes.map((fix, index) => h('button.btn.s.fix', { type: 'button', id: `fix-${index}`, onclick: async () => take(await change('new_fix', { changes: fix.changes })) }, `Make it fit: ${fix.text}${fix.effect && ` (${fix.effect})`}`)),
         fitter.element,
         h('details.sm', {}, h('summary', {}, 'More about memory'), h('p', {}, `Fullest in ${plan.moment}.`),
           h('ul', {}, plan.items.map(item => h('li', {}, h('b', {}, `${item.name} ${studio.gib(item.size)}`), `: ${item.text}`))),

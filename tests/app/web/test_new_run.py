@@ -346,6 +346,11 @@ def test_the_plan_is_for_the_gpus_that_are_chosen(window: Window):
     window.call("state", target="24gb")
     assert (window.state["plan"]["verdict"], len(window.state["plan"]["fixes"])) == ("does not fit", 2)
     assert window.state["plan"]["fixes"][0]["text"] == "parallel.cpu_offload=true"
+    assert {fix["effect"] for fix in window.state["plan"]["fixes"]} == {""}
+    window.call("edit", edits={"data.resolution": "1280"}, target="12gb")
+    [fix] = window.state["plan"]["fixes"]
+    assert fix["text"] == "parallel.cpu_offload=true quantize.format=nf4"
+    assert fix["effect"] == "the frozen base is rounded, which changes the result a little"
 
 
 def test_a_change_that_makes_the_run_fit_is_one_call(window: Window, studio: Studio):

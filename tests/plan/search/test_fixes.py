@@ -67,6 +67,14 @@ def test_pictures_are_made_smaller_only_where_nothing_else_helps() -> None:
         )
 
 
+def test_the_result_is_changed_by_no_more_than_what_keeps_it_cannot_do() -> None:
+    cfg = run("flux2 dev", "data.resolution=2048", "train.checkpointing=auto")
+    assert [str(fix) for fix in ways_to_fit(cfg, CARDS["16gb"], NOWHERE)] == [
+        "parallel.cpu_offload=true data.resolution=1024",
+        "parallel.offload_blocks=auto data.resolution=1024",
+    ]
+
+
 @pytest.mark.parametrize("field", [field for field in STEPS if field != "data.length"])
 def test_the_largest_value_fits_and_the_next_does_not(field: str) -> None:
     fields = ["train.checkpointing=full", "parallel.devices=2"]

@@ -106,6 +106,11 @@ class Rung:
         """Time of an optimizer step."""
         return self.plan.time if self.plan else None
 
+    @property
+    def in_words(self) -> str:
+        """What the change does to the result."""
+        return IN_WORDS[self.effect]
+
     def __str__(self) -> str:
         return " ".join(f"{field}={written(value)}" for field, value in self.changes.items())
 
@@ -126,8 +131,7 @@ def ways_to_fit(cfg: RunConfig, card: Card, cache: Path, now: MemoryPlan | None 
     if now is None or now.verdict == "fits":
         return []
     search = _Search(cfg, card, cache, now, None, TIGHT * card.memory)
-    found = (search.fitting(effect) for effect in EFFECTS if search.can_reach(effect))
-    return next((ways[:MOST] for ways in found if ways), [])
+    return next(filter(None, map(search.fitting, EFFECTS)), [])[:MOST]
 
 
 def next_rung(
@@ -161,7 +165,7 @@ def next_rung(
     limit = min(TIGHT * card.memory, _phase(now, part).need) - max(missing, LEAST_MISSING * card.memory)
     search = _Search(decided(cfg, now.checkpointing, now.offload_blocks), card, cache, now, part, limit)
     for effect in EFFECTS[: EFFECTS.index(most) + 1]:
-        if search.can_reach(effect) and (found := search.fitting(effect)):
+        if found := search.fitting(effect):
             return found[0]
         if least := search.least(effect):
             return least
@@ -271,28 +275,39 @@ class _Search:
     def _need(self, plan: MemoryPlan) -> float:
         return _phase(plan, self._part).need
 
-    def _rung(self, choice: Choice, plan: MemoryPlan, effect: Effect) -> Rung:
-        return Rung(_different(self._cfg, choice), plan, effect, self._need(plan))
+    def _rung(self, choice: Choice, plan: MemoryPlan) -> Rung:
+        changes = _different(self._cfg, choice)
+        return Rung(changes, plan, effect_of(changes), self._need(plan))
 
     def _is_too_much(self, name: str) -> bool:
         if self._part not in (None, name):
             return False
         return any(phase.name == name and phase.need > self._limit for phase in self._now.phases)
 
-    def can_reach(self, effect: Effect) -> bool:
-        """Whether changes up to an effect can bring the need below the limit."""
-        found = self._least(effect)
-        return found is not None and self._need(found[1]) <= NEARLY * self._limit
-
     def fitting(self, effect: Effect) -> list[Rung]:
-        """Return the fewest changes with which the run stays within the limit, the fastest first."""
-        kinds = self._up_to(effect)
-        for count in range(1, len(kinds) + 1):
-            several = (some for some in itertools.combinations(kinds, count) if some[-1][0] == effect)
-            found = [rung for some in several if (rung := self._first_fitting([ladder for _, ladder in some], effect))]
-            if found:
+        """Return the changes up to an effect with which the run stays within the limit, the fastest first.
+
+        Of each effect, from the largest, as little is changed as lets those of less effect do the rest; of those that
+        keep the result, the fewest.
+        """
+        if not self._reaches(self._up_to(effect)):
+            return []
+        chosen: list[Ladder] = []
+        for level in EFFECTS[EFFECTS.index(effect) : 0 : -1]:
+            own = [ladder for one, ladder in self._kinds if one == level]
+            less = self._up_to(EFFECTS[EFFECTS.index(level) - 1])
+            options = ([(choice,) for choice in option] for option in _options(own))
+            chosen += next(option for option in options if self._reaches([*less, *option, *chosen]))
+        neutral = self._up_to("same")
+        for count in range(len(neutral) + 1):
+            several = itertools.combinations(neutral, count)
+            if found := list(filter(None, (self._first_fitting([*some, *chosen]) for some in several))):
                 return sorted(found, key=_seconds)
         return []
+
+    def _reaches(self, ladders: Sequence[Ladder]) -> bool:
+        """Whether the last choices of all ladders bring the need below the limit."""
+        return any(self._fits(_merged(some)) for some, _ in self._deepest(ladders))
 
     def least(self, effect: Effect) -> Rung | None:
         """Return the changes up to an effect that need the least; None where they save nothing."""
@@ -301,22 +316,26 @@ class _Search:
             return None
         choice, plan = found
         saved = self._need(self._now) - self._need(plan)
-        return self._rung(choice, plan, effect) if saved > self._counts else None
+        return self._rung(choice, plan) if saved > self._counts else None
 
-    def _up_to(self, effect: Effect) -> list[tuple[Effect, Ladder]]:
-        kinds = [kind for kind in self._kinds if EFFECTS.index(kind[0]) <= EFFECTS.index(effect)]
-        return sorted(kinds, key=lambda kind: EFFECTS.index(kind[0]))
+    def _up_to(self, effect: Effect) -> list[Ladder]:
+        most = EFFECTS.index(effect)
+        kinds = sorted(self._kinds, key=lambda kind: EFFECTS.index(kind[0]))
+        return [ladder for one, ladder in kinds if EFFECTS.index(one) <= most]
 
-    def _first_fitting(self, ladders: Sequence[Ladder], effect: Effect) -> Rung | None:
-        for parts in itertools.product(*ladders):
-            choice = _merged(parts)
-            thrifty = self._plan(choice, thriftiest_only=True)
-            if thrifty is None or not self._is_within(thrifty, NEARLY):
-                continue
-            plan = self._plan(choice)
-            if plan is not None and self._is_within(plan):
-                return self._rung(choice, plan, effect)
+    def _first_fitting(self, ladders: Sequence[Ladder]) -> Rung | None:
+        for choice in map(_merged, itertools.product(*ladders)):
+            if plan := self._fits(choice):
+                return self._rung(choice, plan)
         return None
+
+    def _fits(self, choice: Choice) -> MemoryPlan | None:
+        """Return the plan of a change that stays within the limit, else None."""
+        thrifty = self._plan(choice, thriftiest_only=True)
+        if thrifty is None or not self._is_within(thrifty, NEARLY):
+            return None
+        plan = self._plan(choice)
+        return plan if plan and self._is_within(plan) else None
 
     def _is_within(self, plan: MemoryPlan, times: float = 1.0) -> bool:
         """Whether the part stays within the limit, and no other outgrows the GPU or what it was."""
@@ -325,9 +344,7 @@ class _Search:
 
     def _find_least(self, effect: Effect) -> tuple[Choice, MemoryPlan] | None:
         """Return the changes up to an effect that need the least, without those that save nothing."""
-        ladders = [ladder for _, ladder in self._up_to(effect)]
-        blockwise = [ladder for ladder in ladders if "parallel.cpu_offload" not in ladder[-1]]
-        found = [(some, plan) for some in map(self._ends, (blockwise, ladders)) if (plan := self._thrifty(some))]
+        found = self._deepest(self._up_to(effect))
         if not found:
             return None
         kept, plan = min(found, key=lambda one: self._need(one[1]))
@@ -338,6 +355,11 @@ class _Search:
             if fewer and self._need(fewer) <= enough:
                 kept, plan = rest, fewer
         return _merged(kept), plan
+
+    def _deepest(self, ladders: Sequence[Ladder]) -> list[tuple[list[Choice], MemoryPlan]]:
+        """Return the last choices of all ladders with their plan, with blocks or everything offloaded."""
+        blockwise = [ladder for ladder in ladders if "parallel.cpu_offload" not in ladder[-1]]
+        return [(some, plan) for some in map(self._ends, (blockwise, ladders)) if (plan := self._thrifty(some))]
 
     def _ends(self, ladders: Sequence[Ladder]) -> list[Choice]:
         """Return the last choice of each ladder that is valid with those before, and recorded."""
@@ -370,6 +392,13 @@ class _Search:
             found = plan_of(cfg, model, self._card, self._raised)
             cfg = decided(cfg, found.checkpointing, found.offload_blocks)
         return plan_of(cfg, model, self._card, self._reserve)
+
+
+def _options(ladders: Sequence[Ladder]) -> Iterator[tuple[Choice, ...]]:
+    """Yield choices of some ladders: none, then of one, then of several, each from what changes least."""
+    for count in range(len(ladders) + 1):
+        for some in itertools.combinations(ladders, count):
+            yield from itertools.product(*some)
 
 
 def _merged(parts: Sequence[Choice]) -> Choice:
