@@ -1,14 +1,6 @@
 """Optimizers, learning rates and the moving average, all on sharded parameters.
 
-A new optimizer is an entry of `_MAKERS` here, and its name in three other places:
-
-- the `Literal` of `OptimConfig.type` in `config/sections.py`, which makes it a value of `optim.type`;
-- `STATE_BYTES` in `plan/simulate/sizes.py`: bytes of its state per trained number, for the memory plan;
-- `config/aliases.py`: names that other trainers use for it, and `REFUSED_VALUES` if it was refused there until now.
-
-An optimizer of an optional package also goes into `EXTRAS` of `system/installation.py`. One that evaluates other
-weights than it trains also needs the rules that `config/schema.py` and `plan/simulate/phases.py` have for
-`schedulefree`.
+A new optimizer is an entry of `_MAKERS` here; `trainer/README.md` has the recipe.
 """
 
 from __future__ import annotations

@@ -403,9 +403,9 @@ FAULTS = (
     ),
     _fault(
         "the plan counts one moment of AdamW",
-        "trainer/plan/simulate/sizes.py",
-        'STATE_BYTES = {"adamw": 8.0,',
-        'STATE_BYTES = {"adamw": 4.0,',
+        "trainer/config/sections.py",
+        'state_bytes: ClassVar[Mapping[str, float]] = {"adamw": 8.0,',
+        'state_bytes: ClassVar[Mapping[str, float]] = {"adamw": 4.0,',
         "plan",
     ),
     _fault(

@@ -731,6 +731,9 @@ class OptimConfig(Section):
         "adamw", title="Optimizer", keywords="8bit adam prodigy schedule-free"
     )
     """AdamW, AdamW with 8-bit state (needs the extra `eightbit`), or schedule-free AdamW."""
+    state_bytes: ClassVar[Mapping[str, float]] = {"adamw": 8.0, "adamw8bit": 2.0 + 8 / 256, "schedulefree": 8.0}
+    """Bytes of state per trained number, by `type`: two moments in fp32; two in 8 bits with a scale per 256; one moment
+    and a second copy of the weights."""
     lr: Number = option(1e-4, title="Learning rate", gt=0, le=10, keywords="lr speed of learning")
     """Learning rate, reached after warm-up."""
     beta1: Number = option(0.9, title="Beta 1", ge=0, lt=1)

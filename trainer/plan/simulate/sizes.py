@@ -16,9 +16,6 @@ from trainer.plan.simulate.timeline import Sharding
 from trainer.run.allocator import pins_exactly
 from trainer.system.amounts import GIB
 
-STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.0 + 8 / 256, "schedulefree": 8.0}
-"""Bytes of optimizer state per trained number: two moments in fp32; two in 8 bits with a scale per 256; one moment and
-a second copy of the weights."""
 BITS = {"nf4": 4.25, "int8": 8.25, "fp8": 8.0}
 """Bits per weight, scales included."""
 
@@ -113,7 +110,7 @@ def sharding_of(cfg: RunConfig, strategy: Strategy) -> Sharding:
 
 def optimizer_bytes(cfg: RunConfig) -> float:
     """Return the bytes of state per trained number, including the moving average."""
-    return STATE_BYTES[cfg.optim.type] + (4.0 if cfg.optim.ema else 0.0)
+    return cfg.optim.state_bytes[cfg.optim.type] + (4.0 if cfg.optim.ema else 0.0)
 
 
 def checkpoint_bytes(cfg: RunConfig, model_pass: ModelPass) -> float:
