@@ -6,11 +6,15 @@ import gc
 import importlib
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.distributed.pool import IMPORTED, leave_process_group
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Playwright
 
 pytest.register_assert_rewrite("tests.bench", "tests.notebooks.lessons")
 # A shell starts a command with `&` so that it ignores Ctrl-C, and what tests start would inherit that.
@@ -51,3 +55,20 @@ def device(request: pytest.FixtureRequest) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return name
+
+
+@pytest.fixture(scope="session")
+def playwright() -> Iterator[Playwright]:
+    """One of a process can be at work."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        yield playwright
+
+
+@pytest.fixture(scope="session")
+def browser(playwright: Playwright) -> Browser:
+    """One Chromium for all tests of the page."""
+    from tests.app.browser import start_chromium
+
+    return start_chromium(playwright)

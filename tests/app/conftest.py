@@ -1,4 +1,4 @@
-"""One server, one Chromium and one of its tabs for all tests of the page: its scripts are read and compiled once."""
+"""One server and one tab of the browser for all tests of the page: its scripts are read and compiled once."""
 
 from __future__ import annotations
 
@@ -9,22 +9,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, Playwright, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page
 
-from tests.app.browser import Server, serving, start_chromium, visited
+from tests.app.browser import Server, serving, visited
 from tests.runs import make_pictures, write_preset
-
-
-@pytest.fixture(scope="session")
-def playwright() -> Iterator[Playwright]:
-    """One of a process can be at work."""
-    with sync_playwright() as playwright:
-        yield playwright
-
-
-@pytest.fixture(scope="session")
-def browser(playwright: Playwright) -> Browser:
-    return start_chromium(playwright)
 
 
 @pytest.fixture(scope="session")
