@@ -19,7 +19,7 @@ from tests.rooms import MOST_ARROWS, MOST_MODULES, MOST_ROOMS, ROOMS, Module, ar
 from trainer.adapters.kinds import KINDS
 from trainer.config.fields import all_names, slot
 from trainer.config.schema import RunConfig
-from trainer.config.sections import ADAPTERS, Section
+from trainer.config.sections import ADAPTERS, Section, TrackersConfig
 from trainer.models import families
 
 # What takes no torch, whatever it comes to import: a command and the page start in a fraction of a second.
@@ -632,6 +632,7 @@ def is_read(field: str, read: Set[str]) -> bool:
 
 def test_every_field_of_the_config_is_read():
     read = {attribute for module in MODULES.values() for attribute in attributes(module)}
+    read |= {f"trackers.{name}" for name in TrackersConfig.packages}  # `TrackersConfig.wanted` reads them by name
     assert [name for name in all_names() if not is_read(name, read)] == []
 
 

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from trainer.config.families import trains_on
 from trainer.config.load import ConfigFile, dump_config, load_config_text
 from trainer.config.schema import RunConfig
+from trainer.config.sections import TrackersConfig
 from trainer.launcher import commands, preflight
 from trainer.launcher.fit_command import Found
 from trainer.launcher.jobs import variants as trials
@@ -38,9 +39,7 @@ SHORT = (
     "optim.warmup=0",
     "data.validation=0",
     "sample.every=0",
-    "trackers.tensorboard=false",
-    "trackers.wandb=false",
-    "trackers.trackio=false",
+    *(f"trackers.{name}=false" for name in TrackersConfig.packages),
 )
 """Overrides for a run of a few steps, whose memory and time are those of any other step."""
 MADE_IMAGES = 16

@@ -40,11 +40,13 @@ def test_a_new_panel_changes_the_files_of_its_recipe_and_no_others_and_the_page_
 @pytest.mark.slow
 def test_a_new_panel_is_in_the_rail_before_the_one_listed_after_it_and_answers(copy: Copy, browser: Browser) -> None:
     program, environment = copy.path / "launch.py", {"PYTHONPATH": str(copy.path)}
-    with serving(copy.path / "runs", program=program, environment=environment) as server:
-        with opened(browser, server.url) as page:
-            assert page.locator("#rail a.nav span").all_inner_texts()[-2:] == ["Toy", "Machine"]
-            show(page, "Toy")
-            expect(page.get_by_label("Whom to greet")).to_be_focused()
-            page.get_by_label("Whom to greet").fill("<b>B</b>")
-            page.get_by_role("button", name="Greet").click()
-            expect(page.locator("#toy-greeting")).to_have_text("Hello <b>B</b>, your runs are in runs.")
+    with (
+        serving(copy.path / "runs", program=program, environment=environment) as server,
+        opened(browser, server.url) as page,
+    ):
+        assert page.locator("#rail a.nav span").all_inner_texts()[-2:] == ["Toy", "Machine"]
+        show(page, "Toy")
+        expect(page.get_by_label("Whom to greet")).to_be_focused()
+        page.get_by_label("Whom to greet").fill("<b>B</b>")
+        page.get_by_role("button", name="Greet").click()
+        expect(page.locator("#toy-greeting")).to_have_text("Hello <b>B</b>, your runs are in runs.")

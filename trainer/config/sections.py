@@ -954,6 +954,8 @@ class ExportConfig(Section):
 
 
 class TrackersConfig(Section):
+    packages: ClassVar[Mapping[str, str]] = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
+    """{field of a tracker, which is also its module in `metrics/trackers/`: the package it needs; "" for none}"""
     tensorboard: bool = option(False, title="TensorBoard", keywords="logging logs")
     """Also write metrics and samples for TensorBoard into the run folder. Needs the package tensorboard."""
     wandb: bool = option(False, title="Weights & Biases", keywords="logging logs")
@@ -965,6 +967,11 @@ class TrackersConfig(Section):
     """Project name in wandb and trackio."""
     debug: bool = option(False, title="Debug log of every rank")
     """Every rank also writes a timed debug log: logs/debug-rank0.log, logs/debug-rank1.log and so on."""
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The trackers that are on."""
+        return tuple(name for name, value in self if name in self.packages and value)
 
 
 class ClusterConfig(Section):

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +28,6 @@ from trainer.run.process import worker_environment
 from trainer.system.errors import InputError, Problem
 from trainer.system.files import opened_to_append
 
-_IS_WANTED: dict[str, Callable[[TrackersConfig], bool]] = {
-    "tensorboard": lambda cfg: cfg.tensorboard,
-    "wandb": lambda cfg: cfg.wandb,
-    "trackio": lambda cfg: cfg.trackio,
-}
-NAMES = tuple(_IS_WANTED)
 PATIENCE_S = 300
 """How long one item may take to send, and how long a tracker may take to finish after the run's end. wandb alone waits
 90 s for its server before it gives up."""
@@ -77,9 +71,9 @@ class Files:
 def missing(cfg: TrackersConfig) -> list[Problem]:
     """A problem for every tracker of the config whose package is not installed."""
     return [
-        Problem(f"trackers.{name}", f"true needs the package {name}; pip install {name}")
-        for name in _wanted(cfg)
-        if not _is_installed(name)
+        Problem(f"trackers.{name}", f"true needs the package {package}; pip install {package}")
+        for name in cfg.wanted
+        if (package := cfg.packages[name]) and not _is_installed(package)
     ]
 
 
@@ -119,7 +113,7 @@ def following(cfg: TrackersConfig, run: RunDir, emit: Emit, patience_s: int = PA
     """
     require(cfg)
     processes = {}
-    for name in _wanted(cfg):
+    for name in cfg.wanted:
         try:
             processes[name] = _start(run, name, patience_s)
         except OSError as error:
@@ -128,10 +122,6 @@ def following(cfg: TrackersConfig, run: RunDir, emit: Emit, patience_s: int = PA
         watch = threading.Thread(target=_watch, args=(processes, run, emit, patience_s), name="trackers", daemon=True)
         watch.start()
     yield
-
-
-def _wanted(cfg: TrackersConfig) -> list[str]:
-    return [name for name, is_wanted in _IS_WANTED.items() if is_wanted(cfg)]
 
 
 def _is_installed(package: str) -> bool:

@@ -1,4 +1,4 @@
-"""The process of one tracker: `python -m trainer.metrics.trackers RUN_DIR tensorboard|wandb|trackio`.
+"""The process of one tracker: `python -m trainer.metrics.trackers RUN_DIR NAME`.
 
 Started by rank 0 (`--parent PID`), it follows the run until that process is gone and the end was written, or a bounded
 time after. Started by hand, it sends what is there and ends. It never imports torch.
@@ -24,7 +24,6 @@ import psutil
 from trainer.config.sections import TrackersConfig
 from trainer.metrics.trackers import (
     ALREADY_REPORTED,
-    NAMES,
     PATIENCE_S,
     Files,
     require,
@@ -184,7 +183,7 @@ def _send(tracker: Tracker, item: Item) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.metrics.trackers", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="a run folder")
-    parser.add_argument("tracker", choices=NAMES)
+    parser.add_argument("tracker", choices=tuple(TrackersConfig.packages))
     parser.add_argument("--parent", type=int, metavar="PID", help="follow the run as long as this parent process lives")
     parser.add_argument("--patience", type=int, default=PATIENCE_S, metavar="SECONDS", help="longest time for one item")
     return parser
