@@ -218,6 +218,7 @@ class Follower:
         self._steps: list[StepEvent] = []
         self._num_read = 0
         self._validations: dict[int, ValidationEvent] = {}
+        self._metrics: dict[str, None] = {}
         self._stage: StageEvent | None = None
         self._samples: dict[tuple[int, int, str], SampleEvent] = {}  # a resumed run draws some files again
         self._events: list[AnyEvent] = []
@@ -248,11 +249,16 @@ class Follower:
             size = 0
         return size < self._event_reader.offset or self.run.path.stat().st_ino != self._folder
 
+    def charts(self) -> Mapping[str, Callable[[Follower], list[Line]]]:
+        """Return the charts of this run: CHARTS, and one of each metric of its objective that was read so far."""
+        metrics = list(self._metrics)[:MOST_METRICS]
+        return {**{name.capitalize(): partial(_metric, name) for name in metrics}, **CHARTS}
+
     def lines(self, chart: str) -> list[Line]:
-        """Return the lines of one of CHARTS, with every step as it was measured and its minutes."""
+        """Return the lines of one of `charts`, with every step as it was measured and its minutes."""
         with self._lock:
             self._read()
-            return [replace(line, minutes=self._minutes(line)) for line in CHARTS[chart](self) if line.points]
+            return [replace(line, minutes=self._minutes(line)) for line in self.charts()[chart](self) if line.points]
 
     def _minutes(self, line: Line) -> list[float]:
         events: Iterable[StepEvent | ValidationEvent] = self.validations if line.look == "dots" else self._steps
@@ -294,6 +300,8 @@ class Follower:
     def _take(self, event: AnyEvent) -> None:
         self._clock.add(event)
         self._last_event = event.time
+        if isinstance(event, StepEvent | ValidationEvent) and len(self._metrics) < MOST_METRICS:
+            self._metrics.update(dict.fromkeys(event.metrics))
         match event:
             case StepEvent():
                 while self._steps and self._steps[-1].step >= event.step:  # a resumed run repeats steps
@@ -465,14 +473,10 @@ def _metric(name: str, follower: Follower) -> list[Line]:
     return metric_lines(name, follower.steps, follower.validations, follower.decay)
 
 
-METRIC_CHARTS: Mapping[str, Callable[[Follower], list[Line]]] = {
-    "Margins": partial(_metric, "margins"),
-    "Accuracies": partial(_metric, "accuracies"),
-}
-"""Charts of what only some objectives measure: a run without it has no such chart."""
+MOST_METRICS = 12
+"""Metrics that have a chart, at most."""
 CHARTS: Mapping[str, Callable[[Follower], list[Line]]] = {
     "Loss": _loss,
-    **METRIC_CHARTS,
     "Learning rate": _learning_rate,
     "Gradient norm": _grad_norm,
     "Speed": _speed,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.runs.monitor import CHARTS, METRIC_CHARTS, Follower
+from app.runs.monitor import CHARTS, Follower
 from app.web.pages import run as run_page
 from tests.runs import run_config
 from trainer.launcher.console import StepSummary, sentence
@@ -44,13 +44,13 @@ def test_the_page_has_a_chart_of_each_metric_with_its_validation(run: RunDir) ->
     assert each.points == [(1, 0.1), (2, 0.3)]
     assert (held_out.points, held_out.look) == ([(2, 0.2)], "dots")
     curves = run_page._curves(follower, follower.view()).make()
-    assert curves.keys() == CHARTS.keys()
+    assert curves.keys() == {"Margins", "Accuracies", *CHARTS}
     assert json.loads(curves["Accuracies"])["lines"][0]["values"] == [0.5, 1.0]
 
 
 def test_a_run_without_metrics_has_no_chart_of_them(tmp_path: Path) -> None:
     follower = Follower(a_run(tmp_path, {}, {}))
-    assert run_page._curves(follower, follower.view()).make().keys() == CHARTS.keys() - METRIC_CHARTS.keys()
+    assert run_page._curves(follower, follower.view()).make().keys() == CHARTS.keys()
 
 
 def test_the_report_has_their_charts_and_last_values(run: RunDir) -> None:

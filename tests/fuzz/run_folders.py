@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from app.runs import run_screen, run_table
-from app.runs.monitor import CHARTS, Follower
+from app.runs.monitor import Follower
 from app.runs.run_screen import LogWish
 from app.studio import Studio
 from tests.app.browser import recorded
@@ -196,7 +196,7 @@ def _watch(studio: Studio, run: RunDir) -> None:
     follower = studio.follower(run)
     view = follower.view()
     assert view.sentence
-    for chart in CHARTS:
+    for chart in follower.charts():
         follower.lines(chart)
     for source in run_screen.log(run, LogWish())["sources"]:
         run_screen.log(run, LogWish(source))

@@ -22,6 +22,7 @@ from trainer.models.base import FLOW_FIELDS
 from trainer.models.build import encoder_loader
 from trainer.models.objectives.base import Batch, Example
 from trainer.models.objectives.flow_matching import Shift, draw_sigma
+from trainer.models.objectives.kinds import fields_of
 from trainer.models.parts.image import flow_matching
 from trainer.parallel.fsdp_rules import check_calls
 from trainer.parallel.parallelize import blocks_of
@@ -284,9 +285,9 @@ def test_what_a_family_does_not_read_is_refused(family: Any, cache: Path) -> Non
     name, used = family.config.family, "is not used by this kind of model; leave it out. It reads "
     assert OBJECTIVE.keys() == ObjectiveConfig.model_fields.keys()
     assert OPTIONS.keys() == ModelOptions.model_fields.keys()
-    for field in OBJECTIVE.keys() - family.objective_fields:
+    for field in OBJECTIVE.keys() - fields_of(type(family)):
         message = refusal(name, cache, objective=ObjectiveConfig(**{field: OBJECTIVE[field]}))
-        assert message.startswith(f"objective.{field}: {used}{'objective.' if family.objective_fields else 'nothing'}")
+        assert message.startswith(f"objective.{field}: {used}{'objective.' if fields_of(type(family)) else 'nothing'}")
     for field in OPTIONS.keys() - family.options_read:
         message = refusal(name, cache, **{field: OPTIONS[field]})
         assert message.startswith(f"model.options.{field}: {used}model.options.architecture")

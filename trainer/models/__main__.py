@@ -9,6 +9,7 @@ from pathlib import Path
 from trainer.config.families import FACTS, FamilyFacts
 from trainer.models import families
 from trainer.models.base import ModelFamily
+from trainer.models.objectives.kinds import fields_of
 
 
 def write_facts(path: Path) -> None:
@@ -27,7 +28,7 @@ def facts(family: str) -> FamilyFacts:
         architectures={name: _read_by(kind, name) for name in kind.architectures},
         default_architecture=kind.default_architecture,
         conditional_fields=kind.conditional_fields,
-        objective_fields=tuple(sorted(kind.objective_fields)),
+        objective_fields=tuple(sorted(fields_of(kind))),
         options_read=tuple(sorted(kind.options_read)),
         data_fields=tuple(sorted(kind.data_fields)),
         sample_fields=tuple(sorted(kind.sample_fields)),

@@ -45,8 +45,6 @@ LoadModule = Callable[[nn.Module, WeightFiles, Sequence[str]], nn.Module]
 on this rank's device. With block names the module is sharded and in the run's compute type, and every rank must call it
 equally often; without, it is whole and in its own type. Buffers that no file holds are undefined afterwards."""
 
-PREFERENCE_FIELDS = frozenset({"dpo_beta"})
-"""Fields of `objective` that models which are trained on preferences read."""
 FLOW_FIELDS = frozenset({"density", "logit_mean", "logit_std", "mode_scale", "shift", "shift_factor"})
 """Fields of `objective` that flow matching reads; models with a guidance embedding also read "guidance"."""
 DIFFUSION_FIELDS = frozenset({"prediction", "zero_terminal_snr", "min_snr_gamma"})
@@ -147,8 +145,8 @@ class ModelFamily(ABC):
     halves_swapped: ClassVar[tuple[str, ...]] = ()
     """Layers (regular expressions) whose output halves have the other order in original files. A low-rank update
     survives that; adapters that depend on whole rows (dora, diag-oft, boft) do not, and skip these layers."""
-    objective_fields: ClassVar[frozenset[str]] = FLOW_FIELDS | PREFERENCE_FIELDS
-    """Fields of the section `objective` that the family reads; the others must keep their defaults."""
+    objective_fields: ClassVar[frozenset[str]] = FLOW_FIELDS
+    """Fields of the section `objective` that the family reads, whichever the objective."""
     options_read: ClassVar[frozenset[str]] = frozenset({"architecture"})
     """Fields of the section `model.options` that the family reads; the others must keep their defaults."""
     conditional_fields: ClassVar[Mapping[str, tuple[str, str, bool]]] = {}

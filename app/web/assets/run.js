@@ -363,7 +363,16 @@ studio.runTabs = studio.runTabs || {};
 
   // --- charts, memory, time -------------------------------------------------------------------------------------------
 
+  /** A small chart after the others, or the large one. */
+  function addChart({ title, ylabel }, home, small) {
+    const card = h('section.card', { id: `chart-${title.toLowerCase().replaceAll(' ', '-')}`, 'aria-label': title });
+    home.append(card);
+    chartCards[title] = card;
+    charts[title] = studio.chart(card, { title, ylabel, small });
+  }
+
   function drawCurves(curves) {
+    for (const title of Object.keys(curves)) if (!(title in charts)) addChart({ title, ylabel: title.toLowerCase() }, parts.minis, true);
     for (const title of Object.keys(charts)) chartCards[title].hidden = !(title in curves);
     for (const [title, text] of Object.entries(curves)) charts[title].set(text);
   }
@@ -547,10 +556,13 @@ studio.runTabs = studio.runTabs || {};
   }
 
   function buildCharts() {
-    const cards = studio.facts.run.charts.map(({ title }) => h(`section.card#chart-${title.toLowerCase().replaceAll(' ', '-')}`, { 'aria-label': title }));
-    parts.charts = h('div.run-charts', { hidden: true }, cards[0], h('div.minis', {}, cards.slice(1)));
+    const [large, ...small] = studio.facts.run.charts;
+    parts.charts = h('div.run-charts', { hidden: true });
+    parts.minis = h('div.minis');
     parts.noCharts = h('section.card.dim');
-    studio.facts.run.charts.forEach(({ title, ylabel }, at) => { chartCards[title] = cards[at]; charts[title] = studio.chart(cards[at], { title, ylabel, small: at > 0 }); });
+    addChart(large, parts.charts, false);
+    parts.charts.append(parts.minis);
+    for (const chart of small) addChart(chart, parts.minis, true);
     return [parts.charts, parts.noCharts];
   }
 

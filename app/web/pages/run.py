@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from app.runs import notes, run_screen
-from app.runs.monitor import CHARTS, METRIC_CHARTS, Follower, RunView
+from app.runs.monitor import CHARTS, Follower, RunView
 from app.runs.run_screen import LogWish, Part
 from app.studio import Studio
 from app.web import charts
@@ -22,7 +22,7 @@ UNITS: Mapping[str, str] = {"Seconds per step": "seconds", "Speed": "per second"
 
 
 def facts() -> dict[str, Any]:
-    """Return what the script knows from the start: the charts."""
+    """Return what the script knows from the start: the charts of every run."""
     return {"charts": [{"title": name, "ylabel": UNITS.get(name, name.lower())} for name in CHARTS]}
 
 
@@ -82,16 +82,15 @@ def calls(studio: Studio) -> Calls:
 
 
 def _curves(follower: Follower, view: RunView) -> Part:
-    """Return {chart: its content}, without charts of what the run does not measure.
+    """Return {chart: its content}.
 
     A run that was resumed repeats steps, so that `view.curves` changes, too.
     """
     source = follower.run.path.name
 
     def make() -> dict[str, str]:
-        sizes = {name: charts.MOST_SMALL_POINTS if at else charts.MOST_POINTS for at, name in enumerate(CHARTS)}
-        lines = {name: follower.lines(name) for name in CHARTS}
-        shown = {name: lines[name] for name in CHARTS if lines[name] or name not in METRIC_CHARTS}
-        return {name: charts.chart_json(name, found, source, sizes[name]) for name, found in shown.items()}
+        large = next(iter(CHARTS))
+        sizes = {name: charts.MOST_POINTS if name == large else charts.MOST_SMALL_POINTS for name in follower.charts()}
+        return {name: charts.chart_json(name, follower.lines(name), source, size) for name, size in sizes.items()}
 
     return Part(repr(view.curves), make)

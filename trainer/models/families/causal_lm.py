@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, DataConfig, ModelConfig, NoAdapter, ObjectiveConfig, SampleConfig
-from trainer.models.base import PREFERENCE_FIELDS, TextFamily, Weigh
+from trainer.models.base import TextFamily, Weigh
 from trainer.models.objectives.base import Batch, Loss
 from trainer.models.parts.chat.chat_template import read_template, without_marks
 from trainer.models.parts.chat.conversation import Chat, Encoded, encode_spans
@@ -90,7 +90,7 @@ class CausalLM(TextFamily):
 
     components = (COMPONENT,)
     any_network = True
-    objective_fields = PREFERENCE_FIELDS | {"router_weight"}
+    objective_fields = frozenset({"router_weight"})
     options_read = frozenset({"architecture", "attention", "blocks", "new_tokens"})
     architectures = tuple(PUBLISHED)
     default_architecture = "qwen3-1.7b"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trainer.config.families import Distilled
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.config.size import Size
-from trainer.models.base import FLOW_FIELDS, PREFERENCE_FIELDS, ImageFamily, LoadModule, TextLength
+from trainer.models.base import FLOW_FIELDS, ImageFamily, LoadModule, TextLength
 from trainer.models.objectives.base import Batch, Example, Loss
 from trainer.models.parts.folder import check_architecture, open_folder, write_model_index, write_random, write_tiny
 from trainer.models.parts.image.clip import (
@@ -118,7 +118,7 @@ class Flux1(ImageFamily):
         ),
     )
     size_multiple = 16
-    objective_fields = FLOW_FIELDS | PREFERENCE_FIELDS | {"guidance"}
+    objective_fields = FLOW_FIELDS | {"guidance"}
     conditional_fields: ClassVar = {"objective.guidance": ("transformer/config.json", "guidance_embeds", False)}
     options_read = frozenset({"architecture", "distilled", "max_tokens"})
     longest_text = 512

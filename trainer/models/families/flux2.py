@@ -24,7 +24,6 @@ from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.config.size import Size
 from trainer.models.base import (
     FLOW_FIELDS,
-    PREFERENCE_FIELDS,
     ImageFamily,
     LoadModule,
     TextLength,
@@ -200,7 +199,7 @@ class Flux2(ImageFamily):
         for size in ("4B", "9B")
     )
     size_multiple = 16
-    objective_fields = FLOW_FIELDS | PREFERENCE_FIELDS | {"guidance"}
+    objective_fields = FLOW_FIELDS | {"guidance"}
     conditional_fields: ClassVar = {"objective.guidance": ("transformer/config.json", "guidance_embeds", True)}
     options_read = frozenset({"architecture", "distilled", "text_layers", "max_tokens"})
     longest_text = MAX_TOKENS

@@ -28,7 +28,6 @@ from trainer.config.size import Size
 from trainer.models.base import (
     DIFFUSION_FIELDS,
     DIFFUSION_SAMPLE,
-    PREFERENCE_FIELDS,
     ImageFamily,
     LoadModule,
     TextLength,
@@ -141,7 +140,7 @@ class Sdxl(ImageFamily):
     )
     size_multiple = 32  # 8 pixels per latent pixel, and the U-Net halves these twice
     options_read = frozenset({"architecture", "distilled", "text_windows"})
-    objective_fields = DIFFUSION_FIELDS | PREFERENCE_FIELDS
+    objective_fields = DIFFUSION_FIELDS
     sample_fields = ImageFamily.sample_fields | DIFFUSION_SAMPLE
     reads_original_size = True
     single_file = (*components, "vae")

@@ -106,6 +106,8 @@ class Objective:
         cfg: The run's config.
     """
 
+    fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields of the section `objective` that it reads, in addition to those of the family."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of what is measured in addition to the loss, in the order of `Loss.metrics`."""
     images_per_example: ClassVar[int] = 1
@@ -115,8 +117,13 @@ class Objective:
         self._cfg = cfg.objective
 
     @classmethod
-    def is_of(cls, cfg: RunConfig, family: ModelFamily) -> bool:
-        """Whether a run of this config and family has this objective."""
+    def suits(cls, family: type[ModelFamily]) -> bool:
+        """Whether models of a family can be trained so."""
+        return True
+
+    @classmethod
+    def is_wanted(cls, cfg: RunConfig) -> bool:
+        """Whether a config asks for this objective."""
         return True
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:

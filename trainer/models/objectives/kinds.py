@@ -13,4 +13,9 @@ OBJECTIVES: tuple[type[Objective], ...] = (TextPreferences, ImagePreferences, Ob
 
 def make(cfg: RunConfig, family: ModelFamily) -> Objective:
     """Return the objective of a run."""
-    return next(kind for kind in OBJECTIVES if kind.is_of(cfg, family))(cfg)
+    return next(kind for kind in OBJECTIVES if kind.suits(type(family)) and kind.is_wanted(cfg))(cfg)
+
+
+def fields_of(family: type[ModelFamily]) -> frozenset[str]:
+    """Fields of the section `objective` that a family and its objectives read; others must keep their defaults."""
+    return family.objective_fields.union(*(kind.fields for kind in OBJECTIVES if kind.suits(family)))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainer import adapters
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
-from trainer.models.base import ModelFamily, TextFamily
+from trainer.models.base import ImageFamily, ModelFamily, MultimodalFamily, TextFamily
 from trainer.models.build import BuiltModel
 from trainer.models.objectives.base import Batch, Example, Items, Loss, Objective
 from trainer.rng import SampleRng
@@ -34,12 +34,17 @@ class _Preferences(Objective):
 
     beta: float
 
+    fields = frozenset({"dpo_beta"})
     metrics = ("margins", "accuracies")
 
     def __init__(self, cfg: RunConfig) -> None:
         super().__init__(cfg)
         assert cfg.objective.dpo_beta is not None
         self.beta = cfg.objective.dpo_beta
+
+    @classmethod
+    def is_wanted(cls, cfg: RunConfig) -> bool:
+        return cfg.objective.compares_pairs
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
         if isinstance(cfg.adapter, NoAdapter) or cfg.adapter.start is None:
@@ -62,8 +67,8 @@ class TextPreferences(_Preferences):
     """Pairs of answers: documents 2n and 2n + 1 of a row are the chosen and the rejected answer of one pair."""
 
     @classmethod
-    def is_of(cls, cfg: RunConfig, family: ModelFamily) -> bool:
-        return cfg.objective.compares_pairs and isinstance(family, TextFamily)
+    def suits(cls, family: type[ModelFamily]) -> bool:
+        return issubclass(family, TextFamily)
 
     def loss(self, family: ModelFamily, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
         assert isinstance(family, TextFamily)
@@ -103,8 +108,8 @@ class ImagePreferences(_Preferences):
     images_per_example = 2
 
     @classmethod
-    def is_of(cls, cfg: RunConfig, family: ModelFamily) -> bool:
-        return cfg.objective.compares_pairs and not isinstance(family, TextFamily)
+    def suits(cls, family: type[ModelFamily]) -> bool:
+        return issubclass(family, ImageFamily) and not issubclass(family, MultimodalFamily)
 
     def items(self, examples: Sequence[Example], weights: Sequence[float], rng: SampleRng) -> Items:
         """Chosen images, then rejected ones; those of a pair draw equal random numbers, as they share an index."""
