@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from trainer.config.families import trains_on
 from trainer.config.schema import RunConfig
 from trainer.data.encode import StopRequested
+from trainer.data.row_files import has_rows
 from trainer.data.text.text_documents import read_documents
 from trainer.data.text.text_files import TextFolder, check_preferences, digest, folders_of, has_plain_text, of_config
 from trainer.data.text.text_rows import key_of
@@ -35,8 +36,6 @@ from trainer.system import files
 from trainer.system.errors import InputError
 from trainer.system.terminal import say
 
-WHOLE_FILES = (".txt", ".npy")
-"""Files without rows that can be wrong one by one."""
 MOST_CHECKED = 64 * 2**20
 """Bytes of a file whose rows are read before the first stage. The rest is read when it is trained."""
 TURN_S = 2.0
@@ -156,7 +155,7 @@ def _read(cfg: RunConfig, cache: Path) -> Iterator[str]:
     if trains_on(cfg) != "text":  # all that is wrong with images was said before a rank started
         return
     trained, held_out = of_config(cfg.data)
-    paths = [file for file in (*trained, *held_out) if file.suffix.lower() not in WHOLE_FILES]
+    paths = [file for file in (*trained, *held_out) if has_rows(file)]
     compares = cfg.objective.compares_pairs
     check_preferences((*trained, *held_out), compares)
     if not paths:

@@ -16,6 +16,7 @@ from trainer.data.row_files import (
     LINE_CHUNK,
     MOST_LINE,
     MOST_RATIO,
+    READERS,
     columns_of,
     csv_columns,
     first_row,
@@ -49,8 +50,9 @@ from trainer.system.errors import InputError
 from trainer.system.files import NOT_REGULAR, opened
 from trainer.system.terminal import shortened
 
-SUFFIXES = frozenset({".txt", ".jsonl", ".json", ".csv", ".parquet", ".npy"})
-GIVE = "a .txt, .jsonl, .json, .csv, .parquet or .npy file"
+SUFFIXES = (".txt", *READERS, ".npy")
+KINDS = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+GIVE = f"a {KINDS} file"
 READ = f"give {GIVE}; .jsonl, .json and .csv may be packed as .gz"
 ABOUT = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 """Files that describe a dataset, as the library datasets writes them."""
@@ -256,9 +258,7 @@ def find_files(path: Path) -> tuple[Path, ...]:
         raise InputError(f"{path}: no such file or folder; give {GIVE}, or a folder of them")
     files = [file for file in files_below(path) if _is_read(file)]
     if not files:
-        raise InputError(
-            f"{path}: no text in this folder; put .txt, .jsonl, .json, .csv, .parquet or .npy files into it"
-        )
+        raise InputError(f"{path}: no text in this folder; put {KINDS} files into it")
     for file in files:
         _require_regular(file)
     return tuple(sorted(files, key=lambda file: file.relative_to(path).as_posix()))
