@@ -37,7 +37,8 @@ ROOMS = {
     "export": "adapters checkpoint config data models rng run system weights",
     "plan": "adapters config distributed models optim parallel rng run system view weights",
     "launcher": "checkpoint config data export metrics models plan run system view weights",
-    "train": "adapters checkpoint config data distributed export metrics models optim parallel plan rng run system view",
+    "train": "adapters checkpoint config data distributed export metrics models optim parallel plan rng run system "
+    "view",
     "__main__": "train",
     "benchmark": "distributed launcher metrics optim parallel plan run train view",
     "app": "config data launcher plan run system view",
