@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from trainer.data.cache import PARTS, Crew, ExampleCache, content_keys, encode_missing, missing
+from trainer.data.cache import PARTS, ExampleCache, RankGroup, content_keys, encode_missing, missing
 from trainer.models.objectives.base import Example
 from trainer.system.errors import InputError
 
@@ -47,15 +47,15 @@ class Meeting:
         return gathered
 
 
-def run_crews(sizes: list[int], act: Callable[[int, Crew], T]) -> list[T | Exception]:
-    """What `act(crew number, crew)` returns or raises on each rank of crews of these sizes."""
+def run_groups(sizes: list[int], act: Callable[[int, RankGroup], T]) -> list[T | Exception]:
+    """What `act(group number, group)` returns or raises on each rank of groups of these sizes."""
     meeting = Meeting(sum(sizes))
     places = [(number, index, size) for number, size in enumerate(sizes) for index in range(size)]
 
     def run_rank(rank: int) -> T | Exception:
         number, index, size = places[rank]
         try:
-            return act(number, Crew(index, size, lambda value: meeting.gather(rank, value)))
+            return act(number, RankGroup(index, size, lambda value: meeting.gather(rank, value)))
         except Exception as error:  # noqa: BLE001 - handed to the test
             if not isinstance(error, InputError):
                 meeting.barrier.abort()  # as torchrun ends the other ranks
@@ -69,8 +69,8 @@ def no_progress(done: int, total: int) -> None:
     pass
 
 
-def alone() -> Crew:
-    return Crew(0, 1, lambda value: [value])
+def alone() -> RankGroup:
+    return RankGroup(0, 1, lambda value: [value])
 
 
 def cached_numbers(cache: ExampleCache) -> set[int]:
@@ -162,7 +162,7 @@ def test_missing_keys_are_the_same_on_all_ranks_and_in_order(tmp_path: Path, siz
         caches[0].write(key_of(number), example_of(number))
     for number in (3, 4, 6):
         caches[-1].write(key_of(number), example_of(number))
-    found = run_crews(sizes, lambda number, crew: missing(WORK, caches[number], crew))
+    found = run_groups(sizes, lambda number, group: missing(WORK, caches[number], group))
     absent = (1, 2, 5) if len(sizes) == 1 else (0, 1, 2, 5, 6)
     assert found == [tuple(key_of(number) for number in absent)] * sum(sizes)
 
@@ -176,36 +176,36 @@ def test_each_missing_item_is_encoded_by_one_rank_and_all_ranks_encode_equally_o
     encoded: list[list[int]] = [[] for _ in range(num_ranks)]
     progress: list[tuple[int, int]] = []
 
-    def fill(number: int, crew: Crew) -> dict[str, str]:
+    def fill(number: int, group: RankGroup) -> dict[str, str]:
         def encode(item: int) -> Example:
-            encoded[crew.index].append(item)
+            encoded[group.index].append(item)
             return example_of(item)
 
-        note = (lambda done, total: progress.append((done, total))) if crew.index == 0 else no_progress
-        return encode_missing(WORK, cache, encode, crew, note)
+        note = (lambda done, total: progress.append((done, total))) if group.index == 0 else no_progress
+        return encode_missing(WORK, cache, encode, group, note)
 
-    assert run_crews([num_ranks], fill) == [{}] * num_ranks
+    assert run_groups([num_ranks], fill) == [{}] * num_ranks
     assert cached_numbers(cache) == set(range(7))
     assert {len(calls) for calls in encoded} == {6 // num_ranks}
     assert sorted(item for calls in encoded for item in calls) == [0, 1, 3, 4, 5, 6]
     assert progress == [(done, 6) for done in range(num_ranks, 7, num_ranks)]
 
 
-def test_crews_that_miss_different_items_call_a_sharded_encoder_together(tmp_path: Path) -> None:
+def test_groups_that_miss_different_items_call_a_sharded_encoder_together(tmp_path: Path) -> None:
     caches = [ExampleCache(tmp_path / "node0"), ExampleCache(tmp_path / "node1")]
     for number in range(6):
         caches[0].write(key_of(number), example_of(number))
     caches[1].write(key_of(6), example_of(6))
     together = threading.Barrier(3, timeout=HANG_S)
 
-    def fill(number: int, crew: Crew) -> dict[str, str]:
+    def fill(number: int, group: RankGroup) -> dict[str, str]:
         def encode(item: int) -> Example:
             together.wait()
             return example_of(item)
 
-        return encode_missing(WORK, caches[number], encode, crew, no_progress)
+        return encode_missing(WORK, caches[number], encode, group, no_progress)
 
-    assert run_crews([2, 1], fill) == [{}] * 3
+    assert run_groups([2, 1], fill) == [{}] * 3
     assert [cached_numbers(cache) for cache in caches] == [set(range(7))] * 2
 
 
@@ -222,7 +222,7 @@ def test_unusable_items_are_reported_on_all_ranks_and_leave_none_waiting_in_a_sh
         together.wait()
         return example_of(item)
 
-    outcome = run_crews([2], lambda number, crew: encode_missing(WORK, cache, encode, crew, no_progress))
+    outcome = run_groups([2], lambda number, group: encode_missing(WORK, cache, encode, group, no_progress))
     assert outcome == [{key_of(item): f"{item}.png: cannot be read" for item in sorted(bad)}] * 2
     assert cached_numbers(cache) == set(range(7)) - bad
 
@@ -235,7 +235,7 @@ def test_another_error_ends_its_rank_at_once(tmp_path: Path) -> None:
             raise MemoryError("no room for the latents")
         return example_of(item)
 
-    outcome = run_crews([2], lambda number, crew: encode_missing(WORK, cache, encode, crew, no_progress))
+    outcome = run_groups([2], lambda number, group: encode_missing(WORK, cache, encode, group, no_progress))
     assert [type(error) for error in outcome] == [threading.BrokenBarrierError, MemoryError]
     assert cached_numbers(cache) - {4} == {0, 1, 2, 3}  # 4 is the other rank's work of that moment
 
@@ -281,13 +281,13 @@ def test_content_keys_are_the_digests_of_the_bytes_whatever_the_ranks(tmp_path: 
     contents = [b"one", b"two", b"one"]
     files = add_files(tmp_path, contents)
     expected = [hashlib.sha256(content).hexdigest() for content in contents]
-    assert run_crews(sizes, lambda number, crew: content_keys(files, crew)) == [expected] * sum(sizes)
+    assert run_groups(sizes, lambda number, group: content_keys(files, group)) == [expected] * sum(sizes)
 
 
 def test_a_file_that_vanished_is_named_on_all_ranks(tmp_path: Path) -> None:
     files = add_files(tmp_path, [b"one", b"two"])
     Path(files[1]).unlink()
-    outcome = run_crews([2], lambda number, crew: content_keys(files, crew))
+    outcome = run_groups([2], lambda number, group: content_keys(files, group))
     assert [type(error) for error in outcome] == [InputError] * 2
     assert [str(error) for error in outcome] == [
         f"rank 1: {files[1]}: cannot be read (No such file or directory); restore or remove it"
@@ -296,7 +296,7 @@ def test_a_file_that_vanished_is_named_on_all_ranks(tmp_path: Path) -> None:
 
 def test_machines_with_different_copies_of_the_dataset_are_refused(tmp_path: Path) -> None:
     copies = [add_files(tmp_path / "node0", [b"one", b"two"]), add_files(tmp_path / "node1", [b"one", b"new"])]
-    outcome = run_crews([1, 1], lambda number, crew: content_keys(copies[number], crew))
+    outcome = run_groups([1, 1], lambda number, group: content_keys(copies[number], group))
     assert [str(error) for error in outcome] == [
         f"{copy[1]}: its content differs between machines; copy the dataset again" for copy in copies
     ]

@@ -34,13 +34,13 @@ PARTS = ".parts"
 
 
 @dataclass(frozen=True)
-class Crew:
+class RankGroup:
     """The ranks that share a cache folder, seen from one of these ranks.
 
     Attributes:
-        index: This rank's index in the crew.
-        size: Number of ranks in the crew.
-        gather: gather(x) returns the x of all ranks of the run, other crews included, in rank order; a collective.
+        index: This rank's index in the group.
+        size: Number of ranks in the group.
+        gather: gather(x) returns the x of all ranks of the run, other groups included, in rank order; a collective.
     """
 
     index: int
@@ -159,13 +159,13 @@ def _header_size(data: bytes) -> int:
     return int.from_bytes(data[:8], "little")
 
 
-def missing(keys: Iterable[str], cache: ExampleCache, crew: Crew) -> tuple[str, ...]:
-    """Find the keys that at least one crew has not cached: equal on every rank, in the order of `keys`.
+def missing(keys: Iterable[str], cache: ExampleCache, group: RankGroup) -> tuple[str, ...]:
+    """Find the keys that at least one group has not cached: equal on every rank, in the order of `keys`.
 
-    Collective; `keys` must be equal on every rank. One rank of a crew checks each file.
+    Collective; `keys` must be equal on every rank. One rank of a group checks each file.
     """
     keys = tuple(dict.fromkeys(keys))
-    missing_by_rank = _on_all(crew, lambda: [key for key in keys[crew.index :: crew.size] if not cache.has(key)])
+    missing_by_rank = _on_all(group, lambda: [key for key in keys[group.index :: group.size] if not cache.has(key)])
     missing_anywhere = {key for part in missing_by_rank for key in part}
     return tuple(key for key in keys if key in missing_anywhere)
 
@@ -174,10 +174,10 @@ def encode_missing(
     work: Mapping[str, T],
     cache: ExampleCache,
     encode: Callable[[T], Example],
-    crew: Crew,
+    group: RankGroup,
     on_progress: Callable[[int, int], None],
 ) -> dict[str, str]:
-    """Encode and cache the missing examples, each by one rank of a crew.
+    """Encode and cache the missing examples, each by one rank of a group.
 
     Collective; `work` must be equal on every rank. Every rank completes equally many calls of `encode`, so that
     `encode` may be collective itself: a rank without an item of its own repeats one, and a rank whose item raises
@@ -189,36 +189,36 @@ def encode_missing(
         work: {key: item to encode}.
         cache: Takes the examples.
         encode: encode(item) returns the example.
-        crew: The ranks that share `cache`.
+        group: The ranks that share `cache`.
         on_progress: on_progress(done, total) is called after every round, on every rank.
 
     Returns:
         {key: message} of the items that cannot be used.
     """
-    keys = missing(work, cache, crew)
+    keys = missing(work, cache, group)
     problems: dict[str, str] = {}
-    rounds = max(crew.gather(math.ceil(len(keys) / crew.size)))
+    rounds = max(group.gather(math.ceil(len(keys) / group.size)))
     for number in range(rounds):
-        start = (number * crew.size + crew.index) % len(keys)
+        start = (number * group.size + group.index) % len(keys)
         turn = chain(islice(keys, start, None), islice(keys, start))
-        _on_all(crew, partial(_encode_first_usable, turn, work, cache, encode, problems))
-        on_progress(min((number + 1) * crew.size, len(keys)), len(keys))
-    messages = {key: message for part in crew.gather(problems) for key, message in part.items()}
+        _on_all(group, partial(_encode_first_usable, turn, work, cache, encode, problems))
+        on_progress(min((number + 1) * group.size, len(keys)), len(keys))
+    messages = {key: message for part in group.gather(problems) for key, message in part.items()}
     return {key: messages[key] for key in keys if key in messages}
 
 
-def content_keys(files: Sequence[str], crew: Crew, known: KnownFiles | None = None) -> list[str]:
-    """SHA-256 of each file's bytes, in order. Collective; one rank of a crew reads each file.
+def content_keys(files: Sequence[str], group: RankGroup, known: KnownFiles | None = None) -> list[str]:
+    """SHA-256 of each file's bytes, in order. Collective; one rank of a group reads each file.
 
     Args:
         known: What was read before, which is not read again; it takes what is read now.
 
     Raises:
-        InputError: A file cannot be read, or its content differs between crews; raised on all ranks.
+        InputError: A file cannot be read, or its content differs between groups; raised on all ranks.
     """
     known = known or KnownFiles()
-    own = range(crew.index, len(files), crew.size)
-    parts = _on_all(crew, lambda: {i: known.with_digest(Path(files[i])) for i in own})
+    own = range(group.index, len(files), group.size)
+    parts = _on_all(group, lambda: {i: known.with_digest(Path(files[i])) for i in own})
     digests: list[str | None] = [None] * len(files)
     for part in parts:
         for index, found in part.items():
@@ -226,7 +226,7 @@ def content_keys(files: Sequence[str], crew: Crew, known: KnownFiles | None = No
                 raise InputError(f"{files[index]}: its content differs between machines; copy the dataset again")
             digests[index] = found.digest
             known.add(files[index], found)
-    if crew.index == 0:
+    if group.index == 0:
         known.save()
     return list(map(str, digests))
 
@@ -250,7 +250,7 @@ def _encode_first_usable(
                 return
 
 
-def _on_all(crew: Crew, attempt: Callable[[], T]) -> list[T]:
+def _on_all(group: RankGroup, attempt: Callable[[], T]) -> list[T]:
     """Gather the results of `attempt` in rank order. An InputError on one rank is raised on all ranks.
 
     Any other error ends this rank at once, and torchrun ends the others: were the error shared first, ranks inside a
@@ -261,7 +261,7 @@ def _on_all(crew: Crew, attempt: Callable[[], T]) -> list[T]:
         result = attempt()
     except InputError as error:
         mistake = error
-    outcomes = crew.gather((result, None if mistake is None else str(mistake)))
+    outcomes = group.gather((result, None if mistake is None else str(mistake)))
     for rank, (_, message) in enumerate(outcomes):
         if message is not None:
             raise InputError(f"rank {rank}: {message}") from mistake

@@ -18,7 +18,7 @@ from PIL import Image
 
 from trainer.config.schema import RunConfig
 from trainer.config.size import Size
-from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, key_of, key_of_all, missing
+from trainer.data.cache import ExampleCache, RankGroup, content_keys, encode_missing, key_of, key_of_all, missing
 from trainer.data.encoded_memory import Encoded, EncodedMemory
 from trainer.data.images import image_warnings
 from trainer.data.images.buckets import Buckets, kept_part
@@ -101,8 +101,8 @@ class _DataEncoder:
     cache: ExampleCache
 
     @cached_property
-    def _crew(self) -> Crew:
-        return _crew(self.context.world, self.context.cache)
+    def _rank_group(self) -> RankGroup:
+        return _rank_group(self.context.world, self.context.cache)
 
     @cached_property
     def _known(self) -> KnownFiles:
@@ -155,7 +155,7 @@ class _DataEncoder:
         require_same(self.context.world, key_of_all((len(dataset.train), *(image.captions for image in images))))
         encoded, is_whole = self._encode_all(dataset)
         # What could not be encoded is tried again, and named, by the next start.
-        if self._crew.index == 0 and is_whole:
+        if self._rank_group.index == 0 and is_whole:
             memory.keep(dataset, encoded)
         return encoded
 
@@ -252,7 +252,7 @@ class _DataEncoder:
         """Encode texts. Returns {text: key}."""
         keys = text_keys(self.context.cfg, self._origin, texts)
         captions_by_key = {key: caption for caption, key in keys.items()}
-        work = {key: captions_by_key[key] for key in missing(captions_by_key, self.cache, self._crew)}
+        work = {key: captions_by_key[key] for key in missing(captions_by_key, self.cache, self._rank_group)}
         if work:
             self._announce("captions")
             self._encode_with(partial(self.family.encode_text, self.family.text_encoder(self.load)), "captions", work)
@@ -282,7 +282,7 @@ class _DataEncoder:
         if not pictures:  # what is known of all files would be read for nothing, 26 MB of 100,000
             return {}, ()
         distinct = list(dict.fromkeys(pictures))
-        digests = content_keys([picture.file.location for picture in distinct], self._crew, self._known)
+        digests = content_keys([picture.file.location for picture in distinct], self._rank_group, self._known)
         keys = {
             picture: key_of(
                 self._origin,
@@ -293,7 +293,7 @@ class _DataEncoder:
             )
             for digest, picture in zip(digests, distinct, strict=True)
         }
-        lacking = set(missing(keys.values(), self.cache, self._crew))
+        lacking = set(missing(keys.values(), self.cache, self._rank_group))
         work = {key: picture for picture, key in keys.items() if key in lacking}
         failures: dict[str, str] = {}
         warnings: tuple[str, ...] = ()
@@ -353,7 +353,7 @@ class _DataEncoder:
                     height, width = self.cache.shapes(latents[picture])["latents"].shape[-2:]
                     masks[mask] = (width, height)
         files = list(dict.fromkeys(mask.file.location for mask in masks if mask.file))
-        digests = dict(zip(files, content_keys(files, self._crew, self._known), strict=True))
+        digests = dict(zip(files, content_keys(files, self._rank_group, self._known), strict=True))
         keys, work = {}, {}
         for mask, (width, height) in masks.items():
             content = (digests[mask.file.location], data.mask_background) if mask.file else ("whole",)
@@ -369,16 +369,16 @@ class _DataEncoder:
         if outside == 1:
             return
         own = {mask.file.location: (mask, key) for mask, key in masks.items() if mask.file}
-        crew, places = self._crew, list(own)
+        group, places = self._rank_group, list(own)
         measured: dict[str, tuple[float, int]] = {}
-        for place in places[crew.index :: crew.size]:
+        for place in places[group.index :: group.size]:
             mask, key = own[place]
             weights = self.cache.read(key)["mask"]
             share = (float(weights.mean()) / mask.area - outside) / (1 - outside)
             # Thin lines are white too, though the mean of no area is: only the file itself has its levels.
             is_grey = (float(weights.max()) - outside) / (1 - outside) * 255 < MOST_GREY + 1
             measured[place] = share, highest_level(mask.file) if is_grey and mask.file else 255
-        found = {place: values for part in crew.gather(measured) for place, values in part.items()}
+        found = {place: values for part in group.gather(measured) for place, values in part.items()}
         faint = [place for place in places if found[place][0] < LEAST_WHITE]
         if faint:
             count = f"{len(faint)} of {len(places)} masks {'is' if len(faint) == 1 else 'are'}"
@@ -421,7 +421,7 @@ class _DataEncoder:
             if any(self.context.world.gather(self.context.is_stopping())):
                 raise StopRequested
 
-        return encode_missing(work, self.cache, encode, self._crew, progress)
+        return encode_missing(work, self.cache, encode, self._rank_group, progress)
 
     def _release(self) -> None:
         """Return the memory of a freed encoder to the device."""
@@ -555,7 +555,7 @@ def _report_failures(failures: Mapping[str, str], cfg: RunConfig, emit: Emit) ->
         emit(WarningEvent(message=message))
 
 
-def _crew(world: World, folder: Path) -> Crew:
+def _rank_group(world: World, folder: Path) -> RankGroup:
     """The ranks that share the cache folder: all if every rank sees a file that rank 0 writes, else this node's."""
     token: str = world.gather(secrets.token_hex(8))[0]
     mark = folder / f".shared-{token}"
@@ -567,5 +567,5 @@ def _crew(world: World, folder: Path) -> Crew:
     if world.rank == 0:
         mark.unlink()
     if shared:
-        return Crew(world.rank, world.size, world.gather)
-    return Crew(world.local_rank, world.local_size, world.gather)
+        return RankGroup(world.rank, world.size, world.gather)
+    return RankGroup(world.local_rank, world.local_size, world.gather)

@@ -19,13 +19,13 @@ from PIL import Image
 from tests.commands import PRESET, launch_py
 from tests.runs import make_pictures
 from trainer.config.sections import DataConfig
-from trainer.data.cache import Crew, content_keys
+from trainer.data.cache import RankGroup, content_keys
 from trainer.data.images.image_files import scan
 from trainer.data.images.known_files import Header, Known, KnownFiles
 from trainer.system.files import Stamp
 
 OLD = 1_700_000_000
-ALONE = Crew(0, 1, lambda value: [value])
+ALONE = RankGroup(0, 1, lambda value: [value])
 _opened: list[list[str]] = []
 sys.addaudithook(lambda event, values: _opened[-1].append(str(values[0])) if event == "open" and _opened else None)
 
@@ -110,7 +110,7 @@ def test_what_another_machine_read_of_its_copies_does_not_replace_what_this_one_
     cfg = DataConfig(path=str(images), missing_caption="empty")
     known = KnownFiles.of(cfg, images.parent / "cache")
     paths = [image.location for image in scan(cfg, known=known).train]
-    assert content_keys(paths, Crew(0, 1, lambda value: [value, (read, None)]), known) == first
+    assert content_keys(paths, RankGroup(0, 1, lambda value: [value, (read, None)]), known) == first
     with images_opened() as opened:
         assert start(images) == first
     assert opened == []
