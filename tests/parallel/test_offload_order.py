@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from trainer.parallel.offload_order import Direction, Moves, Residence, offloaded_blocks
+from trainer.parallel.offload_order import BlockResidency, Direction, Moves, offloaded_blocks
 
 
 @pytest.mark.parametrize(
@@ -48,17 +48,17 @@ def test_a_share_is_rounded_up_to_whole_blocks() -> None:
             assert len(offloaded_blocks(percent / 100, blocks)) == -(-percent * blocks // 100)
 
 
-def moves(residence: Residence, *uses: tuple[int, Direction], trains: bool = True) -> list[tuple[Moves, bool]]:
+def moves(residency: BlockResidency, *uses: tuple[int, Direction], trains: bool = True) -> list[tuple[Moves, bool]]:
     """What each use of a block moves, and whether the block is freed at its end."""
-    return [(residence.begin(block, direction, trains), residence.end(block)) for block, direction in uses]
+    return [(residency.begin(block, direction, trains), residency.end(block)) for block, direction in uses]
 
 
 def test_a_step_copies_each_block_once_in_each_direction_but_the_one_that_it_turns_at() -> None:
-    residence = Residence(3, is_needed_again=True)
+    residency = BlockResidency(3, is_needed_again=True)
     step: list[tuple[int, Direction]] = [(0, "forward"), (1, "forward"), (2, "forward")]
     step += [(2, "backward"), (1, "backward"), (0, "backward")]
-    moves(residence, *step)
-    assert moves(residence, *step) == [
+    moves(residency, *step)
+    assert moves(residency, *step) == [
         (Moves(copies=(1,)), True),
         (Moves(copies=(2,)), True),
         (Moves(), False),
@@ -66,32 +66,32 @@ def test_a_step_copies_each_block_once_in_each_direction_but_the_one_that_it_tur
         (Moves(copies=(0,)), True),
         (Moves(), False),
     ]
-    assert residence.present == {0}
+    assert residency.present == {0}
 
 
 def test_passes_without_backward_begin_again_with_the_first_block() -> None:
-    residence = Residence(3, is_needed_again=True)
+    residency = BlockResidency(3, is_needed_again=True)
     step: list[tuple[int, Direction]] = [(0, "forward"), (1, "forward"), (2, "forward")]
-    moves(residence, *step, trains=False)
-    found = moves(residence, *step, trains=False)
+    moves(residency, *step, trains=False)
+    found = moves(residency, *step, trains=False)
     assert [copied.copies for copied, _ in found] == [(1,), (2,), (0,)]
     assert all(freed for _, freed in found)
 
 
 def test_a_block_that_a_pass_skips_is_freed_for_the_next_one() -> None:
-    residence = Residence(4, is_needed_again=True)
-    found = moves(residence, (0, "forward"), (2, "forward"), (3, "forward"))
+    residency = BlockResidency(4, is_needed_again=True)
+    found = moves(residency, (0, "forward"), (2, "forward"), (3, "forward"))
     assert found[1] == (Moves(frees=(1,), copies=(2, 3)), True)
     assert found[2] == (Moves(), False)
 
 
 def test_a_block_that_is_in_use_is_not_freed_for_another() -> None:
-    residence = Residence(5, is_needed_again=True)
-    residence.begin(0, "forward")
-    assert residence.begin(3, "forward", busy=(0,)) == Moves(frees=(1,), copies=(3, 4))
-    assert residence.present == {0, 3, 4}
+    residency = BlockResidency(5, is_needed_again=True)
+    residency.begin(0, "forward")
+    assert residency.begin(3, "forward", busy=(0,)) == Moves(frees=(1,), copies=(3, 4))
+    assert residency.present == {0, 3, 4}
 
 
 def test_an_only_offloaded_block_does_not_stay() -> None:
-    residence = Residence(1, is_needed_again=True)
-    assert moves(residence, (0, "forward"), (0, "backward")) == [(Moves(copies=(0,)), True)] * 2
+    residency = BlockResidency(1, is_needed_again=True)
+    assert moves(residency, (0, "forward"), (0, "backward")) == [(Moves(copies=(0,)), True)] * 2

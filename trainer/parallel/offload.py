@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from trainer.parallel.fsdp_rules import Entry
-from trainer.parallel.offload_order import Direction, Residence
+from trainer.parallel.offload_order import BlockResidency, Direction
 
 Slot = tuple[nn.Module, str]
 """A module and the name of a parameter of it."""
@@ -99,7 +99,7 @@ class OffloadedBlocks:
         self._current: int | None = None  # in backward, where FSDP leaves the weights alone
         groups = [_group_of(unit) for unit in chosen]
         self._groups = groups if None not in groups else [None] * len(groups)
-        self._order = Residence(len(chosen), all(group is None or _gathers_again(group) for group in self._groups))
+        self._order = BlockResidency(len(chosen), all(group is None or _gathers_again(group) for group in self._groups))
         self._weights: list[_Weights] = []
         if None in self._groups:
             self._weights = [_to_host(slots, device, pin) for slots in frozen_slots(model, chosen)]

@@ -43,7 +43,7 @@ class Moves:
     copies: tuple[int, ...] = ()
 
 
-class Residence:
+class BlockResidency:
     """Decides which offloaded blocks are on the device: the one at work and the next in its direction.
 
     After forward the next is the last block itself, because backward begins with it, and after backward the first,
@@ -68,7 +68,7 @@ class Residence:
 
         Args:
             block: Number among the offloaded blocks.
-            direction: Of the pass.
+            direction: Direction of the pass.
             trains: Whether backward follows a forward.
             busy: Other blocks that are still in use.
         """

@@ -254,7 +254,7 @@ SPREAD = (
 
 def one_by_one(model_pass: ModelPass, sharding: Sharding) -> Memory:
     simulation = _Simulation(model_pass, sharding)
-    for _ in range(2 if simulation.residence else 1):
+    for _ in range(2 if simulation.residency else 1):
         simulation.restart()
         for number in range(sharding.passes):
             simulation.one_pass(is_last=number == sharding.passes - 1)

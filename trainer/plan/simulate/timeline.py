@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import ClassVar
 
-from trainer.parallel.offload_order import Direction, Residence, offloaded_blocks
+from trainer.parallel.offload_order import BlockResidency, Direction, offloaded_blocks
 from trainer.parallel.strategy import REDUCED_BYTES, is_little
 from trainer.plan.simulate.steps import ModelPass, Moment, Parameter, grains
 from trainer.run.allocator import pinned_bytes
@@ -256,7 +256,7 @@ class _Simulation:
         self.numbers = {unit: number for number, unit in enumerate(self.offloaded)}
         self.moves_outside = not sharding.gathers_frozen
         again = self.moves_outside or sharding.reshard is True
-        self.residence = Residence(len(self.offloaded), again) if self.offloaded else None
+        self.residency = BlockResidency(len(self.offloaded), again) if self.offloaded else None
         self.trains = any(mark.moment == "backward" for mark in model_pass.marks)
         self.at_work: int | None = None  # in backward, outside of FSDP
         offloaded = [self.sizes[unit] for unit in self.offloaded]
@@ -283,7 +283,7 @@ class _Simulation:
 
     def second_step(self) -> None:
         """Simulate an optimizer step that is not the first."""
-        if self.residence:
+        if self.residency:
             self.one_step()  # the step before leaves a block on the device
             self.restart()
         self.one_step()
@@ -355,7 +355,7 @@ class _Simulation:
 
     def _move(self, moment: Moment, unit: int) -> None:
         """Weights of an offloaded block that FSDP does not gather are there while it computes."""
-        if self.residence is None or self.model_pass.units[unit].is_root:
+        if self.residency is None or self.model_pass.units[unit].is_root:
             return
         if moment in ("forward", "backward") and self.at_work is not None:
             self._end(self.at_work)
@@ -371,10 +371,10 @@ class _Simulation:
     def _begin(self, unit: int, direction: Direction) -> None:
         """Bring the weights of an offloaded block, and of the next one, to the device."""
         number = self.numbers.get(unit)
-        if self.residence is None or number is None:
+        if self.residency is None or number is None:
             return
         busy = [self.numbers[other] for other in self.buffers if other in self.numbers]
-        moves = self.residence.begin(number, direction, self.trains, busy)
+        moves = self.residency.begin(number, direction, self.trains, busy)
         for other in moves.frees:
             self._add("weights", -self.sizes[self.offloaded[other]].frozen)
         for other in moves.copies:
@@ -387,7 +387,7 @@ class _Simulation:
 
     def _end(self, unit: int) -> None:
         number = self.numbers.get(unit)
-        if self.residence is not None and number is not None and self.residence.end(number):
+        if self.residency is not None and number is not None and self.residency.end(number):
             self._add("weights", -self.sizes[unit].frozen)
 
     def _forward(self, unit: int, units: list[int]) -> None:
