@@ -16,7 +16,7 @@ from trainer.distributed.world import Rendezvous
 from trainer.run.folder import RunDir
 
 
-def test_a_rank_that_is_faster_than_rank_0_is_no_guest_in_a_folder_that_it_sees(
+def test_a_rank_that_is_faster_than_rank_0_is_not_remote_in_a_folder_that_it_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path, run_config(tmp_path / "pictures", parallel__devices=2, parallel__strategy="ddp"), "run")
@@ -30,6 +30,6 @@ def test_a_rank_that_is_faster_than_rank_0_is_no_guest_in_a_folder_that_it_sees(
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as ranks:
         first, second = (ranks.submit(attach, run.path, Rendezvous(store, rank, 2)) for rank in (0, 1))
-    assert (first.result().is_guest, second.result().is_guest) == (False, False)
+    assert (first.result().is_remote, second.result().is_remote) == (False, False)
     assert second.result().run == first.result().run == run
-    assert not list(run.path.glob("guest-*"))
+    assert not list(run.path.glob("remote-*"))

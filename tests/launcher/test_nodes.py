@@ -133,7 +133,7 @@ def test_a_machine_that_does_not_see_the_run_folder_trains_and_resumes_as_well(f
     assert any("resumed from step-000003" in event.message for event in events if isinstance(event, StatusEvent))
     weights = load_file(pair.run.export / "fox.safetensors")
     assert difference(weights, weights_of_one_machine(folder, *changes, "train.steps=6")) <= 1e-6
-    assert not list(pair.run.path.glob("guest-*"))  # they lay on the other disk
+    assert not list(pair.run.path.glob("remote-*"))  # they lay on the other disk
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def newest_intact(folder: Path, world: World) -> tuple[Path | None, list[str]]:
     """
     problems: list[str] = []
     # The ranks that see the files divide them among each other.
-    readers = [rank for rank in range(world.size) if rank not in world.guests]
+    readers = [rank for rank in range(world.size) if rank not in world.remote_ranks]
     # A network file system may still show a removed folder, or not yet show a new one: the list of rank 0 counts.
     for name in world.gather([path.name for path in named(folder)[::-1]])[0]:
         checkpoint = folder / name
@@ -67,7 +67,7 @@ def newest_intact(folder: Path, world: World) -> tuple[Path | None, list[str]]:
             mine = defect(checkpoint) or wrong_sum(checkpoint, readers.index(world.rank), len(readers))
         found = next(filter(None, world.gather(mine)), None)
         if found is None:
-            _send_to_guests(checkpoint, world)
+            _send_to_remote_ranks(checkpoint, world)
             return checkpoint, problems
         outcome = world.gather(_put_aside(checkpoint) if world.rank == 0 else None)[0]
         problems.append(f"{checkpoint.name} is damaged and {outcome}: {found}")
@@ -87,12 +87,12 @@ def _put_aside(checkpoint: Path) -> str:
     return f"was put aside as {aside.name}"
 
 
-def _send_to_guests(checkpoint: Path, world: World) -> None:
+def _send_to_remote_ranks(checkpoint: Path, world: World) -> None:
     """Send a checkpoint to each machine that does not see it, where it stays until `restore` read it. Collective."""
     here = sorted(checkpoint.iterdir()) if world.rank == 0 else []
     own = [path.name for path in here if path.is_file() and not path.is_symlink()]
     names = world.gather(own)[0]
-    for leader in world.guest_leaders:
+    for leader in world.remote_leaders:
         for name in names:
             if world.rank == 0:
                 transfer.send(checkpoint / name, leader, world.background)

@@ -96,7 +96,7 @@ class Checkpointer:
         self._pending: Future[Path] | None = None
         self._copied: Future[dict[str, Any]] | None = None
         self._stager = Stager(world.device)
-        if world.rank == 0 or world.rank in world.guest_leaders:
+        if world.rank == 0 or world.rank in world.remote_leaders:
             for left in folder.glob(".step-*"):
                 shutil.rmtree(left, ignore_errors=True)
 
@@ -151,8 +151,8 @@ class Checkpointer:
             failure = described(_cause(error, draft))
         outcomes = self._gather((failure, files.sums))
         failures = [failure for failure, _ in outcomes if failure]
-        if self._world.guests and not failures:
-            failed = self._collect_from_guests(draft, [part for _, part in outcomes])
+        if self._world.remote_ranks and not failures:
+            failed = self._collect_from_remote_ranks(draft, [part for _, part in outcomes])
             failures = [failure for failure in self._gather(failed) if failure]
         if not failures:
             facts["checksums"] = {name: digest for _, part in outcomes for name, digest in part.items()}
@@ -169,10 +169,10 @@ class Checkpointer:
         log.debug("checkpoint of step %d: complete", facts["step"])
         return draft.with_name(name_of(facts["step"]))
 
-    def _collect_from_guests(self, draft: Path, sums: list[dict[str, str]]) -> str | None:
+    def _collect_from_remote_ranks(self, draft: Path, sums: list[dict[str, str]]) -> str | None:
         """Have rank 0 write the files of ranks that do not see its folder. Returns the failure, if there was one."""
         failure, group = None, self._world.background
-        for rank in self._world.guests:
+        for rank in self._world.remote_ranks:
             for name in sorted(sums[rank]):
                 try:
                     if self._world.rank == rank:
@@ -181,7 +181,7 @@ class Checkpointer:
                         transfer.receive(draft / name, rank, group)
                 except OSError as error:
                     failure = described(error)
-        if self._world.rank in self._world.guests:
+        if self._world.rank in self._world.remote_ranks:
             for name in sums[self._world.rank]:  # not the whole folder: another rank of this machine may still send
                 (draft / name).unlink(missing_ok=True)
             with suppress(OSError):

@@ -116,7 +116,14 @@ class PromptEncoder:
     def _encode_alone(self, missing: Mapping[str, str]) -> None:
         cfg, cpu = self._context.cfg, torch.device("cpu")
         alone = replace(
-            self._context.world, rank=0, size=1, local_rank=0, local_size=1, device=cpu, guests=(), guest_leaders=()
+            self._context.world,
+            rank=0,
+            size=1,
+            local_rank=0,
+            local_size=1,
+            device=cpu,
+            remote_ranks=(),
+            remote_leaders=(),
         )
         with _all_threads():
             load = within_host_memory(encoder_loader(cfg, alone, self._context.cache), cfg)

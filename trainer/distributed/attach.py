@@ -29,13 +29,13 @@ class RankRun:
     Attributes:
         stage: The stage that is trained, or the whole of a run without stages.
         cache: Folder for encoded data.
-        is_guest: No other machine sees the files of `run`.
+        is_remote: No other machine sees the files of `run`.
     """
 
     run: RunDir
     stage: Stage
     cache: Path
-    is_guest: bool
+    is_remote: bool
 
     @property
     def config(self) -> RunConfig:
@@ -76,9 +76,9 @@ def attach(path: Path, rendezvous: Rendezvous) -> RankRun:
             "the one before; put the run folder where all machines see it"
         )
     # Named after the machine: if the folder is shared after all and only slow to appear, nothing is overwritten.
-    guest = RunDir(run.path / f"guest-{socket.gethostname()}")
-    guest.make_folders()
-    return RankRun(guest, Stage(1, 1, "", cfg, 0, guest.path), cache, True)
+    remote = RunDir(run.path / f"remote-{socket.gethostname()}")
+    remote.make_folders()
+    return RankRun(remote, Stage(1, 1, "", cfg, 0, remote.path), cache, True)
 
 
 def _identity(run: RunDir) -> str:

@@ -349,15 +349,15 @@ class _ControlChannel:
     def _forward_heartbeats(self) -> None:
         """Have rank 0 write the heartbeats of ranks that do not see its folder."""
         rank, line = self._world.rank, self._world.heartbeat.line
-        if rank in self._world.guests and line != self._lines.get(rank):
+        if rank in self._world.remote_ranks and line != self._lines.get(rank):
             self._store.set(f"line/{rank}", line)
             self._lines[rank] = line
-        for guest in self._world.guests if rank == 0 else ():
-            line = self._store.get(f"line/{guest}")
-            if line and line != self._lines.get(guest):
-                with suppress(OSError), EventWriter(self._run.rank_file(guest)) as file:
+        for remote in self._world.remote_ranks if rank == 0 else ():
+            line = self._store.get(f"line/{remote}")
+            if line and line != self._lines.get(remote):
+                with suppress(OSError), EventWriter(self._run.rank_file(remote)) as file:
                     file.write(RankLine(**line))
-                self._lines[guest] = line
+                self._lines[remote] = line
 
 
 def describe_hang(reports: Iterable[Report], hosts: Sequence[str]) -> str:

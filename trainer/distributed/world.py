@@ -57,8 +57,8 @@ class World:
         background: Process group for checkpoints, which are written while training goes on.
         store: Messages that do not wait for collectives.
         heartbeat: That of this rank.
-        guests: Ranks on machines that do not see the run folder of rank 0.
-        guest_leaders: The first rank on each of those machines.
+        remote_ranks: Ranks on machines that do not see the run folder of rank 0.
+        remote_leaders: The first rank on each of those machines.
         ranks_per_sample: Ranks that work on the same samples and compute the same loss. They follow each other.
     """
 
@@ -70,8 +70,8 @@ class World:
     background: dist.ProcessGroup
     store: KeyValueStore
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    guests: tuple[int, ...] = ()
-    guest_leaders: tuple[int, ...] = ()
+    remote_ranks: tuple[int, ...] = ()
+    remote_leaders: tuple[int, ...] = ()
     ranks_per_sample: int = 1
 
     @property
@@ -167,12 +167,12 @@ def find_rendezvous(run: RunDir | None = None) -> Rendezvous:
 
 
 @contextmanager
-def connect(cfg: ParallelConfig, rendezvous: Rendezvous | None = None, is_guest: bool = False) -> Iterator[World]:
+def connect(cfg: ParallelConfig, rendezvous: Rendezvous | None = None, is_remote: bool = False) -> Iterator[World]:
     """Join the ranks that torchrun started, on the device of `parallel.device`; leave them if no error is raised.
 
     Args:
         rendezvous: Where they meet, if it was found before.
-        is_guest: This machine does not see the run folder.
+        is_remote: This machine does not see the run folder.
 
     Raises:
         InputError: CUDA is wanted and absent, or has fewer devices than ranks, or this torch has no NCCL; or
@@ -189,9 +189,11 @@ def connect(cfg: ParallelConfig, rendezvous: Rendezvous | None = None, is_guest:
             backend, store=meeting.store, rank=meeting.rank, world_size=meeting.size, timeout=timeout
         )
         world = joined(device, local_rank, local_size, timeout)
-        ranks = world.gather((is_guest, local_rank))
-        guests = tuple(rank for rank, (guest, _) in enumerate(ranks) if guest)
-        yield replace(world, guests=guests, guest_leaders=tuple(rank for rank in guests if ranks[rank][1] == 0))
+        ranks = world.gather((is_remote, local_rank))
+        remote_ranks = tuple(rank for rank, (is_far, _) in enumerate(ranks) if is_far)
+        yield replace(
+            world, remote_ranks=remote_ranks, remote_leaders=tuple(rank for rank in remote_ranks if ranks[rank][1] == 0)
+        )
         # Not after an error: NCCL would wait for the other ranks, and torchrun would learn of it after the timeout.
         dist.destroy_process_group()
 

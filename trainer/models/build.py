@@ -448,7 +448,7 @@ class Loader:
         threads = max(1, (os.cpu_count() or 1) // world.local_size)
         self._loading = Loading(world.device, threads, listener.read)
         self._world, self._warn = world, listener.warn
-        is_kept = cfg.quantize.cache and not world.guests
+        is_kept = cfg.quantize.cache and not world.remote_ranks
         self._cache = QuantizedCache(cache / "base", world) if cache and is_kept else None
 
     def load(self, module: nn.Module, files: WeightFiles, added: Iterable[str] = ()) -> int:

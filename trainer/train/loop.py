@@ -732,7 +732,7 @@ class Trainer:
     def _resume(self, newest: Path) -> Progress:
         saved = restore(newest, self._state())
         self.world.barrier()
-        if self.world.rank in self.world.guest_leaders:
+        if self.world.rank in self.world.remote_leaders:
             shutil.rmtree(newest)  # a copy of rank 0's
         self.step, self.samples_seen, self.skipped = saved.step, saved.samples_seen, saved.skipped
         self.log.note("loading", f"resumed from {newest.name}", self.step)

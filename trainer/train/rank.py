@@ -75,7 +75,7 @@ def _train(run: RunDir) -> None:
     run, cfg = attached.run, attached.config
     # Signals are only noted once the ranks have met: before, a rank that waits for a dead one must simply end.
     with (
-        connect(cfg.parallel, rendezvous, attached.is_guest) as world,
+        connect(cfg.parallel, rendezvous, attached.is_remote) as world,
         catch_preemption() as preemption,
         debug_log(cfg.trackers, run, world.rank),
     ):
