@@ -181,7 +181,7 @@ def awaited(waiting: Coroutine[Any, Any, T], timeout_s: float = 120) -> T:
 def step_numbers(trainer: Trainer) -> StepNumbers:
     """Do one step, and wait for its numbers."""
     trainer.train_step()
-    trainer.settle()
+    trainer.flush_metrics()
     assert trainer.numbers is not None
     return trainer.numbers
 

@@ -144,7 +144,7 @@ FAULTS = (
     _fault(
         "the last checkpoint is saved before its step is in the moving average",
         "trainer/train/loop.py",
-        "    def _save_last(self) -> None:\n        self.settle()\n",
+        "    def _save_last(self) -> None:\n        self.flush_metrics()\n",
         "    def _save_last(self) -> None:\n",
         "train/test_step_numbers.py",
     ),

@@ -210,7 +210,7 @@ def train_on_damage(world: World, cfg: RunConfig, run: RunDir) -> str:
         (frozen.to_local() if isinstance(frozen, DTensor) else frozen).detach().view(-1)[-1] = math.nan
     try:
         trainer.train_step()
-        trainer.settle()
+        trainer.flush_metrics()
     except InputError as error:
         return str(error)
     finally:

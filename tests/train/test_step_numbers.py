@@ -193,7 +193,7 @@ def steps_over_nan(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[floa
             before = [parameter.detach().clone() for parameter in trainer.parameters]
             trainer.train_step()
             moved.append(not all(torch.equal(a, b) for a, b in zip(before, trainer.parameters, strict=True)))
-        trainer.settle()
+        trainer.flush_metrics()
     counted = next(iter(trainer.optimizer.state.values()))["step"]
     trainer.close()
     warnings = [event.message for event in events if isinstance(event, WarningEvent)]

@@ -72,7 +72,7 @@ def _train(trainer: Trainer) -> Cost:
     cost = _watched_step(trainer)
     while trainer.step < trainer.num_steps:
         trainer.train_step()
-    trainer.settle()
+    trainer.flush_metrics()
     if trainer.data.num_held_out:
         trainer.validate()
     if trainer.cfg.sample.every:
@@ -93,7 +93,7 @@ def _watched_step(trainer: Trainer) -> Cost:
     module = loaded.module[trainer.family.components[0]]
     with Probe(module, blocks_of(module, trainer.family.shard.blocks), trainer.optimizer) as probe:
         trainer.train_step()
-    trainer.settle()
+    trainer.flush_metrics()
     passes = cfg.micro_steps
     images = cfg.train.batch_size // world.data_size // passes
     model = _whole(trainer)

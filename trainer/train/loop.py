@@ -262,7 +262,7 @@ class Trainer:
             try:
                 return self._train()
             except (MemoryError, torch.OutOfMemoryError):
-                self.settle()  # the step before was done
+                self.flush_metrics()  # the step before was done
                 raise
 
     def _train(self) -> State:
@@ -300,7 +300,7 @@ class Trainer:
         """Do one optimizer step over `train.batch_size` examples of all ranks, or over the last ones of `train.epochs`.
 
         Its numbers are read as soon as that stops nothing: at once on a CPU, and during the next step where the device
-        is still at work. `settle` waits for them.
+        is still at work. `flush_metrics` waits for them.
         """
         world, batch_size = self.world, self._batch_sizes.of(self.step)
         self.clock.start()
@@ -336,12 +336,12 @@ class Trainer:
         with self.clock.communication():
             agreed = self._agree(flags.wait())
         if self._launched is not None and self._launched.numbers.is_ready:
-            self.settle()
+            self.flush_metrics()
         self.oom_context.enter("the end of a step")
         return agreed
 
-    def settle(self) -> None:
-        """Wait for the numbers of the last step, which decide about its moving average and whether the run goes on.
+    def flush_metrics(self) -> None:
+        """Wait for the last step's metrics. They decide whether EMA is updated and whether training continues.
 
         Raises:
             FloatingPointError: A number is not finite and the step may not be skipped.
@@ -429,7 +429,7 @@ class Trainer:
         factor = self._gradient_factor(row, self._batch_sizes.of(self.step))
         norm = scale_gradients(self.parameters, factor, cfg.clip_norm)
         is_bad = (~norm.isfinite() | (row[NON_FINITE] > 0).to(norm.device)).float()
-        self.settle()  # the step before, which the device has done long ago
+        self.flush_metrics()  # the step before, which the device has done long ago
         self.checkpointer.wait_for_copy()
         lr = learning_rate(self.step, cfg, self.num_steps)
         set_learning_rate(self.optimizer, lr)
@@ -574,7 +574,7 @@ class Trainer:
     def validate(self) -> float:
         """Mean loss on the held-out examples, with noise and timesteps that are the same every time."""
         count, size = self.data.num_held_out, self.world.data_size
-        self.settle()
+        self.flush_metrics()
         sums = Sums.zero(self._num_parts, torch.empty(0, dtype=torch.float64, device=self.world.device))
         seed = derived_seed(self.cfg.train.seed, "validation")
         with self._evaluating():
@@ -597,7 +597,7 @@ class Trainer:
 
     def draw_samples(self) -> list[Path]:
         """Draw one image or text per prompt, from the same noise at every step. Returns their paths on rank 0."""
-        self.settle()
+        self.flush_metrics()
         self._change_prompts()
         if not self.drawer.prompts:
             self.log.warn("no samples are drawn: sample.prompts is empty", self.step)
@@ -649,7 +649,7 @@ class Trainer:
 
     def save(self) -> None:
         """Begin a checkpoint; it is written while training goes on."""
-        self.settle()
+        self.flush_metrics()
         self.world.heartbeat.enter("waiting for the previous checkpoint", moves=False)
         self._finish_checkpoint()
         self.checkpointer.save(self._progress(), self._state())
@@ -657,7 +657,7 @@ class Trainer:
 
     def trained_weights(self) -> dict[str, Tensor]:
         """The trained weights in the form that is exported, whole, on the CPU of rank 0; empty on other ranks."""
-        self.settle()
+        self.flush_metrics()
         weights = {}
         with self._evaluating():
             for name, parameter in self.trainables.items():
@@ -825,7 +825,7 @@ class Trainer:
         )
 
     def _save_last(self) -> None:
-        self.settle()
+        self.flush_metrics()
         self.log.enter("saving", self.step)
         self._finish_checkpoint()
         self.checkpointer.save(self._progress(), self._state())
