@@ -182,7 +182,7 @@ class Captioning:
         Raises:
             InputError: A caption cannot be written.
         """
-        process.settle(job.run)
+        process.record_end(job.run)
         state = process.status(job.run)  # before the captions are read: a job that has ended has written them all
         with self._lock:
             followed = self._read(job)

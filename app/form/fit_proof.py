@@ -103,7 +103,7 @@ def _prove_one(proposal: Proposal, found: Found, runs: Path, limit: float | None
         except BaseException:
             process.terminate(run)
             raise
-        process.settle(run)
+        process.record_end(run)
         trial = next(iter(trials.read(run)), None)
     if trial is None:
         return Proof(proposal, _failed(run))

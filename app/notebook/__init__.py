@@ -267,7 +267,7 @@ async def ended(run: RunDir) -> State:
     """Wait for the end of the run: `await notebook.ended(run)`. Raises RuntimeError with the cause when it failed."""
     while processes.alive(run):
         await asyncio.sleep(POLL_S)
-    processes.settle(run)
+    processes.record_end(run)
     await asyncio.sleep(2 * dashboard_widget.POLL_S)  # the dashboard's last update is what the notebook keeps
     view = Follower(run).view()
     if view.state == "failed" and view.error is not None:

@@ -237,7 +237,7 @@ class Follower:
             self._read()
             is_alive = process.alive(self.run)
             if not is_alive and self._status.state not in (*ENDS, "created"):
-                process.settle(self.run)
+                process.record_end(self.run)
                 self._read()
             return self._view(process.derive_state(is_alive, self._status.state), is_alive)
 

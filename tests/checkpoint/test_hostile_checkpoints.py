@@ -403,7 +403,7 @@ def test_a_run_of_a_stranger_is_neither_exported_nor_resumed_by_the_page(
     studio.resume(run)
     while process.alive(run):
         time.sleep(0.1)
-    process.settle(run)
+    process.record_end(run)
     error = studio.follower(run).view().error
     assert error is not None
     assert "holds more than numbers, names and tensors" in error.message

@@ -38,7 +38,7 @@ def _lay_link(run: RunDir) -> None:
 
 ACTIONS: Mapping[str, Callable[[RunDir], object]] = {
     "delete": process.delete,
-    "settle": process.settle,
+    "record_end": process.record_end,
     "look": lambda run: Follower(run).view(),
     "resume": lambda run: preflight.continued_run(run, ("train.steps=5",)),
     "export": lambda run: commands.begin_export(run, run.config().exporting("adapter", None, None)).kill(),

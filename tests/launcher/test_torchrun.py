@@ -161,7 +161,7 @@ def test_two_runs_at_once_end_each_in_its_own_way(start, capsys):
     assert good.report.is_file()
     assert processes.wait(raising, timeout_s=30) == "failed"
     recorded = raising.events_file.read_bytes()
-    readers = [threading.Thread(target=processes.settle, args=(raising,)) for _ in range(4)]
+    readers = [threading.Thread(target=processes.record_end, args=(raising,)) for _ in range(4)]
     for reader in readers:
         reader.start()
     for reader in readers:
@@ -210,7 +210,7 @@ def test_a_run_is_started_once_in_its_own_session_and_ctrl_c_stops_it(start, cap
         torchrun.start(cfg, run, module="worker")
     assert str(error.value) == f"{run.path}: is already running; stop it first, or start a new run"
     wait_for(lambda: processes.status(run) == "training")
-    processes.settle(run)  # a run under way is left alone
+    processes.record_end(run)  # a run under way is left alone
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     assert watch(cfg, run, EventReader(run.events_file)) == 130
     told = capsys.readouterr()
@@ -340,7 +340,7 @@ def test_the_store_of_a_former_start_is_gone_at_the_next_and_after_the_end(make_
     processes.clear_stores(run)
     assert (list(run.stores.iterdir()), run.stores.stat().st_mode & 0o777) == ([], 0o700)
     pretend_it_ran(run, "Killed\n")
-    processes.settle(run)
+    processes.record_end(run)
     assert not run.stores.exists()
     assert [file.name for file in others.iterdir()] == ["theirs"]
 
@@ -507,7 +507,7 @@ def test_a_run_on_another_machine_lives_as_long_as_it_is_heard_of_and_is_never_j
     ran_on(run, "gpu07")
     before = run.events_file.read_bytes()
     assert processes.status(run) == "training"
-    processes.settle(run)
+    processes.record_end(run)
     with pytest.raises(InputError) as error:
         processes.require_ended(run)
     assert str(error.value) == (
@@ -518,7 +518,7 @@ def test_a_run_on_another_machine_lives_as_long_as_it_is_heard_of_and_is_never_j
     for file in (run.launch_file, run.events_file):
         os.utime(file, (long_ago, long_ago))
     assert processes.status(run) == "failed"
-    processes.settle(run)
+    processes.record_end(run)
     processes.require_ended(run)
     assert run.events_file.read_bytes() == before
     run.rank_file(3).touch()  # a heartbeat
@@ -602,7 +602,7 @@ def test_the_users_mistake_is_told_once_although_every_rank_finds_it(make_run):
     message = "model.path /m: no transformer/config.json; download it"
     processes.record_mistake(run, 1, message)
     processes.record_mistake(run, 0, message)
-    processes.settle(run)
+    processes.record_end(run)
     mistake = ErrorEvent(time=0, message=message, rank=1, exit_code=2)
     assert explain(mistake, run) == f"error: {message}"
     assert errors_and_end(run) == [vars(mistake), vars(StatusEvent(time=0, state="failed"))]
@@ -615,10 +615,10 @@ def test_an_error_of_an_earlier_start_does_not_hide_that_of_the_latest(make_run)
         events.write(ErrorEvent(message="first", step=40))
         events.write(StatusEvent(state="failed", step=40))
     pretend_it_ran(run, "OSError: second\n")
-    processes.settle(run)
+    processes.record_end(run)
     assert [error["message"] for error in errors_and_end(run)[:-1]] == ["first", "OSError: second"]
     recorded = run.events_file.read_bytes()
-    processes.settle(run)
+    processes.record_end(run)
     assert run.events_file.read_bytes() == recorded
 
 
@@ -687,7 +687,7 @@ def test_a_damaged_launch_file_is_refused_with_a_sentence(make_run, content, rea
     for look in (
         processes.alive,
         processes.status,
-        processes.settle,
+        processes.record_end,
         processes.stop,
         processes.terminate,
         processes.require_ended,
@@ -728,15 +728,15 @@ def test_a_pipe_in_place_of_a_log_keeps_nobody_waiting(make_run, name):
     pipe.parent.mkdir(parents=True, exist_ok=True)
     os.mkfifo(pipe)
 
-    def settle() -> None:
+    def end() -> None:
         try:
-            processes.settle(run)
+            processes.record_end(run)
             said.append("")
         except InputError as error:
             said.append(str(error))
 
     said: list[str] = []
-    reader = threading.Thread(target=settle, daemon=True)
+    reader = threading.Thread(target=end, daemon=True)
     reader.start()
     reader.join(10)
     assert said in ([""], [f"{pipe}: not a regular file; remove it, or put a file in its place"])
@@ -762,7 +762,7 @@ def test_looking_at_a_strangers_run_folder_ends_no_process_that_is_not_a_rank_of
         pretend_it_ran(run, "Killed\n")
         foreign = {"pid": 2**22, "create_time": 1.0, "argv": ["x", "x", "x", *words]}
         run.launch_file.write_text(json.dumps(foreign))
-        processes.settle(run)
+        processes.record_end(run)
         time.sleep(0.2)
         assert victim.poll() is None
         victim.kill()
@@ -789,7 +789,7 @@ from pathlib import Path
 from trainer.run import process
 from trainer.run.folder import RunDir
 run = RunDir(Path(sys.argv[1]))
-process.settle(run)
+process.record_end(run)
 process.terminate(run)
 print(process.alive(run), process.status(run))
 process.require_ended(run)
@@ -838,7 +838,7 @@ def test_a_run_whose_container_has_ended_goes_on_at_once_in_the_next(make_run, t
     launched, before = processes.Launch.read(run), run.events_file.read_bytes()
     assert (launched.host, launched.is_here) == (socket.gethostname(), False)
     assert processes.status(run) == "failed"
-    processes.settle(run)
+    processes.record_end(run)
     processes.require_ended(run)
     assert run.events_file.read_bytes() == before
 
@@ -850,7 +850,7 @@ def test_a_run_of_before_the_machine_was_started_anew_has_failed(make_run):
     with EventWriter(run.events_file) as events:
         events.write(StatusEvent(state="training", step=4))
     (run.logs / "launch-1.log").touch()
-    processes.settle(run)
+    processes.record_end(run)
     processes.require_ended(run)
     assert errors_and_end(run)[-1] == vars(StatusEvent(time=0, step=4, state="failed"))
 
@@ -876,7 +876,7 @@ def rank_log(run: RunDir, attempt: int, text: str, error: str | None = None) -> 
 
 
 def error_of(run: RunDir) -> str:
-    processes.settle(run)
+    processes.record_end(run)
     [error, _] = [event for event in EventReader(run.events_file).read() if event.type in ("error", "status")][1:]
     return explain(error, run)
 

@@ -134,7 +134,12 @@ def test_events_are_never_appended_through_a_link_or_to_a_second_name(runs: Path
         assert content(victim) == before
     run.events_file.unlink()
     run.events_file.symlink_to(victim / ".bashrc")
-    for look in (process.settle, process.status, process.terminate, lambda run: process.record_mistake(run, 0, "no")):
+    for look in (
+        process.record_end,
+        process.status,
+        process.terminate,
+        lambda run: process.record_mistake(run, 0, "no"),
+    ):
         with pytest.raises(InputError, match=r"events.jsonl: not a regular file"):
             look(run)
     assert content(victim) == before

@@ -234,7 +234,7 @@ class Chain:
         if torchrun_only:
             # Ranks without torchrun leave by themselves, unless somebody looks at the run before.
             time.sleep(self._numbers.choice((0.0, self._numbers.uniform(0, 2))))
-        processes.settle(self.run)
+        processes.record_end(self.run)
         self._check_no_process()
         life.read()
         for problem in story_problems(life.events, life.before, self._reference):

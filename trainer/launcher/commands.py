@@ -335,7 +335,7 @@ def _follow(
         time.sleep(POLL_S)
     if not run.path.is_dir():
         return shown
-    _attempt(run.events_file, lambda: process.settle(run))
+    _attempt(run.events_file, lambda: process.record_end(run))
     return shown + _show_new(events, ranks, display)
 
 

@@ -304,7 +304,7 @@ class Queue:
             with run.boundary():
                 if self._ended(run) is None:
                     run.guard()
-                    process.settle(run)
+                    process.record_end(run)
         except (InputError, OSError):
             return is_run(run.path)  # a deleted run has not failed
         return self.state_of(entry) == "failed"

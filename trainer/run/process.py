@@ -1,6 +1,6 @@
 """The process of a run: whether it is alive, what state the run is in, and how to stop it. Imports no torch.
 
-Whether a run is alive is derived from its process and never stored. `settle` writes to the run folder: a reader that
+Whether a run is alive is derived from its process and never stored. `record_end` writes to the run folder: a reader that
 finds the process gone without a final status records the failure.
 """
 
@@ -300,7 +300,7 @@ def wait(run: RunDir, timeout_s: float | None = None) -> State:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while alive(run) and (deadline is None or time.monotonic() < deadline):
         time.sleep(0.1)
-    settle(run)
+    record_end(run)
     return status(run)
 
 
@@ -386,7 +386,7 @@ def record_mistake(run: RunDir, rank: int, message: str) -> None:
                 writer.write(ErrorEvent(message=message, rank=rank, exit_code=2))
 
 
-def settle(run: RunDir) -> None:
+def record_end(run: RunDir) -> None:
     """Record the failure of a run whose process is gone without a final status: one ErrorEvent, then `failed`.
 
     Any number of readers may call this at any time; only the first call after the end writes something. It does nothing
