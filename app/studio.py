@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from app.data.caption_lengths import Lengths
 from app.data.data_folders import DataFolders
-from app.data.folders import Picker, Recent, Unsettled
+from app.data.folders import HalfTyped, Picker, Recent
 from app.data.looks import Looks
 from app.data.scans import Scans
 from app.data.thumbnails import Thumbnails
@@ -120,7 +120,7 @@ class Studio:
         self.model_downloads = ModelDownloads(self.runs / "drafts" / "models")
         self.picker = Picker((Path.home(), Path.cwd(), self.runs.parent))
         self.uploads = Uploads(DataFolders(self.picker, self.runs), self.runs / "drafts" / "uploads")
-        self.unsettled = Unsettled()
+        self.half_typed = HalfTyped()
         self._typed: tuple[Draft, Draft] | None = None  # before its folder of images was typed, and so far
         self.recent = Recent(self.runs / "drafts" / "folders.json")
         self._drafts = self.runs / "drafts"
@@ -232,7 +232,7 @@ class Studio:
                 before = draft
             after = change(draft)
             # Another window may type the folder while this one changes something else.
-            if is_typing or self.unsettled.holds({"data.path": _path(after)}):
+            if is_typing or self.half_typed.holds({"data.path": _path(after)}):
                 self._typed = before, after
                 return after
             self._typed = None

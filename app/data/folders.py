@@ -93,7 +93,7 @@ class Picker:
         return next((root for root in self.roots if real.is_relative_to(root)), None)
 
 
-class Unsettled:
+class HalfTyped:
     """The path that a window is typing right now: no window reads its folder before it is typed to its end."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Unsettled:
         self._values = {**self._values, **edits}
         self._heard_at = time.monotonic()
 
-    def settle(self, fields: Iterable[str]) -> None:
+    def leave(self, fields: Iterable[str]) -> None:
         """These fields were left, or changed as a whole."""
         self._values = {name: value for name, value in self._values.items() if name not in set(fields)}
 

@@ -57,7 +57,7 @@ def view(
     """
     draft = studio.draft()
     config = form.check(draft).config
-    is_typed = studio.unsettled.holds(draft.values)  # a path that is half there is not read
+    is_typed = studio.half_typed.holds(draft.values)  # a path that is half there is not read
     found = ScanResult(0, is_complete=False) if is_typed else studio.scans.of(config, is_fresh)
     state = _summary(config, found)
     if not found.is_complete:

@@ -49,7 +49,7 @@ def state(studio: Studio, known: str = "", typing: bool = False, target: str = T
         typing: As for `edit`.
     """
     if typing:
-        studio.unsettled.typing({})
+        studio.half_typed.typing({})
     answer = _state(studio, target, is_typing=typing)
     return None if answer["key"] == known else answer
 
@@ -63,9 +63,9 @@ def edit(
         raise InputError(f"{', '.join(unknown)}: not a setting of this version; reload the page")
 
     paths = {name: str(value).strip() for name, value in edits.items() if form_answers.FIELDS[name]["path"]}
-    studio.unsettled.settle(paths)
+    studio.half_typed.leave(paths)
     if typing:
-        studio.unsettled.typing(paths)
+        studio.half_typed.typing(paths)
     gone = studio.change_images(lambda draft: form.edited(draft, edits), typing)
     return _state(studio, target, is_typing=typing) | {"left_images": left_with_images(gone)}
 
@@ -173,7 +173,7 @@ def fit(studio: Studio, allow: list[Allowed], key: str = "", target: str = THIS_
     found = studio.fits.found(key, allow) if key else studio.fits.search(question, allow)
     if found is None:
         return fit_answers.searching(question)
-    is_typing = studio.unsettled.holds(draft.values)
+    is_typing = studio.half_typed.holds(draft.values)
     steps = list(question.cfg.stage_steps) if is_typing else planned_steps(studio.scans, question.cfg)
     return fit_answers.result(question, found, steps[0])
 
@@ -327,7 +327,7 @@ def glance(studio: Studio, path: str) -> dict[str, Any]:
 def thumbnails(studio: Studio) -> list[dict[str, str]]:
     """Return some images of the draft's folder."""
     draft = studio.draft()
-    if studio.unsettled.holds(draft.values):
+    if studio.half_typed.holds(draft.values):
         return []
     found = studio.scans.of(form.check(draft).config)
     shown = []
@@ -354,7 +354,7 @@ def facts() -> dict[str, Any]:
 def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool = False) -> dict[str, Any]:
     """The form as a window shows it; `key` changes when anything of it does."""
     draft = studio.draft()
-    is_typing = is_typing or studio.unsettled.holds(draft.values)
+    is_typing = is_typing or studio.half_typed.holds(draft.values)
     checked = studio.check(draft, is_fresh, is_typing)
     preview = studio.plan(checked, target)
     config = checked.config

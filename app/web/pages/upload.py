@@ -37,7 +37,7 @@ def calls(studio: Studio) -> Calls:
 def state(studio: Studio) -> dict[str, Any]:
     """Return where images go, why none are taken, and what can be restored."""
     config = form.check(studio.draft()).config
-    roots = [] if studio.unsettled.holds(studio.draft().values) else dataset.folders(config.data)
+    roots = [] if studio.half_typed.holds(studio.draft().values) else dataset.folders(config.data)
     folder = str(roots[0]) if roots else ""
     return {
         "closed": studio.uploads.closed or studio.unwritable,
@@ -81,7 +81,7 @@ def make(studio: Studio, above: str, name: str) -> dict[str, Any]:
     if studio.uploads.closed:
         raise InputError(studio.uploads.closed)
     made = str(studio.uploads.folders.make(above, name))
-    studio.unsettled.settle(["data.path"])
+    studio.half_typed.leave(["data.path"])
     gone = studio.change_images(lambda draft: draft.typed("data.path", made))
     return {"folder": made, "left": left_with_images(gone)}
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from app.data import folders
-from app.data.folders import Picker, Recent, Unsettled
+from app.data.folders import HalfTyped, Picker, Recent
 from app.form.form_answers import glance
 from tests.runs import make_pictures
 from trainer.system.errors import InputError
@@ -164,14 +164,14 @@ def test_a_damaged_list_of_folders_is_an_empty_one(tmp_path: Path, content: str)
 
 
 def test_a_path_is_typed_until_it_is_left_changed_or_its_window_is_gone(monkeypatch: pytest.MonkeyPatch):
-    unsettled = Unsettled()
-    assert not unsettled.holds({"data.path": "/da"})
-    unsettled.typing({"data.path": "/da"})
-    assert unsettled.holds({"data.path": "/da"}) and not unsettled.holds({"data.path": "/data"})
-    unsettled.settle(["train.steps"])
-    assert unsettled.holds({"data.path": "/da"})
-    unsettled.settle(["data.path"])
-    assert not unsettled.holds({"data.path": "/da"})
-    unsettled.typing({"data.path": "/dat"})
+    half_typed = HalfTyped()
+    assert not half_typed.holds({"data.path": "/da"})
+    half_typed.typing({"data.path": "/da"})
+    assert half_typed.holds({"data.path": "/da"}) and not half_typed.holds({"data.path": "/data"})
+    half_typed.leave(["train.steps"])
+    assert half_typed.holds({"data.path": "/da"})
+    half_typed.leave(["data.path"])
+    assert not half_typed.holds({"data.path": "/da"})
+    half_typed.typing({"data.path": "/dat"})
     monkeypatch.setattr("app.data.folders.TYPING_S", 0.0)
-    assert not unsettled.holds({"data.path": "/dat"})
+    assert not half_typed.holds({"data.path": "/dat"})
