@@ -33,7 +33,7 @@ __all__ = [
     "is_linear",
     "match_layers",
     "match_names",
-    "saves_little",
+    "saves_no_activations",
     "set_samples",
     "switched_off",
 ]
@@ -101,9 +101,9 @@ def switched_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def saves_little(model: nn.Module) -> set[nn.Module]:
-    """Return the adapted layers, and parts of them, in which autograd saves nothing large but their inputs."""
-    return {module for module in model.modules() if any(kind.saves_little(module) for kind in KINDS.values())}
+def saves_no_activations(model: nn.Module) -> set[nn.Module]:
+    """Return the adapted layers, and parts of them, in which autograd saves only the inputs."""
+    return {module for module in model.modules() if any(kind.saves_no_activations(module) for kind in KINDS.values())}
 
 
 def add_apart(model: nn.Module) -> None:

@@ -85,8 +85,8 @@ class Kind(ABC):
         """Return why this layer, a convolution, cannot be changed; empty where it can."""
         return ""
 
-    def saves_little(self, module: nn.Module) -> bool:
-        """Whether autograd saves nothing large of a module of this kind but its inputs. module: any of the model."""
+    def saves_no_activations(self, module: nn.Module) -> bool:
+        """Whether autograd saves only the inputs of a module of this kind. module: any of the model."""
         return False
 
     def initial_value(self, tensor: str, shape: Shape, numbers: torch.Generator) -> Tensor:

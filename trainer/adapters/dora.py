@@ -114,7 +114,7 @@ class DoraKind(LoraKind):
     def reason_against(self, layer: Layer, cfg: AdapterSection) -> str:
         return "dora changes linear layers only"
 
-    def saves_little(self, module: nn.Module) -> bool:
+    def saves_no_activations(self, module: nn.Module) -> bool:
         return isinstance(module, RowLengths)
 
     def from_parameters(self, parameters: Tensors, weight: Weight) -> dict[str, Tensor]:

@@ -73,7 +73,7 @@ class LohaKind(RankKind):
     def layer(self, layer: Layer, cfg: LohaAdapter, rank: int, scale: float, dropout: nn.Module) -> Loha:
         return Loha(layer, rank, scale, dropout)
 
-    def saves_little(self, module: nn.Module) -> bool:
+    def saves_no_activations(self, module: nn.Module) -> bool:
         """A dense product makes its matrix again in backward by itself."""
         return isinstance(module, Loha) and module.is_dense and isinstance(module.dropout, nn.Identity)
 

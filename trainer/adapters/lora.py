@@ -91,7 +91,7 @@ class LoraKind(RankKind):
     def layer(self, layer: Layer, cfg: LowRankAdapter, rank: int, scale: float, dropout: nn.Module) -> LoraLayer:
         return lora_layer(layer, rank, scale, dropout)
 
-    def saves_little(self, module: nn.Module) -> bool:
+    def saves_no_activations(self, module: nn.Module) -> bool:
         if not isinstance(module, LoraLayer) or module.use_dora[ADAPTER]:
             return False
         return isinstance(module.lora_dropout[ADAPTER], nn.Identity)

@@ -103,17 +103,17 @@ class World:
         work = dist.all_reduce(tensor, async_op=True) if self.size > 1 else None
         return PendingSum(tensor, work, self.heartbeat)
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor of the device over the ranks, in place. With an accelerator the host does not wait."""
         if self.size > 1:
             with self.heartbeat.waiting("all_reduce"):
                 dist.all_reduce(tensor)
 
     def sum_over_data(self, tensor: Tensor) -> None:
-        """Sum a tensor of the device over the samples of all ranks, in place: as `add_up`, each sample counts once."""
+        """Sum a tensor of the device over the samples of all ranks, in place: an `all_reduce` that counts each once."""
         if self.rank % self.ranks_per_sample:  # another rank brings the same numbers
             tensor.zero_()
-        self.add_up(tensor)
+        self.all_reduce(tensor)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

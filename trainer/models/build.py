@@ -213,7 +213,7 @@ def shard_model(
     if cfg.train.compile is True:
         adapters.add_apart(model)
     blocks = {name: len(blocks_of(module, family.shard.blocks)) for name, module in model.items()}
-    modes, whole = iter(modes_of(cfg.train.checkpointing, sum(blocks.values()))), adapters.saves_little(model)
+    modes, whole = iter(modes_of(cfg.train.checkpointing, sum(blocks.values()))), adapters.saves_no_activations(model)
     for name, module in model.items():
         is_encoder = name != family.components[0]
         spec = replace(family.shard, methods=(), has_hooked_states=True) if is_encoder else family.shard

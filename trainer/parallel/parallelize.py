@@ -26,7 +26,7 @@ from trainer.parallel.compile import compile_blocks, for_class
 from trainer.parallel.fsdp_rules import entries
 from trainer.parallel.older_fsdp import let_bytes_be_sharded
 from trainer.parallel.recompute import recompute_all, recompute_cheap
-from trainer.parallel.strategy import Strategy, is_little, reshard_after_forward
+from trainer.parallel.strategy import Strategy, has_few_parameters, reshard_after_forward
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -104,7 +104,7 @@ def parallelize(
         return model
     groups = units
     may_be_one = parallel.nodes == 1 and not parallel.cpu_offload and not spec.has_hooked_states
-    if may_be_one and trains_little(model, mesh, dtype):
+    if may_be_one and trains_few_parameters(model, mesh, dtype):
         groups = []
         for unit in units:
             unit.forward = for_class(type(unit), _on_own_inputs(unit.forward))
@@ -130,7 +130,7 @@ def shard_units(
     """
     compute = None if dtype == torch.float32 else dtype
     let_bytes_be_sharded()
-    left = set() if isinstance(offload, CPUOffloadPolicy) else whole_weights(model, mesh, dtype)
+    left = set() if isinstance(offload, CPUOffloadPolicy) else unsharded_weights(model, mesh, dtype)
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": left}
     common["mp_policy"] = MixedPrecisionPolicy(compute, torch.float32 if compute else None, cast_forward_inputs=False)
     for unit in units:
@@ -139,10 +139,10 @@ def shard_units(
     fully_shard(model, reshard_after_forward=False, **common)
 
 
-def whole_weights(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> set[nn.Parameter]:
+def unsharded_weights(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> set[nn.Parameter]:
     """Return the weights that stay outside of FSDP, because it would copy them twice a step for nothing.
 
-    They are frozen, each rank of the mesh has them whole, and they are stored in the type that computes.
+    They are frozen, each rank of the mesh has them unsharded, and they are stored in the type that computes.
 
     Args:
         model: The model.
@@ -155,7 +155,7 @@ def whole_weights(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> set
     return {p for p in frozen if dtype in (torch.float32, p.dtype) or not p.is_floating_point()}
 
 
-def trains_little(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> bool:
+def trains_few_parameters(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> bool:
     """Whether the ranks share all that a model trains as one group: its frozen weights stay outside of FSDP, and its
     gradients are few.
 
@@ -165,10 +165,10 @@ def trains_little(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> boo
 
     Args:
         model: The model.
-        mesh, dtype: As in `whole_weights`.
+        mesh, dtype: As in `unsharded_weights`.
     """
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return is_little(trained) and bool(whole_weights(model, mesh, dtype))
+    return has_few_parameters(trained) and bool(unsharded_weights(model, mesh, dtype))
 
 
 def _own_storage(unit: nn.Module, arguments: Any, output: Any) -> Any:

@@ -17,13 +17,13 @@ RESIDENT_SHARE = 0.6
 TRAINED_BYTES = 16
 REDUCED_BYTES = 4
 """Per gradient, in fp32 whatever computes."""
-LITTLE = 2**30
+FEW_GRADIENT_BYTES = 2**30
 """Most bytes of gradients that are reduced together at the end of a backward: over PCIe they take 0.1 s."""
 
 
-def is_little(trained: int) -> bool:
+def has_few_parameters(trained: int) -> bool:
     """Whether so many trained numbers are reduced at once, where each rank has the whole model."""
-    return trained * REDUCED_BYTES <= LITTLE
+    return trained * REDUCED_BYTES <= FEW_GRADIENT_BYTES
 
 
 def ring_share(ranks: int) -> float:

@@ -133,7 +133,7 @@ CAST = Parameter(64, 64, 4, 2, False)
 def test_only_the_first_component_is_one_group_and_only_if_fsdp_leaves_weights_alone(
     base: tuple[Parameter, ...], expected: dict[int, int]
 ) -> None:
-    """As `parallelize.trains_little`; states of text encoders are taken by hooks."""
+    """As `parallelize.trains_few_parameters`; states of text encoders are taken by hooks."""
     units = [
         Unit(name, (*base, TRAINED), is_root)
         for component in ("unet", "text_encoder")

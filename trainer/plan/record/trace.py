@@ -396,7 +396,9 @@ class Sharded:
             if forward:
                 module.forward = forward
         units = [unit for module in self.module.values() for unit in blocks_of(module, self.family.shard.blocks)]
-        checkpoint_activations(units, [mode] * len(units), adapters.saves_little(self.module), is_compiled=False)
+        checkpoint_activations(
+            units, [mode] * len(units), adapters.saves_no_activations(self.module), is_compiled=False
+        )
 
     def update(self) -> None:
         """Run the optimizer's step."""

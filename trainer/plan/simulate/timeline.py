@@ -15,7 +15,7 @@ from itertools import chain
 from typing import ClassVar
 
 from trainer.parallel.offload_order import BlockResidency, Direction, offloaded_blocks
-from trainer.parallel.strategy import REDUCED_BYTES, is_little
+from trainer.parallel.strategy import REDUCED_BYTES, has_few_parameters
 from trainer.plan.simulate.steps import ModelPass, Moment, Parameter, grains
 from trainer.run.allocator import pinned_bytes
 
@@ -607,7 +607,7 @@ class _Groups:
 
 @lru_cache(256)
 def _groups(model_pass: ModelPass, sharding: Sharding) -> _Groups:
-    """Group parameters as `parallelize` does: those of the first component are one group if `trains_little` says so."""
+    """Group parameters as `parallelize` does: those of the first component are one group if `trains_few_parameters` says so."""
     units = model_pass.units
     parameters = [unit.parameters for unit in units]
     roots: dict[int, int] = {}
@@ -616,7 +616,7 @@ def _groups(model_pass: ModelPass, sharding: Sharding) -> _Groups:
         inside = [number for number, unit in enumerate(units) if unit.name.startswith(f"{units[root].name}.")]
         everything = [p for number in (root, *inside) for p in parameters[number]]
         is_left_out = any(not p.is_trained and p.stored == p.gathered for p in everything)
-        if is_left_out and is_little(sum(p.numbers for p in everything if p.is_trained)):
+        if is_left_out and has_few_parameters(sum(p.numbers for p in everything if p.is_trained)):
             roots = dict.fromkeys(inside, root)
     computed: dict[int, int] = {}
     frozen: dict[int, tuple[Parameter, ...]] = {}
