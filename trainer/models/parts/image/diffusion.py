@@ -183,7 +183,7 @@ class _Reading:
 
 
 @dataclass(frozen=True)
-class Sampler:
+class NoiseSampler:
     """A sampler of diffusers, ready for its first step.
 
     Attributes:
@@ -228,7 +228,7 @@ def choose_sampler(name: str, schedule: NoiseSchedule, num_steps: int) -> tuple[
 
 def make_sampler(
     name: str, schedule: NoiseSchedule, num_steps: int, generator: torch.Generator, device: torch.device
-) -> Sampler:
+) -> NoiseSampler:
     """Make the sampler of diffusers' class `name`.
 
     Args:
@@ -255,7 +255,7 @@ def make_sampler(
         raise InputError(f"{name} refuses {num_steps} steps or its settings ({_line(error)})") from error
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(0)
-    return Sampler(scheduler, {"generator": generator} if "generator" in _parameters(kind.step) else {})
+    return NoiseSampler(scheduler, {"generator": generator} if "generator" in _parameters(kind.step) else {})
 
 
 def _sampler_class(name: str, schedule: NoiseSchedule) -> Any:
