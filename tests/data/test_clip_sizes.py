@@ -34,7 +34,7 @@ from trainer.plan.simulate.sizes import sample_input_of
 from trainer.run.events import AnyEvent, SampleEvent, StatusEvent
 from trainer.run.samples import CLIP, IMAGE, Sample
 from trainer.train.log import RunLog
-from trainer.train.sampling import Sampler
+from trainer.train.sampling import SampleSchedule
 
 FRAMES = 9
 
@@ -148,9 +148,9 @@ def test_a_clip_is_written_with_the_suffix_and_the_picture_of_its_kind(bench: Be
     assert (stills.kind(0), clips.kind(0)) == (IMAGE, CLIP)
     cfg, events, world = run_config(bench.pictures, sample=sample), [], alone()
     folder = make_run(bench.root, cfg, "run")
-    sampler = Sampler(clips, 0, folder, world, RunLog(folder, world, events.append), before=0)
+    schedule = SampleSchedule(clips, 0, folder, world, RunLog(folder, world, events.append), before=0)
     model = model_of(families.make(cfg, bench.root / "cache"))
-    (file,) = sampler.write(sampler.draw(model, clips.prepare()), step=2)
+    (file,) = schedule.write(schedule.draw(model, clips.prepare()), step=2)
     assert (file.name, file.read_bytes()) == ("step-000002-0.mp4", b"a clip")
     with Image.open(f"{file}.png") as poster:
         assert poster.size == (32, 32)

@@ -82,7 +82,7 @@ from trainer.system.errors import InputError
 from trainer.system.pinned import pin, send
 from trainer.train.log import RunLog
 from trainer.train.numbers import NON_FINITE, WEIGHT, LateRead, Sums
-from trainer.train.sampling import Sampler
+from trainer.train.sampling import SampleSchedule
 
 log = logging.getLogger(__name__)
 RISE = 1.1
@@ -217,7 +217,7 @@ class Trainer:
         events = EventReader(run.events_file).read() if world.rank == 0 else []
         context = RankContext(self._drawing(events), world, cache, emit, self._is_stopping)
         self.data, self.drawer = open_data(self.family, load, context)
-        self.sampler = Sampler(self.drawer, cfg.sample.seed, run, world, self.log, before, events)
+        self.sample_schedule = SampleSchedule(self.drawer, cfg.sample.seed, run, world, self.log, before, events)
         emit(StatusEvent(state="loading"))
         started = time.perf_counter()
         self.cfg = cfg = self._with_compiling_decided(self.log.decide(cfg, cache))
@@ -267,7 +267,7 @@ class Trainer:
 
     def _train(self) -> State:
         cfg = self.cfg
-        if self._due(cfg.sample.every) and self.step < self.num_steps and self.sampler.are_missing(self.step):
+        if self._due(cfg.sample.every) and self.step < self.num_steps and self.sample_schedule.are_missing(self.step):
             self.draw_samples()
         self.log.enter("training", self.step)
         while self.step < self.num_steps:
@@ -605,8 +605,8 @@ class Trainer:
         self.log.enter("sampling", self.step)
         draw_sample = self.drawer.prepare()
         with self._evaluating():
-            drawn = self.sampler.draw(self.model, draw_sample)
-        paths = self.sampler.write(drawn, self.step)
+            drawn = self.sample_schedule.draw(self.model, draw_sample)
+        paths = self.sample_schedule.write(drawn, self.step)
         self.log.enter("training", self.step)
         return paths
 

@@ -17,7 +17,7 @@ from trainer.run.samples import Sample
 from trainer.train.log import RunLog
 
 
-class Sampler:
+class SampleSchedule:
     """Draws the prompts of a run, each from the same noise at every step.
 
     Args:
