@@ -20,7 +20,7 @@ from trainer.config.size import Size
 from trainer.data.encode import encode_data
 from trainer.data.images.buckets import Buckets, bucket_sizes, images_per_bucket
 from trainer.data.images.image_io import ImageFile
-from trainer.data.images.image_source import EncodedData, ImageDrawer
+from trainer.data.images.image_source import EncodedData, ImageSampler
 from trainer.data.prompts import PromptEncoder
 from trainer.data.source import Draw
 from trainer.distributed.context import RankContext
@@ -61,7 +61,7 @@ class Loops(Flux2):
         return {"latents": still.unsqueeze(1).repeat(1, FRAMES, 1, 1)}
 
 
-class LoopDrawer(ImageDrawer):
+class LoopSampler(ImageSampler):
     def prepare(self) -> Draw:
         still = super().prepare()
         return lambda model, index, rng: Sample(self.kind(index), b"a clip", still(model, index, rng).content)
@@ -89,13 +89,13 @@ class Bench:
     pictures: Path
     root: Path
 
-    def encode(self, kind: type[ImageFamily], **changes: Any) -> tuple[EncodedData, ImageDrawer, list[AnyEvent]]:
+    def encode(self, kind: type[ImageFamily], **changes: Any) -> tuple[EncodedData, ImageSampler, list[AnyEvent]]:
         cfg, said, world = run_config(self.pictures, **changes), [], alone()
         context = RankContext(cfg, world, self.root / "cache", said.append)
         family, load = kind(cfg.model, cfg.objective, self.root / "cache" / "models"), encoder_loader(cfg, world)
         data = encode_data(family, load, context)
         encoder = PromptEncoder(family, context, data.cache, data.origin)
-        return data, LoopDrawer(cfg, family, load, data, encoder), said
+        return data, LoopSampler(cfg, family, load, data, encoder), said
 
 
 @pytest.fixture(scope="module")

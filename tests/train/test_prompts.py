@@ -55,7 +55,7 @@ def steps(world: World, cfg: RunConfig, run: RunDir, *requests: tuple[str, ...] 
             trainer.draw_samples()
         trainer.save()
         trainer._finish_checkpoint()
-        return list(enumerate(trainer.drawer.prompts))
+        return list(enumerate(trainer.sampler.prompts))
     finally:
         trainer.close()
         writer.close()
@@ -146,7 +146,7 @@ def without_its_encoder(world: World, cfg: RunConfig, run: RunDir) -> tuple[str,
     trainer.train_step()
     trainer.draw_samples()
     trainer.close()
-    return trainer.drawer.prompts
+    return trainer.sampler.prompts
 
 
 @pytest.mark.parametrize("ranks", RANKS)

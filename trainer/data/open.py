@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from trainer.data.encode import encode_data, require_same
-from trainer.data.images.image_source import ImageDrawer, ImageSource
+from trainer.data.images.image_source import ImageSampler, ImageSource
 from trainer.data.mixed import question_files
-from trainer.data.mixed.mixed_source import EditDrawer, MixedDrawer, MixedSource
+from trainer.data.mixed.mixed_source import EditSampler, MixedSampler, MixedSource
 from trainer.data.prompts import PromptEncoder
-from trainer.data.source import DataSource, SampleDrawer
-from trainer.data.text.text_source import TextDrawer, TextSource
+from trainer.data.source import DataSource, Sampler
+from trainer.data.text.text_source import TextSampler, TextSource
 from trainer.distributed.context import RankContext
 from trainer.models.base import ImageFamily, LoadModule, ModelFamily, MultimodalFamily, TextFamily
 
 
-def open_data(family: ModelFamily, load: LoadModule, context: RankContext) -> tuple[DataSource, SampleDrawer]:
+def open_data(family: ModelFamily, load: LoadModule, context: RankContext) -> tuple[DataSource, Sampler]:
     """Open the data of a run; images and captions are encoded first where the family has encoders. Collective.
 
     Args:
@@ -28,7 +28,7 @@ def open_data(family: ModelFamily, load: LoadModule, context: RankContext) -> tu
     cfg = context.cfg
     match family:
         case TextFamily():
-            return TextSource(cfg, family, context.world, context.emit), TextDrawer(cfg, family)
+            return TextSource(cfg, family, context.world, context.emit), TextSampler(cfg, family)
         case MultimodalFamily():
             questions = question_files.of_config(cfg.data)
             rows = (*questions.train, *questions.validation)
@@ -36,11 +36,11 @@ def open_data(family: ModelFamily, load: LoadModule, context: RankContext) -> tu
             encoder = PromptEncoder(family, context, data.cache, data.origin)
             mixed = MixedSource(cfg, family, data, questions, context.emit)
             require_same(context.world, mixed.digest)
-            return mixed, MixedDrawer(cfg, family, EditDrawer(cfg, family, load, data, encoder))
+            return mixed, MixedSampler(cfg, family, EditSampler(cfg, family, load, data, encoder))
         case ImageFamily():
             data = encode_data(family, load, context)
             encoder = PromptEncoder(family, context, data.cache, data.origin)
             source = ImageSource(cfg, family, data)
             require_same(context.world, source.digest)
-            return source, ImageDrawer(cfg, family, load, data, encoder)
+            return source, ImageSampler(cfg, family, load, data, encoder)
     raise TypeError(f"{type(family).__name__} is neither a text, an image nor a multimodal family")

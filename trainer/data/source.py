@@ -18,7 +18,7 @@ from trainer.run.samples import Sample, SampleKind
 
 Draw = Callable[[nn.ModuleDict, int, SampleRng], Sample]
 """(live components, index of the prompt, its random numbers) -> the content of the sample's file. Calls the model
-equally often for every prompt of a group of `SampleDrawer.groups`, so that ranks that share a sharded model stay
+equally often for every prompt of a group of `Sampler.groups`, so that ranks that share a sharded model stay
 together."""
 
 
@@ -83,7 +83,7 @@ class DataSource(ABC):
         """One validation example."""
 
 
-class SampleDrawer(ABC):
+class Sampler(ABC):
     """The prompts of a run's samples, and how samples are drawn. Every rank has its own, and all are equal.
 
     Attributes:

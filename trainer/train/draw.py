@@ -20,10 +20,10 @@ from trainer.checkpoint.restore import StoredWeights
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
 from trainer.data.cache import ExampleCache
-from trainer.data.images.image_source import EncodedData, EncodedPrompt, ImageDrawer, with_trigger
+from trainer.data.images.image_source import EncodedData, EncodedPrompt, ImageSampler, with_trigger
 from trainer.data.prompts import PromptEncoder, encode_texts, origin_of, text_keys
-from trainer.data.source import SampleDrawer
-from trainer.data.text.text_source import TextDrawer
+from trainer.data.source import Sampler
+from trainer.data.text.text_source import TextSampler
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World, connect
 from trainer.models import families
@@ -106,18 +106,18 @@ def draw(run: RunDir, cfg: RunConfig, world: World) -> Path:
     source = trained_weights(run)
     family = families.make(cfg, cache)
     built = build_model(cfg, family)
-    drawer = _drawer(cfg, family, world, cache)
+    sampler = _sampler(cfg, family, world, cache)
     read_factors(cfg, initial_file(run))
     loaded = load_model(built, cfg, family, world, cache, initial=initial_file(run))
     for dropout in adapters.dropouts(loaded.module):
         dropout.eval()
-    numbers = SampleRng(cfg.sample.seed, (number_of(run, drawer.prompts[0]),), world.device)
+    numbers = SampleRng(cfg.sample.seed, (number_of(run, sampler.prompts[0]),), world.device)
     with torch.no_grad():
-        draw_sample = drawer.prepare()
+        draw_sample = sampler.prepare()
         base = draw_sample(loaded.module, 0, numbers)
         _take_trained_weights(loaded, cfg, family, source)
         trained = draw_sample(loaded.module, 0, numbers)
-    result = _Result(drawer, base, trained, numbers.indices[0], time.perf_counter() - began)
+    result = _Result(sampler, base, trained, numbers.indices[0], time.perf_counter() - began)
     return _write(run, cfg, family, source, result)
 
 
@@ -125,17 +125,17 @@ def draw(run: RunDir, cfg: RunConfig, world: World) -> Path:
 class _Result:
     """Both samples."""
 
-    drawer: SampleDrawer
+    sampler: Sampler
     base: Sample
     trained: Sample
     number: int
     seconds: float
 
 
-def _drawer(cfg: RunConfig, family: ModelFamily, world: World, cache: Path) -> SampleDrawer:
+def _sampler(cfg: RunConfig, family: ModelFamily, world: World, cache: Path) -> Sampler:
     """Return what draws the config's only prompt; of an image model its embeddings are made first, on the device."""
     if isinstance(family, TextFamily):
-        return TextDrawer(cfg, family)
+        return TextSampler(cfg, family)
     if not isinstance(family, ImageFamily):
         raise TypeError(f"{type(family).__name__} is neither a text nor an image family")
     (prompt,) = with_trigger(cfg.sample.prompts, cfg.data)
@@ -148,7 +148,7 @@ def _drawer(cfg: RunConfig, family: ModelFamily, world: World, cache: Path) -> S
     prompts = (EncodedPrompt(prompt, keys[prompt], None),)
     data = EncodedData(examples, (), (), prompts, keys[cfg.sample.negative], keys[""], family.dropped_text, origin)
     context = RankContext(cfg, world, cache, lambda event: None)
-    return ImageDrawer(cfg, family, load, data, PromptEncoder(family, context, examples, origin))
+    return ImageSampler(cfg, family, load, data, PromptEncoder(family, context, examples, origin))
 
 
 def _take_trained_weights(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily, source: Path) -> None:
@@ -172,7 +172,7 @@ def _write(run: RunDir, cfg: RunConfig, family: ModelFamily, source: Path, resul
     result.trained.write(folder / f"trained{suffix}")
     result.base.write(folder / f"base{suffix}")
     drawing = Drawing(
-        prompt=result.drawer.prompts[0],
+        prompt=result.sampler.prompts[0],
         seed=cfg.sample.seed,
         number=result.number,
         source=str(source.relative_to(run.path)),

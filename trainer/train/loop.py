@@ -216,8 +216,8 @@ class Trainer:
         load = encoder_loader(cfg, world, cache, self.log.listener("encoding"))
         events = EventReader(run.events_file).read() if world.rank == 0 else []
         context = RankContext(self._drawing(events), world, cache, emit, self._is_stopping)
-        self.data, self.drawer = open_data(self.family, load, context)
-        self.sample_schedule = SampleSchedule(self.drawer, cfg.sample.seed, run, world, self.log, before, events)
+        self.data, self.sampler = open_data(self.family, load, context)
+        self.sample_schedule = SampleSchedule(self.sampler, cfg.sample.seed, run, world, self.log, before, events)
         emit(StatusEvent(state="loading"))
         started = time.perf_counter()
         self.cfg = cfg = self._with_compiling_decided(self.log.decide(cfg, cache))
@@ -599,11 +599,11 @@ class Trainer:
         """Draw one image or text per prompt, from the same noise at every step. Returns their paths on rank 0."""
         self.flush_metrics()
         self._change_prompts()
-        if not self.drawer.prompts:
+        if not self.sampler.prompts:
             self.log.warn("no samples are drawn: sample.prompts is empty", self.step)
             return []
         self.log.enter("sampling", self.step)
-        draw_sample = self.drawer.prepare()
+        draw_sample = self.sampler.prepare()
         with self._evaluating():
             drawn = self.sample_schedule.draw(self.model, draw_sample)
         paths = self.sample_schedule.write(drawn, self.step)
@@ -624,7 +624,7 @@ class Trainer:
         prompts, problem = self.world.gather(self._requested_prompts())[0]
         if prompts and not problem:
             try:
-                self.drawer.change_prompts(prompts)
+                self.sampler.change_prompts(prompts)
                 self.log.emit(PromptsEvent(step=self.step, prompts=prompts, instead_of=self.cfg.sample.prompts))
             except InputError as error:
                 problem = str(error)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from trainer.data.source import Draw, SampleDrawer
+from trainer.data.source import Draw, Sampler
 from trainer.distributed.world import World
 from trainer.rng import SampleRng
 from trainer.run.events import AnyEvent, SampleEvent
@@ -28,7 +28,7 @@ class SampleSchedule:
 
     def __init__(
         self,
-        drawer: SampleDrawer,
+        sampler: Sampler,
         seed: int,
         run: RunDir,
         world: World,
@@ -36,13 +36,13 @@ class SampleSchedule:
         before: int,
         events: Iterable[AnyEvent] = (),
     ) -> None:
-        self._drawer, self._seed, self._run, self._world, self._log = drawer, seed, run, world, log
+        self._sampler, self._seed, self._run, self._world, self._log = sampler, seed, run, world, log
         self._before = before
         self._prompts = {event.path: event.prompt for event in events if isinstance(event, SampleEvent)}
 
     def are_missing(self, step: int) -> bool:
         """Whether samples of this step are missing: before the first step, or where a run was killed after saving."""
-        paths = [self._file(index, step) for index in range(len(self._drawer.prompts))]
+        paths = [self._file(index, step) for index in range(len(self._sampler.prompts))]
         drawn: bool = self._world.gather(bool(paths) and all(path.exists() for path in paths))[0]
         return not drawn
 
@@ -51,13 +51,13 @@ class SampleSchedule:
 
         Args:
             model: The live components, with the weights to evaluate.
-            draw_sample: The result of `SampleDrawer.prepare`.
+            draw_sample: The result of `Sampler.prepare`.
         """
 
         def draw(index: int) -> Sample:
             return draw_sample(model, index, SampleRng(self._seed, (index,), self._world.device))
 
-        groups = [draw_all(group, draw, self._world) for group in self._drawer.groups]
+        groups = [draw_all(group, draw, self._world) for group in self._sampler.groups]
         return {index: sample for group in groups for index, sample in sorted(group.items())}
 
     def write(self, samples: dict[int, Sample], step: int) -> list[Path]:
@@ -69,7 +69,7 @@ class SampleSchedule:
                 sample.write(path)
                 paths.append(path)
                 name = str(path.relative_to(self._run.path))
-                prompt = self._prompts[name] = self._drawer.prompts[index]
+                prompt = self._prompts[name] = self._sampler.prompts[index]
                 self._log.emit(SampleEvent(step=step, prompt=prompt, index=index, path=name, text=sample.text))
         except OSError as error:
             self._log.warn(f"samples could not be written ({error}); free disk space", step)
@@ -77,7 +77,7 @@ class SampleSchedule:
 
     def _file(self, index: int, step: int) -> Path:
         """The file of a sample. Where another prompt has taken its name, this prompt's digest is added to it."""
-        prompt, suffix = self._drawer.prompts[index], self._drawer.kind(index).suffix
+        prompt, suffix = self._sampler.prompts[index], self._sampler.kind(index).suffix
         file = self._run.samples / f"step-{self._before + step:06d}-{index}{suffix}"
         if self._prompts.get(str(file.relative_to(self._run.path)), prompt) == prompt:
             return file

@@ -20,7 +20,7 @@ from trainer.data.images.image_io import ImageFile, png
 from trainer.data.images.scan_memory import without_collection
 from trainer.data.loader import BatchSizes, Choices, ImageBatchSampler, ImageItem
 from trainer.data.prompts import PromptEncoder
-from trainer.data.source import DataSource, Draw, SampleDrawer
+from trainer.data.source import DataSource, Draw, Sampler
 from trainer.distributed.context import RankContext
 from trainer.models.base import ImageFamily, LoadModule
 from trainer.models.objectives.base import Example
@@ -216,7 +216,7 @@ class ImageSource(DataSource):
         return self.data.held_out(index)
 
 
-class ImageDrawer(SampleDrawer):
+class ImageSampler(Sampler):
     """Draws images for the encoded prompts; the family's autoencoder decodes them.
 
     Args:

@@ -16,7 +16,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.size import Size
 from trainer.data.epochs import num_images, num_mixed
 from trainer.data.images.image_io import ImageFile, load_resized, read_header
-from trainer.data.images.image_source import EncodedData, EncodedImage, EncodedPrompt, ImageDrawer, ImageSource
+from trainer.data.images.image_source import EncodedData, EncodedImage, EncodedPrompt, ImageSampler, ImageSource
 from trainer.data.loader import BatchSampler, BatchSizes, ImageBatchSampler
 from trainer.data.mixed.mixed_batches import (
     DrawnItem,
@@ -29,7 +29,7 @@ from trainer.data.mixed.mixed_batches import (
 from trainer.data.mixed.question_files import Questions
 from trainer.data.mixed.sequence_rows import AnyRow, EditChain, ImagePart, ImageProblem, Part, TextPart
 from trainer.data.prompts import PromptEncoder
-from trainer.data.source import DataSource, Draw, SampleDrawer
+from trainer.data.source import DataSource, Draw, Sampler
 from trainer.distributed.context import RankContext
 from trainer.models.base import LoadModule, MultimodalFamily, PartKind, SequencePart, references_of
 from trainer.models.objectives.base import Example
@@ -281,7 +281,7 @@ def _kinds(part: Part, number: int, dropped: Dropped) -> Iterator[tuple[PartKind
         yield ("gap", None) if not part.kept and dropped("vision", number) else ("seen", part.image)
 
 
-class EditDrawer(ImageDrawer):
+class EditSampler(ImageSampler):
     """Draws images for prompts, and edits of their references, which the model also looks at."""
 
     def __init__(
@@ -296,14 +296,14 @@ class EditDrawer(ImageDrawer):
         return {"seen_0": self._multimodal.encode_seen(load_seen(prompt.file, self._multimodal, self._run))}
 
 
-class MixedDrawer(SampleDrawer):
+class MixedSampler(Sampler):
     """Draws images for `sample.prompts`, then answers to `sample.questions`. images: draws the images.
 
     Raises:
         InputError: An image of `sample.images` cannot be read.
     """
 
-    def __init__(self, cfg: RunConfig, family: MultimodalFamily, images: ImageDrawer) -> None:
+    def __init__(self, cfg: RunConfig, family: MultimodalFamily, images: ImageSampler) -> None:
         self._cfg, self._family, self._images = cfg, family, images
         self._question_images = tuple(read_header(Path(file)) for file in cfg.sample.images)
         self.prompts = (*images.prompts, *cfg.sample.questions)

@@ -16,7 +16,7 @@ from trainer.config.sections import DataConfig
 from trainer.data.epochs import rounded_up
 from trainer.data.loader import BatchSizes
 from trainer.data.row_forms import CHAT, TEXT
-from trainer.data.source import DataSource, Draw, SampleDrawer
+from trainer.data.source import DataSource, Draw, Sampler
 from trainer.data.text.text_documents import Encoder
 from trainer.data.text.text_files import (
     TextFolder,
@@ -159,7 +159,7 @@ class Counted:
         self._emit(WarningEvent(message=message))
 
 
-class TextDrawer(SampleDrawer):
+class TextSampler(Sampler):
     """Draws texts: each prompt with its continuation by the model, or with the assistant's answer to it."""
 
     def __init__(self, cfg: RunConfig, family: TextFamily) -> None:

@@ -607,7 +607,7 @@ class _Groups:
 
 @lru_cache(256)
 def _groups(model_pass: ModelPass, sharding: Sharding) -> _Groups:
-    """Group parameters as `parallelize` does: those of the first component are one if `trains_few_parameters` says so."""
+    """Group parameters as `parallelize` does: those of the first component are one where `trains_few_parameters`."""
     units = model_pass.units
     parameters = [unit.parameters for unit in units]
     roots: dict[int, int] = {}
