@@ -29,7 +29,7 @@ def generator(*parts: int | str) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Draw:
-    """Which numbers are drawn for each item: standard normal ones of a shape, or one in [0, 1) where that is None."""
+    """The numbers drawn for each item: standard normal ones of a shape, or one in [0, 1) where that is None."""
 
     purpose: str
     shape: tuple[int, ...] | None = None
@@ -58,10 +58,10 @@ class SampleRng:
     asked: set[Draw] | None = None
 
     def ahead(self, asked: set[Draw]) -> SampleRng:
-        """The same numbers, of which those that were asked of other items are drawn now.
+        """The same generator with the draws that earlier passes used already made.
 
         Args:
-            asked: Of passes that are like this one; gets what this one asks.
+            asked: Draws of passes that are like this one; gets what this one asks.
         """
         drawn = {draw: pin(self._draw(draw), self.device) for draw in tuple(asked)}
         return replace(self, drawn=drawn, asked=asked)

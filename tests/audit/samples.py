@@ -85,7 +85,7 @@ def apart(drawing: Drawing, folder: Path) -> float:
     }
     with started(model, path, folder, sections) as trainer:
         trainer.train()
-        with Image.open(trainer.draw_samples()[0]) as image:
+        with Image.open(trainer.generate_samples()[0]) as image:
             ours = image.convert("RGB")
         file = export(trainer.cfg, trainer.run, folder / "cache", trainer.trained_weights())[0].path
     reference = REFERENCES[model.family](path, model.objective)

@@ -91,11 +91,11 @@ def learn(root: Path, changes: Sequence[str]) -> Outcome:
     prompts = ", ".join(f"'{caption} [trigger]'" for caption in originals)
     trainer = trainer_of(root, (f"sample.prompts=[{prompts}]", *changes))
     try:
-        before = [Image.open(path).convert("RGB") for path in trainer.draw_samples()]
+        before = [Image.open(path).convert("RGB") for path in trainer.generate_samples()]
         began = time.perf_counter()
         losses = [step_numbers(trainer).loss for _ in range(trainer.cfg.train.steps)]
         seconds = time.perf_counter() - began
-        after = [Image.open(path).convert("RGB") for path in trainer.draw_samples()]
+        after = [Image.open(path).convert("RGB") for path in trainer.generate_samples()]
         count = sum(parameter.numel() for parameter in trainer.trainables.values())
     finally:
         trainer.close()

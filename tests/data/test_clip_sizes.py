@@ -22,7 +22,7 @@ from trainer.data.images.buckets import Buckets, bucket_sizes, images_per_bucket
 from trainer.data.images.image_io import ImageFile
 from trainer.data.images.image_source import EncodedData, ImageSampler
 from trainer.data.prompts import PromptEncoder
-from trainer.data.source import Draw
+from trainer.data.source import Generate
 from trainer.distributed.context import RankContext
 from trainer.models import families
 from trainer.models.base import ImageFamily
@@ -62,7 +62,7 @@ class Loops(Flux2):
 
 
 class LoopSampler(ImageSampler):
-    def prepare(self) -> Draw:
+    def prepare(self) -> Generate:
         still = super().prepare()
         return lambda model, index, rng: Sample(self.kind(index), b"a clip", still(model, index, rng).content)
 
@@ -150,7 +150,7 @@ def test_a_clip_is_written_with_the_suffix_and_the_picture_of_its_kind(bench: Be
     folder = make_run(bench.root, cfg, "run")
     schedule = SampleSchedule(clips, 0, folder, world, RunLog(folder, world, events.append), before=0)
     model = model_of(families.make(cfg, bench.root / "cache"))
-    (file,) = schedule.write(schedule.draw(model, clips.prepare()), step=2)
+    (file,) = schedule.write(schedule.generate(model, clips.prepare()), step=2)
     assert (file.name, file.read_bytes()) == ("step-000002-0.mp4", b"a clip")
     with Image.open(f"{file}.png") as poster:
         assert poster.size == (32, 32)

@@ -224,7 +224,7 @@ def test_models_that_embed_their_timestep_in_fp32_see_in_bf16_the_one_that_was_d
             lambda module, inputs: timesteps.extend(inputs[0].tolist())
         )
         trainer.train_step()
-        trainer.draw_samples()
+        trainer.generate_samples()
         trainer.close()
         return timesteps
 

@@ -136,7 +136,7 @@ def test_samples_of_a_run_on_conversations_are_answers(bench: Bench, chat: str, 
         return str(continued(model, ids, *others))
 
     trainer.family._continued = listening  # type: ignore[attr-defined]
-    trainer.draw_samples()
+    trainer.generate_samples()
     trainer.close()
     (drawn,) = [event for event in events if isinstance(event, SampleEvent)]
     assert asked == ["<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n" if is_answer else "1 + 1"]

@@ -226,7 +226,7 @@ def test_references_change_what_is_predicted_and_drawn(data: Data) -> None:
     edit = data.trainer(
         "edit", data__references=str(data.before), sample__references=(str(data.before / "01_0.png"),), **drawing
     )
-    pictures = [trainer.draw_samples()[0].read_bytes() for trainer in (plain, edit)]
+    pictures = [trainer.generate_samples()[0].read_bytes() for trainer in (plain, edit)]
     losses = [step_numbers(trainer).loss for trainer in (plain, edit)]
     plain.close()
     edit.close()

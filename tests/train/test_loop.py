@@ -307,10 +307,10 @@ def test_samples_come_from_the_same_noise_at_every_step_and_change_with_the_weig
     run = make_run(pictures.parent, cfg, "samples")
     events: list[AnyEvent] = []
     trainer = make_trainer(cfg, run, events)
-    first = [path.read_bytes() for path in trainer.draw_samples()]
-    again = [path.read_bytes() for path in trainer.draw_samples()]
+    first = [path.read_bytes() for path in trainer.generate_samples()]
+    again = [path.read_bytes() for path in trainer.generate_samples()]
     trainer.train_step()
-    later = [path.read_bytes() for path in trainer.draw_samples()]
+    later = [path.read_bytes() for path in trainer.generate_samples()]
     trainer.close()
     assert first == again
     assert first != later

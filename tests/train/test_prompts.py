@@ -52,7 +52,7 @@ def steps(world: World, cfg: RunConfig, run: RunDir, *requests: tuple[str, ...] 
             if prompts is not None and world.rank == 0:
                 request_prompts(run, prompts)
             trainer.train_step()
-            trainer.draw_samples()
+            trainer.generate_samples()
         trainer.save()
         trainer._finish_checkpoint()
         return list(enumerate(trainer.sampler.prompts))
@@ -144,7 +144,7 @@ def without_its_encoder(world: World, cfg: RunConfig, run: RunDir) -> tuple[str,
         (trainer.family.folder / "text_encoder" / "model.safetensors").unlink()
         request_prompts(run, ("new",))
     trainer.train_step()
-    trainer.draw_samples()
+    trainer.generate_samples()
     trainer.close()
     return trainer.sampler.prompts
 
@@ -214,6 +214,6 @@ def apart(world: World, cfg: RunConfig, run: RunDir) -> set[str]:
     if world.rank == 0:
         request_prompts(run, ("new",))
     world.barrier()
-    trainer.draw_samples()
+    trainer.generate_samples()
     trainer.close()
     return {file.name for file in cache.rglob("examples/*/*.safetensors")}

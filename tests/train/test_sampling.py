@@ -10,7 +10,7 @@ from PIL import Image
 from tests.distributed import run_ranks
 from trainer.data.images.image_io import png
 from trainer.distributed.world import World
-from trainer.train.sampling import draw_all
+from trainer.train.sampling import generate_all
 
 
 def draw_colours(world: World, count: int) -> tuple[list[tuple[int, ...]], int]:
@@ -22,7 +22,7 @@ def draw_colours(world: World, count: int) -> tuple[list[tuple[int, ...]], int]:
         world.barrier()
         return png(Image.new("RGB", (2, 2), (index, 0, 0)))
 
-    pictures = [Image.open(io.BytesIO(file)) for file in draw_all(range(count), draw, world).values()]
+    pictures = [Image.open(io.BytesIO(file)) for file in generate_all(range(count), draw, world).values()]
     return [picture.getpixel((0, 0)) for picture in pictures], len(drawn)  # type: ignore[misc]
 
 

@@ -76,7 +76,7 @@ def _train(trainer: Trainer) -> Cost:
     if trainer.data.num_held_out:
         trainer.validate()
     if trainer.cfg.sample.every:
-        trainer.draw_samples()
+        trainer.generate_samples()
     return cost
 
 

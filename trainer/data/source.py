@@ -1,4 +1,4 @@
-"""The two halves of a run's data: what the model is trained on, and what samples are drawn from."""
+"""The two halves of a run's data: what the model is trained on, and what samples are generated from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.rng import SampleRng
 from trainer.run.manifest import Progress
 from trainer.run.samples import Sample, SampleKind
 
-Draw = Callable[[nn.ModuleDict, int, SampleRng], Sample]
+Generate = Callable[[nn.ModuleDict, int, SampleRng], Sample]
 """(live components, index of the prompt, its random numbers) -> the content of the sample's file. Calls the model
 equally often for every prompt of a group of `Sampler.groups`, so that ranks that share a sharded model stay
 together."""
@@ -84,7 +84,7 @@ class DataSource(ABC):
 
 
 class Sampler(ABC):
-    """The prompts of a run's samples, and how samples are drawn. Every rank has its own, and all are equal.
+    """The prompts of a run's samples, and how samples are generated. Every rank has its own, and all are equal.
 
     Attributes:
         prompts: The prompt of each sample.
@@ -94,7 +94,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def change_prompts(self, prompts: Sequence[str]) -> None:
-        """Draw from other prompts from now on. Collective.
+        """Generate from other prompts from now on. Collective.
 
         Args:
             prompts: Those that replace `sample.prompts`, checked by `run.prompts.check_prompts`.
@@ -105,13 +105,13 @@ class Sampler(ABC):
 
     @property
     def groups(self) -> tuple[range, ...]:
-        """All samples, in groups that call the model equally often: ranks may draw those of a group in parallel."""
+        """All samples, in groups that call the model equally often: ranks may generate those of a group in parallel."""
         return (range(len(self.prompts)),)
 
     @abstractmethod
     def kind(self, index: int) -> SampleKind:
-        """The kind of a sample, which names its file before it is drawn."""
+        """The kind of a sample, which names its file before it exists."""
 
     @abstractmethod
-    def prepare(self) -> Draw:
-        """Load what drawing needs in addition to the model, and return the function that draws. Collective."""
+    def prepare(self) -> Generate:
+        """Load what sampling needs in addition to the model, and return the function that generates. Collective."""

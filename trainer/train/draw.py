@@ -1,6 +1,6 @@
-"""Draws a prompt with and without what a run has trained: `python -m trainer.train.draw RUN --prompt TEXT`.
+"""Samples a prompt with and without what a run has trained: `python -m trainer.train.draw RUN --prompt TEXT`.
 
-One process, on one device. The model is built as for training, with the run's adapter and quantization, and drawn from
+One process, on one device. The model is built as for training, with the run's adapter and quantization, and sampled
 twice: as the base is, and with the weights of the newest checkpoint or of the exported adapter.
 """
 
@@ -113,10 +113,10 @@ def draw(run: RunDir, cfg: RunConfig, world: World) -> Path:
         dropout.eval()
     numbers = SampleRng(cfg.sample.seed, (number_of(run, sampler.prompts[0]),), world.device)
     with torch.no_grad():
-        draw_sample = sampler.prepare()
-        base = draw_sample(loaded.module, 0, numbers)
+        generate = sampler.prepare()
+        base = generate(loaded.module, 0, numbers)
         _take_trained_weights(loaded, cfg, family, source)
-        trained = draw_sample(loaded.module, 0, numbers)
+        trained = generate(loaded.module, 0, numbers)
     result = _Result(sampler, base, trained, numbers.indices[0], time.perf_counter() - began)
     return _write(run, cfg, family, source, result)
 
@@ -133,7 +133,7 @@ class _Result:
 
 
 def _sampler(cfg: RunConfig, family: ModelFamily, world: World, cache: Path) -> Sampler:
-    """Return what draws the config's only prompt; of an image model its embeddings are made first, on the device."""
+    """Return the sampler of the config's only prompt. For an image model it encodes the prompt first, on the device."""
     if isinstance(family, TextFamily):
         return TextSampler(cfg, family)
     if not isinstance(family, ImageFamily):

@@ -268,7 +268,7 @@ class Trainer:
     def _train(self) -> State:
         cfg = self.cfg
         if self._due(cfg.sample.every) and self.step < self.num_steps and self.sample_schedule.are_missing(self.step):
-            self.draw_samples()
+            self.generate_samples()
         self.log.enter("training", self.step)
         while self.step < self.num_steps:
             agreed = self.train_step()
@@ -282,18 +282,18 @@ class Trainer:
                 raise RuntimeError(f"step {self.step}: {name} differs between ranks that must hold equal copies")
             if self.data.num_held_out and self._validation_due():
                 self.validate()
-            # Saved before samples are drawn: they take memory of their own, and running out of it must cost no steps.
+            # Saved before sampling, which takes memory of its own: running out of it must cost no steps.
             if agreed.stop:
                 self._save_last()
             elif agreed.save or (self._due(cfg.checkpoint.every) and self.step < self.num_steps):
                 self.save()
             if agreed.sample or (self._due(cfg.sample.every) and self.step < self.num_steps):
-                self.draw_samples()
+                self.generate_samples()
             if agreed.stop:
                 return "stopped"
         self._save_last()
         if cfg.sample.every:
-            self.draw_samples()
+            self.generate_samples()
         return "finished"
 
     def train_step(self) -> Agreed:
@@ -595,18 +595,18 @@ class Trainer:
         self.log.emit(event)
         return mean
 
-    def draw_samples(self) -> list[Path]:
-        """Draw one image or text per prompt, from the same noise at every step. Returns their paths on rank 0."""
+    def generate_samples(self) -> list[Path]:
+        """Generate one image or text per prompt, from the same noise at every step. Returns their paths on rank 0."""
         self.flush_metrics()
         self._change_prompts()
         if not self.sampler.prompts:
             self.log.warn("no samples are drawn: sample.prompts is empty", self.step)
             return []
         self.log.enter("sampling", self.step)
-        draw_sample = self.sampler.prepare()
+        generate = self.sampler.prepare()
         with self._evaluating():
-            drawn = self.sample_schedule.draw(self.model, draw_sample)
-        paths = self.sample_schedule.write(drawn, self.step)
+            samples = self.sample_schedule.generate(self.model, generate)
+        paths = self.sample_schedule.write(samples, self.step)
         self.log.enter("training", self.step)
         return paths
 

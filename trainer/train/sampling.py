@@ -1,4 +1,4 @@
-"""Samples while a run trains: prompts are spread over the ranks, idle ranks draw along, rank 0 writes the files."""
+"""Samples while a run trains: prompts are spread over the ranks, idle ranks take part, rank 0 writes the files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from trainer.data.source import Draw, Sampler
+from trainer.data.source import Generate, Sampler
 from trainer.distributed.world import World
 from trainer.rng import SampleRng
 from trainer.run.events import AnyEvent, SampleEvent
@@ -18,7 +18,7 @@ from trainer.train.log import RunLog
 
 
 class SampleSchedule:
-    """Draws the prompts of a run, each from the same noise at every step.
+    """Generates the samples of a run, each from the same noise at every step.
 
     Args:
         seed: `sample.seed`.
@@ -43,25 +43,25 @@ class SampleSchedule:
     def are_missing(self, step: int) -> bool:
         """Whether samples of this step are missing: before the first step, or where a run was killed after saving."""
         paths = [self._file(index, step) for index in range(len(self._sampler.prompts))]
-        drawn: bool = self._world.gather(bool(paths) and all(path.exists() for path in paths))[0]
-        return not drawn
+        exist: bool = self._world.gather(bool(paths) and all(path.exists() for path in paths))[0]
+        return not exist
 
-    def draw(self, model: nn.ModuleDict, draw_sample: Draw) -> dict[int, Sample]:
+    def generate(self, model: nn.ModuleDict, generate_one: Generate) -> dict[int, Sample]:
         """{number of the prompt: its sample} on rank 0, {} on other ranks. Collective.
 
         Args:
             model: The live components, with the weights to evaluate.
-            draw_sample: The result of `Sampler.prepare`.
+            generate_one: The result of `Sampler.prepare`.
         """
 
-        def draw(index: int) -> Sample:
-            return draw_sample(model, index, SampleRng(self._seed, (index,), self._world.device))
+        def generate(index: int) -> Sample:
+            return generate_one(model, index, SampleRng(self._seed, (index,), self._world.device))
 
-        groups = [draw_all(group, draw, self._world) for group in self._sampler.groups]
+        groups = [generate_all(group, generate, self._world) for group in self._sampler.groups]
         return {index: sample for group in groups for index, sample in sorted(group.items())}
 
     def write(self, samples: dict[int, Sample], step: int) -> list[Path]:
-        """Write the drawn samples and emit their events. A full disk is a warning. Returns the paths."""
+        """Write the samples and emit their events. A full disk is a warning. Returns the paths."""
         paths: list[Path] = []
         try:
             for index, sample in samples.items():
@@ -85,15 +85,15 @@ class SampleSchedule:
         return file.with_name(f"{file.stem}-{digest}{suffix}")
 
 
-def draw_all(numbers: Sequence[int], draw: Callable[[int], Sample], world: World) -> dict[int, Sample]:
+def generate_all(numbers: Sequence[int], generate: Callable[[int], Sample], world: World) -> dict[int, Sample]:
     """Spread samples over the ranks. Collective.
 
     An error ends this rank at once, and torchrun the others: were it agreed first, ranks inside the model would wait
     for this one in vain.
 
     Args:
-        draw: (number) -> sample. It may call a sharded model, so every rank calls it equally
-            often: a rank without a sample of its own draws one again and drops it.
+        generate: (number) -> sample. It may call a sharded model, so every rank calls it equally
+            often: a rank without a sample of its own repeats one and drops it.
 
     Returns:
         {number: sample} on rank 0, {} on other ranks.
@@ -102,8 +102,8 @@ def draw_all(numbers: Sequence[int], draw: Callable[[int], Sample], world: World
     for first in range(0, len(numbers), world.data_size):
         position = first + world.data_rank
         number = numbers[position % len(numbers)]
-        drawn = draw(number)
-        mine = {number: drawn} if position < len(numbers) else {}
+        sample = generate(number)
+        mine = {number: sample} if position < len(numbers) else {}
         for others in world.gather(mine):
             samples |= others
     return samples if world.rank == 0 else {}

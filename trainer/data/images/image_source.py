@@ -1,4 +1,4 @@
-"""Encoded images with captions: the training examples, and the prompts that images are drawn from."""
+"""Encoded images with captions: the training examples, and the prompts that images are generated from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.data.images.image_io import ImageFile, png
 from trainer.data.images.scan_memory import without_collection
 from trainer.data.loader import BatchSizes, Choices, ImageBatchSampler, ImageItem
 from trainer.data.prompts import PromptEncoder
-from trainer.data.source import DataSource, Draw, Sampler
+from trainer.data.source import DataSource, Generate, Sampler
 from trainer.distributed.context import RankContext
 from trainer.models.base import ImageFamily, LoadModule
 from trainer.models.objectives.base import Example
@@ -244,16 +244,16 @@ class ImageSampler(Sampler):
     def kind(self, index: int) -> SampleKind:
         return kind_of_size(self._sample.full_size)
 
-    def prepare(self) -> Draw:
+    def prepare(self) -> Generate:
         autoencoder = self._family.image_encoder(self._load)
         negative = self._data.cache.read(self._data.negative)
 
-        def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> Sample:
+        def generate(model: nn.ModuleDict, index: int, rng: SampleRng) -> Sample:
             text = self._data.prompt(index) | self._inputs(self._data.prompts[index])
             image = self._family.sample(model, autoencoder, text, negative, self._sample, rng)
             return Sample(IMAGE, png(image))
 
-        return draw
+        return generate
 
     def _inputs(self, prompt: EncodedPrompt) -> Example:
         """More inputs of a sample than `EncodedData.prompt` has."""

@@ -29,7 +29,7 @@ from trainer.data.mixed.mixed_batches import (
 from trainer.data.mixed.question_files import Questions
 from trainer.data.mixed.sequence_rows import AnyRow, EditChain, ImagePart, ImageProblem, Part, TextPart
 from trainer.data.prompts import PromptEncoder
-from trainer.data.source import DataSource, Draw, Sampler
+from trainer.data.source import DataSource, Generate, Sampler
 from trainer.distributed.context import RankContext
 from trainer.models.base import LoadModule, MultimodalFamily, PartKind, SequencePart, references_of
 from trainer.models.objectives.base import Example
@@ -324,18 +324,18 @@ class MixedSampler(Sampler):
     def kind(self, index: int) -> SampleKind:
         return self._images.kind(index) if index < self._num_images else TEXT
 
-    def prepare(self) -> Draw:
-        draw_image = self._images.prepare() if self._num_images else None
+    def prepare(self) -> Generate:
+        generate_image = self._images.prepare() if self._num_images else None
 
-        def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> Sample:
+        def generate(model: nn.ModuleDict, index: int, rng: SampleRng) -> Sample:
             if index < self._num_images:
-                assert draw_image is not None
-                return draw_image(model, index, rng)
+                assert generate_image is not None
+                return generate_image(model, index, rng)
             image = load_seen(self._question_images[index - self._num_images], self._family, self._cfg)
             answer = self._family.answer(model, image, self.prompts[index], self._cfg.sample, rng)
             return Sample(TEXT, answer.encode())
 
-        return draw
+        return generate
 
 
 def load_seen(image: ImageFile, family: MultimodalFamily, cfg: RunConfig, looked_at: int = 1) -> Image.Image:

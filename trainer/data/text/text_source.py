@@ -16,7 +16,7 @@ from trainer.config.sections import DataConfig
 from trainer.data.epochs import rounded_up
 from trainer.data.loader import BatchSizes
 from trainer.data.row_forms import CHAT, TEXT
-from trainer.data.source import DataSource, Draw, Sampler
+from trainer.data.source import DataSource, Generate, Sampler
 from trainer.data.text.text_documents import Encoder
 from trainer.data.text.text_files import (
     TextFolder,
@@ -173,8 +173,8 @@ class TextSampler(Sampler):
     def kind(self, index: int) -> SampleKind:
         return samples.TEXT
 
-    def prepare(self) -> Draw:
-        def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> Sample:
+    def prepare(self) -> Generate:
+        def generate(model: nn.ModuleDict, index: int, rng: SampleRng) -> Sample:
             prompt, cfg = self.prompts[index], self._cfg.sample
             if self._answers:
                 text = f"{prompt}\n\n{self._family.reply(model, prompt, cfg, rng).strip()}"
@@ -182,7 +182,7 @@ class TextSampler(Sampler):
                 text = prompt + self._family.generate(model, prompt, cfg, rng)
             return Sample(samples.TEXT, text.encode())
 
-        return draw
+        return generate
 
 
 class TextBatchSampler:
@@ -296,7 +296,7 @@ def answers(cfg: RunConfig) -> bool:
         return cfg.sample.chat == "on"
     try:
         return CHAT in kinds(of_config(cfg.data)[0])
-    except InputError:  # a sample can also be drawn after the data of its run were moved
+    except InputError:  # a sample can also be generated after the data of its run were moved
         return False
 
 
