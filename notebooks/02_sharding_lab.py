@@ -58,7 +58,7 @@ comparison.zero_table(7_000_000_000, ranks=(1, 2, 4, 8, 64))
 answer_1 = ...
 notebook.exercise(
     answer_1,
-    right=expected(ModelBytes.of_parameters(32_000_000_000), "full", 8, 8).held / 1e9,
+    right=expected(ModelBytes.of_parameters(32_000_000_000), "full", 8, 8).allocated / 1e9,
     hint="16 bytes per parameter, divided by the number of ranks.",
 )
 
@@ -163,7 +163,7 @@ print(f"weights {model.weights / 1e6:.1f} MB, optimizer state {model.optimizer_s
 answer_2 = ...
 notebook.exercise(
     answer_2,
-    right=expected(model, "full", 16, 16).held / 1e6,
+    right=expected(model, "full", 16, 16).allocated / 1e6,
     hint="Gradients are as many bytes as the weights. Add the three, divide by 16.",
 )
 

@@ -19,10 +19,10 @@ def zero_table(parameters: int, ranks: Sequence[int]) -> Table:
     model = ModelBytes.of_parameters(parameters)
     rows = []
     for strategy, divided in ZERO.items():
-        held = [expected(model, strategy, count, count) for count in ranks]
+        allocated = [expected(model, strategy, count, count) for count in ranks]
         # In ZeRO stage 2 every rank has all weights; here they are whole during a step only.
-        more = [model.weights - rank.weights if strategy == "grad_op" else 0 for rank in held]
-        sizes = [rank.held + weights for rank, weights in zip(held, more, strict=True)]
+        more = [model.weights - rank.weights if strategy == "grad_op" else 0 for rank in allocated]
+        sizes = [rank.allocated + weights for rank, weights in zip(allocated, more, strict=True)]
         rows.append([strategy, divided, *(f"{size / GB:.1f}" for size in sizes)])
     return Table(["strategy", "divided", *(f"GB per rank of {count}" for count in ranks)], rows)
 
@@ -40,8 +40,8 @@ def saving(trials: Sequence[Trial], label: str) -> float:
 
 
 def _summary_row(trial: Trial, ddp: Trial) -> list[str]:
-    held = max(rank.held for rank in trial.cost.ranks)
-    on_host = f"{held / MB:.2f}" if trial.cost.is_offloaded else ""
+    allocated = max(rank.allocated for rank in trial.cost.ranks)
+    on_host = f"{allocated / MB:.2f}" if trial.cost.is_offloaded else ""
     figures = [f"{_on_device(trial) / MB:.2f}", on_host, f"{_saved(trial, ddp):.0%}", f"{trial.seconds:.3f}"]
     return [trial.label, str(len(trial.cost.ranks)), *figures, *_losses(trial)]
 
@@ -57,7 +57,7 @@ def _saved(trial: Trial, ddp: Trial) -> float:
 
 
 def _on_device(trial: Trial) -> float:
-    return 0.0 if trial.cost.is_offloaded else max(rank.held for rank in trial.cost.ranks)
+    return 0.0 if trial.cost.is_offloaded else max(rank.allocated for rank in trial.cost.ranks)
 
 
 def against_formula(trials: Sequence[Trial]) -> Table:

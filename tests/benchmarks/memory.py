@@ -42,16 +42,16 @@ SHARE_LIMITS = {2: 0.51, 4: 0.26}
 PEAK_LIMIT = 0.6
 """Largest peak while loading on two ranks, as a share of the peak while loading whole."""
 ROOM = 64 * 2**20
-"""Bytes beyond what is held and one and a half of the largest slice in fp32 that a quantized loading may take."""
+"""Bytes beyond what is allocated and one and a half of the largest slice in fp32 that a quantized loading may take."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """One rank's. peak: growth of anonymous memory while loading.  held, full_bytes: of the parameters.  slice: the
-    largest part of a weight that is its own, in fp32. All bytes."""
+    """One rank's bytes. peak: growth of anonymous memory while loading.  allocated, full_bytes: of the parameters.
+    slice: the largest part of a weight that is its own, in fp32."""
 
     peak: int
-    held: int
+    allocated: int
     full_bytes: int
     slice: int
     seconds: float
@@ -59,12 +59,12 @@ class Loading:
     @property
     def share(self) -> float:
         """Part of the parameters that this rank holds."""
-        return self.held / self.full_bytes
+        return self.allocated / self.full_bytes
 
     @property
     def is_lean(self) -> bool:
         """Whether no more of the model was in memory than what is kept, and what is being encoded."""
-        return self.peak <= self.held + 1.5 * self.slice + ROOM
+        return self.peak <= self.allocated + 1.5 * self.slice + ROOM
 
 
 class AnonymousPeak:
@@ -152,7 +152,7 @@ def main() -> int:
         prepare(Path(folder), KLEIN_MEDIUM)
         rows = {(ranks, loader): _largest(ranks, folder, loader) for ranks, loader in WAYS}
     whole = rows[1, OURS].peak
-    print(f"{'':16}{'seconds':>9}{'peak MiB':>10}{'of whole':>10}{'limit':>7}{'share held':>12}{'limit':>7}")
+    print(f"{'':16}{'seconds':>9}{'peak MiB':>10}{'of whole':>10}{'limit':>7}{'share allocated':>17}{'limit':>7}")
     return int(not all([_row(ranks, loader, loading, whole) for (ranks, loader), loading in rows.items()]))
 
 
@@ -180,7 +180,7 @@ def _row(ranks: int, loader: str, loading: Loading, whole: int) -> bool:
         print(f"{start}{'':7}{loading.share:>12.4f}")
         return True
     if loader in QUANTIZED:
-        limit = (loading.held + 1.5 * loading.slice + ROOM) / whole
+        limit = (loading.allocated + 1.5 * loading.slice + ROOM) / whole
         print(f"{start}{limit:>7.3f}{loading.share:>12.4f}")
         return loading.is_lean
     share_limit = SHARE_LIMITS[ranks]

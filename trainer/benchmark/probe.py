@@ -24,7 +24,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         sent: Bytes that this rank sends to others, by ring algorithms.
         activations: Bytes that the module's forward left for backward, in the pass that left most.
-        gathered: Most bytes of weights that were whole at once in forward, in addition to the held shards.
+        gathered: Most bytes of weights that were whole at once in forward, in addition to the allocated shards.
         gradients: Bytes that the optimizer got.
     """
 
@@ -83,7 +83,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.gradients = local_bytes(p.grad for p in parameters if p.grad is not None)
 
     def _whole(self) -> list[torch.UntypedStorage]:
-        """Storages of the weights that are gathered now, without those that are held anyway."""
+        """Storages of the weights that are gathered now, without those that are allocated anyway."""
         storages = [_local_storage(p) for p in self._module.parameters()]
         return list({s.data_ptr(): s for s in storages if s.data_ptr() not in self._held}.values())
 

@@ -54,7 +54,7 @@ def measure(run: RunDir, world: World, cache: Path) -> Cost:
     emit = emitter(run, world)
     trainer = Trainer(run.config(), run, world, cache, emit)
     try:
-        with explain_out_of_memory(trainer.oom_context, trainer.log.meter, trainer.held):
+        with explain_out_of_memory(trainer.oom_context, trainer.log.meter, trainer.allocated):
             cost = replace(_train(trainer), memory=tuple(world.gather(_memory(trainer))))
         emit(StatusEvent(state="finished", step=trainer.step))
     finally:

@@ -79,12 +79,12 @@ class OomContext:
 
 @contextmanager
 def explain_out_of_memory(
-    context: OomContext, meter: MemoryMeter, held: Callable[[], Mapping[str, int]] = dict
+    context: OomContext, meter: MemoryMeter, allocated: Callable[[], Mapping[str, int]] = dict
 ) -> Iterator[None]:
     """Inside, any error that says that memory ran out becomes an OutOfMemoryError with block, peak and shares.
 
     Args:
-        held: Bytes that are known by kind; the rest are activations, gathered blocks and memory of libraries.
+        allocated: Bytes that are known by kind; the rest are activations, gathered blocks and memory of libraries.
     """
     try:
         yield
@@ -96,7 +96,7 @@ def explain_out_of_memory(
         memory = meter.read()
         raise OutOfMemoryError(
             f"out of memory in {context}: peak {memory.peak / GIB:.2f} of {memory.limit / GIB:.2f} GiB"
-            f"{_shares(held(), memory.peak)}{_unused(memory)} ({said or lines[0]})"
+            f"{_shares(allocated(), memory.peak)}{_unused(memory)} ({said or lines[0]})"
         ) from error
 
 
@@ -108,10 +108,9 @@ def _unused(memory: MemoryReading) -> str:
     return f"; {unused / GIB:.2f} GiB more were taken, in pieces that did not fit"
 
 
-def _shares(held: Mapping[str, int], peak: int) -> str:
-    if not held:
+def _shares(allocated: Mapping[str, int], peak: int) -> str:
+    if not allocated:
         return ""
-    named = [f"{name} {size / GIB:.2f}" for name, size in held.items()]
-    return (
-        f": {', '.join(named)}, activations, gathered blocks and the rest {(peak - sum(held.values())) / GIB:.2f} GiB"
-    )
+    named = [f"{name} {size / GIB:.2f}" for name, size in allocated.items()]
+    rest = (peak - sum(allocated.values())) / GIB
+    return f": {', '.join(named)}, activations, gathered blocks and the rest {rest:.2f} GiB"

@@ -188,8 +188,8 @@ def least_of(cfg: RunConfig, model: Model, card: Card) -> tuple[float, float]:
     memory = least(model_pass, sharding)
     if cfg.objective.compares_pairs:
         _add_reference(model_pass, memory)
-    held = 0.0 if cfg.parallel.offload_blocks == "auto" else memory.peak
-    return _time(cfg, model_pass, memory, sharding, card).middle, held
+    allocated = 0.0 if cfg.parallel.offload_blocks == "auto" else memory.peak
+    return _time(cfg, model_pass, memory, sharding, card).middle, allocated
 
 
 def history_of(cfg: RunConfig, model: Model, plan: MemoryPlan) -> tuple[Point, ...]:

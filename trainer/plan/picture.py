@@ -67,7 +67,7 @@ class Bar:
         end: Where it ends, likewise. The optimizer begins and ends at 1.
         peak: Most bytes at once.
         kinds: Bytes of each of `colors.MEMORY_KINDS` then.
-        after: Bytes that are held when it is over.
+        after: Bytes that are allocated when it is over.
         words: The fullest moment in words.
     """
 

@@ -258,7 +258,7 @@ class Trainer:
             OutOfMemoryError: Memory ran out; names the block.
             FloatingPointError: A loss or gradient is not finite, at once or after too many skipped steps.
         """
-        with explain_out_of_memory(self.oom_context, self.log.meter, self.held):
+        with explain_out_of_memory(self.oom_context, self.log.meter, self.allocated):
             try:
                 return self._train()
             except (MemoryError, torch.OutOfMemoryError):
@@ -667,7 +667,7 @@ class Trainer:
                     weights[name] = whole.to("cpu", copy=True)
         return weights
 
-    def held(self) -> dict[str, int]:
+    def allocated(self) -> dict[str, int]:
         """Bytes on this rank's device that stay from step to step, by kind."""
         average = self.ema.average.values() if self.ema else ()
         kept: dict[str, Iterable[Tensor]] = {

@@ -124,8 +124,8 @@ def test_adam_keeps_eight_bytes_for_each_trained_weight_and_four_for_its_gradien
 def test_the_paper_s_example_of_7_5_billion_parameters_on_64_ranks() -> None:
     """ZeRO, figure 1: 120 GB, and 1.9 GB with everything sharded."""
     model = ModelBytes.of_parameters(7_500_000_000)
-    assert expected(model, "ddp", 64, 64).held == 120 * GB
-    assert expected(model, "full", 64, 64).held == pytest.approx(1.9 * GB, rel=0.02)
+    assert expected(model, "ddp", 64, 64).allocated == 120 * GB
+    assert expected(model, "full", 64, 64).allocated == pytest.approx(1.9 * GB, rel=0.02)
 
 
 def test_sharding_everything_sends_half_as_much_again_as_copies() -> None:

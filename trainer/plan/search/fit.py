@@ -421,8 +421,8 @@ class _Search:
             model = self._model(cfg) if cfg else None
             self._bounds[key] = None
             if cfg and model:
-                seconds, held = least_of(cfg, model, self.card)
-                self._bounds[key] = seconds, held + self.reserve.of(held, cfg.parallel.world_size)
+                seconds, allocated = least_of(cfg, model, self.card)
+                self._bounds[key] = seconds, allocated + self.reserve.of(allocated, cfg.parallel.world_size)
         return self._bounds[key]
 
     def _plan(self, changes: Choice) -> MemoryPlan | None:

@@ -192,11 +192,11 @@ def _images(encoders: Encoders, pixels: int) -> Memory:
     return Memory(peak=sum(items.values()), items=items)
 
 
-def _export(model_pass: ModelPass, sharding: Sharding, held: Mapping[str, float]) -> Memory:
+def _export(model_pass: ModelPass, sharding: Sharding, allocated: Mapping[str, float]) -> Memory:
     """Return the memory of the export, in which each trained tensor is gathered, copied to the host and freed."""
     sizes = [p.rows * p.row * 4 for unit in model_pass.units for p in unit.parameters if p.is_trained]
     gathered = max(sizes, default=0) if sharding.ranks > 1 else 0
-    return simulate_forward(model_pass.at_rest, sharding, {**held, "gathered weights": gathered})
+    return simulate_forward(model_pass.at_rest, sharding, {**allocated, "gathered weights": gathered})
 
 
 def _averaged(cfg: RunConfig, model_pass: ModelPass, sharding: Sharding) -> dict[str, float]:

@@ -138,10 +138,10 @@ class ModelPass:
     @cached_property
     def most_activations(self) -> float:
         """Most bytes of activations and gradients of one pass, without FSDP's own memory."""
-        held = most = 0.0
+        allocated = most = 0.0
         for mark in self.marks:
-            most = max(most, held + mark.peak, held + mark.change)
-            held += mark.change
+            most = max(most, allocated + mark.peak, allocated + mark.change)
+            allocated += mark.change
         return most
 
     @cached_property

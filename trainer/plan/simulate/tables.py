@@ -26,7 +26,7 @@ SMALL_SIDES: Sides = (32, 64, 128)
 """Sides for the demo and tiny models."""
 TEXT_SIDES: Sides = (16, 23, 64)
 """Sides for language models, whose tokens count as pixels: 256, 529 and 4096 tokens. Up to 512 tokens the logits of all
-are held, beyond that those of 512 (`CHUNK` in trainer/models/parts/language/chunked_loss.py)."""
+are allocated, beyond that those of 512 (`CHUNK` in trainer/models/parts/language/chunked_loss.py)."""
 SMALL_TEXT_SIDES: Sides = (4, 8, 16)
 CACHED_PASSES = 256
 """Passes that are cached: a search needs the same ones many times."""

@@ -1,8 +1,8 @@
 """Simulates the memory of a traced pass under FSDP2, for any strategy and number of ranks.
 
 The order of events is FSDP2's own (torch/distributed/fsdp/_fully_shard, torch 2.11 to 2.13): in forward the gathered
-buffer of a block is held until the next block's has been copied out; in backward the next block is gathered while one
-computes; the buffer in which a block's gradients are reduced is held until the next block's. No torch.
+buffer of a block stays allocated until the next block's has been copied out; in backward the next block is gathered
+while one computes; the buffer in which its gradients are reduced stays allocated until the next block's. No torch.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Point:
         flops: Floating-point operations from the beginning of the step to this moment.
         peak: Most bytes at once since the moment before.
         highest: {purpose: bytes} of `peak`.
-        after: {purpose: bytes} that are still held after this moment.
+        after: {purpose: bytes} that are still allocated after this moment.
     """
 
     moment: str
@@ -196,7 +196,7 @@ def simulate_forward(
     Args:
         model_pass: A pass without backward.
         sharding: How it is spread.
-        constant: {purpose: bytes} that are held all the time.
+        constant: {purpose: bytes} that are allocated all the time.
         after: Bytes allocated and freed after the last pass.
     """
     simulation = _Simulation(model_pass, sharding)
@@ -223,8 +223,8 @@ def least(model_pass: ModelPass, sharding: Sharding) -> Memory:
             is_kept = sharding.gathers_frozen and sharding.reshard is not True
             again = 1 if is_kept else 2  # of all but the block that stays
             memory.copied = float(sharding.passes * again * (sum(away) - max(away, default=0)))
-        held = sum(size.shard for size in sizes) - sum(away)
-        memory.peak = held + sharding.optimizer_bytes * sum(size.trained for size in sizes)
+        allocated = sum(size.shard for size in sizes) - sum(away)
+        memory.peak = allocated + sharding.optimizer_bytes * sum(size.trained for size in sizes)
     memory.peak += model_pass.buffers + model_pass.most_activations
     if sharding.is_sharded:
         blocks = {(m.moment, m.unit) for m in model_pass.marks if m.unit >= 0 and not model_pass.units[m.unit].is_root}
@@ -248,7 +248,7 @@ class _Simulation:
         self.model_pass, self.sharding = model_pass, sharding
         self.sizes, self.groups = _sizes_of_units(model_pass, sharding), _groups(model_pass, sharding)
         self.memory = Memory()
-        self.held: defaultdict[str, float] = defaultdict(float)
+        self.allocated: defaultdict[str, float] = defaultdict(float)
         self.total = 0.0
         self.when = ("", "")
         trained = sum(sizes.trained for sizes in self.sizes)
@@ -333,11 +333,11 @@ class _Simulation:
                     self._backward_end(mark.unit, is_last)
         self._add("gradients being reduced", -self.scatter)
         self.scatter = 0
-        self._add("activations", -self.held["activations"])
+        self._add("activations", -self.allocated["activations"])
         for unit in list(self.buffers):  # gathered ahead for a backward that came before, or never
             self._add("gathered blocks", -self.buffers.pop(unit))
         if is_last:
-            self._add("gradients", -self.held["gradients"])
+            self._add("gradients", -self.allocated["gradients"])
             self.has_gradients.clear()
 
     def _copy(self, moment: Moment, unit: int) -> None:
@@ -491,14 +491,14 @@ class _Simulation:
         self._add("gathered blocks", -self.whole.pop(unit, 0))
 
     def _peak_with(self, what: str, more: float) -> None:
-        """Update the peak with bytes that are held for a moment only."""
+        """Update the peak with bytes that are allocated for a moment only."""
         if self.total + more > self.memory.peak:
             self.memory.peak = self.total + more
-            self.memory.items = dict(self.held) | {what: self.held[what] + more}
+            self.memory.items = dict(self.allocated) | {what: self.allocated[what] + more}
             self.memory.when = self.when
 
     def _add(self, what: str, num_bytes: float) -> None:
-        self.held[what] += num_bytes
+        self.allocated[what] += num_bytes
         self.total += num_bytes
         if num_bytes > 0 and (self.keeps_all or self.total > self.memory.peak):
             self._peak_with(what, 0)
@@ -545,8 +545,10 @@ class _Recording(_Simulation):
     def optimizer(self) -> Point:
         """Return the point of the optimizer, which has whole gradients and no activations."""
         end = self._passes[-1][-1]
-        held = dict(self.held) | {"gradients": end.highest.get("gradients", 0.0)}
-        return Point("optimizer", "", self.sharding.passes - 1, end.flops, sum(held.values()), held, held)
+        allocated = dict(self.allocated) | {"gradients": end.highest.get("gradients", 0.0)}
+        return Point(
+            "optimizer", "", self.sharding.passes - 1, end.flops, sum(allocated.values()), allocated, allocated
+        )
 
     def one_pass(self, is_last: bool) -> None:
         super().one_pass(is_last)
@@ -565,13 +567,13 @@ class _Recording(_Simulation):
             self._begun = self.when
         if self.total + more > self._most:
             self._most = self.total + more
-            self._items = dict(self.held) | {what: self.held[what] + more}
+            self._items = dict(self.allocated) | {what: self.allocated[what] + more}
         super()._peak_with(what, more)
 
     def _end_point(self) -> None:
         if self._begun is not None:
             passes = self._passes
-            after = dict(self.held)
+            after = dict(self.allocated)
             point = Point(*self._begun, len(passes) - 1, self.memory.flops, self._most, self._items, after)
             passes[-1].append(point)
         self._most = -1.0

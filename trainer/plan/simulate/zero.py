@@ -47,9 +47,9 @@ class RankBytes:
     """Bytes of one rank.
 
     Attributes:
-        weights, optimizer_state: Held from step to step.
-        gradients: Held at the end of backward.
-        gathered: Most weights that are whole at once in forward, in addition to the held ones.
+        weights, optimizer_state: Allocated from step to step.
+        gradients: Allocated at the end of backward.
+        gathered: Most weights that are whole at once in forward, in addition to the allocated ones.
         sent: To other ranks in a step, by ring algorithms.
     """
 
@@ -60,7 +60,7 @@ class RankBytes:
     sent: float
 
     @property
-    def held(self) -> float:
+    def allocated(self) -> float:
         """Weights, gradients and optimizer state, which ZeRO shards."""
         return self.weights + self.gradients + self.optimizer_state
 
