@@ -24,7 +24,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         sent: Bytes that this rank sends to others, by ring algorithms.
         activations: Bytes that the module's forward left for backward, in the pass that left most.
-        gathered: Most bytes of weights that were whole at once in forward, in addition to the allocated shards.
+        gathered: Most bytes of weights that were unsharded at once in forward, in addition to the allocated shards.
         gradients: Bytes that the optimizer got.
     """
 
@@ -94,9 +94,9 @@ def sent_bytes(operation: str, arguments: Iterable[Any]) -> float:
     groups = [_group_size(item) for item in rest if isinstance(item, torch.ScriptObject)]
     share = ring_share(max(groups, default=1))
     match operation:
-        case "c10d::_allgather_base_":  # (whole, mine, group)
+        case "c10d::_allgather_base_":  # (unsharded, mine, group)
             return share * _bytes(first)
-        case "c10d::_reduce_scatter_base_":  # (mine, whole, group)
+        case "c10d::_reduce_scatter_base_":  # (mine, unsharded, group)
             return share * _bytes(rest[0])
         case "c10d::allreduce_":  # ([tensor], group)
             return 2 * share * sum(map(_bytes, first))

@@ -121,7 +121,7 @@ def _watched_step(trainer: Trainer) -> Cost:
 
 
 def _whole(trainer: Trainer) -> ModelBytes:
-    """Bytes of the whole model, from its shapes alone."""
+    """Bytes of the unsharded model, from its shapes alone."""
     module = trainer.loaded.module
     dtype = COMPUTE_DTYPE[trainer.cfg.train.precision]
     blocks = blocks_of(module, trainer.family.shard.blocks)
@@ -129,14 +129,14 @@ def _whole(trainer: Trainer) -> ModelBytes:
     def computed(parameters: Iterable[Tensor]) -> int:
         return sum(p.numel() * dtype.itemsize for p in parameters if isinstance(p, DTensor))
 
-    whole = computed(module.parameters())
+    unsharded = computed(module.parameters())
     sizes = [computed(block.parameters()) for block in blocks if isinstance(block, FSDPModule)]
     return ModelBytes(
         weights=full_bytes(module.parameters()),
         gradients=full_bytes(trainer.parameters),
         optimizer_state=full_bytes(state_tensors(trainer.optimizer)),
-        computed=whole,
-        root=whole - sum(sizes),
+        computed=unsharded,
+        root=unsharded - sum(sizes),
         block=max(sizes, default=0),
     )
 

@@ -1,4 +1,4 @@
-"""What `train.checkpointing` means for each block. No torch."""
+"""Parses `train.checkpointing` into a mode for each block. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 Recompute = Literal["none", "selective", "full"]
-"""What backward computes again in a block: nothing, all but what is expensive, or everything."""
+"""The part of a block that backward recomputes: nothing, everything except linear layers and attention, or all."""
 MODES: tuple[Recompute, ...] = ("full", "selective", "none")
 _PART = re.compile(r"(?P<mode>full|selective|none)(?: (?P<count>[1-9]\d{0,5}))?")
 

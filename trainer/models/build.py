@@ -213,12 +213,12 @@ def shard_model(
     if cfg.train.compile is True:
         adapters.add_apart(model)
     blocks = {name: len(blocks_of(module, family.shard.blocks)) for name, module in model.items()}
-    modes, whole = iter(modes_of(cfg.train.checkpointing, sum(blocks.values()))), adapters.saves_no_activations(model)
+    modes, lean = iter(modes_of(cfg.train.checkpointing, sum(blocks.values()))), adapters.saves_no_activations(model)
     for name, module in model.items():
         is_encoder = name != family.components[0]
         spec = replace(family.shard, methods=(), has_hooked_states=True) if is_encoder else family.shard
         recompute = list(islice(modes, blocks[name]))
-        parallelize(module, spec, cfg.train, cfg.parallel, strategy, mesh, recompute, whole)
+        parallelize(module, spec, cfg.train, cfg.parallel, strategy, mesh, recompute, lean)
 
 
 def blocks_to_offload(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> list[nn.Module]:

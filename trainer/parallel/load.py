@@ -1,4 +1,4 @@
-"""Every rank reads its own rows of the safetensors files: no rank ever holds the whole model."""
+"""Every rank reads its own rows of the safetensors files: no rank ever holds the unsharded model."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def check_same_weights(
 
 
 def _samples(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (number in the whole tensor, row) for some of this rank's rows. A scalar counts as a row.
+    """Yield (number in the unsharded tensor, row) for some of this rank's rows. A scalar counts as a row.
 
     Of a matrix in a stack it is the first row.
     """
@@ -145,7 +145,7 @@ class _Part:
     """Some rows of a tensor that this rank holds.
 
     Attributes:
-        begin, end: Rows of the whole tensor.
+        begin, end: Rows of the unsharded tensor.
         into: Where they go.
         inside: Begin and end of the rows in a matrix, where the part is of one matrix of a stack.
     """

@@ -70,7 +70,7 @@ def parallelize(
     strategy: Strategy,
     mesh: DeviceMesh | None,
     recompute: Sequence[Recompute] | None = None,
-    whole: Collection[nn.Module] = (),
+    inputs_only: Collection[nn.Module] = (),
 ) -> nn.Module:
     """Make a model on the meta device ready to be materialized and loaded, in place.
 
@@ -79,7 +79,7 @@ def parallelize(
     Args:
         mesh: None shards nothing.
         recompute: What backward computes again in each block. None: as `train.checkpointing` says of these blocks.
-        whole: As in `recompute.recompute_cheap`.
+        inputs_only: As in `recompute.recompute_cheap`.
 
     Raises:
         ValueError: `spec.methods` names a method that `forward` calls.
@@ -94,7 +94,7 @@ def parallelize(
         _compute_in(model, units, dtype)
     recompute = modes_of(train.checkpointing, len(units)) if recompute is None else recompute
     is_compiled = train.compile is True  # "auto" is decided before a model is built
-    checkpoint_activations(units, recompute, whole, is_compiled)
+    checkpoint_activations(units, recompute, inputs_only, is_compiled)
     if is_compiled:
         compile_blocks(units, train.compile_backend)
     for module in (*units, model) if mesh or parallel.offload_blocks else ():
@@ -193,20 +193,20 @@ def prefetch(units: Sequence[nn.Module], forward: int, backward: int) -> None:
 
 
 def checkpoint_activations(
-    units: Sequence[nn.Module], recompute: Sequence[Recompute], whole: Collection[nn.Module], is_compiled: bool
+    units: Sequence[nn.Module], recompute: Sequence[Recompute], inputs_only: Collection[nn.Module], is_compiled: bool
 ) -> None:
     """Recompute blocks in backward, inside the sharded unit, so that a recompute gathers nothing again.
 
     Args:
         units: The blocks.
-        recompute: What backward computes again in each.
-        whole: As in `recompute.recompute_cheap`.
+        recompute: The mode of each block.
+        inputs_only: As in `recompute.recompute_cheap`.
         is_compiled: Whether torch.compile traces the blocks.
     """
     modes = list(zip(units, recompute, strict=True))
     for unit in (unit for unit, mode in modes if mode == "full"):
         recompute_all(unit)
-    recompute_cheap([unit for unit, mode in modes if mode == "selective"], whole, is_compiled)
+    recompute_cheap([unit for unit, mode in modes if mode == "selective"], inputs_only, is_compiled)
 
 
 def _on_cast_inputs(method: Callable[..., Any], dtype: torch.dtype, kept: Collection[str]) -> Callable[..., Any]:

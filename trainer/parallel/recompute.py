@@ -1,8 +1,8 @@
-"""Gradient checkpointing: what a block keeps of its forward, and what backward computes again.
+"""Gradient checkpointing: a block keeps some of its activations, and backward recomputes the others.
 
-`full` keeps a block's inputs, by torch's own checkpointing. `selective` also keeps what is expensive: the outputs of
-linear layers, convolutions and attention. Backward computes again what is cheap: norms, modulation, rotary embeddings,
-activation functions, concatenations. No matrix product of the base and no attention runs twice.
+`full` keeps a block's inputs, by torch's own checkpointing. `selective` also keeps the expensive outputs: those of
+linear layers, convolutions and attention. Backward recomputes the cheap operations: norms, modulation, rotary
+embeddings, activation functions, concatenations. No matrix product of the base and no attention runs twice.
 
 torch's selective checkpointing does this by a dispatch mode, which costs the host 26 us per operation (DECISIONS.md,
 176). It serves where torch.compile traces the mode away. Elsewhere a `_Pass` sees layers instead of operations.
@@ -65,12 +65,12 @@ def _expensive_operators() -> frozenset[Any]:
     return frozenset({*ATTENTION, aten._grouped_mm, torch.ops.torch_attn._varlen_attn})
 
 
-def recompute_cheap(units: Sequence[nn.Module], whole: Collection[nn.Module], is_compiled: bool) -> None:
-    """Recompute what is cheap in each unit, in place.
+def recompute_cheap(units: Sequence[nn.Module], inputs_only: Collection[nn.Module], is_compiled: bool) -> None:
+    """Recompute the cheap operations of each unit, in place.
 
     Args:
         units: The blocks.
-        whole: Adapted layers, and parts of them, that save nothing large but their inputs: their own output is kept
+        inputs_only: Adapted layers, and parts of them, that save only their inputs: their own output is kept
             instead of the base layer's.
         is_compiled: Whether torch.compile traces the units.
     """
@@ -80,7 +80,7 @@ def recompute_cheap(units: Sequence[nn.Module], whole: Collection[nn.Module], is
             unit.forward = for_class(type(unit), _traced(unit.forward, policy))
         return
     for unit in units:
-        for layer in _expensive_layers(unit, whole):
+        for layer in _expensive_layers(unit, inputs_only):
             slots = [(module._parameters, name) for module in layer.modules() for name in module._parameters]
             layer.forward = _kept(layer.forward, slots)
         unit.forward = _in_pass(unit.forward)
@@ -91,17 +91,17 @@ def recompute_all(unit: nn.Module) -> None:
     unit.forward = for_class(type(unit), _by_torch(unit.forward))
 
 
-def _expensive_layers(module: nn.Module, whole: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the layers whose output is kept. An adapter's own layers are not among them, but for those in `whole`."""
-    if module in whole or isinstance(module, (nn.Linear, nn.Conv2d)):
+def _expensive_layers(module: nn.Module, inputs_only: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the layers whose output is kept; of an adapter's own layers only those in `inputs_only`."""
+    if module in inputs_only or isinstance(module, (nn.Linear, nn.Conv2d)):
         yield module
         return
     base = module._modules.get("base_layer")  # of an adapted layer
     for child in module.children():
         if base is None or child is base:
-            yield from _expensive_layers(child, whole)
+            yield from _expensive_layers(child, inputs_only)
         else:
-            yield from (part for part in child.modules() if part in whole)
+            yield from (part for part in child.modules() if part in inputs_only)
 
 
 def _kept(forward: Forward, slots: Sequence[Slot] | None = None) -> Forward:

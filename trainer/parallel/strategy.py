@@ -22,7 +22,7 @@ FEW_GRADIENT_BYTES = 2**30
 
 
 def has_few_parameters(trained: int) -> bool:
-    """Whether so many trained numbers are reduced at once, where each rank has the whole model."""
+    """Whether so many trained numbers are reduced at once, where each rank has the unsharded model."""
     return trained * REDUCED_BYTES <= FEW_GRADIENT_BYTES
 
 

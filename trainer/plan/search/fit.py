@@ -286,7 +286,7 @@ class _Search:
         return sorted(best.values(), key=self._rank)[:MOST]
 
     def _first_fitting(self, point: Choice, limit: float, best: Mapping[tuple[Any, ...], Choice]) -> Iterator[Choice]:
-        """Yield, for each ladder of a point, the first choice that fits, unless another point's is faster for sure.
+        """Yield, for each ladder of a point, the first choice that fits, unless another point is provably faster.
 
         Along both ladders, of offload and of recomputing, memory falls and time grows: with more offload only less
         recomputing can be faster.

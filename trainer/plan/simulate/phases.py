@@ -79,15 +79,15 @@ AUTOENCODER = "autoencoder"
 _SENTENCES = {
     "weights": "the base and what is trained, {share}",
     "text encoders": "which make embeddings of captions, {share}",
-    AUTOENCODER: "which turns images into latents and back, whole on each rank in fp32",
+    AUTOENCODER: "which turns images into latents and back, unsharded on each rank in fp32",
     "optimizer": "what the optimizer remembers of each trained weight, {share}",
     "averaged weights": "the trained weights put aside while their average is used",
     "gradients": "of the trained weights, in fp32, {share}",
-    "gathered blocks": "blocks whose weights are whole while they compute, and the next ones on their way",
+    "gathered blocks": "unsharded weights of the current block and of prefetched ones",
     "gradients being reduced": "of the block whose gradients are summed over the ranks",
     "activations": "what a pass keeps for backward, and what the block at work needs",
     "buffers": "tables of the model that are not weights, such as positions",
-    "gathered weights": "the largest trained tensor, whole",
+    "gathered weights": "the largest trained tensor, unsharded",
 }
 _KINDS: Mapping[str, str] = {
     "weights": "weights",
@@ -210,7 +210,7 @@ def _averaged(cfg: RunConfig, model_pass: ModelPass, sharding: Sharding) -> dict
 
 
 def _phase(name: str, memory: Memory, shards: int, reserve: Reserve, ranks: int) -> Phase:
-    share = f"1/{shards} on each rank" if shards > 1 else "whole"
+    share = f"1/{shards} on each rank" if shards > 1 else "unsharded"
     items = [
         Item(what, memory.items[what], sentence.format(share=share))
         for what, sentence in _SENTENCES.items()

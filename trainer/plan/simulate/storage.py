@@ -24,11 +24,11 @@ def host_of(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Sha
         sharding: How it is spread.
     """
     copied = checkpoint_bytes(cfg, model_pass) / sharding.ranks
-    whole = trained(model_pass) * 4
+    unsharded = trained(model_pass) * 4
     items = [
         Item("offloaded", memory.host, f"on each rank: {_offloaded(cfg)}, pinned"),
         Item("checkpoint", copied, "on each rank: a copy that is written while training goes on"),
-        Item("export", whole, "on rank 0 at the end: the trained weights, whole"),
+        Item("export", unsharded, "on rank 0 at the end: the trained weights, unsharded"),
     ]
     return tuple(item for item in items if item.size)
 

@@ -35,7 +35,7 @@ class Sharding:
         pins_exactly: Whether pinned host memory is not rounded up, as `run.allocator` has it.
         prefetch: Blocks gathered ahead in forward and in backward; 0 is torch's own order.
         passes: Passes per optimizer step.
-        is_reduced_each_pass: Whether gradients are reduced in each pass: no rank may hold the whole gradient.
+        is_reduced_each_pass: Whether gradients are reduced in each pass: no rank may hold the unsharded gradient.
         optimizer_bytes: Bytes of state per trained number, including the moving average.
     """
 
@@ -67,7 +67,7 @@ class Memory:
         items: {purpose: bytes} at the peak.
         when: Moment and unit of the peak.
         host: Bytes of pinned host memory for offloaded tensors.
-        gathered: Bytes through all-gathers in an optimizer step, of the whole tensors.
+        gathered: Bytes through all-gathers in an optimizer step, of the unsharded tensors.
         scattered: Bytes through reduce-scatters, likewise.
         reduced: Bytes through all-reduces, likewise.
         copied: Bytes copied from host memory in an optimizer step: of offloaded blocks, or of this rank's shards.
@@ -131,10 +131,10 @@ class _Sizes:
         shard: At rest.
         inputs: Copies that the all-gather reads.
         buffer: The buffer that the all-gather writes.
-        whole: The gathered parameters, copied out of the buffer.
+        unsharded: The gathered parameters, copied out of the buffer.
         copied: Copies of parameters that are computed in another type than they are stored in.
         kept: The part that is kept after forward.
-        reduced: The whole gradients in fp32.
+        reduced: The unsharded gradients in fp32.
         reduced_shard: This rank's part of the gradients in fp32.
         trained: Numbers, not bytes, that this rank trains.
         pinned: Pinned host memory of the shards and of their gradients, if they are offloaded.
@@ -145,7 +145,7 @@ class _Sizes:
     shard: int
     inputs: int
     buffer: int
-    whole: int
+    unsharded: int
     copied: int
     kept: int
     reduced: int
@@ -271,7 +271,7 @@ class _Simulation:
             for what, size in resident.items():
                 self._add(what, size)
         self._add("buffers", model_pass.buffers)
-        self.whole: dict[int, int] = {}  # bytes of gathered units
+        self.unsharded: dict[int, int] = {}  # bytes of gathered units
         self.buffers: dict[int, int] = {}  # gathered bytes that are not copied out yet
         self.kept: dict[int, int] = {}
         self.last_buffer = 0
@@ -345,7 +345,7 @@ class _Simulation:
         copied = self.sizes[unit].copied
         again = unit in self.model_pass.recomputed
         if moment == "forward" or (moment == "backward" and again):
-            self.whole[unit] = copied
+            self.unsharded[unit] = copied
             self._add("gathered blocks", copied)
         elif moment == "backward_end" or (moment == "forward_end" and again):
             self._free(unit)  # unless no forward reached it
@@ -463,7 +463,7 @@ class _Simulation:
             self._peak_with("gradients", sizes.reduced_shard)
 
     def _gather(self, unit: int, direction: Direction) -> None:
-        if unit in self.whole or unit in self.buffers:
+        if unit in self.unsharded or unit in self.buffers:
             return
         sizes = self.sizes[unit]
         kept = self.kept.pop(unit, 0)
@@ -479,16 +479,16 @@ class _Simulation:
             self.memory.copied += sizes.shard
 
     def _copy_out(self, unit: int) -> None:
-        whole = self.sizes[unit].whole
-        self.whole[unit] = whole
-        self._add("gathered blocks", whole)
+        unsharded = self.sizes[unit].unsharded
+        self.unsharded[unit] = unsharded
+        self._add("gathered blocks", unsharded)
 
     def _drop_last_buffer(self) -> None:
         self._add("gathered blocks", -self.last_buffer)
         self.last_buffer = 0
 
     def _free(self, unit: int) -> None:
-        self._add("gathered blocks", -self.whole.pop(unit, 0))
+        self._add("gathered blocks", -self.unsharded.pop(unit, 0))
 
     def _peak_with(self, what: str, more: float) -> None:
         """Update the peak with bytes that are allocated for a moment only."""
@@ -543,7 +543,7 @@ class _Recording(_Simulation):
         return [*chain(*first), *repeated, *(replace(point, number=self.sharding.passes - 1) for point in last)]
 
     def optimizer(self) -> Point:
-        """Return the point of the optimizer, which has whole gradients and no activations."""
+        """Return the point of the optimizer, which has unsharded gradients and no activations."""
         end = self._passes[-1][-1]
         allocated = dict(self.allocated) | {"gradients": end.highest.get("gradients", 0.0)}
         return Point(
@@ -634,7 +634,7 @@ def _groups(model_pass: ModelPass, sharding: Sharding) -> _Groups:
 @lru_cache(4096)
 def _sizes(parameters: tuple[Parameter, ...], sharding: Sharding) -> _Sizes:
     ranks = sharding.ranks
-    shard = inputs = transient = buffer = whole = copied = kept = reduced = reduced_shard = trained = pinned = 0
+    shard = inputs = transient = buffer = unsharded = copied = kept = reduced = reduced_shard = trained = pinned = 0
     frozen = frozen_pinned = 0
     for p in parameters:
         rows = p.shard_rows(ranks)
@@ -654,7 +654,7 @@ def _sizes(parameters: tuple[Parameter, ...], sharding: Sharding) -> _Sizes:
         if not sharding.gathers_frozen and not p.is_trained and p.stored == p.gathered:
             continue
         buffer += p.count * ranks * numbers * p.gathered
-        whole += p.count * grains(ranks * numbers * p.gathered)
+        unsharded += p.count * grains(ranks * numbers * p.gathered)
         if sharding.reshard and sharding.reshard is not True:
             kept += p.count * grains(ranks * numbers * p.gathered // sharding.reshard)
         if p.is_trained:
@@ -670,7 +670,7 @@ def _sizes(parameters: tuple[Parameter, ...], sharding: Sharding) -> _Sizes:
         shard=shard,
         inputs=inputs + transient,
         buffer=grains(buffer),
-        whole=whole,
+        unsharded=unsharded,
         copied=copied,
         kept=kept,
         reduced=grains(reduced),

@@ -2,7 +2,7 @@
 
 Source of the stages: ZeRO (arXiv 1910.02054), sections 5 and 7. `ddp` keeps everything on every rank, `grad_op` is its
 P_os+g, `full` its P_os+g+p, `hybrid` is `full` inside groups of ranks that are copies of each other (MiCS, arXiv
-2205.00119). Unlike ZeRO's, the shards of `grad_op` hold the weights too: they are whole only during a step.
+2205.00119). Unlike ZeRO's, the shards of `grad_op` hold the weights too: they are unsharded only during a step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trainer.parallel.strategy import ring_share
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes of one whole copy of a model.
+    """Bytes of one unsharded copy of a model.
 
     Attributes:
         weights: In the types they are stored in.
@@ -49,7 +49,7 @@ class RankBytes:
     Attributes:
         weights, optimizer_state: Allocated from step to step.
         gradients: Allocated at the end of backward.
-        gathered: Most weights that are whole at once in forward, in addition to the allocated ones.
+        gathered: Most weights that are unsharded at once in forward, in addition to the allocated ones.
         sent: To other ranks in a step, by ring algorithms.
     """
 
@@ -78,7 +78,7 @@ def expected(
     shards = {"ddp": 1, "none": 1, "grad_op": ranks, "full": ranks, "hybrid": shard_size}[strategy]
     frees_blocks = strategy != "grad_op"
     # FSDP2 also computes on copies of trained weights where a group is a single rank, as in ddp.
-    whole = model.root + model.block if frees_blocks else model.computed
+    unsharded = model.root + model.block if frees_blocks else model.computed
     # Blocks freed after forward are gathered again in backward; the root is not freed.
     gathers = model.computed + (model.computed - model.root if frees_blocks else 0)
     inside = ring_share(shards) * (passes * gathers + reductions * model.gradients)
@@ -87,6 +87,6 @@ def expected(
         weights=model.weights / shards,
         gradients=model.gradients / shards,
         optimizer_state=model.optimizer_state / shards,
-        gathered=0.0 if strategy == "none" else whole,
+        gathered=0.0 if strategy == "none" else unsharded,
         sent=inside + between,
     )
