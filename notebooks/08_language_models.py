@@ -101,7 +101,7 @@ def loss(row: dict[str, torch.Tensor]) -> torch.Tensor:
 documents = row["documents"]
 alone = [loss({key: part[documents == n] for key, part in row.items()}) for n in range(int(documents.max()) + 1)]
 packed, as_one = loss(row), loss({**row, "documents": torch.zeros_like(documents)})
-print(f"{len(alone)} documents in one row, {int(row['learned'].sum())} of {len(documents)} tokens are learned")
+print(f"{len(alone)} documents in one row, {int(row['loss_mask'].sum())} of {len(documents)} tokens are learned")
 print(f"packed {packed:.4f}, each alone {sum(alone):.4f}, as one document {as_one:.4f}")
 assert abs(packed - sum(alone)) < 1e-6 * packed, "a document saw another"
 assert abs(as_one - packed) > 1e-4 * packed, "what is before a document makes no difference"
@@ -234,10 +234,10 @@ turns = [
     [{"role": "user", "content": f"Draw a {thing}."}, {"role": "assistant", "content": answer}] for thing in things
 ]
 talks.write_text("".join(f"{json.dumps({'messages': one})}\n" for one in turns), encoding="utf-8")
-tokens, learned = family.encode_chat(turns[0])
+tokens, loss_mask = family.encode_chat(turns[0])
 print(family.tokenizer.decode(tokens))
-print("learned:", family.tokenizer.decode(list(compress(tokens, learned))))
-assert sum(learned) == len(answer) + len("<|im_end|>"), "more than the assistant's words is learned"
+print("learned:", family.tokenizer.decode(list(compress(tokens, loss_mask))))
+assert sum(loss_mask) == len(answer) + len("<|im_end|>"), "more than the assistant's words is learned"
 
 # %% [markdown]
 # Documents of this kind are never cut at the end of a row: `data.packing` is `whole` for prompts and conversations. In

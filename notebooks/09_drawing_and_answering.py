@@ -108,7 +108,7 @@ family = families.make(config.config, RUNS / "cache")
 sizes = family.sizes
 patch = sizes.vision.patch_size
 words = torch.arange(3)
-asked = [SeenPiece(torch.zeros(3, 2 * patch, 2 * patch)), TextPiece(words), TextPiece(words[:2], learned=True)]
+asked = [SeenPiece(torch.zeros(3, 2 * patch, 2 * patch)), TextPiece(words), TextPiece(words[:2], in_loss=True)]
 drawn = [TextPiece(words), DrawnPiece(torch.zeros(sizes.latent_numbers // 4, 4, 4), torch.tensor(0.5))]
 masks = {}
 for name, pieces in {"a question": asked, "an image to draw": drawn}.items():

@@ -72,7 +72,7 @@ class Mask:
     """A mask as it is edited.
 
     Attributes:
-        levels: 255 where the image is learned, 0 where not; of `canvas_size`.
+        levels: 255 where the image is in the loss, 0 where not; of `canvas_size`.
         digest: SHA-256 of the file's content.
     """
 

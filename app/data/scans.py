@@ -62,7 +62,7 @@ class Framed:
         left_out: The sizes at which its crop would be larger than `data.most_cropped` allows.
         scale: Its enlargement at its largest size; 0 where it is left out.
         references: The images that it is made from in edit training.
-        is_own: Whether it shows the subject that is learned; False for a regularization image.
+        is_own: Whether it shows the subject to train; False for a regularization image.
     """
 
     sizes: tuple[Size, ...]

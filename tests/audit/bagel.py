@@ -58,12 +58,12 @@ class Noisy:
 
 
 Part = tuple[str, Any]
-"""(text, learned, seen, clean, drawn or gap; the text, the picture, its latents, a `Noisy`, or nothing)."""
+"""(text, target, seen, clean, drawn or gap; the text, the picture, its latents, a `Noisy`, or nothing)."""
 
 
 @dataclass(frozen=True)
 class Losses:
-    """images: (latent tokens,) squared errors.  texts: (labels,) cross-entropies, of each learned text."""
+    """images: (latent tokens,) squared errors.  texts: (labels,) cross-entropies, of each target text."""
 
     images: Tensor
     texts: tuple[Tensor, ...]
@@ -94,7 +94,7 @@ class Bagel:
             if kind == "drawn":
                 target = patched(content.noise - content.latents, 2)
                 images.append((self.velocity(state) - target).square().mean(1))
-            if kind == "learned":
+            if kind == "target":
                 labels = torch.tensor([*self.ids(content), self.mark("<|im_end|>")])
                 logits = self.linear(self.rms(state[:-1], "language_model.model.norm"), "language_model.lm_head")
                 texts.append(F.cross_entropy(logits, labels, reduction="none"))
@@ -105,7 +105,7 @@ class Bagel:
         return self.linear(self.rms(states[1:-1], "language_model.model.norm_moe_gen"), "llm2vae")
 
     def piece(self, kind: str, content: Any) -> Piece:
-        if kind in ("text", "learned"):
+        if kind in ("text", "target"):
             return self.text(self.ids(content))
         if kind == "seen":
             return self.picture(self.looked_at(content))
@@ -307,7 +307,7 @@ def compare(folder: Path) -> Figures:
             asked_ids = example["1.text"].tolist()
             number = [reference.ids(question) for question, _ in QUESTIONS].index(asked_ids)
             question, answer = QUESTIONS[number]
-            losses.append(reference.losses([("seen", images[number]), ("text", question), ("learned", answer)]))
+            losses.append(reference.losses([("seen", images[number]), ("text", question), ("target", answer)]))
             continue
         number = [reference.ids(caption) for caption in CAPTIONS].index(example["caption"].tolist())
         apart = max(apart, largest_difference({"": example["latents"]}, {"": latents[number]}))

@@ -59,16 +59,16 @@ NETWORKS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Document:
-    """tokens: ids, with the end of the text.  learned: which of them a model is to predict."""
+    """tokens: ids, with the end of the text.  loss_mask: which of them a model is to predict."""
 
     tokens: tuple[int, ...]
-    learned: tuple[bool, ...]
+    loss_mask: tuple[bool, ...]
 
     def masks(self, piece: tuple[int, ...]) -> set[tuple[bool, ...]]:
-        """What is learned of a piece wherever it stands in the document; nothing predicts its first token."""
+        """The loss masks that a piece may have wherever it stands in the document; nothing predicts its first token."""
         size = len(piece)
         starts = (at for at in range(len(self.tokens) - size + 1) if self.tokens[at : at + size] == piece)
-        return {(False, *self.learned[at + 1 : at + size]) for at in starts}
+        return {(False, *self.loss_mask[at + 1 : at + size]) for at in starts}
 
 
 def apart(network: str, folder: Path) -> float:
@@ -107,9 +107,9 @@ def write_documents(file: Path, tokenizer: Any) -> list[Document]:
         has_prompt = number % 3 == 0
         lines.append({"prompt": prompt, "completion": completion} if has_prompt else {"text": text})
         parts = [(prompt, False), (completion, True)] if has_prompt else [(text, True)]
-        ids = [(token, learned) for part, learned in parts for token in tokenizer(part)["input_ids"]]
-        tokens, learned = zip(*ids, (tokenizer.eos_token_id, True), strict=True)
-        documents.append(Document(tokens, learned))
+        ids = [(token, in_loss) for part, in_loss in parts for token in tokenizer(part)["input_ids"]]
+        tokens, loss_mask = zip(*ids, (tokenizer.eos_token_id, True), strict=True)
+        documents.append(Document(tokens, loss_mask))
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
     return documents
 

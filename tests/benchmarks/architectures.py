@@ -102,10 +102,10 @@ def plain_loss(folder: Path, rows: Sequence[Mapping[str, torch.Tensor]]) -> floa
         for row in rows:
             for number in range(int(row["documents"].max()) + 1):
                 inside = row["documents"] == number
-                tokens, learned = row["tokens"][inside][None], row["learned"][inside][1:]
+                tokens, in_loss = row["tokens"][inside][None], row["loss_mask"][inside][1:]
                 logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
                 losses = torch.nn.functional.cross_entropy(logits.float(), tokens[0, 1:], reduction="none")
-                total, count = total + float(losses[learned].sum()), count + int(learned.sum())
+                total, count = total + float(losses[in_loss].sum()), count + int(in_loss.sum())
     return total / count
 
 

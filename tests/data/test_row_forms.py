@@ -251,4 +251,4 @@ def test_any_row_is_read_or_refused_by_a_sentence(row: dict[str, Any], compares:
     except InputError as error:
         assert str(error)
     else:
-        assert len(document.tokens) == len(document.learned)
+        assert len(document.tokens) == len(document.loss_mask)

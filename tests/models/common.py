@@ -89,13 +89,13 @@ def examples(family: ModelFamily, count: int) -> list[Example]:
 def row_of(family: TextFamily, *documents: str) -> Example:
     """A row of 48 tokens that holds the documents."""
     row = {key: tensor.expand(48).clone() for key, tensor in family.blank_row(1).items()}
-    row["learned"][:], row["documents"][:] = False, -1
+    row["loss_mask"][:], row["documents"][:] = False, -1
     begin = 0
     for number, document in enumerate(documents):
         ids = [*family.begin_of_text, *family.tokenize(document), family.end_of_text]
         end = begin + len(ids)
         row["tokens"][begin:end], row["documents"][begin:end] = torch.tensor(ids), number
-        row["learned"][begin + 1 : end] = True
+        row["loss_mask"][begin + 1 : end] = True
         begin = end
     return row
 
@@ -199,5 +199,5 @@ def without_bar(pipeline: Any) -> Any:
 
 def question_of(family: MultimodalFamily, image: Image.Image, question: str, answer: str) -> Example:
     """The example of an answer about an image."""
-    parts = [SequencePart("seen", image), SequencePart("text", question), SequencePart("learned", answer)]
+    parts = [SequencePart("seen", image), SequencePart("text", question), SequencePart("target", answer)]
     return family.encode_sequence(parts)

@@ -70,8 +70,8 @@ def made() -> Bagel:
 MARKS = Marks(text_begin=60, text_end=61, image_begin=62, image_end=63)
 
 
-def text(length: int, learned: bool = False) -> TextPiece:
-    return TextPiece(torch.arange(length) * 7 % 60, learned)
+def text(length: int, in_loss: bool = False) -> TextPiece:
+    return TextPiece(torch.arange(length) * 7 % 60, in_loss)
 
 
 def seen(rows: int, columns: int) -> SeenPiece:
@@ -88,9 +88,9 @@ def waves(*shape: int) -> Tensor:
     return torch.sin(torch.arange(math.prod(shape)) * 1.7).reshape(shape)
 
 
-LOOKING: list[Piece] = [seen(2, 3), text(2), text(3, learned=True)]
+LOOKING: list[Piece] = [seen(2, 3), text(2), text(3, in_loss=True)]
 DRAWING: list[Piece] = [text(4), drawn(3, 2)]
-BOTH: list[Piece] = [text(2), seen(2, 2), text(3, learned=True), drawn(2, 2)]
+BOTH: list[Piece] = [text(2), seen(2, 2), text(3, in_loss=True), drawn(2, 2)]
 
 
 def outputs(*sequences: Sequence[Piece]) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ def test_other_sequences_do_not_see_each_other() -> None:
 
 
 def test_tokens_stand_where_the_published_model_was_trained_to_find_them() -> None:
-    packed = pack([[seen(1, 2), text(2), text(1, learned=True), drawn(2, 1, 0.25)]], MARKS, TINY)
+    packed = pack([[seen(1, 2), text(2), text(1, in_loss=True), drawn(2, 1, 0.25)]], MARKS, TINY)
     found = packed.arguments
     assert found["text"].tolist() == [62, 63, 60, 0, 7, 61, 60, 0, 61, 62, 63]
     assert found["positions"].tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 0, 0, 8, 8]
@@ -169,7 +169,7 @@ def test_patches_hold_rows_then_columns_then_channels() -> None:
 
 
 def test_each_label_knows_its_sequence() -> None:
-    packed = pack([[text(1)], [text(1, learned=True)], [text(0, learned=True)]], MARKS, TINY)
+    packed = pack([[text(1)], [text(1, in_loss=True)], [text(0, in_loss=True)]], MARKS, TINY)
     assert packed.label_sequences.tolist() == [1, 1, 2]
 
 
@@ -210,7 +210,7 @@ def test_the_understanding_expert_is_the_language_model_it_was_made_from() -> No
     with torch.no_grad():
         for layer in theirs.model.layers:
             layer.self_attn.o_proj.bias.zero_()
-        packed = pack([[text(9, learned=True)]], MARKS, TINY)
+        packed = pack([[text(9, in_loss=True)]], MARKS, TINY)
         expected = theirs(input_ids=packed.arguments["text"][None]).logits[0]
         close(ours(**packed.arguments)[0], expected[:-1])
 

@@ -55,7 +55,7 @@ PARTS: list[list[SequencePart]] = [
         SequencePart("clean", SOURCE),
         SequencePart("gap"),
         SequencePart("text", "make it blue"),
-        SequencePart("learned", "it becomes blue"),
+        SequencePart("target", "it becomes blue"),
         SequencePart("drawn", SECOND),
     ],
     # Two images and two turns, and text before the image.
@@ -64,11 +64,11 @@ PARTS: list[list[SequencePart]] = [
         SequencePart("seen", VIEW),
         SequencePart("seen", OTHER),
         SequencePart("text", "how many?"),
-        SequencePart("learned", ANSWER),
+        SequencePart("target", ANSWER),
         SequencePart("text", "and dogs?"),
-        SequencePart("learned", MORE),
+        SequencePart("target", MORE),
     ],
-    [SequencePart("text", "hello"), SequencePart("learned", "good day")],
+    [SequencePart("text", "hello"), SequencePart("target", "good day")],
 ]
 INDICES = (12, 40, 7, 8, 9)
 

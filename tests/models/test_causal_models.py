@@ -104,27 +104,31 @@ def documents() -> list[Tensor]:
 def packed() -> dict[str, Tensor]:
     """One row with all documents."""
     tokens, numbers = torch.zeros(24, dtype=torch.long), torch.full((24,), -1)
-    learned = torch.zeros(24, dtype=torch.bool)
+    loss_mask = torch.zeros(24, dtype=torch.bool)
     begin = 0
     for number, document in enumerate(documents()):
         end = begin + len(document)
-        tokens[begin:end], numbers[begin:end], learned[begin + 1 : end] = document, number, True
+        tokens[begin:end], numbers[begin:end], loss_mask[begin + 1 : end] = document, number, True
         begin = end
-    return {"tokens": tokens[None], "documents": numbers[None], "learned": learned[None]}
+    return {"tokens": tokens[None], "documents": numbers[None], "loss_mask": loss_mask[None]}
 
 
 def unpacked(document: Tensor) -> dict[str, Tensor]:
-    learned = torch.ones(1, len(document), dtype=torch.bool)
-    learned[:, 0] = False
-    return {"tokens": document[None], "documents": torch.zeros(1, len(document), dtype=torch.long), "learned": learned}
+    loss_mask = torch.ones(1, len(document), dtype=torch.bool)
+    loss_mask[:, 0] = False
+    return {
+        "tokens": document[None],
+        "documents": torch.zeros(1, len(document), dtype=torch.long),
+        "loss_mask": loss_mask,
+    }
 
 
 def loss_of(model: Any, row: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(sum, number of tokens)."""
     positions = restarting_positions(row["documents"])
     logits = model(input_ids=row["tokens"], position_ids=positions, use_cache=False).logits
-    learned = row["learned"][0, 1:]
-    return F.cross_entropy(logits[0, :-1][learned], row["tokens"][0, 1:][learned], reduction="sum"), learned.sum()
+    loss_mask = row["loss_mask"][0, 1:]
+    return F.cross_entropy(logits[0, :-1][loss_mask], row["tokens"][0, 1:][loss_mask], reduction="sum"), loss_mask.sum()
 
 
 def test_packed_documents_have_the_loss_they_have_alone(kind: str) -> None:
@@ -209,7 +213,7 @@ def test_fsdp2_can_follow_every_call(kind: str) -> None:
 
 
 def rows() -> list[dict[str, Tensor]]:
-    """Of four ranks, with different numbers of learned tokens."""
+    """Of four ranks, with different numbers of tokens in the loss."""
     return [packed(), *(unpacked(document) for document in documents()[:3])]
 
 

@@ -103,9 +103,9 @@ def chat(tokenizer: Any, folder: Path, source: str, system: str = "") -> Chat:
 
 
 def show(tokenizer: Any, encoded: tuple[list[int], list[bool]]) -> str:
-    """The text, with what is learned in brackets."""
-    parts = [(tokenizer.decode([one]), is_learned) for one, is_learned in zip(*encoded, strict=True)]
-    return "".join(f"⟦{text}⟧" if is_learned else text for text, is_learned in parts).replace("⟧⟦", "")
+    """The text, with what is in the loss in brackets."""
+    parts = [(tokenizer.decode([one]), in_loss) for one, in_loss in zip(*encoded, strict=True)]
+    return "".join(f"⟦{text}⟧" if in_loss else text for text, in_loss in parts).replace("⟧⟦", "")
 
 
 SHOWN = {
@@ -135,19 +135,19 @@ def test_each_template_of_our_own_is_shown_here() -> None:
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_every_turn_of_the_assistant_is_learned_with_its_end_and_nothing_else(tokenizer: Any, name: str) -> None:
+def test_every_turn_of_the_assistant_in_loss_with_its_end_and_nothing_else(tokenizer: Any, name: str) -> None:
     assert show(tokenizer, Chat(tokenizer, name).encode(TURNS)) == SHOWN[name]
 
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_tokens_and_learned_ones_are_those_of_transformers(tokenizer: Any, name: str) -> None:
-    ids, learned = Chat(tokenizer, name).encode(TURNS)
+    ids, loss_mask = Chat(tokenizer, name).encode(TURNS)
     template = read_template(name)
     found = tokenizer.apply_chat_template(
         TURNS, chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     assert ids == list(found["input_ids"])
-    assert learned == [bool(one) for one in found["assistant_masks"]]
+    assert loss_mask == [bool(one) for one in found["assistant_masks"]]
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -169,7 +169,7 @@ def test_a_template_that_drops_what_was_thought_in_earlier_turns_is_followed(tok
 
 
 @pytest.mark.parametrize("opened", ["", "<think>\n"])
-def test_a_thought_that_the_prompt_opens_is_learned_from_where_the_model_goes_on(
+def test_a_thought_that_the_prompt_opens_in_loss_from_where_the_model_goes_on(
     tokenizer: Any, tmp_path: Path, opened: str
 ) -> None:
     source = THINKS.replace(
@@ -328,9 +328,9 @@ def test_a_role_that_only_the_template_knows_and_a_content_that_it_rewrites_are_
         "{{ '<|im_end|>\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
-    ids, learned = chat(tokenizer, tmp_path, source).encode([{"role": "sensor", "content": 'a"b'}, TURNS[1]])
+    ids, loss_mask = chat(tokenizer, tmp_path, source).encode([{"role": "sensor", "content": 'a"b'}, TURNS[1]])
     assert '"a\\"b"' in tokenizer.decode(ids)
-    assert tokenizer.decode([one for one, is_learned in zip(ids, learned, strict=True) if is_learned]) == (
+    assert tokenizer.decode([one for one, in_loss in zip(ids, loss_mask, strict=True) if in_loss]) == (
         "Hello, you<|im_end|>"
     )
 
@@ -343,11 +343,9 @@ def test_a_turn_without_weight_is_read_and_not_learned(
     template = read_template("chatml")
     made = chat(tokenizer, tmp_path, template if marked else without_marks(template))
     plain = made.encode(TURNS)
-    ids, learned = made.encode([TURNS[0], TURNS[1] | excluded, TURNS[2], TURNS[3] | {"weight": 1, "train": True}])
+    ids, loss_mask = made.encode([TURNS[0], TURNS[1] | excluded, TURNS[2], TURNS[3] | {"weight": 1, "train": True}])
     assert ids == plain[0]
-    assert (
-        tokenizer.decode([one for one, is_learned in zip(ids, learned, strict=True) if is_learned]) == "So.<|im_end|>"
-    )
+    assert tokenizer.decode([one for one, in_loss in zip(ids, loss_mask, strict=True) if in_loss]) == "So.<|im_end|>"
     assert made.encode([*TURNS[:3], TURNS[3] | excluded]) == made.encode(TURNS[:2])
     assert made.encode([TURNS[0], TURNS[1] | excluded]) == ([], [])
 
@@ -460,10 +458,10 @@ def test_a_tokenizer_without_an_end_or_nested_too_deep_is_refused(tmp_path: Path
     assert stored_tokens(tmp_path) is None
 
 
-def test_a_token_that_holds_a_letter_of_a_span_is_learned() -> None:
+def test_a_token_that_holds_a_letter_of_a_span_in_loss() -> None:
     merged = train_tokenizer(["is it so yes"] * 9, 280, 64, SPECIAL[:1], "")
-    ids, learned = encode_spans(merged, "is it so yes", [(4, 12)])
+    ids, loss_mask = encode_spans(merged, "is it so yes", [(4, 12)])
     assert [merged.decode([one]) for one in ids] == ["is", " it", " so", " yes"]
-    assert learned == [False, True, True, True]
+    assert loss_mask == [False, True, True, True]
     assert encode_spans(merged, "is it so yes", [(0, 2), (6, 8)])[1] == [True, False, True, False]
     assert encode_spans(merged, "is it so yes", [])[1] == [False] * 4

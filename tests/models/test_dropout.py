@@ -98,7 +98,7 @@ class Model:
     loaded: LoadedModel
 
     def loss(self, *rows: int) -> Tensor:
-        """The sum over the learned tokens of some of four rows of two documents."""
+        """The sum over the tokens in the loss of some of four rows of two documents."""
         items = [row(number) for number in rows]
         total: Tensor = self.family.loss(self.loaded.module, batch_of(self.family, items), SampleRng(0, rows)).total
         return total
@@ -111,7 +111,7 @@ class Model:
 def row(number: int) -> Example:
     tokens = torch.randint(1, 257, (24,), generator=generator("row", number))
     documents = torch.tensor([0] * 10 + [1] * 14)
-    return {"tokens": tokens, "documents": documents, "learned": torch.tensor([False, True] * 12)}
+    return {"tokens": tokens, "documents": documents, "loss_mask": torch.tensor([False, True] * 12)}
 
 
 def gradient_of(model: nn.Module, loss: Tensor) -> Tensor:

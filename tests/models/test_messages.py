@@ -71,9 +71,9 @@ def test_arguments_as_an_object_and_as_its_json_are_the_same_tokens_in_every_tem
     conversations = [*spellings, *([spellings[0][0], one] for one in (single, flat, in_tables))]
     encoded = {tuple(map(tuple, made.encode(one))) for one in conversations}
     assert len(encoded) == 1
-    [(ids, learned)] = encoded
+    [(ids, loss_mask)] = encoded
     assert tokenizer.decode(ids).endswith(f"assistant\n<call>sky {expected}<|im_end|>\n")
-    assert tokenizer.decode([one for one, is_learned in zip(ids, learned, strict=True) if is_learned]) == (
+    assert tokenizer.decode([one for one, in_loss in zip(ids, loss_mask, strict=True) if in_loss]) == (
         f"<call>sky {expected}<|im_end|>"
     )
 

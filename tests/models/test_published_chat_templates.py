@@ -117,7 +117,7 @@ def test_no_text_of_a_published_template_is_lost_without_a_word(tokenizer: Any, 
                 spelled = known_texts(source, tokenizer, *CONVERSATIONS["calls"])
                 expected = expected if isinstance(spelled, Exception) else spelled
             try:
-                ids, learned = made.encode(messages, tools)
+                ids, loss_mask = made.encode(messages, tools)
             except InputError as error:
                 refused += 1
                 made.take_notes()
@@ -135,7 +135,7 @@ def test_no_text_of_a_published_template_is_lost_without_a_word(tokenizer: Any, 
                 wrong.append(f"{name}, {kind}: other tokens than transformers'")
             notes = "; ".join(made.take_notes())
             text = tokenizer.decode(ids)
-            taught = "".join(re.findall("⟦(.*?)⟧", show(tokenizer, (ids, learned)), re.DOTALL))
+            taught = "".join(re.findall("⟦(.*?)⟧", show(tokenizer, (ids, loss_mask)), re.DOTALL))
             for key, word in texts_of({"messages": messages, "tools": tools or []}):
                 if word not in text and f'"{key}"' not in notes:
                     wrong.append(f"{name}, {kind}: {word} of {key} is lost")

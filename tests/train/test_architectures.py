@@ -99,8 +99,8 @@ def as_read(tokenizer: Any, talk: list[tuple[str, str]]) -> tuple[tuple[int, ...
     parts: list[tuple[str, bool]] = []
     for role, said in talk:
         parts += [(f"<|im_start|>{role}\n", False), (f"{said}<|im_end|>", role == "assistant"), ("\n", False)]
-    encoded = [(tokenizer(text, add_special_tokens=False)["input_ids"], is_learned) for text, is_learned in parts]
-    return tuple(i for ids, _ in encoded for i in ids), [is_learned for ids, is_learned in encoded for _ in ids]
+    encoded = [(tokenizer(text, add_special_tokens=False)["input_ids"], in_loss) for text, in_loss in parts]
+    return tuple(i for ids, _ in encoded for i in ids), [in_loss for ids, in_loss in encoded for _ in ids]
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_the_first_loss_on_conversations_is_that_of_each_alone_with_labels_on_th
         for number in range(int(row["documents"].max()) + 1):
             tokens = row["tokens"][row["documents"] == number]
             labels = torch.tensor(known[tuple(tokens.tolist())])
-            alone_rows.append({"tokens": tokens, "learned": labels, "documents": torch.zeros_like(tokens)})
+            alone_rows.append({"tokens": tokens, "loss_mask": labels, "documents": torch.zeros_like(tokens)})
     assert loss == pytest.approx(plain_loss(folder_of(root, kind), alone_rows), abs=TOLERANCE, rel=0)
 
 
@@ -370,8 +370,8 @@ def test_the_loss_of_the_routers_of_a_row_is_that_of_transformers_and_is_weighed
                 use_cache=False,
             )
         balance = load_balancing_loss_func(expected.router_logits, 4, 2, inside)
-        learned = float(row["learned"].sum())
-        total, weight = total + float(balance) * learned, weight + learned
+        in_loss = float(row["loss_mask"].sum())
+        total, weight = total + float(balance) * in_loss, weight + in_loss
     assert found - plain == pytest.approx(0.5 * total / weight, abs=2e-6)
 
 

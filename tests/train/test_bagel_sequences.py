@@ -244,7 +244,7 @@ def test_conditions_of_edits_are_left_out_by_sample_with_the_published_shares(be
     assert shares == pytest.approx([0.1, 0.3, 0.3], abs=0.05)
     assert edits == [kinds_of(source, QuestionItem(0, index)) for index in range(400)]
     conversations = {tuple(kinds_of(source, QuestionItem(1, index))) for index in range(40)}
-    assert conversations == {("seen", "seen", "text", "learned", "text", "learned")}
+    assert conversations == {("seen", "seen", "text", "target", "text", "target")}
     none = source_of(bench, data__latents_dropout=0, data__vision_dropout=0, data__caption_dropout=0)
     assert {tuple(kinds_of(none, QuestionItem(0, n))) for n in range(40)} == {("clean", "seen", "text", "drawn")}
 

@@ -1,4 +1,4 @@
-"""Runs on conversations: what is learned, on any number of ranks, continued, and sampled through the template."""
+"""Runs on conversations: what is in the loss, on any number of ranks, continued, and sampled through the template."""
 
 from __future__ import annotations
 
@@ -113,11 +113,11 @@ def test_only_what_the_assistant_says_is_learned(bench: Bench) -> None:
     tokenizer = trainer.family.tokenizer  # type: ignore[attr-defined]
     first = example["documents"] == 0
     text = tokenizer.decode(example["tokens"][first].tolist())
-    learned = tokenizer.decode(example["tokens"][first & example["learned"]].tolist())
+    in_loss = tokenizer.decode(example["tokens"][first & example["loss_mask"]].tolist())
     assert text.startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n")
     said = [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>assistant\n")[1:]]
-    assert learned == "".join(f"{part}<|im_end|>" for part in said)
-    assert "It is" in learned
+    assert in_loss == "".join(f"{part}<|im_end|>" for part in said)
+    assert "It is" in in_loss
 
 
 # Samples
@@ -210,9 +210,9 @@ def test_held_out_conversations_are_packed_like_those_that_are_trained(bench: Be
     found = train(alone(), cfg, run)
     assert len([event for event in found.events if isinstance(event, ValidationEvent)]) == 1
     source = TextSource(cfg, families.make(cfg, bench.root / "cache"), alone())  # type: ignore[arg-type]
-    learned = sum(int(source.held_out(index)["learned"].sum()) for index in range(source.num_held_out))
+    in_loss = sum(int(source.held_out(index)["loss_mask"].sum()) for index in range(source.num_held_out))
     said = [m["content"] for number in range(24) for m in talk(number) if m["role"] == "assistant"]
-    assert learned == sum(len(text) + len("<|im_end|>") for text in said)
+    assert in_loss == sum(len(text) + len("<|im_end|>") for text in said)
 
 
 def test_a_config_whose_conversations_cannot_be_read_is_refused(bench: Bench, tmp_path: Path) -> None:

@@ -287,16 +287,16 @@ def test_a_row_holds_whole_pairs_whose_answers_see_neither_each_other_nor_other_
 
 
 def encoded(family: Any, row: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The texts that are learned of the chosen and of the rejected answer."""
+    """The texts in the loss of the chosen and of the rejected answer."""
     document = encoder_of(family, compares=True).row(row, lambda: "row")
     halves = slice(0, document.second), slice(document.second, None)
     return tuple(  # type: ignore[return-value]
-        [family.tokenizer.decode(document.tokens[half][document.learned[half]])] for half in halves
+        [family.tokenizer.decode(document.tokens[half][document.loss_mask[half]])] for half in halves
     )
 
 
 @pytest.mark.parametrize(
-    ("row", "learned"),
+    ("row", "in_loss"),
     [
         ({"prompt": "1 + 1 = ", "chosen": "2", "rejected": "three"}, ("2<|endoftext|>", "three<|endoftext|>")),
         ({"prompt": "1 + 1 = ", "chosen": "two", "rejected": "three"}, ("wo<|endoftext|>", "hree<|endoftext|>")),
@@ -309,16 +309,16 @@ def encoded(family: Any, row: dict[str, Any]) -> tuple[list[str], list[str]]:
     ],
 )
 def test_an_answer_is_learned_from_where_the_two_differ(
-    bench: Bench, row: dict[str, Any], learned: tuple[str, str] | None
+    bench: Bench, row: dict[str, Any], in_loss: tuple[str, str] | None
 ) -> None:
     family = families.make(bench.config(), bench.root / "cache")
     chosen, rejected = encoded(family, row)
-    if learned is None:
+    if in_loss is None:
         assert chosen[0][0] == "A"
         assert rejected[0][0] == "B"
         assert chosen[0][1:] == rejected[0][1:] != ""
     else:
-        assert (chosen[0], rejected[0]) == learned
+        assert (chosen[0], rejected[0]) == in_loss
 
 
 def test_a_prompt_as_text_is_the_message_of_a_user(bench: Bench) -> None:
@@ -429,7 +429,7 @@ def test_pairs_with_a_conversation_train_on_it_without_a_beta(bench: Bench, tmp_
     encoder = encoder_of(families.make(bench.config(), bench.root / "cache"))  # type: ignore[arg-type]
     found, expected = (encoder.row(one, lambda: "row") for one in (row, {"messages": talk}))
     assert found.tokens.tolist() == expected.tokens.tolist()
-    assert found.learned.tolist() == expected.learned.tolist()
+    assert found.loss_mask.tolist() == expected.loss_mask.tolist()
 
 
 @pytest.mark.parametrize(

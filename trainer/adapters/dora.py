@@ -104,7 +104,7 @@ class DoraKind(LoraKind):
     zero = frozenset({"up", "magnitude"})
     adds = False
     whole_rows = True
-    # bf16 rounds the length of a row by up to 0.2 %, which may be more than was learned.
+    # bf16 rounds the length of a row by up to 0.2 %, which may be more than the update.
     kept_exact = ("dora_scale", "lora_magnitude_vector")
     is_corrected = True
 

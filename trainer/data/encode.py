@@ -339,7 +339,7 @@ class _DataEncoder:
             yield f"{count} fully transparent and trained as {seen}: first {invisible[0]}; remove it"
 
     def _encode_masks(self, wanted: Sequence[_Wanted], latents: Mapping[_Picture, str]) -> dict[_Mask, str]:
-        """Encode masks where any of the data have them; an image without a mask is learned whole.
+        """Encode masks where any of the data have them; an image without a mask is in the loss as a whole.
 
         Returns {mask: key} of the usable ones.
         """
@@ -450,7 +450,7 @@ class _Picture:
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """The weights of the loss for an image in one of its forms. file: None where the whole image is learned."""
+    """The weights of the loss for an image in one of its forms. file: None where the whole image is in the loss."""
 
     file: ImageFile | None
     image: _Picture

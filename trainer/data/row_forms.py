@@ -162,7 +162,7 @@ def standard(row: Mapping[str, Any]) -> dict[str, Any]:
     elif keys[0] in QUESTIONS:
         messages = [*_question(row, keys[0]), {"role": ASSISTANT, "content": _text(row, keys[1])}]
     else:
-        # As in TRL, only the completion is learned.
+        # As in TRL, only the completion is in the loss.
         read = [message | {"train": False} if _is_answer(message) else message for message in _prompt(row)]
         messages = _with_system(row, [*read, *_said(row, "completion", ASSISTANT)])
     return {"messages": messages, **options}

@@ -73,5 +73,5 @@ def _state(run: RunDir) -> State:
 
 def _sentence(rung: Rung, card: Card) -> str:
     plan = f"by the plan this takes {rung.need / GIB:.1f} of {card.memory / GIB:.1f} GiB; " if rung.need else ""
-    how = "continue with --resume and" if rung.effect != "learned" else "start a new run with"
+    how = "continue with --resume and" if rung.effect != "result" else "start a new run with"
     return f"{how} {' '.join(map(shlex.quote, rung.settings))}: {plan}{rung.in_words}"

@@ -536,9 +536,8 @@ class ImageFamily(ModelFamily):
         """
 
 
-PartKind = Literal["text", "learned", "seen", "clean", "drawn", "gap"]
-"""A text that is read, a text that is learned, an image that is looked at, the latents of an image that is not noisy,
-the latents of an image that is drawn, and the position of an image that was left out."""
+PartKind = Literal["text", "target", "seen", "clean", "drawn", "gap"]
+"""Prompt text, target text, conditioning image, clean latents, latents to noise, and the gap of a dropped image."""
 
 
 @dataclass(frozen=True)
@@ -607,7 +606,7 @@ class MultimodalFamily(ImageFamily):
 class TextFamily(ModelFamily):
     """A language model, trained on rows of tokens.
 
-    An example holds "tokens", "learned" and "documents", each (`data.length`,), as `text_stream.PackedRow` has them.
+    An example holds "tokens", "loss_mask" and "documents", each (`data.length`,), as `text_stream.PackedRow` has them.
     A batch also holds "predicted" (n,), see `collate`.
     """
 
@@ -687,7 +686,7 @@ class TextFamily(ModelFamily):
             variables: Values for variables of the template, as `enable_thinking`; None for none.
 
         Returns:
-            The ids, and for each whether it is learned: the assistant's turns, with the token that ends each. What
+            The ids, and for each whether it is in the loss: the assistant's turns, with the token that ends each. What
             follows the last of them is left out; without any, there are no ids.
 
         Raises:
@@ -703,7 +702,7 @@ class TextFamily(ModelFamily):
         """Tokenize a prompt with its completion as one text.
 
         Returns:
-            The ids without special tokens, and for each whether it is learned: if it holds a letter of the completion.
+            The ids without special tokens, and the loss mask: the tokens that hold a letter of the completion.
         """
 
     @abstractmethod
@@ -719,13 +718,13 @@ class TextFamily(ModelFamily):
         return None
 
     def collate(self, examples: Sequence[Example]) -> Batch:
-        """Stack examples, and number the tokens that are followed by a learned one, row after row, in "predicted".
+        """Stack examples, and number the tokens that are followed by one in the loss, row after row, in "predicted".
 
         There is at least one, so that every rank computes a loss. "begins" are as `document_begins` returns them.
         """
         batch = super().collate(examples)
-        follows = torch.zeros_like(batch["learned"])
-        follows[:, :-1] = batch["learned"][:, 1:]
+        follows = torch.zeros_like(batch["loss_mask"])
+        follows[:, :-1] = batch["loss_mask"][:, 1:]
         predicted = follows.flatten().nonzero().flatten()
         predicted = predicted if len(predicted) else torch.zeros(1, dtype=torch.int64)
         return {**batch, "predicted": predicted, "begins": document_begins(batch["documents"])}
@@ -737,10 +736,10 @@ class TextFamily(ModelFamily):
 
     def blank_row(self, length: int) -> Example:
         """An example of `length` tokens in one document."""
-        learned = torch.ones(length, dtype=torch.bool)
-        learned[0] = False
+        loss_mask = torch.ones(length, dtype=torch.bool)
+        loss_mask[0] = False
         tokens = torch.zeros(length, dtype=torch.int64)
-        return {"tokens": tokens, "learned": learned, "documents": tokens.clone()}
+        return {"tokens": tokens, "loss_mask": loss_mask, "documents": tokens.clone()}
 
 
 def references_of(example: Example | Batch) -> list[Tensor]:

@@ -122,7 +122,7 @@ class StepEvent(Event):
         seconds: Duration of the whole step; the next four are parts of it (see `step_parts`).
         seconds_communication: Time that the computation waited for other ranks, within these parts.
         images_per_second: Throughput of all ranks together; NaN for a model that is trained on text.
-        tokens_per_second: Learned tokens per second of all ranks together; NaN for a model that is trained on images.
+        tokens_per_second: Tokens in the loss per second of all ranks together; NaN for a model trained on images.
         losses: {name: loss} of this step, for a model with several losses.
         metrics: {name: value} of what the objective measures in addition to its loss.
     """

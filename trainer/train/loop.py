@@ -88,7 +88,7 @@ log = logging.getLogger(__name__)
 RISE = 1.1
 """A learning rate that is so many times as high after a resume is worth a warning."""
 LEAST_RATE = 0.01
-"""Part of `optim.lr` below which hardly anything is learned."""
+"""Part of `optim.lr` below which weights hardly change."""
 SKIPS_IN_A_ROW = 20
 """A model without one finite number in so many steps is broken; further steps do not repair it."""
 
@@ -118,7 +118,7 @@ class StepNumbers:
         step: Optimizer steps until then, with this one.
         loss: Mean over the examples; NaN where it was not finite on some rank.
         weight: Examples of all ranks, without padding.
-        tokens: Learned tokens of all ranks, for a language model.
+        tokens: Tokens in the loss of all ranks, for a language model.
         non_finite: Ranks whose loss was not finite.
         grad_norm: Norm of the gradients before clipping.
         losses, metrics: By name, as in `StepEvent`.
@@ -444,7 +444,7 @@ class Trainer:
         self._launched = _Launched(self.step + 1, lr, numbers, self.clock.marks())
 
     def _gradient_factor(self, row: Tensor, batch_size: int) -> Tensor | None:
-        """By how much the gradients are too small, because the step has fewer tokens or pairs than its batch size.
+        """Factor that corrects the gradients when a step has fewer tokens or pairs than the batch size.
 
         None where that is known before the step: images are all counted, and several losses have shares.
 
@@ -455,7 +455,7 @@ class Trainer:
         if self.family.loss_weights or (self.data.unit == "images" and not self.objective.metrics):
             return None
         weight = row[WEIGHT]
-        # Rows of long prompts may hold nothing that is learned: the gradients are 0.
+        # A row with only prompt tokens has no loss, so its gradients are 0.
         factor = torch.where(weight == 0, 1.0, batch_size / weight)
         return factor.float().to(self.parameters[0].device)
 

@@ -89,7 +89,7 @@ def former(studio: Studio, editor: Masks, image: str, number: int) -> dict[str, 
 
 
 def overlay(studio: Studio, editor: Masks, image: str) -> str:
-    """Return a small black image that is opaque where the image is not learned, as a data URL; "" without a mask."""
+    """Return a small black image, opaque where the image is not in the loss, as a data URL; "" without a mask."""
     _, place = _chosen(studio, image)
     mask = editor.mask_of(place)
     if mask is None:

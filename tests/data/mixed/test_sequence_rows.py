@@ -39,9 +39,9 @@ def written(folder: Path, *rows: Any) -> Path:
 
 
 def described(parts: Sequence[Part]) -> list[tuple[str, ...]]:
-    """Each text with whether it is learned and kept, each image with its way."""
+    """Each text with whether it is in the loss and kept, each image with its way."""
     return [
-        (part.texts[0], *(["learned"] if part.learned else []), *(["kept"] if part.kept else []))
+        (part.texts[0], *(["in the loss"] if part.in_loss else []), *(["kept"] if part.kept else []))
         if isinstance(part, TextPart)
         else (part.image.path.name, part.way, *(["kept"] if part.kept else []))
         for part in parts
@@ -87,26 +87,26 @@ def test_every_form_of_a_row_becomes_a_sequence(folder: Path) -> None:
         {"sequence": [{"text": "Only text.", "learned": True}]},
     )
     assert [described(row.sequence(first)) for row in read(file).train] == [
-        [("a.png", "seen"), ("What is it?",), ("A fox.", "learned")],
+        [("a.png", "seen"), ("What is it?",), ("A fox.", "in the loss")],
         [
             ("a.png", "seen"),
             ("b.png", "seen"),
             ("Which is red?",),
-            ("The first.", "learned"),
+            ("The first.", "in the loss"),
             ("Sure?",),
-            ("Yes.", "learned"),
+            ("Yes.", "in the loss"),
         ],
-        [("Be brief.",), ("Look:",), ("b.png", "seen"), ("Red.", "learned")],
+        [("Be brief.",), ("Look:",), ("b.png", "seen"), ("Red.", "in the loss")],
         [
             ("Think.", "kept"),
             ("a.png", "both"),
             ("Make it blue.",),
-            ("It becomes blue.", "learned"),
+            ("It becomes blue.", "in the loss"),
             ("b.png", "drawn"),
             ("b.png", "clean", "kept"),
             ("b.png", "seen"),
         ],
-        [("Only text.", "learned")],
+        [("Only text.", "in the loss")],
     ]
 
 
@@ -132,10 +132,10 @@ def test_nulls_of_a_table_and_line_ends_of_windows_change_no_sequence(folder: Pa
     with file.open("ab") as stream:  # two files joined, the second with a byte order mark
         stream.write(b"\xef\xbb\xbf\n\xef\xbb\xbf" + file.read_bytes().splitlines()[2])
     assert [described(row.sequence(first)) for row in read(file).train] == [
-        [("a.png", "seen"), ("x\ny", "learned")],
-        [("Be\nkind.",), ("A.\nB.", "learned")],
-        [("Hm.",), ("a.png", "seen"), ("Q",), ("A", "learned")],
-        [("Hm.",), ("a.png", "seen"), ("Q",), ("A", "learned")],
+        [("a.png", "seen"), ("x\ny", "in the loss")],
+        [("Be\nkind.",), ("A.\nB.", "in the loss")],
+        [("Hm.",), ("a.png", "seen"), ("Q",), ("A", "in the loss")],
+        [("Hm.",), ("a.png", "seen"), ("Q",), ("A", "in the loss")],
     ]
 
 
@@ -187,9 +187,9 @@ def test_reasoning_and_tools_of_a_whole_row_are_refused(folder: Path, row: dict[
 def test_the_system_message_of_a_row_is_the_first_text_of_every_form(folder: Path) -> None:
     rows = read(written(folder, *({"system": "You are a pirate."} | row for row in (SHOWN, SAID, ASKED)))).train
     assert [described(row.sequence(first)) for row in rows] == [
-        [("You are a pirate.",), ("A fox.", "learned")],
-        [("You are a pirate.",), ("A fox.", "learned")],
-        [("You are a pirate.",), ("a.png", "seen"), ("What is it?",), ("A fox.", "learned")],
+        [("You are a pirate.",), ("A fox.", "in the loss")],
+        [("You are a pirate.",), ("A fox.", "in the loss")],
+        [("You are a pirate.",), ("a.png", "seen"), ("What is it?",), ("A fox.", "in the loss")],
     ]
     with pytest.raises(InputError, match='"system" is not a text; write it in quotes'):
         read(written(folder, {"system": 5} | SHOWN))

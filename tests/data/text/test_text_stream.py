@@ -87,13 +87,13 @@ def starts(texts: TextStream) -> list[int]:
     return [int(piece.tokens[0]) for piece, _ in texts.pieces()]
 
 
-def learned_pairs(parts: Sequence[Piece | PackedRow]) -> Counter[tuple[int, int]]:
+def pairs_in_loss(parts: Sequence[Piece | PackedRow]) -> Counter[tuple[int, int]]:
     """Each token that is predicted, with the one before it."""
     return Counter(
         (before, token)
         for part in parts
-        for (before, token), is_learned in zip(pairwise(part.tokens.tolist()), part.learned[1:], strict=True)
-        if is_learned
+        for (before, token), in_loss in zip(pairwise(part.tokens.tolist()), part.loss_mask[1:], strict=True)
+        if in_loss
     )
 
 
@@ -102,9 +102,9 @@ def pairs_of(texts: Sequence[str]) -> Counter[tuple[int, int]]:
 
 
 def show(row: PackedRow) -> tuple[str, str, list[int]]:
-    """The text of a row with '|' for end-of-text, what of it is learned as '^', and its documents."""
+    """The text of a row with '|' for end-of-text, what of it is in the loss as '^', and its documents."""
     text = "".join("|" if token == END else chr(token) for token in row.tokens.tolist())
-    return text, "".join("^" if learned else " " for learned in row.learned.tolist()), row.documents.tolist()
+    return text, "".join("^" if in_loss else " " for in_loss in row.loss_mask.tolist()), row.documents.tolist()
 
 
 def read_all(path: Path) -> list[tuple[PackedRow, StreamPosition]]:
@@ -115,10 +115,10 @@ def read_all(path: Path) -> list[tuple[PackedRow, StreamPosition]]:
 @pytest.mark.parametrize("length", [2, 5, 16, 100])
 def test_each_token_but_a_documents_first_is_learned_once_an_epoch(tmp_path: Path, kind: str, length: int) -> None:
     texts = stream(write(tmp_path, kind), length)
-    assert learned_pairs([piece for piece, _ in texts.pieces()]) == pairs_of(TEXTS)
+    assert pairs_in_loss([piece for piece, _ in texts.pieces()]) == pairs_of(TEXTS)
     rows = [row for row, _ in texts.rows()]
-    assert learned_pairs(rows) == pairs_of(TEXTS)
-    assert all(not row.learned[0] and len(row.tokens) == length for row in rows)
+    assert pairs_in_loss(rows) == pairs_of(TEXTS)
+    assert all(not row.loss_mask[0] and len(row.tokens) == length for row in rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,7 +170,7 @@ def test_a_long_document_is_cut_into_pieces_that_share_a_token(tmp_path: Path) -
     write_txt(tmp_path, ["abcdefghi"])
     pieces = [piece for piece, _ in stream(find_files(tmp_path), length=4).pieces()]
     assert [piece.tokens.tolist() for piece in pieces] == [[*b"abcd"], [*b"defg"], [*b"ghi", END]]
-    assert [piece.learned.tolist() for piece in pieces] == [[False, True, True, True]] * 3
+    assert [piece.loss_mask.tolist() for piece in pieces] == [[False, True, True, True]] * 3
 
 
 def test_a_row_is_filled_with_documents_and_the_last_one_goes_on_in_the_next(tmp_path: Path) -> None:

@@ -84,10 +84,10 @@ class CaptionedImage(ImageFile):
         caption: The caption, with the trigger filled in.
         weight: Occurrences per epoch.
         loss_weight: Weight of its loss; 1 unless it is a regularization image.
-        mask: The mask of the loss; None where the whole image is learned.
+        mask: The mask of the loss; None where the whole image is in the loss.
         references: The reference images of edit training.
         rejected: In preference training the image that this one is preferred to.
-        is_own: Whether it shows the subject that is learned; False for a regularization image.
+        is_own: Whether it shows the subject to train; False for a regularization image.
         more_captions: Further captions; each sample takes one of all.
         sides: The resolutions that it is trained at, from small to large.
         focus: The point (x, y) around which it is cropped, as in `Framing`.
@@ -227,7 +227,7 @@ class _Source:
         field: The field of the config.
         root: The folder.
         weight: Occurrences of each image per epoch.
-        is_own: Whether the images show the subject that is learned; only then is the trigger filled into their
+        is_own: Whether the images show the subject to train; only then is the trigger filled into their
             captions, and are masks and references read for them.
         holds: The expected content, for messages.
         folder: The folder's own settings.

@@ -186,7 +186,7 @@ class ImageSource(DataSource):
 
     def _choices(self, image: CaptionedImage) -> Choices:
         # Guidance pushes samples away from what a dropped caption gives, which therefore must be the subject that is
-        # learned, not a regularization image.
+        # trained, not a regularization image.
         return Choices(image.caption_dropout if image.is_own else 0.0, len(image.captions), image.may_flip)
 
     def num_samples(self, epochs: float, context: RankContext) -> int:

@@ -239,7 +239,7 @@ class MixedSource(DataSource):
     ) -> list[tuple[PartKind, str | ImageFile | None, int]]:
         """(kind, text or image, number of seen images of the sequence) of each part of a sample.
 
-        Only what an image is drawn from is left out: answers are learned with all that they are about.
+        Only what an image is drawn from is left out: answers keep all that they are about.
         """
         draws = count()
         sequence = row.sequence(lambda choices: derived_seed(seed, next(draws)) % choices)
@@ -270,8 +270,8 @@ def _nothing(kind: str, number: int) -> bool:
 def _kinds(part: Part, number: int, dropped: Dropped) -> Iterator[tuple[PartKind, str | ImageFile | None]]:
     """The parts that the model reads for a part of a row. number: index of the part."""
     if isinstance(part, TextPart):
-        if part.learned or part.kept or not dropped("text", number):
-            yield ("learned" if part.learned else "text"), part.texts[0]
+        if part.in_loss or part.kept or not dropped("text", number):
+            yield ("target" if part.in_loss else "text"), part.texts[0]
         return
     if part.way == "drawn":
         yield "drawn", part.image

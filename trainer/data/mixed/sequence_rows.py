@@ -33,8 +33,8 @@ Way = Literal["seen", "clean", "both", "drawn"]
 an edit), or drawn."""
 PLACEHOLDER = "<image>"
 QUESTION = ("image", "question", "answer")
-LEARNED = {"gpt": True, "human": False, "assistant": True, "user": False, "system": False}
-"""{speaker of a turn: whether the turn is learned}."""
+IN_LOSS = {"gpt": True, "human": False, "assistant": True, "user": False, "system": False}
+"""{speaker of a turn: whether the turn is in the loss}."""
 UNREAD = (*REASONING, "reasoning_details", "tool_calls", "function_call", "name")
 """Keys of a turn that have a place in the chat templates of language models, but none in these sequences."""
 UNREAD_OF_ROW = (*REASONING, "reasoning_details", "tools", "chat_template_kwargs")
@@ -53,12 +53,12 @@ class TextPart:
 
     Attributes:
         texts: One of these is chosen for each sample.
-        learned: Whether it is learned.
+        in_loss: Whether it is in the loss.
         kept: Whether it is never left out.
     """
 
     texts: tuple[str, ...]
-    learned: bool = False
+    in_loss: bool = False
     kept: bool = False
 
 
@@ -147,7 +147,7 @@ AnyRow = Row | EditChain
 
 def _chosen(part: TextPart, pick: Pick) -> TextPart:
     number = pick(len(part.texts)) if len(part.texts) > 1 else 0
-    return TextPart((part.texts[number],), part.learned, part.kept)
+    return TextPart((part.texts[number],), part.in_loss, part.kept)
 
 
 def is_of_a_form(row: Any) -> bool:
@@ -208,7 +208,7 @@ def _question(row: Any, read_image: ReadImage) -> Row:
             )
     question, answer = (_text(row[name].strip(), name) for name in QUESTION[1:])
     image = read_image(_text(row["image"], "image"))
-    return Row((ImagePart(image, "seen"), TextPart((question,)), TextPart((answer,), learned=True)))
+    return Row((ImagePart(image, "seen"), TextPart((question,)), TextPart((answer,), in_loss=True)))
 
 
 def _conversation(row: Mapping[str, Any], name: str, keys: tuple[str, str], read_image: ReadImage) -> Iterator[Part]:
@@ -224,14 +224,14 @@ def _conversation(row: Mapping[str, Any], name: str, keys: tuple[str, str], read
         raise InputError(f'"{name}" is not a list of turns with {" and ".join(keys)}')
     for number, turn in enumerate(turns, 1):
         speaker, said = (turn.get(key) if isinstance(turn, dict) else None for key in keys)
-        if speaker not in LEARNED or not isinstance(said, str):
+        if speaker not in IN_LOSS or not isinstance(said, str):
             raise InputError(
-                f"turn {number} of {name}: needs {keys[0]}, one of {', '.join(LEARNED)}, and {keys[1]}, a text"
+                f"turn {number} of {name}: needs {keys[0]}, one of {', '.join(IN_LOSS)}, and {keys[1]}, a text"
             )
         said = _text(said, f"turn {number}")
         _refuse_unread(turn, UNREAD, f'"{keys[1]}"', f"turn {number} of {name}: ")
-        if LEARNED[speaker]:
-            yield TextPart((said,), learned=not is_read_only(turn, number))
+        if IN_LOSS[speaker]:
+            yield TextPart((said,), in_loss=not is_read_only(turn, number))
             continue
         for index, text in enumerate(said.split(PLACEHOLDER)):
             if index:
@@ -294,8 +294,8 @@ def _text(text: str, name: str) -> str:
 
 
 def _checked(row: Row) -> Row:
-    """The row. Raises InputError if nothing of it is learned."""
-    if not any(part.learned if isinstance(part, TextPart) else part.way == "drawn" for part in row.parts):
+    """The row. Raises InputError if nothing of it is in the loss."""
+    if not any(part.in_loss if isinstance(part, TextPart) else part.way == "drawn" for part in row.parts):
         raise InputError(
             "nothing in it is learned; let it answer, set learned: true for a text or as: drawn for an image"
         )

@@ -44,7 +44,7 @@ A_PAIR = (
 Tokenize = Callable[[str], list[int]]
 """The ids of a text, with no special token added."""
 Encoded = tuple[list[int], list[bool]]
-"""Ids, and which of them are learned."""
+"""Ids, and the loss mask over them."""
 EncodePair = Callable[[str, str], Encoded]
 """(prompt, completion) -> the ids of both as one text, with no special token added."""
 EncodeChat = Callable[[object, object, object], Encoded]
@@ -59,7 +59,7 @@ class Document:
     Attributes:
         tokens: (N,) ids, of a text and of a prompt with end-of-text last; those of a shard keep the width they are
             stored in.
-        learned: (N,) which of them are predicted; the first never is, since no token precedes it.
+        loss_mask: (N,) which of them are in the loss; the first never is, since no token precedes it.
         is_text: Whether it is plain text, which may be cut anywhere.
         second: Index of the first token of the rejected answer, in a pair of a preference; 0 for other documents. The
             two answers do not see each other.
@@ -67,7 +67,7 @@ class Document:
     """
 
     tokens: NDArray[np.integer[Any]]
-    learned: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
     is_text: bool
     where: Callable[[], str]
     second: int = 0
@@ -105,7 +105,7 @@ class Encoder:
     notes: Callable[[], Sequence[str]] = list
 
     def text(self, text: str, where: Callable[[], str]) -> Document:
-        """Tokenize a text, all of which is learned."""
+        """Tokenize a text, all of which is in the loss."""
         ids = self.tokenize(text)
         return self._document(ids, [True] * len(ids), True, where)
 
@@ -122,8 +122,8 @@ class Encoder:
         if self.compares:
             return self._preference(values, where)
         if kind == CHAT:
-            ids, learned = self._chat(values["messages"], values)
-            return Document(np.array(ids, dtype=np.int64), np.array(learned, dtype=np.bool_), False, where)
+            ids, loss_mask = self._chat(values["messages"], values)
+            return Document(np.array(ids, dtype=np.int64), np.array(loss_mask, dtype=np.bool_), False, where)
         if kind != PAIR:
             return self.text(_string(values, "text"), where)
         prompt, completion = _string(values, "prompt"), _string(values, "completion")
@@ -139,7 +139,7 @@ class Encoder:
     def _preference(self, values: Mapping[str, Any], where: Callable[[], str]) -> Document:
         """Tokenize a prompt with its two answers, the chosen one first.
 
-        What both begin with adds equally to both log-probabilities, and is not learned: of a conversation also the
+        What both begin with adds equally to both log-probabilities, and is not in the loss: of a conversation also the
         turns of the assistant before its answer.
         """
         if values["chosen"] == values["rejected"]:
@@ -151,37 +151,37 @@ class Encoder:
         if shared == len(chosen.tokens) == len(rejected.tokens):
             raise InputError('"chosen" and "rejected" have equal tokens, so that neither is preferred; remove the row')
         for key, answer in (("chosen", chosen), ("rejected", rejected)):
-            answer.learned[: max(shared, 1)] = False  # no token precedes the first
-            if not answer.learned.any():
+            answer.loss_mask[: max(shared, 1)] = False  # no token precedes the first
+            if not answer.loss_mask.any():
                 raise InputError(f'the other answer begins with all that is learned of "{key}"; remove the row')
         tokens = np.concatenate([chosen.tokens, rejected.tokens])
-        learned = np.concatenate([chosen.learned, rejected.learned])
-        return Document(tokens, learned, False, where, second=len(chosen.tokens))
+        loss_mask = np.concatenate([chosen.loss_mask, rejected.loss_mask])
+        return Document(tokens, loss_mask, False, where, second=len(chosen.tokens))
 
     def _answer(self, values: Mapping[str, Any], key: str) -> Document:
         """Tokenize one answer with its prompt."""
         answer = values[key]
         if isinstance(answer, str):
             before, after = _string(values, "prompt") if "prompt" in values else "", _string(values, key)
-            ids, learned = (self.pair or self._apart)(before, after)
-            return self._document(ids, learned, False, str)
+            ids, loss_mask = (self.pair or self._apart)(before, after)
+            return self._document(ids, loss_mask, False, str)
         if not isinstance(answer, list):
             raise InputError(f'"{key}" is neither a string nor a list of messages')
-        ids, learned = self._chat(_conversation(values, key), values)
+        ids, loss_mask = self._chat(_conversation(values, key), values)
         if not ids:
             raise InputError(f'"{key}" has no message of the assistant that is learned')
-        return Document(np.array(ids, dtype=np.int64), np.array(learned, dtype=np.bool_), False, str)
+        return Document(np.array(ids, dtype=np.int64), np.array(loss_mask, dtype=np.bool_), False, str)
 
     def _apart(self, prompt: str, completion: str) -> Encoded:
         before, after = self.tokenize(prompt), self.tokenize(completion)
         return before + after, [False] * len(before) + [True] * len(after)
 
-    def _document(self, ids: list[int], learned: list[bool], is_text: bool, where: Callable[[], str]) -> Document:
-        """Put beginning and end around ids; the end is always learned."""
+    def _document(self, ids: list[int], loss_mask: list[bool], is_text: bool, where: Callable[[], str]) -> Document:
+        """Put beginning and end around ids; the end is always in the loss."""
         if ids:
-            ids, learned = [*self.begin, *ids], [False] * len(self.begin) + learned
+            ids, loss_mask = [*self.begin, *ids], [False] * len(self.begin) + loss_mask
         tokens = np.array([*ids, self.end_of_text], dtype=np.int64)
-        return Document(tokens, np.array([*learned, True]), is_text, where)
+        return Document(tokens, np.array([*loss_mask, True]), is_text, where)
 
 
 def read_documents(path: Path, offset: int, encoder: Encoder) -> Iterator[Found]:

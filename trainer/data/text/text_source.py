@@ -221,10 +221,10 @@ class TextBatchSampler:
 
 
 def example_of(row: PackedRow) -> Example:
-    """Convert a row to tensors (length,): "tokens" and "documents" int64, "learned" bool."""
+    """Convert a row to tensors (length,): "tokens" and "documents" int64, "loss_mask" bool."""
     return {
         "tokens": torch.from_numpy(row.tokens),
-        "learned": torch.from_numpy(row.learned),
+        "loss_mask": torch.from_numpy(row.loss_mask),
         "documents": torch.from_numpy(row.documents),
     }
 

@@ -33,12 +33,12 @@ class Piece:
 
     Attributes:
         tokens: (N,) ids.
-        learned: (N,) which of them are predicted; never the first.
+        loss_mask: (N,) which of them are in the loss; never the first.
         second: As in `Document`.
     """
 
     tokens: NDArray[np.int64]
-    learned: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
     second: int = 0
 
 
@@ -48,13 +48,13 @@ class PackedRow:
 
     Attributes:
         tokens: (length,) ids; padding is end-of-text.
-        learned: (length,) which of them are predicted; no first token of a piece, no prompt, no padding.
+        loss_mask: (length,) which of them are in the loss; no first token of a piece, no prompt, no padding.
         documents: (length,) index of the piece in the row, from 0; PADDING for padding. The two answers of a preference
             count as two, so that pair n has 2n and 2n + 1.
     """
 
     tokens: NDArray[np.int64]
-    learned: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
     documents: NDArray[np.int64]
 
 
@@ -132,7 +132,7 @@ class TextStream:
     tokens. Empty documents are skipped, and so are those with an empty completion.
 
     A StreamPosition is valid for the same arguments and unchanged files (equal `text_files.digest`). Iterating raises
-    InputError naming the file, and the line of a .jsonl, when something cannot be used or nothing can be learned.
+    InputError naming the file, and the line of a .jsonl, when something cannot be used or nothing is in the loss.
 
     Args:
         folders: Files with the weights of their documents.
@@ -279,7 +279,7 @@ class TextStream:
             return
         why = f"longer than data.length {self._length}"
         piece, _ = _cut(document, START, self._length)
-        teaches = bool(piece.learned.any()) and not document.second
+        teaches = bool(piece.loss_mask.any()) and not document.second
         if self._too_long == "cut" and teaches:
             yield piece
         else:
@@ -287,10 +287,10 @@ class TextStream:
             self._leave_out(epoch, document, why if self._too_long == "drop" else f"{why} before anything is learned")
 
     def _teaches(self, document: Document, epoch: int) -> bool:
-        """Whether something of a document is learned; that of a prompt or conversation without is reported."""
+        """Whether something of a document is in the loss; that of a prompt or conversation without is reported."""
         if len(document.tokens) < 2 and document.is_text:
             return False
-        if not document.is_text and not document.learned[1:].any():
+        if not document.is_text and not document.loss_mask[1:].any():
             self._leave_out(epoch, document, "nothing of it is learned")
             return False
         return True
@@ -302,19 +302,19 @@ class TextStream:
 
     def _packed(self, pieces: Sequence[Piece]) -> PackedRow:
         tokens = np.full(self._length, self._end_of_text, dtype=np.int64)
-        learned = np.zeros(self._length, dtype=np.bool_)
+        loss_mask = np.zeros(self._length, dtype=np.bool_)
         documents = np.full(self._length, PADDING, dtype=np.int64)
         start = number = 0
         for piece in pieces:
             stop = start + len(piece.tokens)
             tokens[start:stop] = piece.tokens
-            learned[start:stop] = piece.learned
+            loss_mask[start:stop] = piece.loss_mask
             documents[start:stop] = number
             if piece.second:
                 number += 1
                 documents[start + piece.second : stop] = number
             start, number = stop, number + 1
-        return PackedRow(tokens, learned, documents)
+        return PackedRow(tokens, loss_mask, documents)
 
     def _documents(self, position: StreamPosition) -> Iterator[tuple[Document, StreamPosition]]:
         """Documents with at least two unused tokens from `position` on, each with the position of its first one."""
@@ -390,9 +390,9 @@ class TextStream:
 def _cut(document: Document, at: StreamPosition, room: int) -> tuple[Piece, StreamPosition]:
     """The next tokens of a document, at most `room` >= 2, and the position after them, which leaves none or >= 2."""
     stop = min(at.token + room, len(document.tokens))
-    learned = document.learned[at.token : stop].copy()
-    learned[0] = False
-    piece = Piece(document.tokens[at.token : stop].astype(np.int64), learned, document.second)
+    loss_mask = document.loss_mask[at.token : stop].copy()
+    loss_mask[0] = False
+    piece = Piece(document.tokens[at.token : stop].astype(np.int64), loss_mask, document.second)
     if stop == len(document.tokens):
         return piece, replace(at, document=at.document + 1, token=0)
     return piece, replace(at, token=stop - 1)

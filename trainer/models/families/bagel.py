@@ -321,7 +321,7 @@ class BagelFamily(MultimodalFamily):
         }
 
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        """Mean squared error of the velocity of each latent token, and cross-entropy of each token of learned text."""
+        """Mean squared error of the velocity of each latent token, and cross-entropy of each token of target text."""
         weight = batch["weight"]
         noisy = add_noise_to(sequences_in(batch), self.objective, self.shift, rng)
         packed = pack(noisy.pieces, self.marks, self.sizes)
@@ -388,7 +388,7 @@ class BagelFamily(MultimodalFamily):
         answer = question_ids[:0]
         for _ in range(cfg.tokens):
             # The tokens of the answer do not see its end mark; the last of them predicts the next token.
-            pieces: list[Piece] = [SeenPiece(pixels), TextPiece(question_ids), TextPiece(answer, learned=True)]
+            pieces: list[Piece] = [SeenPiece(pixels), TextPiece(question_ids), TextPiece(answer, in_loss=True)]
             logits, _ = model[COMPONENT](**pack([pieces], self.marks, self.sizes).arguments)
             answer = torch.cat([answer, draw_token(logits[-1].float(), cfg.temperature, generator).view(1)])
         ids = answer.tolist()
@@ -408,7 +408,7 @@ class BagelFamily(MultimodalFamily):
         pixels = torch.zeros(3, rows * patch, columns * patch)
         ids = torch.zeros(text_tokens, dtype=torch.int64)
         seen = {f"{number}.seen": pixels for number in range(images)}
-        return {**seen, f"{images}.text": ids, f"{images + 1}.learned": ids.new_zeros(BLANK_ANSWER)}
+        return {**seen, f"{images}.text": ids, f"{images + 1}.target": ids.new_zeros(BLANK_ANSWER)}
 
     @classmethod
     def published(cls, architecture: str) -> dict[str, Any]:

@@ -85,7 +85,7 @@ COMPANION_FILES = (GENERATION, *TOKENIZER_FILES)
 class CausalLM(TextFamily):
     """A folder in transformers' format: config.json, model*.safetensors, a tokenizer.
 
-    In training the documents of a row do not see each other, and each learned token of all ranks has equal weight.
+    In training the documents of a row do not see each other, and each token in the loss has equal weight on any rank.
     """
 
     components = (COMPONENT,)
@@ -488,8 +488,8 @@ class CausalLM(TextFamily):
         return Chat(self.tokenizer, self._template, self._system)
 
     def encode_chat(self, messages: object, tools: object = None, variables: object = None) -> Encoded:
-        ids, learned = self._chat.encode(messages, tools, variables)
-        return self._with_rows(ids), learned
+        ids, loss_mask = self._chat.encode(messages, tools, variables)
+        return self._with_rows(ids), loss_mask
 
     def take_notes(self) -> list[str]:
         return self._chat.take_notes()
@@ -497,14 +497,14 @@ class CausalLM(TextFamily):
     def encode_pair(self, prompt: str, completion: str) -> Encoded:
         if self.tokenizer.is_fast:
             text = prompt + completion
-            ids, learned = encode_spans(self.tokenizer, text, [(len(prompt), len(text))])
-            return self._with_rows(ids), learned
+            ids, loss_mask = encode_spans(self.tokenizer, text, [(len(prompt), len(text))])
+            return self._with_rows(ids), loss_mask
         # Without offsets, the border of the two texts can only be kept by a border of tokens.
         before, after = self.tokenize(prompt), self.tokenize(completion)
         return before + after, [False] * len(before) + [True] * len(after)
 
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        weights = (batch["learned"] * batch["weight"][:, None]).flatten()[batch["predicted"] + 1]
+        weights = (batch["loss_mask"] * batch["weight"][:, None]).flatten()[batch["predicted"] + 1]
         total, routers = self._weighted(model, batch, weights)
         loss = Loss(total, weights.sum())
         # Some sizes of a class have no layer with experts.
@@ -531,11 +531,11 @@ class CausalLM(TextFamily):
         return total, routers if self._router_weight else ()
 
     def _balanced(self, loss: Loss, logits: Sequence[Tensor], batch: Batch) -> Loss:
-        """Add the loss of the routers: that of a row counts as often as the row has learned tokens."""
+        """Add the loss of the routers: that of a row counts as often as the row has tokens in the loss."""
         assert self._experts_per_token is not None
         rows = balance_loss(logits, self._experts_per_token, batch["documents"] >= 0)
-        learned = batch["learned"][:, 1:].sum(dim=1) * batch["weight"]
-        return Loss(loss.total + self._router_weight * (rows * learned).sum(), loss.weight)
+        num_tokens = batch["loss_mask"][:, 1:].sum(dim=1) * batch["weight"]
+        return Loss(loss.total + self._router_weight * (rows * num_tokens).sum(), loss.weight)
 
     def _attends_within(self, batch: Batch) -> bool:
         """Whether rows are attended to by documents, instead of with a mask."""

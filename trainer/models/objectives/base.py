@@ -40,7 +40,7 @@ class Loss:
         errors: (B,) error of each item before its weight, with gradient, for models of images.
         metrics: (number of metrics, 2) for an objective that measures more than its loss: sum of each metric and number
             of its items.
-        tokens: Number of learned tokens, where `weight` counts something else.
+        tokens: Number of tokens in the loss, where `weight` counts something else.
     """
 
     total: Tensor

@@ -142,7 +142,7 @@ class Answers:
 
     Attributes:
         weight: (B, ceil(L / 2)) weight of the pairs of each row, 0 where it has no more.
-        num_tokens: Number of learned tokens.
+        num_tokens: Number of tokens in the loss.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -150,20 +150,20 @@ class Answers:
         self._shape = documents.shape
         length = documents.shape[1]
         self._places = following // length * length + documents.flatten()[following].clamp(min=0)
-        self._is_learned = batch["learned"].flatten()[following]
+        self._loss_mask = batch["loss_mask"].flatten()[following]
         num_pairs = (documents.amax(dim=1, keepdim=True) + 1) // 2
         is_pair = torch.arange((length + 1) // 2, device=documents.device) < num_pairs
         self.weight = is_pair * batch["weight"][:, None]
-        self.num_tokens = (batch["learned"] * batch["weight"][:, None]).sum()
+        self.num_tokens = (batch["loss_mask"] * batch["weight"][:, None]).sum()
 
     def scores(self, losses: Tensor) -> Tensor:
         """The log-probability of each answer, (B, L), 0 where a row has no more. losses: (n,) of the tokens."""
         empty = losses.new_zeros(self._shape.numel())
-        return empty.index_add(0, self._places, -losses * self._is_learned).view(self._shape)
+        return empty.index_add(0, self._places, -losses * self._loss_mask).view(self._shape)
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """The value of each token's answer, 0 where it is not learned, (n,). values: (B, L)."""
-        return values.flatten()[self._places] * self._is_learned
+        """The value of each token's answer, 0 where it is not in the loss, (n,). values: (B, L)."""
+        return values.flatten()[self._places] * self._loss_mask
 
     def differences(self, values: Tensor) -> Tensor:
         """Chosen minus rejected of each pair, (B, ceil(L / 2)). values: (B, L) of the answers."""

@@ -429,7 +429,7 @@ class Sharded:
 def batch_of(family: ModelFamily, size: PassInput, dtype: torch.dtype, device: torch.device) -> Batch:
     """Make a batch of blank examples on the device. dtype: type of the text embeddings."""
     if isinstance(family, TextFamily):
-        with unset_fake_temporarily():  # how many tokens are learned depends on values
+        with unset_fake_temporarily():  # how many tokens are in the loss depends on values
             batch = family.collate([family.blank_row(round(size.pixels))] * size.batch)
     else:
         assert isinstance(family, ImageFamily)

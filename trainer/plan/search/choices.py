@@ -1,4 +1,4 @@
-"""What `fit` may choose: fields that do not change what is learned, and their values. No torch.
+"""The fields that `fit` may choose without changing the result, and their values. No torch.
 
 Each function returns choices as {field: value}. One that is added here is searched, printed and written like the rest.
 """
@@ -23,7 +23,7 @@ Choice = Mapping[str, Any]
 Ladder = tuple[Choice, ...]
 """Choices from the fastest to the one that needs the least memory: each needs no more than the one before."""
 KEPT = ("resolution", "rank", "format")
-"""Fields that change what is learned, and are kept unless the user allows them. `format`: the base is not stored in
+"""Fields that change the result, and are kept unless the user allows them. `format`: the base is not stored in
 fewer than 8 bits, unless it is already."""
 SEARCHED = (
     "parallel.devices",
@@ -222,7 +222,7 @@ def offload() -> Ladder:
 
 
 def reductions(cfg: RunConfig) -> Iterator[tuple[Choice, ...]]:
-    """Yield choices that change what is learned or shown, from what changes least, each from the largest value."""
+    """Yield choices that change the result or the samples, from what changes least, each from the largest value."""
     if trains_on(cfg) == "images" and cfg.sample.every and cfg.sample.prompts:
         yield tuple({"sample.size": (side, side)} for side in SIDES if side**2 < math.prod(cfg.sample.size))
     if isinstance(cfg.adapter, RankAdapter):

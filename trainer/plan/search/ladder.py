@@ -1,6 +1,6 @@
 """The one ladder of what saves memory: which change comes next, and what it needs by the plan. No torch.
 
-Changes are taken in the order of EFFECTS: as long as one is left that keeps what is learned, none is proposed that
+Changes are taken in the order of EFFECTS: as long as one is left that keeps the result, none is proposed that
 changes it. Each rung needs less than the one before. How much is recomputed and offloaded is decided together
 (`decide`), for each change anew, and both are written into a rung: a field that is left open would be decided
 otherwise next to a changed neighbour.
@@ -32,7 +32,7 @@ from trainer.plan.store import known_model
 from trainer.run.events import State
 from trainer.system.errors import InputError
 
-Effect = Literal["same", "samples", "rounding", "learned"]
+Effect = Literal["same", "samples", "rounding", "result"]
 EFFECTS: tuple[Effect, ...] = get_args(Effect)
 """What a change does to the result, from nothing to most: nothing; samples are smaller; the frozen base is rounded;
 the model learns something else."""
@@ -40,15 +40,15 @@ IN_WORDS: Mapping[Effect, str] = {
     "same": "the result stays the same",
     "samples": "samples are smaller, what is learned stays the same",
     "rounding": "the frozen base is rounded, which changes the result a little",
-    "learned": "which changes the result",
+    "result": "which changes the result",
 }
 EFFECT_OF: Mapping[str, Effect] = {
     "sample.size": "samples",
     "quantize.format": "rounding",
     "quantize.encoders": "rounding",
-    "adapter.rank": "learned",
-    "data.resolution": "learned",
-    "data.length": "learned",
+    "adapter.rank": "result",
+    "data.resolution": "result",
+    "data.length": "result",
 }
 """{field: the effect of less of it}, for fields that have one, from the least."""
 CHECKPOINTING, OFFLOAD = "train.checkpointing", "parallel.offload_blocks"
@@ -140,7 +140,7 @@ def next_rung(
     cache: Path,
     missing: float = 0.0,
     state: State = "training",
-    most: Effect = "learned",
+    most: Effect = "result",
 ) -> Rung | None:
     """Return the next change after memory ran out.
 

@@ -32,11 +32,11 @@ class TextPiece:
 
     Attributes:
         ids: (t,) without marks.
-        learned: Whether its tokens and its end are predicted.
+        in_loss: Whether its tokens and its end are predicted.
     """
 
     ids: Tensor
-    learned: bool = False
+    in_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Packed:
         arguments: Arguments of the network's `forward`.
         labels: (K,) the token that each of its logits must predict.
         label_sequences: (K,) index of the sequence of each label.
-        lengths: Number of labels of each learned text, in order: its tokens and its end.
+        lengths: Number of labels of each target text, in order: its tokens and its end.
     """
 
     arguments: dict[str, Tensor]
@@ -103,9 +103,9 @@ def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) 
     texts, seen, drawn = _collected(sequences, marks, sizes)
     one = texts[0].content  # for the type and device of ids
     begins = [0, *accumulate(len(part) for part in texts)]
-    learned = [(begin, part) for begin, part in zip(begins, texts, strict=False) if part.is_learned]
+    targets = [(begin, part) for begin, part in zip(begins, texts, strict=False) if part.in_loss]
     # Computed from known lengths, not found on the device: nothing has to wait for the device.
-    predicted = [begin + part.indices[:-1] - part.at.index for begin, part in learned]
+    predicted = [begin + part.indices[:-1] - part.at.index for begin, part in targets]
     arguments = {
         "text": torch.cat([part.content for part in texts]),
         "predicted": torch.cat([one[:0], *predicted]),
@@ -121,9 +121,9 @@ def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) 
     arguments["mask"] = _mask(order, arguments["rows"], arguments["back"])
     arguments |= dict(zip(("patch_rows", "patch_back"), _rows(range(len(seen)), seen), strict=True))
     arguments["patch_mask"] = _is_token(arguments["patch_rows"], arguments["patch_back"])[:, None]
-    labels = torch.cat([one[:0], *(part.content[1:] for _, part in learned)])
-    lengths = tuple(len(part) - 1 for _, part in learned)
-    return Packed(arguments, labels, _owners(one, (part for _, part in learned), skipped=1), lengths)
+    labels = torch.cat([one[:0], *(part.content[1:] for _, part in targets)])
+    lengths = tuple(len(part) - 1 for _, part in targets)
+    return Packed(arguments, labels, _owners(one, (part for _, part in targets), skipped=1), lengths)
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ class Owners:
 def sequences_of(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) -> Owners:
     """The sequence that each token belongs to when `pack` packs these sequences."""
     texts, seen, drawn = _collected(sequences, marks, sizes)
-    one, learned = texts[0].content, (part for part in texts if part.is_learned)
-    return Owners(_owners(one, texts), _owners(one, seen), _owners(one, drawn), _owners(one, learned, skipped=1))
+    one, targets = texts[0].content, (part for part in texts if part.in_loss)
+    return Owners(_owners(one, texts), _owners(one, seen), _owners(one, drawn), _owners(one, targets, skipped=1))
 
 
 def patched(image: Tensor, size: int = PATCH) -> Tensor:
@@ -186,7 +186,7 @@ class _Part:
         content: Ids or patches.
         indices: Indices in the sequence.
         grid: Cells in the image's grid.
-        is_learned: Whether every token except the first is predicted.
+        in_loss: Whether every token except the first is predicted.
     """
 
     at: _At
@@ -197,7 +197,7 @@ class _Part:
     sigma: Tensor
     in_image: bool = False
     is_noisy: bool = False
-    is_learned: bool = False
+    in_loss: bool = False
 
     def __len__(self) -> int:
         return len(self.content)
@@ -279,8 +279,8 @@ def _text(piece: TextPiece, at: _At, marks: Marks) -> _Part:
     ids = piece.ids
     content = torch.cat([ids.new_tensor([marks.text_begin]), ids, ids.new_tensor([marks.text_end])])
     steps = torch.arange(len(content), device=ids.device)
-    learned = piece.learned
-    return _Part(at, content, at.index + steps, at.position + steps, steps, steps[:0], is_learned=learned)
+    in_loss = piece.in_loss
+    return _Part(at, content, at.index + steps, at.position + steps, steps, steps[:0], in_loss=in_loss)
 
 
 def _seen(piece: SeenPiece, at: _At, sizes: BagelSizes) -> _Part:

@@ -176,8 +176,8 @@ def _noisy(latents: Tensor, mask: Tensor | None, objective: ObjectiveConfig, shi
 def _piece(kind: str, content: Tensor, drawn: DrawnPiece | None) -> Piece:
     """drawn: what stands for latents that are drawn."""
     match kind:
-        case "text" | "learned":
-            return TextPiece(content, learned=kind == "learned")
+        case "text" | "target":
+            return TextPiece(content, in_loss=kind == "target")
         case "seen":
             return SeenPiece(content)
         case "clean":
@@ -230,7 +230,7 @@ def loss_counts(example: Example, token_weight: str) -> tuple[float, float]:
         for kind, content in sequence.parts:
             if kind == "drawn":
                 images += image_share(patches_of(content), token_weight)
-            elif kind == "learned":
+            elif kind == "target":
                 length = len(content) + 1
                 texts += length * text_share(length, token_weight)
     return images, texts

@@ -42,26 +42,26 @@ OTHER_ROLES = ("function", "ipython", "observation", "environment")
 NO_TOOLS = "the chat template does not write tools; set data.chat_template to one that does, or remove them"
 
 Encoded = tuple[list[int], list[bool]]
-"""The ids of a text, and which of them are learned."""
+"""The ids of a text, and the loss mask over them."""
 
 
 def encode_spans(tokenizer: Any, text: str, spans: Sequence[Span]) -> Encoded:
-    """Tokenize a text as a whole, without special tokens. A token is learned if a letter of it is in a span.
+    """Tokenize a text as a whole, without special tokens. A token is in the loss if a letter of it is in a span.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
         text: The text.
-        spans: The learned parts of it, in order.
+        spans: The parts of it that are in the loss, in order.
     """
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    learned, number = [], 0
+    loss_mask, number = [], 0
     for start, stop in found["offset_mapping"]:
         # Some tokenizers leave blanks out of the offsets: those of a blank token are then (stop, stop).
         first = start if start < stop else stop - 1
         while number < len(spans) and spans[number][1] <= first:
             number += 1
-        learned.append(number < len(spans) and max(first, spans[number][0]) < stop)
-    return list(found["input_ids"]), learned
+        loss_mask.append(number < len(spans) and max(first, spans[number][0]) < stop)
+    return list(found["input_ids"]), loss_mask
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,10 @@ class Chat:
         return Turns(header, whole.partition(answer)[2].rstrip(), question_end, whole.startswith(open_end))
 
     def encode(self, messages: object, tools: object = None, variables: object = None) -> Encoded:
-        """Tokenize a conversation. Learned are the assistant's turns, each with the token that ends it.
+        """Tokenize a conversation. In the loss are the assistant's turns, each with the token that ends it.
 
-        Turns with `weight: 0` or `train: false` are read only. Messages after the last learned turn are left out:
-        nothing is learned from them. `take_notes` has what else of the conversation is not used.
+        Turns with `weight: 0` or `train: false` are read only. Messages after the last turn in the loss are
+        left out: nothing predicts them. `take_notes` has what else of the conversation is not used.
 
         Args:
             messages: The conversation, as in transformers.
@@ -175,10 +175,10 @@ class Chat:
             variables: Values for variables of the template, as TRL's `chat_template_kwargs`; None for none.
 
         Returns:
-            No tokens if nothing is learned.
+            No tokens if nothing is in the loss.
 
         Raises:
-            InputError: The conversation cannot be used, the template leaves out something that should be learned or
+            InputError: The conversation cannot be used, the template leaves out something that should be in the loss or
                 read, or does not tell what the assistant wrote. The message names no file.
         """
         if variables:
@@ -186,10 +186,10 @@ class Chat:
         checked = checked_messages(messages)
         self._check_roles(checked)
         spoken = [number for number, message in enumerate(checked) if message["role"] == ASSISTANT]
-        learned = [number for number in spoken if not is_read_only(checked[number], number + 1)]
-        if not learned:
+        in_loss = [number for number in spoken if not is_read_only(checked[number], number + 1)]
+        if not in_loss:
             return [], []
-        conversation = self._with_system(checked[: learned[-1] + 1])
+        conversation = self._with_system(checked[: in_loss[-1] + 1])
         described = checked_tools(tools)
         self._check_reads(conversation, described)
         return self._encoded(as_read(conversation, lambda one: self._render(one, described)), described)
@@ -209,8 +209,8 @@ class Chat:
         return self._render(messages, None)
 
     def take_notes(self) -> list[str]:
-        """What users should know of the conversations encoded since the last call: texts that are neither learned nor
-        read, and answers that do not end as they should."""
+        """Return notes on the conversations encoded since the last call: texts that are neither in the loss nor read,
+        and answers that do not end as they should."""
         notes, self._notes = list(self._notes), {}
         return [*notes, *(note for other in self._others.values() for note in other.take_notes())]
 
@@ -237,7 +237,7 @@ class Chat:
                 "the chat template changes what the assistant says, so that its tokens cannot be identified; "
                 "set data.chat_template to a template with {% generation %} marks"
             )
-        by_message = _learned_spans(messages, spans)
+        by_message = _spans_in_loss(messages, spans)
         for text, at in texts:
             start, stop = by_message.get(text.message, (at, at + 1))
             if not start <= at < stop:
@@ -290,7 +290,7 @@ class Chat:
             return None
         if not (whole.startswith(after) and after.startswith(before)):
             return None
-        # Blanks after the token that ends a turn are not learned.
+        # Blanks after the token that ends a turn are not in the loss.
         return len(before), len(after.rstrip()) if self.turns.end else len(after)
 
     def _own_end(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
@@ -405,7 +405,7 @@ class Chat:
             the texts that it leaves out.
 
         Raises:
-            InputError: It leaves out what should be learned, or what the answers are about.
+            InputError: It leaves out what should be in the loss, or what the answers are about.
         """
         marked = Sentinels(messages, tools)
         try:
@@ -563,7 +563,7 @@ def checked_tools(tools: object) -> list[Any] | None:
 
 
 def is_read_only(message: Message, number: int) -> bool:
-    """Whether a message of the assistant has `weight: 0` or `train: false`, so that it is not learned.
+    """Whether a message of the assistant has `weight: 0` or `train: false`, so that it is not in the loss.
 
     Args:
         message: A message of the assistant.
@@ -581,8 +581,8 @@ def is_read_only(message: Message, number: int) -> bool:
     return weight == 0 or train is False
 
 
-def _learned_spans(messages: Sequence[Message], spans: Sequence[Span]) -> dict[int, Span]:
-    """{index of a message: its span}, of the turns that are learned. spans: one for each turn of the assistant."""
+def _spans_in_loss(messages: Sequence[Message], spans: Sequence[Span]) -> dict[int, Span]:
+    """{index of a message: its span}, of the turns in the loss. spans: one for each turn of the assistant."""
     spoken = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
     pairs = zip(spoken, spans, strict=True)
     return {index: span for index, span in pairs if not is_read_only(messages[index], 0)}
