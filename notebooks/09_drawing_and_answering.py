@@ -102,13 +102,13 @@ config = notebook.config(preset)
 import torch
 
 from trainer.models import families
-from trainer.models.parts.bagel.bagel_packing import DrawnPiece, SeenPiece, TextPiece, pack
+from trainer.models.parts.bagel.bagel_packing import ConditioningPiece, DrawnPiece, TextPiece, pack
 
 family = families.make(config.config, RUNS / "cache")
 sizes = family.sizes
 patch = sizes.vision.patch_size
 words = torch.arange(3)
-asked = [SeenPiece(torch.zeros(3, 2 * patch, 2 * patch)), TextPiece(words), TextPiece(words[:2], in_loss=True)]
+asked = [ConditioningPiece(torch.zeros(3, 2 * patch, 2 * patch)), TextPiece(words), TextPiece(words[:2], in_loss=True)]
 drawn = [TextPiece(words), DrawnPiece(torch.zeros(sizes.latent_numbers // 4, 4, 4), torch.tensor(0.5))]
 masks = {}
 for name, pieces in {"a question": asked, "an image to draw": drawn}.items():
@@ -246,7 +246,7 @@ def editing_loss(path: Path) -> float:
     for image in shipped[-8:]:
         before, after = Image.open(image).convert("RGB").resize((64, 64)), edited(image).resize((64, 64))
         clean, drawn = (one.encode_image(autoencoder, picture)["latents"] for picture in (before, after))
-        parts = [("clean", clean), ("seen", before), ("text", INSTRUCTION), ("drawn", drawn)]
+        parts = [("clean", clean), ("conditioning", before), ("text", INSTRUCTION), ("drawn", drawn)]
         examples.append(one.encode_sequence([SequencePart(*part) for part in parts]))
     batch = one.collate(examples) | {"weight": torch.ones(8)}
     with torch.no_grad():

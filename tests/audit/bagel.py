@@ -58,7 +58,7 @@ class Noisy:
 
 
 Part = tuple[str, Any]
-"""(text, target, seen, clean, drawn or gap; the text, the picture, its latents, a `Noisy`, or nothing)."""
+"""(text, target, conditioning, clean, drawn or gap; the text, the picture, its latents, a `Noisy`, or nothing)."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Bagel:
     def piece(self, kind: str, content: Any) -> Piece:
         if kind in ("text", "target"):
             return self.text(self.ids(content))
-        if kind == "seen":
+        if kind == "conditioning":
             return self.picture(self.looked_at(content))
         if kind == "clean":
             return self.picture(self.latent_tokens(content, torch.zeros(1)), of_latents=True)
@@ -307,7 +307,7 @@ def compare(folder: Path) -> Figures:
             asked_ids = example["1.text"].tolist()
             number = [reference.ids(question) for question, _ in QUESTIONS].index(asked_ids)
             question, answer = QUESTIONS[number]
-            losses.append(reference.losses([("seen", images[number]), ("text", question), ("target", answer)]))
+            losses.append(reference.losses([("conditioning", images[number]), ("text", question), ("target", answer)]))
             continue
         number = [reference.ids(caption) for caption in CAPTIONS].index(example["caption"].tolist())
         apart = max(apart, largest_difference({"": example["latents"]}, {"": latents[number]}))

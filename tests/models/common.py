@@ -199,5 +199,5 @@ def without_bar(pipeline: Any) -> Any:
 
 def question_of(family: MultimodalFamily, image: Image.Image, question: str, answer: str) -> Example:
     """The example of an answer about an image."""
-    parts = [SequencePart("seen", image), SequencePart("text", question), SequencePart("target", answer)]
+    parts = [SequencePart("conditioning", image), SequencePart("text", question), SequencePart("target", answer)]
     return family.encode_sequence(parts)

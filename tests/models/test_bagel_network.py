@@ -29,10 +29,10 @@ from trainer.models.parts.bagel.bagel_network import (
     timestep_waves,
 )
 from trainer.models.parts.bagel.bagel_packing import (
+    ConditioningPiece,
     DrawnPiece,
     Marks,
     Piece,
-    SeenPiece,
     TextPiece,
     pack,
     patched,
@@ -74,9 +74,9 @@ def text(length: int, in_loss: bool = False) -> TextPiece:
     return TextPiece(torch.arange(length) * 7 % 60, in_loss)
 
 
-def seen(rows: int, columns: int) -> SeenPiece:
+def conditioning(rows: int, columns: int) -> ConditioningPiece:
     size = TINY.vision.patch_size
-    return SeenPiece(waves(3, size * rows, size * columns))
+    return ConditioningPiece(waves(3, size * rows, size * columns))
 
 
 def drawn(rows: int, columns: int, sigma: float = 0.3) -> DrawnPiece:
@@ -88,9 +88,9 @@ def waves(*shape: int) -> Tensor:
     return torch.sin(torch.arange(math.prod(shape)) * 1.7).reshape(shape)
 
 
-LOOKING: list[Piece] = [seen(2, 3), text(2), text(3, in_loss=True)]
+LOOKING: list[Piece] = [conditioning(2, 3), text(2), text(3, in_loss=True)]
 DRAWING: list[Piece] = [text(4), drawn(3, 2)]
-BOTH: list[Piece] = [text(2), seen(2, 2), text(3, in_loss=True), drawn(2, 2)]
+BOTH: list[Piece] = [text(2), conditioning(2, 2), text(3, in_loss=True), drawn(2, 2)]
 
 
 def outputs(*sequences: Sequence[Piece]) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ def by_rows(arguments: dict[str, Tensor]) -> list[int]:
 
 def test_text_sees_what_came_before_it_and_a_picture_all_of_itself_but_nothing_sees_a_picture_that_is_drawn() -> None:
     # In the network's order: begin, token, end; the marks around both pictures; one patch; two patches of latents.
-    assert mask_of([text(1), seen(1, 1), drawn(1, 2)]) == [
+    assert mask_of([text(1), conditioning(1, 1), drawn(1, 2)]) == [
         "1000000000",
         "1100000000",
         "1110000000",
@@ -148,7 +148,7 @@ def test_other_sequences_do_not_see_each_other() -> None:
 
 
 def test_tokens_stand_where_the_published_model_was_trained_to_find_them() -> None:
-    packed = pack([[seen(1, 2), text(2), text(1, in_loss=True), drawn(2, 1, 0.25)]], MARKS, TINY)
+    packed = pack([[conditioning(1, 2), text(2), text(1, in_loss=True), drawn(2, 1, 0.25)]], MARKS, TINY)
     found = packed.arguments
     assert found["text"].tolist() == [62, 63, 60, 0, 7, 61, 60, 0, 61, 62, 63]
     assert found["positions"].tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 0, 0, 8, 8]
@@ -161,7 +161,7 @@ def test_tokens_stand_where_the_published_model_was_trained_to_find_them() -> No
 
 def test_patches_hold_rows_then_columns_then_channels() -> None:
     pixels = torch.arange(3 * 4 * 8.0).reshape(3, 4, 8)
-    found = pack([[SeenPiece(pixels)]], MARKS, TINY).arguments["patches"]
+    found = pack([[ConditioningPiece(pixels)]], MARKS, TINY).arguments["patches"]
     assert torch.equal(found[1], pixels[:, :, 4:].permute(1, 2, 0).flatten())
     latents = torch.arange(4 * 4 * 6.0).reshape(4, 4, 6)
     assert torch.equal(patched(latents)[4], latents[:, 2:, 2:4].permute(1, 2, 0).flatten())
@@ -249,7 +249,7 @@ def test_the_vision_encoder_is_the_siglip_it_was_made_from() -> None:
 
 
 def test_pictures_of_several_shapes_do_not_see_each_other() -> None:
-    vision, arguments = made().vision, pack([[seen(2, 3), seen(1, 4)]], MARKS, TINY).arguments
+    vision, arguments = made().vision, pack([[conditioning(2, 3), conditioning(1, 4)]], MARKS, TINY).arguments
     assert arguments["patch_mask"].tolist() == [[[True] * 6], [[True] * 4 + [False] * 2]]
 
     def features(arguments: dict[str, Tensor]) -> Tensor:
@@ -259,8 +259,8 @@ def test_pictures_of_several_shapes_do_not_see_each_other() -> None:
 
     with torch.no_grad():
         together = features(arguments)
-        close(together[:6], features(pack([[seen(2, 3)]], MARKS, TINY).arguments))
-        close(together[6:], features(pack([[seen(1, 4)]], MARKS, TINY).arguments)[-4:])
+        close(together[:6], features(pack([[conditioning(2, 3)]], MARKS, TINY).arguments))
+        close(together[6:], features(pack([[conditioning(1, 4)]], MARKS, TINY).arguments)[-4:])
 
 
 def test_places_and_timesteps_are_written_as_in_the_sources() -> None:

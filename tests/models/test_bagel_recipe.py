@@ -21,7 +21,7 @@ from trainer.config.sections import DataConfig, ObjectiveConfig, SampleConfig
 from trainer.config.size import Size
 from trainer.models.base import MultimodalFamily, SequencePart
 from trainer.models.objectives.base import Example
-from trainer.models.parts.bagel.bagel_packing import DrawnPiece, GapPiece, Marks, SeenPiece, TextPiece, pack
+from trainer.models.parts.bagel.bagel_packing import ConditioningPiece, DrawnPiece, GapPiece, Marks, TextPiece, pack
 from trainer.models.parts.bagel.bagel_sequences import size_within
 from trainer.rng import SampleRng
 from trainer.system.errors import InputError
@@ -41,11 +41,11 @@ PARTS: list[list[SequencePart]] = [
     # Two edits, one after the other.
     [
         SequencePart("clean", SOURCE),
-        SequencePart("seen", VIEW),
+        SequencePart("conditioning", VIEW),
         SequencePart("text", "make it blue"),
         SequencePart("drawn", TARGET),
         SequencePart("clean", TARGET),
-        SequencePart("seen", OTHER),
+        SequencePart("conditioning", OTHER),
         SequencePart("text", "and larger"),
         SequencePart("drawn", SECOND),
     ],
@@ -61,8 +61,8 @@ PARTS: list[list[SequencePart]] = [
     # Two images and two turns, and text before the image.
     [
         SequencePart("text", "look"),
-        SequencePart("seen", VIEW),
-        SequencePart("seen", OTHER),
+        SequencePart("conditioning", VIEW),
+        SequencePart("conditioning", OTHER),
         SequencePart("text", "how many?"),
         SequencePart("target", ANSWER),
         SequencePart("text", "and dogs?"),
@@ -138,10 +138,10 @@ def test_clean_latents_are_seen_and_drawn_ones_take_no_position() -> None:
         GapPiece(),
         TextPiece(torch.zeros(0, dtype=torch.int64)),
         DrawnPiece(tensor, torch.ones(())),
-        SeenPiece(torch.zeros(3, 8, 8)),
+        ConditioningPiece(torch.zeros(3, 8, 8)),
     ]
     found = pack([pieces], marks, family_sizes).arguments
-    # Marks of the clean image, text, marks of the drawn and of the seen image; the patch; latents, clean then drawn.
+    # Marks of the clean image, text, marks of the drawn and of the conditioning image; patch; latents, clean, drawn.
     assert found["positions"].tolist() == [0, 0, 2, 3, 4, 4, 4, 4, 4, 0, 4]
     whole = torch.zeros(11, 11, dtype=torch.int64)
     (rows,), (mask,) = found["rows"], found["mask"]
@@ -187,8 +187,8 @@ def test_both_sizes_follow_the_config(cache: Path) -> None:
     assert family.drawn_size(Size(400, 300), 1024) == Size(688, 512)
     assert family.drawn_size(Size(400, 300), 64) == Size(64, 48)
     # The grid of the tiny model's encoder has 16 patches of 8 pixels.
-    assert family.seen_size(Size(1920, 1080), DataConfig()) == Size(128, 72)
-    assert family.seen_size(Size(20, 20), DataConfig(seen_resolution=64)) == Size(24, 24)
+    assert family.conditioning_size(Size(1920, 1080), DataConfig()) == Size(128, 72)
+    assert family.conditioning_size(Size(20, 20), DataConfig(seen_resolution=64)) == Size(24, 24)
 
 
 STEPS, GUIDANCE = 7, 4.0
@@ -204,7 +204,7 @@ def guided_latents(reference: published.Bagel, noise: Tensor, source: bool, imag
     times = torch.linspace(1, 0, STEPS)
     times = 3 * times / (1 + 2 * times)
     latents = noise
-    picture_parts: list[published.Part] = [("clean", SOURCE), ("seen", VIEW)] if source else []
+    picture_parts: list[published.Part] = [("clean", SOURCE), ("conditioning", VIEW)] if source else []
     words: list[published.Part] = [("text", "make it blue")]
 
     def velocity(parts: list[published.Part], time: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ def test_a_sample_is_the_picture_of_the_published_app_at_the_same_numbers(
     decoded = recorded_decodes(vae)
     text = family.encode_text(None, "make it blue")
     if source:
-        text |= {"reference_0": SOURCE, "seen_0": family.encode_seen(VIEW)}
+        text |= {"reference_0": SOURCE, "conditioning_0": family.encode_conditioning(VIEW)}
     sample = SampleConfig(size=(48, 32), steps=STEPS, guidance=GUIDANCE)
     image = family.sample(model_of(family), vae, text, family.encode_text(None, ""), sample, rng)
     assert image.size == (48, 32)

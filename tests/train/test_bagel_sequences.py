@@ -89,7 +89,9 @@ def test_any_number_of_ranks_trains_the_sequences_that_one_process_trains(bench:
 
 
 @pytest.mark.slow
-def test_a_seen_image_that_cannot_be_decoded_gives_its_turn_to_the_next_row(bench: Bench, tmp_path: Path) -> None:
+def test_a_conditioning_image_that_cannot_be_decoded_gives_its_turn_to_the_next_row(
+    bench: Bench, tmp_path: Path
+) -> None:
     whole = (bench.data / "00.png").read_bytes()
     (tmp_path / "whole.png").write_bytes(whole)
     (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
@@ -244,9 +246,11 @@ def test_conditions_of_edits_are_left_out_by_sample_with_the_published_shares(be
     assert shares == pytest.approx([0.1, 0.3, 0.3], abs=0.05)
     assert edits == [kinds_of(source, QuestionItem(0, index)) for index in range(400)]
     conversations = {tuple(kinds_of(source, QuestionItem(1, index))) for index in range(40)}
-    assert conversations == {("seen", "seen", "text", "target", "text", "target")}
+    assert conversations == {("conditioning", "conditioning", "text", "target", "text", "target")}
     none = source_of(bench, data__latents_dropout=0, data__vision_dropout=0, data__caption_dropout=0)
-    assert {tuple(kinds_of(none, QuestionItem(0, n))) for n in range(40)} == {("clean", "seen", "text", "drawn")}
+    assert {tuple(kinds_of(none, QuestionItem(0, n))) for n in range(40)} == {
+        ("clean", "conditioning", "text", "drawn")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -277,12 +281,12 @@ def test_a_folder_of_edits_is_trained_and_its_samples_are_edits(bench: Bench, ed
     (item,) = source.batch_sampler(BatchSizes(1), None).batch(0)
     assert isinstance(item, DrawnItem)
     example = source.example(item)
-    assert kinds_of(source, item) == ["clean", "seen", "text", "drawn"]
+    assert kinds_of(source, item) == ["clean", "conditioning", "text", "drawn"]
     number = item.image.index
     family = families.make(cfg, bench.root / "cache")
     assert isinstance(family, MultimodalFamily)
     assert example["3.drawn"].shape[-2:] == (8, 8) if number % 3 == 0 else (4, 8)
-    assert [key for key in source.held_out(0)] == ["0.clean", "1.seen", "2.text", "3.drawn"]
+    assert [key for key in source.held_out(0)] == ["0.clean", "1.conditioning", "2.text", "3.drawn"]
     found = train(alone(), cfg, run)
     assert list(steps_of(found.events)[0].losses) == ["images"]
     samples = [event for event in found.events if isinstance(event, SampleEvent)]

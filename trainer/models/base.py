@@ -536,7 +536,7 @@ class ImageFamily(ModelFamily):
         """
 
 
-PartKind = Literal["text", "target", "seen", "clean", "drawn", "gap"]
+PartKind = Literal["text", "target", "conditioning", "clean", "drawn", "gap"]
 """Prompt text, target text, conditioning image, clean latents, latents to noise, and the gap of a dropped image."""
 
 
@@ -545,7 +545,7 @@ class SequencePart:
     """A part of a sequence of text and images.
 
     Attributes:
-        content: The text or its token ids, the RGB image that is looked at in `seen_size`, or the latents of
+        content: The text or its token ids, the RGB conditioning image in `conditioning_size`, or the latents of
             `encode_image`; None for a gap. To count tokens, an image is its size.
     """
 
@@ -558,7 +558,8 @@ class MultimodalFamily(ImageFamily):
 
     An example is the joint result of `encode_image` and `encode_text`, the result of `encode_sequence`, or that of
     `pack_examples`; an example of one drawn image may also hold "mask". The inputs of a sample may hold, for each image
-    before the edit, "reference_0" and so on, its latents, and "seen_0" and so on, the result of `encode_seen`.
+    before the edit, its latents as "reference_0" and so on, and the result of `encode_conditioning` as
+    "conditioning_0" and so on.
     """
 
     data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA - REJECTED_DATA - FRAMED_DATA
@@ -570,8 +571,8 @@ class MultimodalFamily(ImageFamily):
     def drawn_size(self, size: Size, resolution: int) -> Size: ...
 
     @abstractmethod
-    def seen_size(self, size: Size, cfg: DataConfig, count: int = 1) -> Size:
-        """The size in which the model sees an image.
+    def conditioning_size(self, size: Size, cfg: DataConfig, count: int = 1) -> Size:
+        """The size of a conditioning image.
 
         Args:
             size: Size of the image.
@@ -580,8 +581,8 @@ class MultimodalFamily(ImageFamily):
         """
 
     @abstractmethod
-    def encode_seen(self, image: Image.Image) -> Tensor:
-        """Encode an RGB image of `seen_size`, on the CPU."""
+    def encode_conditioning(self, image: Image.Image) -> Tensor:
+        """Encode an RGB image of `conditioning_size`, on the CPU."""
 
     @abstractmethod
     def encode_sequence(self, parts: Sequence[SequencePart]) -> Example:
@@ -597,7 +598,7 @@ class MultimodalFamily(ImageFamily):
 
     @abstractmethod
     def answer(self, model: nn.ModuleDict, image: Image.Image, question: str, cfg: SampleConfig, rng: SampleRng) -> str:
-        """Answer a question about an RGB image of `seen_size`. The number of model calls depends only on `cfg`."""
+        """Answer a question about an RGB image of `conditioning_size`. Only `cfg` decides how often the model runs."""
 
     def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
         raise InputError(f"{file}: diffusers has no loader for adapters of this model")

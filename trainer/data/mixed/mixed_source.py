@@ -47,7 +47,7 @@ Dropped = Callable[[str, int], bool]
 
 
 class MixedSource(DataSource):
-    """Encoded images with captions, and rows, whose seen images are read as they are needed."""
+    """Encoded images with captions, and rows, whose conditioning images are read as they are needed."""
 
     unit = "images"
     changed_message = (
@@ -173,7 +173,9 @@ class MixedSource(DataSource):
         for number, reference in enumerate(image.references):
             size = encoded.reference_sizes[number]
             parts += [] if dropped("latents", number) else [SequencePart("clean", size)]
-            parts += [] if dropped("vision", number) else [SequencePart("seen", self._seen_size(reference))]
+            parts += (
+                [] if dropped("vision", number) else [SequencePart("conditioning", self._conditioning_size(reference))]
+            )
         return self._family.count_tokens(parts)
 
     def _dropped(self, item: MixedItem) -> Dropped:
@@ -195,7 +197,7 @@ class MixedSource(DataSource):
             file = encoded.image.references[number]
             without = SequencePart("gap")
             parts.append(without if dropped("latents", number) else SequencePart("clean", latents))
-            parts.append(without if dropped("vision", number) else SequencePart("seen", self._load(file)))
+            parts.append(without if dropped("vision", number) else SequencePart("conditioning", self._load(file)))
         if len(example["caption"]):
             parts.append(SequencePart("text", example["caption"]))
         parts.append(SequencePart("drawn", example["latents"]))
@@ -205,8 +207,8 @@ class MixedSource(DataSource):
     def _readable(self, rows: Sequence[AnyRow], number: int, seed: int, dropped: Dropped) -> Example:
         """The example of a row; with `data.bad_image: warn`, of the next row whose images can be decoded.
 
-        Only the header of a seen image was read before. Which row takes the place depends on the files alone, so that
-        it is the same on every rank.
+        Only the header of a conditioning image was read before. Which row takes the place depends on the files alone,
+        so that it is the same on every rank.
         """
         for ahead in range(len(rows)):
             try:
@@ -218,45 +220,47 @@ class MixedSource(DataSource):
         raise AssertionError(rows)
 
     def _row_example(self, row: AnyRow, seed: int, dropped: Dropped) -> Example:
-        def content(kind: PartKind, content: str | ImageFile | None, looked_at: int) -> SequencePart:
+        def content(kind: PartKind, content: str | ImageFile | None, num_conditioning: int) -> SequencePart:
             if not isinstance(content, ImageFile):
                 return SequencePart(kind, content)
-            if kind == "seen":
-                return SequencePart(kind, self._load(content, looked_at))
+            if kind == "conditioning":
+                return SequencePart(kind, self._load(content, num_conditioning))
             return SequencePart(kind, self._data.cache.read(self._data.others[content.path])["latents"])
 
         return self._family.encode_sequence([content(*part) for part in self._row_parts(row, seed, dropped)])
 
-    def _measured(self, kind: PartKind, content: str | ImageFile | None, looked_at: int) -> SequencePart:
+    def _measured(self, kind: PartKind, content: str | ImageFile | None, num_conditioning: int) -> SequencePart:
         """A part of a row to count its tokens."""
         if not isinstance(content, ImageFile):
             return SequencePart(kind, content)
-        size = self._seen_size(content, looked_at) if kind == "seen" else self._drawn_size(content)
+        size = (
+            self._conditioning_size(content, num_conditioning) if kind == "conditioning" else self._drawn_size(content)
+        )
         return SequencePart(kind, size)
 
     def _row_parts(
         self, row: AnyRow, seed: int, dropped: Dropped
     ) -> list[tuple[PartKind, str | ImageFile | None, int]]:
-        """(kind, text or image, number of seen images of the sequence) of each part of a sample.
+        """(kind, text or image, number of conditioning images of the sequence) of each part of a sample.
 
         Only what an image is drawn from is left out: answers keep all that they are about.
         """
         draws = count()
         sequence = row.sequence(lambda choices: derived_seed(seed, next(draws)) % choices)
         draws_images = any(isinstance(part, ImagePart) and part.way == "drawn" for part in sequence)
-        looked_at = 1 if draws_images else sum(isinstance(part, ImagePart) for part in sequence)
+        num_conditioning = 1 if draws_images else sum(isinstance(part, ImagePart) for part in sequence)
         drop = dropped if draws_images else _nothing
         kinds = (found for number, part in enumerate(sequence) for found in _kinds(part, number, drop))
-        return [(kind, content, looked_at) for kind, content in kinds]
+        return [(kind, content, num_conditioning) for kind, content in kinds]
 
-    def _load(self, image: ImageFile, looked_at: int = 1) -> Image.Image:
+    def _load(self, image: ImageFile, num_conditioning: int = 1) -> Image.Image:
         try:
-            return load_seen(image, self._family, self._cfg, looked_at)
+            return load_conditioning(image, self._family, self._cfg, num_conditioning)
         except InputError as error:
             raise ImageProblem(f"{error}, or set data.bad_image: warn") from error
 
-    def _seen_size(self, image: ImageFile, looked_at: int = 1) -> Size:
-        return self._family.seen_size(image.size, self._cfg.data, looked_at)
+    def _conditioning_size(self, image: ImageFile, num_conditioning: int = 1) -> Size:
+        return self._family.conditioning_size(image.size, self._cfg.data, num_conditioning)
 
     def _drawn_size(self, image: ImageFile) -> Size:
         return self._family.drawn_size(image.size, self._cfg.data.resolution)
@@ -278,11 +282,11 @@ def _kinds(part: Part, number: int, dropped: Dropped) -> Iterator[tuple[PartKind
     if part.way in ("clean", "both"):
         yield ("gap", None) if not part.kept and dropped("latents", number) else ("clean", part.image)
     if part.way in ("seen", "both"):
-        yield ("gap", None) if not part.kept and dropped("vision", number) else ("seen", part.image)
+        yield ("gap", None) if not part.kept and dropped("vision", number) else ("conditioning", part.image)
 
 
 class EditSampler(ImageSampler):
-    """Draws images for prompts, and edits of their references, which the model also looks at."""
+    """Draws images for prompts, and edits of their references, which also condition the model."""
 
     def __init__(
         self, cfg: RunConfig, family: MultimodalFamily, load: LoadModule, data: EncodedData, encoder: PromptEncoder
@@ -293,7 +297,11 @@ class EditSampler(ImageSampler):
     def _inputs(self, prompt: EncodedPrompt) -> Example:
         if prompt.file is None:
             return {}
-        return {"seen_0": self._multimodal.encode_seen(load_seen(prompt.file, self._multimodal, self._run))}
+        return {
+            "conditioning_0": self._multimodal.encode_conditioning(
+                load_conditioning(prompt.file, self._multimodal, self._run)
+            )
+        }
 
 
 class MixedSampler(Sampler):
@@ -331,16 +339,18 @@ class MixedSampler(Sampler):
             if index < self._num_images:
                 assert generate_image is not None
                 return generate_image(model, index, rng)
-            image = load_seen(self._question_images[index - self._num_images], self._family, self._cfg)
+            image = load_conditioning(self._question_images[index - self._num_images], self._family, self._cfg)
             answer = self._family.answer(model, image, self.prompts[index], self._cfg.sample, rng)
             return Sample(TEXT, answer.encode())
 
         return generate
 
 
-def load_seen(image: ImageFile, family: MultimodalFamily, cfg: RunConfig, looked_at: int = 1) -> Image.Image:
-    """Load an image in the size that the model sees it in. looked_at: as `MultimodalFamily.seen_size`."""
-    size = family.seen_size(image.size, cfg.data, looked_at).frame
+def load_conditioning(
+    image: ImageFile, family: MultimodalFamily, cfg: RunConfig, num_conditioning: int = 1
+) -> Image.Image:
+    """Load an image in the size of a conditioning image. num_conditioning: as `MultimodalFamily.conditioning_size`."""
+    size = family.conditioning_size(image.size, cfg.data, num_conditioning).frame
     return load_resized(image, size, cfg.data.background)
 
 

@@ -44,10 +44,10 @@ from trainer.models.parts.bagel.bagel_network import (
 )
 from trainer.models.parts.bagel.bagel_packing import (
     PATCH,
+    ConditioningPiece,
     DrawnPiece,
     Marks,
     Piece,
-    SeenPiece,
     TextPiece,
     pack,
     sequences_of,
@@ -95,11 +95,11 @@ IMAGE_GUIDANCE = 2.0
 """Guidance by images of an edit in the published app."""
 PROMPT_GUIDANCE = 1.5
 """Guidance by images of a prompt without one in the published app, where it multiplies the guidance by text."""
-SHORTEST_SEEN = 378 / 980
-"""Shortest side of an image that is looked at, of `data.seen_resolution`."""
+SHORTEST_CONDITIONING = 378 / 980
+"""Shortest side of an conditioning image, of `data.seen_resolution`."""
 SHORTEST_DRAWN = 512 / 1024
 """Shortest side of an image that is drawn, of `data.resolution`."""
-MOST_SEEN = 2_007_040
+MOST_CONDITIONING = 2_007_040
 """Most pixels of the images that a conversation looks at, together."""
 BLANK_ANSWER = 64
 """Tokens of the answer in memory plans."""
@@ -262,13 +262,13 @@ class BagelFamily(MultimodalFamily):
         shortest = round(longest * SHORTEST_DRAWN)
         return size_within(size, longest, shortest, self.size_multiple, math.inf)
 
-    def seen_size(self, size: Size, cfg: DataConfig, count: int = 1) -> Size:
+    def conditioning_size(self, size: Size, cfg: DataConfig, count: int = 1) -> Size:
         patch, side = self.sizes.vision.patch_size, self.sizes.vision.max_side
         longest = min(cfg.seen_resolution // patch, side) * patch
-        shortest = round(longest * SHORTEST_SEEN)
-        return size_within(size, longest, shortest, patch, MOST_SEEN / count)
+        shortest = round(longest * SHORTEST_CONDITIONING)
+        return size_within(size, longest, shortest, patch, MOST_CONDITIONING / count)
 
-    def encode_seen(self, image: Image.Image) -> Tensor:
+    def encode_conditioning(self, image: Image.Image) -> Tensor:
         return pixels_of(image, torch.device("cpu"))[0]
 
     def encode_sequence(self, parts: Sequence[SequencePart]) -> Example:
@@ -279,7 +279,7 @@ class BagelFamily(MultimodalFamily):
             case str():
                 return self._ids(part.content)
             case Image.Image():
-                return self.encode_seen(part.content)
+                return self.encode_conditioning(part.content)
             case Tensor():
                 return part.content
         return torch.zeros(0, dtype=torch.int64)
@@ -290,7 +290,7 @@ class BagelFamily(MultimodalFamily):
             if isinstance(part.content, str):
                 total += len(self._ids(part.content)) + 2
             elif isinstance(part.content, Size):
-                side = self.sizes.vision.patch_size if part.kind == "seen" else self.size_multiple
+                side = self.sizes.vision.patch_size if part.kind == "conditioning" else self.size_multiple
                 total += (part.content.width // side) * (part.content.height // side) + 2
         return total
 
@@ -311,12 +311,12 @@ class BagelFamily(MultimodalFamily):
         sequences = sequences_in(batch)
         rows = sequences_of([clean_pieces(one) for one in sequences], self.marks, self.sizes)
         items = torch.tensor([one.item for one in sequences])
-        seen, drawn = items[rows.seen], items[rows.drawn]
+        conditioning, drawn = items[rows.conditioning], items[rows.drawn]
         return {
-            r"layers\.\d+\.understanding\..+": torch.cat([items[rows.text], seen]),
+            r"layers\.\d+\.understanding\..+": torch.cat([items[rows.text], conditioning]),
             r"layers\.\d+\.generation\..+|latent_(in|out)|timestep\..+": drawn,
             # The encoder runs on every rank; without an image, on one empty row.
-            r"vision(_connector)?\..+": seen if len(seen) else torch.zeros(1, dtype=torch.int64),
+            r"vision(_connector)?\..+": conditioning if len(conditioning) else torch.zeros(1, dtype=torch.int64),
             "text_out": items[rows.predicted],
         }
 
@@ -376,7 +376,7 @@ class BagelFamily(MultimodalFamily):
             for number, latents in enumerate(references_of(text))
             for piece in (
                 DrawnPiece(latents.to(device), zero, clean=True),
-                SeenPiece(text[f"seen_{number}"].to(device)),
+                ConditioningPiece(text[f"conditioning_{number}"].to(device)),
             )
         )
 
@@ -388,7 +388,7 @@ class BagelFamily(MultimodalFamily):
         answer = question_ids[:0]
         for _ in range(cfg.tokens):
             # The tokens of the answer do not see its end mark; the last of them predicts the next token.
-            pieces: list[Piece] = [SeenPiece(pixels), TextPiece(question_ids), TextPiece(answer, in_loss=True)]
+            pieces: list[Piece] = [ConditioningPiece(pixels), TextPiece(question_ids), TextPiece(answer, in_loss=True)]
             logits, _ = model[COMPONENT](**pack([pieces], self.marks, self.sizes).arguments)
             answer = torch.cat([answer, draw_token(logits[-1].float(), cfg.temperature, generator).view(1)])
         ids = answer.tolist()
@@ -407,8 +407,8 @@ class BagelFamily(MultimodalFamily):
         rows, columns = min(product(sides, sides), key=lambda grid: abs(grid[0] * grid[1] - count / images))
         pixels = torch.zeros(3, rows * patch, columns * patch)
         ids = torch.zeros(text_tokens, dtype=torch.int64)
-        seen = {f"{number}.seen": pixels for number in range(images)}
-        return {**seen, f"{images}.text": ids, f"{images + 1}.target": ids.new_zeros(BLANK_ANSWER)}
+        images_read = {f"{number}.conditioning": pixels for number in range(images)}
+        return {**images_read, f"{images}.text": ids, f"{images + 1}.target": ids.new_zeros(BLANK_ANSWER)}
 
     @classmethod
     def published(cls, architecture: str) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """BAGEL's network: a decoder that reads text and images and draws latents, in one sequence (arXiv 2505.14683).
 
-Each token is text, a patch of a seen image, or a patch of latents, noisy or clean. All tokens attend to each other as
-the mask allows; every other weight belongs to one of two experts: `understanding` for text and seen images,
-`generation` for latents. Tokens are kept in that order, so that no layer scatters or gathers; the mask and `positions`
-hold where a token is in its sequence.
+Each token is text, a patch of a conditioning image, or a patch of latents, noisy or clean. All tokens attend to each
+other as the mask allows; every other weight belongs to one of two experts: `understanding` for text and conditioning
+images, `generation` for latents. Tokens are kept in that order, so that no layer scatters or gathers; the mask and
+`positions` hold where a token is in its sequence.
 
-Shapes: T text tokens, P patches of seen images, N patches of latents, S = T + P + N, D the width.
+Shapes: T text tokens, P patches of conditioning images, N patches of latents, S = T + P + N, D the width.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Rows = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class VisionSizes:
-    """Sizes of the encoder of seen images, a SigLIP.
+    """Sizes of the encoder of conditioning images, a SigLIP.
 
     Attributes:
         max_side: Patches per side of the largest image.
@@ -136,7 +136,7 @@ class Bagel(nn.Module):
             predicted: (K,) indices of the text tokens after which the next token is predicted.
             patches: (P, values of a patch), pixels by row, column and channel, in [-1, 1].
             patch_cells: (P,) cell in the image's grid, row x `max_side` + column.
-            patch_rows: `rows` for the patches of each seen image.
+            patch_rows: `rows` for the patches of each conditioning image.
             patch_back: `back` for these patches.
             patch_mask: (images, 1, L) whether an entry of `patch_rows` is a patch, not padding.
             latents: (N, latent numbers), noisy or clean, by row, column and channel.
@@ -150,8 +150,8 @@ class Bagel(nn.Module):
         Returns:
             Logits (K, vocabulary) and velocities (N, latent numbers).
         """
-        seen = self._encode_seen(patches, patch_cells, (patch_rows, patch_back, patch_mask))
-        understanding = torch.cat([self.text_embedding(text), seen])
+        conditioning = self._encode_conditioning(patches, patch_cells, (patch_rows, patch_back, patch_mask))
+        understanding = torch.cat([self.text_embedding(text), conditioning])
         timestep = self.timestep(timestep_waves(sigma).to(latents.dtype))
         generation = self.latent_in(latents) + timestep + self.latent_positions(latent_cells).to(latents.dtype)
         rotation = rotary_waves(positions, self.sizes)
@@ -160,15 +160,15 @@ class Bagel(nn.Module):
         texts = self.understanding_norm(understanding[: len(text)][predicted])
         return self.text_out(texts), self.latent_out(self.generation_norm(generation))
 
-    def _encode_seen(self, patches: Tensor, cells: Tensor, rows: Rows) -> Tensor:
-        """Encode the seen images, (P, D). A rank without an image runs the encoder too: other ranks wait for it."""
+    def _encode_conditioning(self, patches: Tensor, cells: Tensor, rows: Rows) -> Tensor:
+        """Encode the conditioning images, (P, D). A rank without one runs the encoder too: other ranks wait for it."""
         is_empty = len(patches) == 0
         if is_empty:
             patches, cells = patches.new_zeros(1, patches.shape[1]), cells.new_zeros(1)
             rows = cells.new_zeros(1, 1), cells, torch.ones(1, 1, 1, dtype=torch.bool, device=cells.device)
-        seen = self.vision_connector(self.vision(patches, cells, rows))
-        seen = seen + self.vision_positions(cells).to(seen.dtype)
-        output: Tensor = seen[:0] if is_empty else seen
+        features = self.vision_connector(self.vision(patches, cells, rows))
+        features = features + self.vision_positions(cells).to(features.dtype)
+        output: Tensor = features[:0] if is_empty else features
         return output
 
 
@@ -247,7 +247,7 @@ class Expert(nn.Module):
 
 
 class BagelVision(nn.Module):
-    """The encoder of seen images: any number of them, of any shape, in one sequence of patches."""
+    """The encoder of conditioning images: any number of them, of any shape, in one sequence of patches."""
 
     def __init__(self, sizes: VisionSizes) -> None:
         super().__init__()

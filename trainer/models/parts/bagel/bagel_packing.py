@@ -40,8 +40,8 @@ class TextPiece:
 
 
 @dataclass(frozen=True)
-class SeenPiece:
-    """An image that the model sees.
+class ConditioningPiece:
+    """A conditioning image: the model reads it and does not draw it.
 
     Attributes:
         pixels: (3, H, W) in [-1, 1], sides in multiples of the encoder's patch.
@@ -71,7 +71,7 @@ class GapPiece:
     """The position of an image that was left out of a condition. It has no tokens."""
 
 
-Piece = TextPiece | SeenPiece | DrawnPiece | GapPiece
+Piece = TextPiece | ConditioningPiece | DrawnPiece | GapPiece
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) 
     Raises:
         ValueError: An image is larger than the model's grid.
     """
-    texts, seen, drawn = _collected(sequences, marks, sizes)
+    texts, conditioning, drawn = _collected(sequences, marks, sizes)
     one = texts[0].content  # for the type and device of ids
     begins = [0, *accumulate(len(part) for part in texts)]
     targets = [(begin, part) for begin, part in zip(begins, texts, strict=False) if part.in_loss]
@@ -109,17 +109,17 @@ def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) 
     arguments = {
         "text": torch.cat([part.content for part in texts]),
         "predicted": torch.cat([one[:0], *predicted]),
-        "patches": _joined(seen, sizes.vision.patch_numbers, one),
-        "patch_cells": torch.cat([one[:0], *(part.grid for part in seen)]),
+        "patches": _joined(conditioning, sizes.vision.patch_numbers, one),
+        "patch_cells": torch.cat([one[:0], *(part.grid for part in conditioning)]),
         "latents": _joined(drawn, sizes.latent_numbers, one),
         "latent_cells": torch.cat([one[:0], *(part.grid for part in drawn)]),
         "sigma": torch.cat([one[:0].float(), *(part.sigma.expand(len(part)) for part in drawn)]),
-        "positions": torch.cat([part.positions for part in (*texts, *seen, *drawn)]),
+        "positions": torch.cat([part.positions for part in (*texts, *conditioning, *drawn)]),
     }
-    order = [*texts, *seen, *drawn]
+    order = [*texts, *conditioning, *drawn]
     arguments |= dict(zip(("rows", "back"), _rows([part.at.sequence for part in order], order), strict=True))
     arguments["mask"] = _mask(order, arguments["rows"], arguments["back"])
-    arguments |= dict(zip(("patch_rows", "patch_back"), _rows(range(len(seen)), seen), strict=True))
+    arguments |= dict(zip(("patch_rows", "patch_back"), _rows(range(len(conditioning)), conditioning), strict=True))
     arguments["patch_mask"] = _is_token(arguments["patch_rows"], arguments["patch_back"])[:, None]
     labels = torch.cat([one[:0], *(part.content[1:] for _, part in targets)])
     lengths = tuple(len(part) - 1 for _, part in targets)
@@ -132,22 +132,24 @@ class Owners:
 
     Attributes:
         text: (text tokens,).
-        seen: (patches of seen images,).
+        conditioning: (patches of conditioning images,).
         drawn: (patches of latents,).
         predicted: (K,).
     """
 
     text: Tensor
-    seen: Tensor
+    conditioning: Tensor
     drawn: Tensor
     predicted: Tensor
 
 
 def sequences_of(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) -> Owners:
     """The sequence that each token belongs to when `pack` packs these sequences."""
-    texts, seen, drawn = _collected(sequences, marks, sizes)
+    texts, conditioning, drawn = _collected(sequences, marks, sizes)
     one, targets = texts[0].content, (part for part in texts if part.in_loss)
-    return Owners(_owners(one, texts), _owners(one, seen), _owners(one, drawn), _owners(one, targets, skipped=1))
+    return Owners(
+        _owners(one, texts), _owners(one, conditioning), _owners(one, drawn), _owners(one, targets, skipped=1)
+    )
 
 
 def patched(image: Tensor, size: int = PATCH) -> Tensor:
@@ -210,9 +212,9 @@ class _Part:
 def _collected(
     sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes
 ) -> tuple[list[_Part], list[_Part], list[_Part]]:
-    """The parts of texts, of seen images and of latents."""
+    """The parts of texts, of conditioning images and of latents."""
     texts: list[_Part] = []
-    seen: list[_Part] = []
+    conditioning: list[_Part] = []
     drawn: list[_Part] = []
     for sequence, pieces in enumerate(sequences):
         index = position = 0
@@ -225,11 +227,13 @@ def _collected(
                 texts.append(_text(piece, at, marks))
                 index, position = index + len(texts[-1]), position + len(texts[-1])
                 continue
-            images = seen if isinstance(piece, SeenPiece) else drawn
-            images.append(_seen(piece, at, sizes) if isinstance(piece, SeenPiece) else _drawn(piece, at, sizes))
+            images = conditioning if isinstance(piece, ConditioningPiece) else drawn
+            images.append(
+                _conditioning(piece, at, sizes) if isinstance(piece, ConditioningPiece) else _drawn(piece, at, sizes)
+            )
             texts += _marked(images[-1], at, marks)
             index, position = index + len(images[-1]) + 2, position + (0 if images[-1].is_noisy else 1)
-    return texts, seen, drawn
+    return texts, conditioning, drawn
 
 
 def _owners(one: Tensor, parts: Iterable[_Part], skipped: int = 0) -> Tensor:
@@ -283,7 +287,7 @@ def _text(piece: TextPiece, at: _At, marks: Marks) -> _Part:
     return _Part(at, content, at.index + steps, at.position + steps, steps, steps[:0], in_loss=in_loss)
 
 
-def _seen(piece: SeenPiece, at: _At, sizes: BagelSizes) -> _Part:
+def _conditioning(piece: ConditioningPiece, at: _At, sizes: BagelSizes) -> _Part:
     size = sizes.vision.patch_size
     rows, columns = (side // size for side in piece.pixels.shape[1:])
     return _image(patched(piece.pixels, size), at, rows, columns, sizes.vision.max_side)

@@ -1,9 +1,9 @@
 """BAGEL's examples: what they hold, the sequences they stand for, and the sums of their losses.
 
-Keys of an example: "latents" (C, h, w) with "caption" (t,) for an image that is drawn; "0.text", "1.seen" and so on for
-a sequence, numbered in order, by the kinds of `PartKind`; for both perhaps "mask" (h, w). A pack has these keys after
-the global sample index and a slash, "17/latents". A Batch holds the examples one by one: "0.latents", "1.0.text" and so
-on.
+Keys of an example: "latents" (C, h, w) with "caption" (t,) for an image that is drawn; "0.text", "1.conditioning" and
+so on for a sequence, numbered in order, by the kinds of `PartKind`; for both perhaps "mask" (h, w). A pack has these
+keys after the global sample index and a slash, "17/latents". A Batch holds the examples one by one: "0.latents",
+"1.0.text" and so on.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from trainer.models.objectives.base import Batch, Example, squared_error
 from trainer.models.objectives.flow_matching import Shift, add_noise, draw_sigma, velocity
 from trainer.models.parts.bagel.bagel_packing import (
     PATCH,
+    ConditioningPiece,
     DrawnPiece,
     GapPiece,
     Packed,
     Piece,
-    SeenPiece,
     TextPiece,
     unpatched,
 )
@@ -178,8 +178,8 @@ def _piece(kind: str, content: Tensor, drawn: DrawnPiece | None) -> Piece:
     match kind:
         case "text" | "target":
             return TextPiece(content, in_loss=kind == "target")
-        case "seen":
-            return SeenPiece(content)
+        case "conditioning":
+            return ConditioningPiece(content)
         case "clean":
             return DrawnPiece(content, content.new_zeros(()), clean=True)
         case "gap":
@@ -224,7 +224,7 @@ def _index(like: Tensor, numbers: Sequence[int]) -> Tensor:
 
 
 def loss_counts(example: Example, token_weight: str) -> tuple[float, float]:
-    """What an example adds to the second column of `loss_parts`."""
+    """Return the share of an example in the second column of `loss_parts`."""
     images = texts = 0.0
     for sequence in sequences_of_example(example):
         for kind, content in sequence.parts:
