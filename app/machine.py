@@ -1,4 +1,4 @@
-"""What this machine is good for: the doctor's checks, renewed in the background, disk, and one sentence about it."""
+"""The abilities of this machine: the doctor's checks, renewed in the background, disk, and one sentence about it."""
 
 from __future__ import annotations
 

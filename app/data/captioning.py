@@ -75,7 +75,7 @@ class Progress:
 
 @dataclass
 class _Followed:
-    """What was read of a job so far."""
+    """The part of a job that was read so far."""
 
     images: Mapping[str, Asked]
     captions: LineFollower[Written]

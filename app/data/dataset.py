@@ -124,7 +124,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Frame:
-    """What is trained of an image at one size.
+    """The part of an image that is trained at one size.
 
     Attributes:
         size: (width, height) that it is trained at.
@@ -145,7 +145,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Crop:
-    """What is trained of an image.
+    """The parts of an image that are trained.
 
     Attributes:
         width, height: Of the image, in pixels.

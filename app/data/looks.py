@@ -42,7 +42,7 @@ class Group:
 
 @dataclass(frozen=True)
 class LookResult:
-    """What was found in the images of a config.
+    """The findings in the images of a config.
 
     Attributes:
         images: The images that are looked at.
@@ -135,7 +135,7 @@ def marked(result: LookResult | None, found: ScanResult, mark: str) -> Collectio
 
 
 def _key(config: RunConfig) -> str:
-    """What tells the images of configs apart, and which of them are held out."""
+    """Key of a config's images and of those held out."""
     data = config.data
     folders = [folder.path for folder in data.folders]
     return repr((data.path, folders, data.validation, data.regularization, data.cache))

@@ -46,7 +46,7 @@ DEFAULT_MULTIPLE = 16
 
 @dataclass(frozen=True)
 class Flaw:
-    """What is wrong with an image, in a few words. is_error: whether it cannot be trained on."""
+    """A flaw of an image, in a few words. is_error: whether it cannot be trained on."""
 
     text: str
     is_error: bool = False
@@ -54,7 +54,7 @@ class Flaw:
 
 @dataclass(frozen=True)
 class Framed:
-    """What an image is trained at.
+    """The sizes that an image is trained at.
 
     Attributes:
         sizes: Its buckets, one for each resolution; none where it is left out.
@@ -177,7 +177,7 @@ class Scans:
 
 
 def _key(config: RunConfig) -> str:
-    """What tells scans apart."""
+    """Key of a scan."""
     return config.data.model_dump_json() + config.model.family
 
 
@@ -284,13 +284,13 @@ class _Scan(Watcher):
         )
 
     def _sizes(self, buckets: Buckets | None) -> _Sizes:
-        """What each image that was read is trained at; nothing for a model without buckets."""
+        """The sizes of each image that was read; nothing for a model without buckets."""
         if buckets is None:
             return {}
         return {(image.path, image.sides): buckets.of_image(image, image.sides) for image in self._files}
 
     def _warnings(self, dataset: Dataset, buckets: Buckets | None, sizes: _Sizes) -> Iterator[str]:
-        """What is enlarged, cropped much or left out, as a run says it."""
+        """Warnings of enlarged, cropped and omitted images, as a run gives them."""
         if buckets is None:
             return
         data, images = self._config.data, (*dataset.train, *dataset.validation)

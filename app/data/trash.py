@@ -35,7 +35,7 @@ _TIME = "%Y%m%dT%H%M%SZ"
 
 @dataclass(frozen=True)
 class Deletion:
-    """What was deleted at once.
+    """Files that were deleted together.
 
     Attributes:
         name: Names it within the folder.

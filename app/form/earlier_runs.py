@@ -154,7 +154,7 @@ class EarlierRuns:
 
 
 def _rank(found: tuple[str, _Entry]) -> tuple[bool, float]:
-    """What counts most: a run of this machine, then the newest."""
+    """Sort key: a run of this machine first, then the newest."""
     timing = found[1].timing
     assert timing is not None
     return not timing.host, timing.began

@@ -22,7 +22,7 @@ from trainer.system.errors import InputError
 from trainer.system.gpus import Gpu
 
 Allowed = Literal["format", "resolution", "rank"]
-"""What a search may change although it changes the result."""
+"""Fields that a search may change although it changes the result."""
 WAIT_S = 0.3
 """Seconds for which a question waits for its search."""
 MOST_FITS = 8

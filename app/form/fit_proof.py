@@ -51,7 +51,7 @@ MOST_OF_NAME = 58
 
 @dataclass(frozen=True)
 class Proof:
-    """What a few steps of a config took.
+    """The measurement of a few steps of a config.
 
     Attributes:
         proposal: The config and its plan.

@@ -145,5 +145,5 @@ def _distinct(choices: Sequence[PresetChoice]) -> Iterator[PresetChoice]:
 
 
 def _place(choice: PresetChoice) -> tuple[int, float]:
-    """What comes first: presets that fit, then those that need the least memory in all."""
+    """Sort key: presets that fit first, then those that need the least memory in all."""
     return VERDICTS.index(choice.verdict), choice.plan.need * choice.plan.ranks if choice.plan else 0.0

@@ -72,7 +72,7 @@ class RankState(RankLine):
 
 @dataclass(frozen=True)
 class _Derived:
-    """What a view takes from all steps and events. It is computed when there are new ones."""
+    """Figures of a view that depend on all steps and events, computed when there are new ones."""
 
     num_read: tuple[int, int]
     loss: float | None
@@ -520,7 +520,7 @@ def log_files(run: RunDir) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class LogPart:
-    """What was appended to a log.
+    """The lines appended to a log.
 
     Attributes:
         text: Its complete lines at the wanted level, each with its line feed.

@@ -1,4 +1,4 @@
-"""What is done with a run's result: it is drawn with, and uploaded, each by a process that the page follows."""
+"""Uses of a run's result: sampling and upload, each by a process that the page follows."""
 
 from __future__ import annotations
 

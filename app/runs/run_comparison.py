@@ -31,7 +31,7 @@ _NOTHING = {EMPTY, "0", "no"}
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one run.
+    """The outcome of one run.
 
     Attributes:
         num_steps: Planned steps; 0 while they are not known.

@@ -48,7 +48,7 @@ COUNT_NEW_S = 1.0
 """The same where a run's size is not known yet."""
 _TAGS = TypeAdapter(dict[str, tuple[str, ...]])
 _FORMAT = 1
-"""Of `run-table.json`: increased when rows are read differently, so that rows on disk are read again."""
+"""Version of `run-table.json`: increased when rows are read differently, so that rows on disk are read again."""
 
 STAMPED = ("launch.json", "events.jsonl", "config.yaml")
 """Files that a row is read from. The first one changes with each start."""
@@ -107,7 +107,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Changes:
-    """What changed in the table since a token.
+    """Changes of the table since a token.
 
     Attributes:
         token: Names the moment of this answer.

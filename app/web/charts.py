@@ -11,7 +11,7 @@ from typing import Any
 from trainer.view.lines import Line, last_values
 
 DIGITS = 7
-"""Of a value, as fp32 has."""
+"""Significant digits of a value, as fp32 has."""
 MOST_POINTS = 2000
 """A line with more points is sent as the means of successive steps, with the lowest and the highest of each."""
 MOST_SMALL_POINTS = 600

@@ -1,4 +1,4 @@
-"""What an adapter says of itself: `Kind`, how it is trained, merged and written; `Reader`, how its files are read.
+"""The interface of an adapter: `Kind`, how it is trained, merged and written; `Reader`, how its files are read.
 
 A kind is one file of this folder with an instance of each, listed in `kinds.py`. The two share no names and no
 formulas, because every export is read again: what `Kind` writes under a wrong name `Reader` must not understand.

@@ -1,4 +1,4 @@
-"""What diag-oft and boft share: rotations of a layer's outputs, as in LyCORIS, on peft's tuner layers.
+"""The common part of diag-oft and boft: rotations of a layer's outputs, as in LyCORIS, on peft's tuner layers.
 
 peft's own OFT and BOFT rotate the inputs, which no image generator can load. The rotation applies to W x without the
 bias, since only W can be exported. Parameters are LyCORIS' `oft_blocks`; zero means no rotation.

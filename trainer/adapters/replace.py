@@ -62,7 +62,7 @@ def apply_pointwise(layer: Layer, weight: Tensor, x: Tensor) -> Tensor:
 
 
 class AddsInPlace:
-    """What a layer says that may write its update over the output of its base.
+    """Mark of a layer that may write its update over the output of its base.
 
     Attributes:
         adds_in_place: Whether it may. Compiled, it is a plain sum, and so it must be in a block that torch leaves

@@ -1,4 +1,4 @@
-"""What a model is asked for, and what becomes of its answer: instructions of each style, and the cleaning of texts."""
+"""Requests to a model, and its answers: instructions of each style, and the cleaning of texts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OPENINGS = tuple(
 )
 """How answers begin that say nothing of the image."""
 _THINKING = re.compile(r"\A.*</think>|<think>.*\Z", re.DOTALL)
-"""What a model thinks aloud; the mark before it may be in the chat template."""
+"""A model's reasoning; the mark before it may be in the chat template."""
 _QUOTES = {'"': '"', "'": "'", "\u201c": "\u201d", "\u2018": "\u2019", "\u00ab": "\u00bb", "`": "`", "[": "]"}
 _SENTENCE_END = re.compile(rf"(?:(?<=[{_ENDS}])|(?<=[{_ENDS}][\"'\u201d\u2019)]))\s+")
 _FENCE = re.compile(r"\A\s*```\w*\s*\n|\n\s*```\s*\Z")

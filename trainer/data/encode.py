@@ -141,7 +141,7 @@ class _DataEncoder:
 
     @property
     def _way(self) -> tuple[object, ...]:
-        """What decides, in addition to the scan, which examples there are, under which keys, and what is said."""
+        """Settings that decide, in addition to the scan, the examples, their keys and the warnings."""
         cfg, family = self.context.cfg, self.family
         own = family.drawn_size(Size(1000, 1000), self._largest)
         own_size = own.values if own else None
@@ -216,7 +216,7 @@ class _DataEncoder:
         return _Picture.of(image, size, self._framed(image, size, focus))
 
     def _warnings(self, dataset: Dataset, wanted: Sequence[_Wanted]) -> Iterator[str]:
-        """What was found in the files, and which images are enlarged, cropped much or left out."""
+        """Findings in the files, and the images that are enlarged, cropped much or left out."""
         sized: list[tuple[ImageFile, Size]] = [(one.image, one.size) for one in wanted]
         sized += [(picture.file, picture.size) for one in wanted for picture in one.references]
         in_buckets = [(image, size) for image, size in sized if self._own_size(image, self._largest) is None]

@@ -21,7 +21,7 @@ from trainer.system import files
 from trainer.system.errors import InputError
 
 FORMAT = 1
-"""Of what is remembered: raise it when other examples are made of the same images and settings, or more is said."""
+"""Version of the stored records: raise it when equal images and settings make other examples or messages."""
 FOLDER = ".known"
 """In the folder of the examples."""
 

@@ -47,7 +47,7 @@ class ImageItem:
 
 @dataclass(frozen=True)
 class Choices:
-    """What is drawn anew for each occurrence of an image.
+    """The random choices of each occurrence of an image.
 
     Attributes:
         caption_dropout: Share of the occurrences that are trained with the empty caption.
@@ -125,9 +125,9 @@ class ImageBatchSampler:
     """An endless sequence of batches: a function of the arguments and the step.
 
     Each epoch is shuffled, and its samples follow those of the epoch before: an image is trained in each epoch as often
-    as its weight says, also where no other has its shape. Within an epoch, an item waits until a batch of its key is
-    full. The items that are left at the end of the epoch make batches of several keys, of which the last is filled with
-    the first items of the next epoch.
+    as its weight says, also where no other has its shape. Within an epoch, items wait until their key fills a
+    batch. Items left at the end of the epoch make batches of several keys; the first items of the next epoch fill the
+    last of these.
 
     Args:
         batch_key: batch_key(item) returns a key; items with equal keys may share a pass.

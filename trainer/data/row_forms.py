@@ -217,7 +217,7 @@ def _said(row: Mapping[str, Any], key: str, role: str) -> list[Any]:
 
 
 def _question(row: Mapping[str, Any], key: str) -> list[Any]:
-    """What is asked, after the turns of its `history`, pairs of a question and an answer."""
+    """The question after the turns of its `history`, pairs of a question and an answer."""
     more = [_text(row, name) for name in BEFORE[key][:2] if key == "instruction" and row.get(name)]
     messages = []
     history = as_json(row, "history") if key == "instruction" and row.get("history") else []

@@ -46,7 +46,7 @@ PACKAGES = ("shardstudio", "torch", "diffusers", "transformers", "peft")
 
 @dataclass(frozen=True)
 class Published:
-    """What is published of a run.
+    """The published part of a run.
 
     Attributes:
         what: adapter, merged or full.

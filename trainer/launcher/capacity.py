@@ -180,7 +180,7 @@ def _missing_memory(plan: MemoryPlan) -> Iterator[Problem]:
 
 
 def _missing_pinned_memory(cfg: RunConfig, plan: MemoryPlan) -> Iterator[Problem]:
-    """What is offloaded must fit the host's memory, which is not swapped while it is pinned."""
+    """Offloaded weights must fit the host's memory, which is not swapped while it is pinned."""
     devices, parallel = cfg.parallel.devices, cfg.parallel
     need = devices * sum(item.size for item in plan.host if item.name == "offloaded")
     have = psutil.virtual_memory().total

@@ -29,7 +29,7 @@ from trainer.system import files
 from trainer.system.errors import InputError
 
 FORMAT = 1
-"""Of the files of a queue."""
+"""Version of the files of a queue."""
 POLL_S = 1.0
 AfterFailure = Literal["go on", "pause"]
 _Versions = tuple[tuple[int, int] | None, ...]

@@ -1,4 +1,4 @@
-"""What to do after memory ran out: the next rung of the plan's ladder. Imports no torch."""
+"""The remedy after running out of memory: the next rung of the plan's ladder. Imports no torch."""
 
 from __future__ import annotations
 

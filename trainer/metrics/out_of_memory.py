@@ -101,7 +101,7 @@ def explain_out_of_memory(
 
 
 def _unused(memory: MemoryReading) -> str:
-    """What torch has taken and does not use; not worth a word below a twentieth of the memory."""
+    """Memory that torch has reserved and does not use; omitted below a twentieth of the memory."""
     unused = memory.reserved - memory.peak  # by now less is allocated than when it failed
     if unused < memory.limit / 20:
         return ""

@@ -36,7 +36,7 @@ TYPES = ("sam2", "sam2_video")
 """Model types that hold SAM 2; the published files hold the parts for videos too, which are not read."""
 PARTS = ("vision_config", "prompt_encoder_config", "mask_decoder_config")
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of the pixels that every SAM 2 was trained on, from 0 to 1."""
+"""Mean and deviation of the pixels that every SAM 2 was trained on, from 0 to 1."""
 BUILD_ERRORS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, AssertionError)
 """Errors of transformers for a config that is wrong."""
 LEAST_FREE = 4 * 2**30
@@ -45,7 +45,7 @@ LEAST_FREE = 4 * 2**30
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be found in an image.
+    """A request to find something in an image.
 
     Attributes:
         image: The WebP file, upright and in sRGB, which the page has made.

@@ -62,7 +62,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model wrote. is_complete: whether it ended by itself, before `Decoding.tokens`."""
+    """The text that the model wrote. is_complete: whether it ended by itself, before `Decoding.tokens`."""
 
     text: str
     is_complete: bool
@@ -88,7 +88,7 @@ class VisionLanguageFolder:
 
     @cached_property
     def processor(self) -> Any:
-        """What makes the model's inputs of an image and a text, with Pillow alone: torchvision is not installed."""
+        """The processor of images and texts to the model's inputs, with Pillow alone: torchvision is not installed."""
         from transformers import AutoImageProcessor, AutoTokenizer
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 

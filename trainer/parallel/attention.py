@@ -31,7 +31,7 @@ _NAMES = {
     "MATH": "math",
 }
 _SHAPE = (1, 2, 256, 128)
-"""Of what is tried: heads of 128 numbers, as in FLUX and most language models."""
+"""Shape of the trial: heads of 128 numbers, as in FLUX and most language models."""
 
 
 @contextmanager

@@ -68,7 +68,7 @@ class _Compiled:
 
 
 _classes: dict[tuple[str, str], _Compiled] = {}
-"""Of this process, by class of blocks and backend. torch keeps graphs for as long."""
+"""Compiled blocks of this process, by class and backend. torch keeps graphs for as long."""
 
 
 def compile_blocks(units: Sequence[nn.Module], backend: str) -> None:

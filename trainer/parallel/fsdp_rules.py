@@ -3,8 +3,8 @@
 `check_calls` is for our own networks, in the tests; `weight_problems` for any, in every sharded run of one.
 
 FSDP2 gathers a module's weights when its `forward`, or a method registered beside it, is entered, frees them when it
-returns, and hooks itself to the tensors that come out. What passes by these doors fails in backward, far from its
-cause. Which patterns fail, and how, was measured with torch 2.13.
+returns, and hooks itself to the tensors that come out. Parameters used outside these entry points fail
+in backward, far from the cause. Which patterns fail, and how, was measured with torch 2.13.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ SHIPPED = {
 and with recompute; on the H100 dev's rank 0 of 4 alone; on the H200 klein-9B, dev at 512 px, Qwen-Image and dev
 (tests/benchmarks/RESULTS.md, GPU). Those of the H100 were measured while each step waited for the device five times."""
 FORMAT = 1
-"""Of a line of `measured.jsonl`; lines of another are skipped."""
+"""Version of a line of `measured.jsonl`; lines of another are skipped."""
 NEWEST = 20
 """Number of lines that count, the newest of a kind of GPU."""
 

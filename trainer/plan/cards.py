@@ -14,7 +14,7 @@ from trainer.system.gpus import MIG_NAME
 
 @dataclass(frozen=True)
 class Speed:
-    """What a card does in a second.
+    """The throughput of a card per second.
 
     Attributes:
         words: Words that its name has, in any order.

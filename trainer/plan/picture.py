@@ -108,7 +108,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class Limit:
-    """What the step's memory is compared with. Sizes in bytes.
+    """Limits of the step's memory. Sizes in bytes.
 
     Attributes:
         reserve: Bytes of the allocator and the driver; 0 for none.

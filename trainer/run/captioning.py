@@ -31,7 +31,7 @@ from trainer.system.errors import InputError
 FOLDER = "captioning"
 """Name of the folder of jobs in the folder of runs."""
 MODULE = "trainer.captioning"
-"""What each rank of a job runs."""
+"""Module that each rank of a job runs."""
 Style = Literal["sentence", "detailed", "tags"]
 Overwrite = Literal["missing", "model", "all"]
 MOST_IMAGES_BYTES = 2**30
@@ -41,7 +41,7 @@ MOST_NAME = 60
 
 @dataclass(frozen=True)
 class CaptionRequest:
-    """What is to be captioned, and how.
+    """The images to caption, and how.
 
     Attributes:
         folder: The folder of images, absolute.
@@ -141,7 +141,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank wrote about an image, a line of `captions.jsonl`.
+    """The caption of an image by a rank, a line of `captions.jsonl`.
 
     Attributes:
         name: The image's path below the folder.
@@ -162,7 +162,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Applied:
-    """What became of a caption, a line of `applied.jsonl`.
+    """The outcome for a caption, a line of `applied.jsonl`.
 
     Attributes:
         name: The image's path below the folder.
@@ -223,7 +223,7 @@ class CaptionJob:
 
     @property
     def request(self) -> CaptionRequest:
-        """What was asked. Raises InputError where the file is damaged."""
+        """The request of the job. Raises InputError where the file is damaged."""
         return self._stored.request
 
     @property

@@ -30,7 +30,7 @@ RECORD = "drawing.json"
 
 @dataclass(frozen=True)
 class DrawingRequest:
-    """What to draw. A setting that is None is the run's own, in its section `sample`.
+    """The settings of a drawing. A setting that is None is the run's own, in its section `sample`.
 
     Attributes:
         prompt: The prompt; [trigger] is replaced as in `sample.prompts`.

@@ -213,7 +213,7 @@ def _how_it_ended(code: int, log: Path) -> str:
 
 
 _LEFT_BEHIND = re.compile(r"^nanobind: |^ - (leaked |\.\.\. skipped)|^See https://nanobind\.")
-"""What triton's bindings print after the error, when Python exits with their objects still there."""
+"""Lines that triton's bindings print after the error, when Python exits with their objects still there."""
 
 
 def last_line(file: Path) -> str:

@@ -31,9 +31,9 @@ Request = Literal["stop", "save", "sample"]
 NOT_RUNS = frozenset({"cache", "captioning", "downloads", "drafts", "presets", "queue", "thumbnails"})
 """Names of other folders next to the run folders. None of them is ever taken for a run, whatever it holds."""
 FORMAT = 1
-"""Of a run folder: raise it when this version writes what version 0.1.0 misreads."""
+"""Version of a run folder: raise it when this version writes what version 0.1.0 misreads."""
 CACHE_FORMAT = 1
-"""Of the examples in a cache, likewise."""
+"""Version of the examples in a cache, likewise."""
 DRAFT = "draft-"
 """Start of the name of a file or folder in `export` that is not complete yet. Its final name follows."""
 FORMER = ".former"

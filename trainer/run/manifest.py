@@ -20,7 +20,7 @@ from trainer.system.errors import InputError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Of a checkpoint: raise it when this version writes what version 0.1.0 misreads."""
+"""Version of a checkpoint: raise it when this version writes what version 0.1.0 misreads."""
 REMEDY = "remove this checkpoint, so that the one before it is taken"
 SUM_THREADS = 4
 """Files whose checksums are compared at once: one core sums 1 GB/s, which disks exceed."""

@@ -28,8 +28,8 @@ _bounded, _packages, _module = functools.lru_cache, importlib.metadata.packages_
 def quick_imports() -> Iterator[None]:
     """For imports of torch and of what imports it.
 
-    They leave no garbage, and to look for it again and again takes a fifth of their time. What is there at the end is
-    never collected: not for imports after training, when a model may wait to be freed.
+    Imports create no garbage, but the collector costs a fifth of their time. Objects that exist at the end are never
+    collected: not for imports after training, when a model may wait to be freed.
 
     torch asks who registers an operator, and pydantic where a class is defined. Python goes through the files of all
     modules to answer that, which takes 0.15 s in total; inside, the code that is running says it.

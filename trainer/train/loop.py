@@ -95,7 +95,7 @@ SKIPS_IN_A_ROW = 20
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks do together after a step.
+    """The actions that all ranks agree on after a step.
 
     Attributes:
         stop, save, sample: Whether the user requested this.
@@ -391,7 +391,7 @@ class Trainer:
         return self.objective.loss(self.family, self.model, on_device, rng)
 
     def _flags(self) -> list[float]:
-        """What this rank saw since the last step, to be summed over the ranks."""
+        """Flags of this rank since the last step, to be summed over the ranks."""
         world, is_rank0 = self.world, self.world.rank == 0
         return [
             float(self._is_stopping()),
@@ -702,7 +702,7 @@ class Trainer:
             module.train()
 
     def _with_attention(self) -> ExitStack:
-        """What is in force until the run ends: `train.attention`."""
+        """Contexts that stay open until the run ends: `train.attention`."""
         inside, train = ExitStack(), self.cfg.train
         dtype, note = COMPUTE_DTYPE[train.precision], partial(self.log.note, "loading")
         inside.enter_context(attention.preferred(train.attention, self.world.device, dtype, note, self.log.warn))

@@ -103,7 +103,7 @@ def check_fitting(cfg: RunConfig, family: TextFamily) -> None:
 
 @dataclass(frozen=True)
 class _Turn:
-    """What rank 0 found until now. message: what it reads; problem: what is wrong; "" for nothing."""
+    """State of rank 0. message: what it reads; problem: what is wrong; "" for nothing."""
 
     message: str = ""
     problem: str = ""

@@ -63,7 +63,7 @@ def default_decay(num_steps: int) -> float:
 def smoothed(values: Iterable[float], decay: float, counts: Iterable[int] | None = None) -> list[float]:
     """Return the exponential moving average with bias correction (Adam, arXiv 1412.6980, algorithm 1: m_t / (1 - d^t)).
 
-    A NaN is left out: the mean stays, and t does not count it.
+    NaNs are skipped.
 
     Args:
         values: A value per step, or the means of successive steps.

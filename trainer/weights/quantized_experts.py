@@ -19,7 +19,7 @@ from trainer.weights.quantization import Format, decode_records, is_traced
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names that transformers' classes give the two tensors: the first of a class is one of the first two."""
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed")
-"""What transformers' `use_experts_implementation` says of a class whose forward pass can be replaced."""
+"""Attributes that transformers' `use_experts_implementation` sets on a class whose forward can be replaced."""
 
 
 class QuantExperts(nn.Module):

@@ -1,4 +1,4 @@
-"""A tensor in a safetensors file, whatever form it is stored in: takes row numbers, returns numbers."""
+"""Reads rows of a tensor in a safetensors file, whatever its stored format."""
 
 from __future__ import annotations
 

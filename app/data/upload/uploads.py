@@ -101,7 +101,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class _Upload:
-    """What is known of an unfinished upload. `device` and `inode` are those of the folder."""
+    """The record of an unfinished upload. `device` and `inode` are those of the folder."""
 
     folder: str
     device: int

@@ -235,7 +235,7 @@ def _lengths(studio: Studio, config: RunConfig, found: ScanResult, is_fresh: boo
 
 
 def _measured(lengths: LengthsResult | None) -> Mapping[str, Any] | None:
-    """What is known of all captions' lengths; None where they are not measured."""
+    """The lengths of all captions; None where they are not measured."""
     if lengths is None:
         return None
     sentences = lengths.measured.warnings if lengths.measured else ()
@@ -243,7 +243,7 @@ def _measured(lengths: LengthsResult | None) -> Mapping[str, Any] | None:
 
 
 def _undo(captions: Captions, config: RunConfig) -> dict[str, Any]:
-    """What can be undone in the config's folders, and what is wrong with the list of changes."""
+    """The changes to undo in the config's folders, and the problem of their list."""
     try:
         count = captions.undoable(dataset.folders(config.data))
     except (InputError, OSError) as error:

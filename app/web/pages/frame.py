@@ -1,4 +1,4 @@
-"""What every page shows: the running job and how many runs wait."""
+"""The frame of every page: the running job and how many runs wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the screen Data shows of images that are looked at closely: their crops, near copies and edit pairs."""
+"""A closer look at images on the screen Data: their crops, near copies and edit pairs."""
 
 from __future__ import annotations
 

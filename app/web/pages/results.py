@@ -1,4 +1,4 @@
-"""What is done with a run's result: a drawing with it, an upload to the hub."""
+"""Uses of a run's result: a drawing with it, an upload to the hub."""
 
 from __future__ import annotations
 

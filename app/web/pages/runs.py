@@ -82,7 +82,7 @@ def _last_sample(studio: Studio, summaries: Summaries, name: str) -> str:
 
 
 def _comparison(studio: Studio, names: list[str], known: str) -> dict[str, Any]:
-    """What the screen shows; only `key` when that is `known`."""
+    """The content of the screen; only `key` when that is `known`."""
     followers, problems, missing = [], [], []
     for name in dict.fromkeys(names):
         try:

@@ -852,7 +852,7 @@ def _text_files(files: Sequence[Path]) -> dict[str, str]:
 
 
 class _Repeats(NamedTuple):
-    """What the name of a folder says of its images.
+    """Settings of images in their folder's name.
 
     Attributes:
         times: How often they occur.

@@ -78,7 +78,7 @@ class ImageFile:
 
     @property
     def size(self) -> Size:
-        """Of the upright image, a still."""
+        """Size of the upright image, a still."""
         return Size(self.width, self.height)
 
     @property
@@ -106,7 +106,7 @@ class Framing:
 
     @property
     def content(self) -> tuple[object, ...]:
-        """What tells it from WHOLE, for keys of a cache: nothing for WHOLE itself."""
+        """The fields that differ from WHOLE, for keys of a cache."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return tuple((name, value) for name, value in values if value != getattr(WHOLE, name))
 

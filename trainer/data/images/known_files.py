@@ -26,7 +26,7 @@ from trainer.system.errors import InputError
 from trainer.system.files import Stamp
 
 FORMAT = 1
-"""Of what is remembered: raise it when `read_header` finds something else in the same file."""
+"""Version of the stored records: raise it when `read_header` finds something else in the same file."""
 FOLDER = "images"
 """In the cache that runs share."""
 MOST_BYTES = 1 << 30
@@ -44,7 +44,7 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What was read of a file.
+    """The record of a file that was read.
 
     Attributes:
         stamp: Of the file, before it was read.
@@ -107,7 +107,7 @@ class KnownFiles:
         return ImageFile(str(path), width, height, profile=profile, has_frames=has_frames, is_turned=is_turned)
 
     def with_digest(self, path: Path) -> Known:
-        """What is known with its digest, which is read only if it is not known. Raises InputError if it cannot be."""
+        """The record with its digest, which is read only if it is missing. Raises InputError if it cannot be read."""
         known = self._current(path)
         try:
             known = known or Known(Stamp.of(file_of(path)), 0)
@@ -163,7 +163,7 @@ class KnownFiles:
             self._is_changed = False
 
     def _current(self, path: Path) -> Known | None:
-        """What was read of the file in its present state, with empty fields if nothing was; None if it is missing."""
+        """The record of the file in its present state, with empty fields where nothing was read; None if missing."""
         try:
             stamp = Stamp.of(file_of(path))
         except OSError:

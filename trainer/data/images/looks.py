@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FORMAT = 1
-"""Of what is remembered: raise it when `measure` finds something else in the same file."""
+"""Version of the stored records: raise it when `measure` finds something else in the same file."""
 SIDE = 512
 """Longer side in pixels at which sharpness and contrast are measured; smaller images keep their size."""
 HASHED = 32

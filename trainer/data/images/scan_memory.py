@@ -29,7 +29,7 @@ from trainer.system import files
 from trainer.system.errors import InputError
 
 FORMAT = 1
-"""Of what is remembered: raise it when a scan of the same files finds something else."""
+"""Version of the stored records: raise it when a scan of the same files finds something else."""
 Keep = Callable[[], None]
 SUFFIX = ".scan"
 HANDED_SUFFIX = ".handed"

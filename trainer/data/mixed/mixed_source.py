@@ -101,7 +101,7 @@ class MixedSource(DataSource):
             self._emit(WarningEvent(message=message))
 
     def _named(self, item: MixedItem) -> str:
-        """What a person knows an item by: its image, or its first text or image."""
+        """The name of an item for people: its image, or its first text or image."""
         if isinstance(item, DrawnItem):
             return self._images.data.train[item.image.index].image.path.name
         row = self._train[item.number]

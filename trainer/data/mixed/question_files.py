@@ -85,7 +85,7 @@ def of_config(cfg: DataConfig) -> Questions:
 
 @dataclass
 class _Found:
-    """What was read so far.
+    """State of the reading so far.
 
     Attributes:
         leaves_out: Whether an unreadable image is a warning, not a problem.

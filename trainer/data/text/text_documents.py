@@ -265,7 +265,7 @@ def _check_beginnings(chosen: Sequence[Any], rejected: Sequence[Any]) -> None:
 
 
 def _read(message: Any) -> tuple[Any, ...]:
-    """What templates read of a message."""
+    """The values of a message that templates read."""
     return tuple(message.get(key) for key in ("role", "content", "tool_calls")) if isinstance(message, dict) else (0, 0)
 
 

@@ -20,7 +20,7 @@ from trainer.system import files
 from trainer.system.errors import InputError
 
 FORMAT = 1
-"""Of the cached number: raise it when equal files and settings make other rows."""
+"""Version of the cached number: raise it when equal files and settings make other rows."""
 ROUND = 512
 """Rows after which the ranks agree whether to stop."""
 SAID_EVERY_S = 5.0

@@ -528,7 +528,7 @@ def _described(sizes: BagelSizes) -> str:
 
 
 FOLDER = ("llm_config.json", "vit_config.json", f"{WEIGHTS}.safetensors", VAE_FILE, "a tokenizer")
-"""What a folder of the model has."""
+"""Files of the model's folder."""
 NEEDED = {
     "llm_config.json": (
         "hidden_size",

@@ -1,1 +1,1 @@
-"""What a step minimizes: a file per objective, and what several of them compute with."""
+"""The loss that a step minimizes: a file per objective, and their common parts."""

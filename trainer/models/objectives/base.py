@@ -1,4 +1,4 @@
-"""What a step minimizes: the loss of one pass, and the objective that computes it."""
+"""The loss of one pass, and the objective that computes it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def per_item(values: Tensor, like: Tensor) -> Tensor:
 
 
 class Objective:
-    """What a step minimizes: the family's own loss, or that of a subclass.
+    """The objective of a step: the family's own loss, or that of a subclass.
 
     Args:
         cfg: The run's config.

@@ -27,8 +27,8 @@ class _Preferences(Objective):
     """The loss of pairs.
 
     Attributes:
-        metrics: `margins`, the mean of what the loss is the negative log-sigmoid of, and `accuracies`, the share of
-            pairs of which it is positive.
+        metrics: `margins`, mean reward margin (the logit of the DPO loss), and `accuracies`, the share of pairs with a
+            positive margin.
         beta: `objective.dpo_beta`.
     """
 

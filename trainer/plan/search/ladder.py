@@ -34,7 +34,7 @@ from trainer.system.errors import InputError
 
 Effect = Literal["same", "samples", "rounding", "result"]
 EFFECTS: tuple[Effect, ...] = get_args(Effect)
-"""What a change does to the result, from nothing to most: nothing; samples are smaller; the frozen base is rounded;
+"""Effects of a change on the result, from nothing to most: nothing; samples are smaller; the frozen base is rounded;
 the model learns something else."""
 IN_WORDS: Mapping[Effect, str] = {
     "same": "the result stays the same",
@@ -108,7 +108,7 @@ class Rung:
 
     @property
     def in_words(self) -> str:
-        """What the change does to the result."""
+        """The effect of the change on the result."""
         return IN_WORDS[self.effect]
 
     def __str__(self) -> str:

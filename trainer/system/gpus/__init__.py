@@ -26,7 +26,7 @@ FIELDS: tuple[str, ...] = (
     "mig.mode.current",
 )
 NO_GPUS = "No devices were found"
-"""What nvidia-smi says where a driver is installed and no GPU can be seen."""
+"""Output of nvidia-smi where a driver is installed and no GPU can be seen."""
 SLICE_SHARE = 0.95
 """Share of a MIG slice's nominal memory that a process can use; the least that NVIDIA lists for any profile."""
 

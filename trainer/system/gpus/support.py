@@ -26,7 +26,7 @@ OR_CPU = "or set parallel.device: cpu"
 
 @dataclass(frozen=True)
 class Build:
-    """What torch was built for; an empty version where it was not."""
+    """The platform that torch was built for; an empty version without one."""
 
     version: str
     cuda: str = ""
@@ -36,7 +36,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, and what can be done about it."""
+    """A problem and its remedy."""
 
     fact: str
     remedy: str = ""

@@ -347,7 +347,7 @@ def _join(context: Context, parts: list[Any]) -> str:
 
 
 def _given(args: tuple[Any, ...]) -> list[Any]:
-    """What a template gives a function: of a filter or a method first what it is applied to."""
+    """Arguments that a template gives a function: for a filter or a method, its object comes first."""
     return [one for one in args if not isinstance(one, Context | Environment | nodes.EvalContext)]
 
 

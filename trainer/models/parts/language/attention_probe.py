@@ -41,7 +41,7 @@ WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "sliding
 
 @dataclass(frozen=True)
 class Sight:
-    """What tokens see.
+    """The tokens that a token attends to.
 
     Attributes:
         later: Whether a token sees those after it, or how many they are.

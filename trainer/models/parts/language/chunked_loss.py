@@ -184,7 +184,7 @@ def _added(total: Tensor | None, new: Tensor | None) -> Tensor | None:
 
 
 class _Decoder:
-    """What a model's decoder returned, and the states that it pretends to return from then on."""
+    """The output of a model's decoder, and the states that it pretends to return from then on."""
 
     def __init__(self) -> None:
         self.output: Any = None
