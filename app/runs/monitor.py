@@ -220,7 +220,7 @@ class Follower:
         self._validations: dict[int, ValidationEvent] = {}
         self._metrics: dict[str, None] = {}
         self._stage: StageEvent | None = None
-        self._samples: dict[tuple[int, int, str], SampleEvent] = {}  # a resumed run draws some files again
+        self._samples: dict[tuple[int, int, str], SampleEvent] = {}  # a resumed run samples some files again
         self._events: list[AnyEvent] = []
         self._status = StatusEvent(state="created", time=0.0)
         self._error: ErrorEvent | None = None

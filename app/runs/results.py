@@ -52,7 +52,7 @@ class Results:
         self._looked: dict[tuple[str, Path], float | None] = {}
 
     def draw(self, run: RunDir, request: DrawingRequest) -> None:
-        """Draw a prompt with and without what the run has trained. Raises InputError for one that cannot be drawn."""
+        """Sample a prompt with and without what the run has trained. Raises InputError if it cannot be sampled."""
         self._begin("drawing", run, lambda: commands.begin_drawing(run, request))
 
     def stop(self, kind: Literal["drawing", "upload"], run: RunDir) -> None:

@@ -33,7 +33,7 @@ class SampleRow:
         index: Position of the prompt in `sample.prompts`. After a change of the prompts, several rows have the same.
         prompt: The prompt.
         kind: Name of the kind of the samples.
-        steps: Steps at which it was drawn, ascending.
+        steps: Steps at which it was generated, ascending.
         missing: Those of the steps whose picture is not in the run folder.
     """
 
@@ -104,7 +104,7 @@ def num_bytes(run: RunDir) -> int:
 
 
 def settings(config: RunConfig, is_text: bool) -> str:
-    """Return how all samples of a run are drawn, as a sentence."""
+    """Return how all samples of a run are generated, as a sentence."""
     sample = preflight.sample_settings(config.model, config.sample)
     if is_text:
         ending = f"temperature {sample.temperature:g}, seed {sample.seed}."

@@ -1,4 +1,4 @@
-"""The size of what a model draws and trains on: an image, or a clip."""
+"""The size of a sample that a model generates and trains on: an image, or a clip."""
 
 from __future__ import annotations
 

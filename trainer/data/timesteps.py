@@ -50,7 +50,7 @@ class BucketTimesteps:
 def bucket_timesteps(cfg: RunConfig) -> list[BucketTimesteps]:
     """Return a row per bucket that has images; none for families that train on text.
 
-    A token is `size_multiple` pixels high and wide. Discrete diffusion draws its timesteps evenly.
+    A token is `size_multiple` pixels high and wide. Discrete diffusion samples its timesteps evenly.
 
     Raises:
         InputError: The images or the family are wrong.

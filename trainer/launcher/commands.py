@@ -244,17 +244,17 @@ def export_output(run: RunDir, code: int) -> str:
 
 
 def begin_drawing(run: RunDir, request: DrawingRequest, device: str | None = None) -> subprocess.Popen[bytes]:
-    """Start to draw a prompt with and without what a run has trained, in a separate process.
+    """Start to sample a prompt with and without what a run has trained, in a separate process.
 
     Its exit code is 2 for the user's mistake. `drawings.drawings` reads what it writes.
 
     Args:
         run: The run.
-        request: What to draw.
+        request: The prompt and its settings.
         device: auto, cuda or cpu; None is the run's own.
 
     Raises:
-        InputError: Nothing was trained yet, or the request cannot be drawn.
+        InputError: Nothing was trained yet, or the request cannot be sampled.
     """
     run.guard()
     run.complete_folders(check_request(run, request))

@@ -73,7 +73,7 @@ BYTES_OF_A_TOKEN = 2
 ROWS_MEASURED = 20
 """First rows of text of which one shows that not all are too long."""
 SMALL_SIDE = 512
-"""Pixels of a side up to which small models draw."""
+"""Pixels of a side up to which small models sample."""
 
 
 def new_run(

@@ -159,7 +159,7 @@ class ModelFamily(ABC):
     default_architecture: ClassVar[str]
     """The architecture that is used if none is named."""
     distilled: ClassVar[tuple[Distilled, ...]] = ()
-    """Published models that were distilled to draw in few steps without guidance. The first one is assumed if
+    """Published models that were distilled to sample in few steps without guidance. The first one is assumed if
     `model.options.distilled` is the only indication."""
     single_file: ClassVar[tuple[str, ...]] = ()
     """Parts of the pipeline in the original single file, each with a `layout`. Empty: only the denoiser."""
@@ -405,7 +405,7 @@ class ModelFamily(ABC):
 
 
 class ImageFamily(ModelFamily):
-    """A model that draws images from captions, trained on latents and embeddings of frozen encoders."""
+    """A model that generates images from captions, trained on latents and embeddings of frozen encoders."""
 
     trains_on = "images"
     shift: ClassVar[Shift] = Shift()
@@ -421,7 +421,7 @@ class ImageFamily(ModelFamily):
 
     @property
     def is_distilled(self) -> bool:
-        """Whether the model was distilled to draw in few steps without guidance, by its folder or the config."""
+        """Whether the model was distilled to sample in few steps without guidance, by its folder or the config."""
         return bool(distilled.matches(self.config, self.folder))
 
     def complete_sample(self, sample: SampleConfig) -> CompleteSample:
@@ -494,14 +494,14 @@ class ImageFamily(ModelFamily):
         cfg: SampleConfig,
         rng: SampleRng,
     ) -> Image.Image:
-        """Draw one image. The number of calls of the model depends only on `cfg`.
+        """Generate one image. The number of calls of the model depends only on `cfg`.
 
         Args:
             model: The live components by name.
             encoder: The result of `image_encoder`.
             text: The result of `encode_text`; may also hold references, as in a training example.
             negative: The result of `encode_text` for the negative prompt.
-            cfg: The section `sample` of the config; `full_size` is the size to draw in.
+            cfg: The section `sample` of the config; `full_size` is the size to generate.
             rng: Random numbers of this sample.
         """
         return self.draw(model, encoder, text, negative, self.complete_sample(cfg), rng)
@@ -554,7 +554,7 @@ class SequencePart:
 
 
 class MultimodalFamily(ImageFamily):
-    """A model that draws images and writes text, in one network that reads sequences of both.
+    """A model that generates images and text, in one network that reads sequences of both.
 
     An example is the joint result of `encode_image` and `encode_text`, the result of `encode_sequence`, or that of
     `pack_examples`; an example of one drawn image may also hold "mask". The inputs of a sample may hold, for each image

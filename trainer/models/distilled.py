@@ -1,4 +1,4 @@
-"""Models that were distilled to draw in few steps without guidance: recognition, sample settings and warnings.
+"""Models that were distilled to sample in few steps without guidance: recognition, sample settings and warnings.
 
 Imports no torch. The families list these models (`ModelFamily.distilled`, repeated in config/families.json).
 """

@@ -156,7 +156,7 @@ class SampleEvent(Event):
 
     Attributes:
         prompt: Its prompt.
-        index: Position of the prompt among those that samples were drawn from.
+        index: Position of the prompt among those that samples were generated from.
         path: The file.
         text: Beginning of a text sample; empty for other kinds.
     """
@@ -180,12 +180,12 @@ class SampleEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptsEvent(Event):
-    """From here on, samples are drawn from other prompts, which were requested during the run.
+    """From here on, samples are generated from other prompts, which were requested during the run.
 
     Attributes:
         prompts: The prompts, as they were requested: with [trigger].
         instead_of: The config's own `sample.prompts`, which they replace. A run that goes on with other prompts in its
-            config draws those.
+            config samples those.
     """
 
     prompts: tuple[str, ...]

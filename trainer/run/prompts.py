@@ -1,7 +1,7 @@
 """Prompts for the samples to come, requested while a run trains. Imports no torch.
 
-A request is a file in the run's `requests/`, which rank 0 reads when it next draws samples. It becomes a PromptsEvent,
-and is no part of the run's config.
+A request is a file in the run's `requests/`, which rank 0 reads when it next generates samples. It becomes a
+PromptsEvent, and is no part of the run's config.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _PROMPTS: TypeAdapter[tuple[str, ...]] = TypeAdapter(tuple[str, ...])
 
 
 def request_prompts(run: RunDir, prompts: Sequence[str]) -> None:
-    """Have the running trainer draw its next samples from other prompts. A later request replaces an earlier one.
+    """Have the running trainer generate its next samples from other prompts. A later request replaces an earlier one.
 
     Args:
         run: The run.
         prompts: The prompts; [trigger] is replaced as in `sample.prompts`.
 
     Raises:
-        InputError: There is no prompt, one is empty, or the run cannot draw from them; nothing is requested.
+        InputError: There is no prompt, one is empty, or the run cannot sample from them; nothing is requested.
         OSError: The request cannot be written.
     """
     check_prompts(stages.current(run, run.config()).config, prompts)
@@ -69,7 +69,7 @@ def clear_prompts(run: RunDir, prompts: Sequence[str] | None) -> None:
 
 
 def check_prompts(cfg: RunConfig, prompts: Sequence[str]) -> RunConfig:
-    """Return the config with these prompts. Raises InputError if samples of this run cannot be drawn from them."""
+    """Return the config with these prompts. Raises InputError if this run cannot sample from them."""
     if not 1 <= len(prompts) <= MOST_PROMPTS:
         raise InputError(f"prompts: {len(prompts)}; give 1 to {MOST_PROMPTS}")
     for number, prompt in enumerate(prompts, 1):
@@ -78,7 +78,7 @@ def check_prompts(cfg: RunConfig, prompts: Sequence[str]) -> RunConfig:
 
 
 def check_prompt(prompt: str, name: str) -> None:
-    """Raise InputError for a text from which nothing can be drawn. name: what the message calls it."""
+    """Raise InputError for a text from which nothing can be sampled. name: what the message calls it."""
     if not prompt.strip():
         raise InputError(f"{name}: empty; write what the sample should show")
     if len(prompt) > MOST_CHARACTERS:
@@ -88,7 +88,7 @@ def check_prompt(prompt: str, name: str) -> None:
 
 
 def prompts_in_force(events: Iterable[AnyEvent], cfg: RunConfig) -> tuple[str, ...]:
-    """Return the prompts that samples are drawn from: those requested last, else the config's own.
+    """Return the prompts that samples are generated from: those requested last, else the config's own.
 
     Args:
         events: The events of the run, oldest first.

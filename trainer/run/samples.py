@@ -1,7 +1,7 @@
 """The kinds of samples: how a sample is written, and what others show of it.
 
-Whoever draws a sample names its kind; whoever shows one asks the kind of its file. A further kind has a line in `KINDS`
-and, where none of its fields says how it is shown, a field that does.
+Whoever generates a sample names its kind; whoever shows one asks the kind of its file. A further kind has a line in
+`KINDS` and, where none of its fields says how it is shown, a field that does.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def kind_of(path: str) -> SampleKind:
 
 
 def kind_of_size(size: Size) -> SampleKind:
-    """Return the kind of what is drawn in this size."""
+    """Return the kind of a sample of this size."""
     return IMAGE if size.frames == 1 else CLIP
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample that was drawn.
+    """A generated sample.
 
     Attributes:
         kind: Its kind.

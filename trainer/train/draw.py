@@ -96,7 +96,7 @@ def on_one_device(run: RunDir, cfg: RunConfig, device: str | None = None, offloa
 
 
 def draw(run: RunDir, cfg: RunConfig, world: World) -> Path:
-    """Draw `sample.prompts` of the config, which holds one, twice. Returns the folder with the files.
+    """Sample `sample.prompts` of the config, which holds one, twice. Returns the folder with the files.
 
     Raises:
         InputError: Weights are missing, damaged or of another model; or the cache leads elsewhere.

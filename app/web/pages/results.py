@@ -36,7 +36,7 @@ def draw(
     seed: int | None = None,
     size: tuple[int, int] | None = None,
 ) -> None:
-    """Start to draw a prompt with and without what the run has trained."""
+    """Start to sample a prompt with and without what the run has trained."""
     results.draw(studio.run(run), DrawingRequest(prompt, seed, size=size))
 
 

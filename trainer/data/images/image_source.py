@@ -142,7 +142,7 @@ class EncodedData:
         caption = encoded.texts[item.caption]
         text = self.dropped_text(read(self.empty), self.cache.shapes(caption)) if item.dropped else read(caption)
         pixels = encoded.mirrored if item.is_mirrored else encoded.pixels
-        assert pixels is not None, "only images that may be flipped are drawn mirrored"
+        assert pixels is not None, "only images that may be flipped are mirrored"
         example = read(pixels.latents) | text
         if pixels.mask is not None:
             example |= read(pixels.mask)
@@ -217,7 +217,7 @@ class ImageSource(DataSource):
 
 
 class ImageSampler(Sampler):
-    """Draws images for the encoded prompts; the family's autoencoder decodes them.
+    """Generates images for the encoded prompts; the family's autoencoder decodes them.
 
     Args:
         load: Loads the autoencoder.

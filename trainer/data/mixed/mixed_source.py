@@ -286,7 +286,7 @@ def _kinds(part: Part, number: int, dropped: Dropped) -> Iterator[tuple[PartKind
 
 
 class EditSampler(ImageSampler):
-    """Draws images for prompts, and edits of their references, which also condition the model."""
+    """Generates images for prompts, and edits of their references, which also condition the model."""
 
     def __init__(
         self, cfg: RunConfig, family: MultimodalFamily, load: LoadModule, data: EncodedData, encoder: PromptEncoder
@@ -305,7 +305,7 @@ class EditSampler(ImageSampler):
 
 
 class MixedSampler(Sampler):
-    """Draws images for `sample.prompts`, then answers to `sample.questions`. images: draws the images.
+    """Generates images for `sample.prompts`, then answers to `sample.questions`. images: makes the images.
 
     Raises:
         InputError: An image of `sample.images` cannot be read.

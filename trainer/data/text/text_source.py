@@ -160,7 +160,7 @@ class Counted:
 
 
 class TextSampler(Sampler):
-    """Draws texts: each prompt with its continuation by the model, or with the assistant's answer to it."""
+    """Generates texts: each prompt with its continuation by the model, or with the assistant's answer to it."""
 
     def __init__(self, cfg: RunConfig, family: TextFamily) -> None:
         self.prompts = cfg.sample.prompts

@@ -1,4 +1,4 @@
-"""BAGEL: one network that draws images and writes text, in sequences of both (arXiv 2505.14683).
+"""BAGEL: one network that generates images and text, in sequences of both (arXiv 2505.14683).
 
 `parts/bagel_sequences.py` says what its examples hold.
 """
@@ -339,7 +339,7 @@ class BagelFamily(MultimodalFamily):
         cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
-        """Draw with the published sampler's guidance: off near the end, and never longer than the unguided velocity."""
+        """Sample with the published guidance: off near the end, and never longer than the unguided velocity."""
         device = device_of(encoder)
         source = self._source(text, device)
         height, width = (side // LATENT_PIXELS for side in cfg.size[::-1])

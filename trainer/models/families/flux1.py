@@ -202,7 +202,7 @@ class Flux1(ImageFamily):
         cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
-        """Draw an image. Only dev reads `cfg.guidance`; no model reads the negative prompt."""
+        """Generate an image. Only dev reads `cfg.guidance`; no model reads the negative prompt."""
         device = device_of(encoder)
         width, height = (2 * (side // self.size_multiple) for side in cfg.size)
         prompt = {key: tensor.to(device).unsqueeze(0) for key, tensor in text.items()}

@@ -199,7 +199,7 @@ class ZImage(ImageFamily):
         cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
-        """Draw an image. `cfg.guidance` is 1 more than the pipeline's `guidance_scale`, which is 0 for no guidance."""
+        """Generate an image. `cfg.guidance` is 1 more than the pipeline's `guidance_scale`: 0 is no guidance."""
         device = device_of(encoder)
         width, height = (2 * (side // self.size_multiple) for side in cfg.size)
         prompts = [

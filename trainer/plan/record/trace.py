@@ -111,7 +111,7 @@ def trace_step(cfg: RunConfig, family: ModelFamily, device: torch.device, size: 
 
 
 def trace_sampling(cfg: RunConfig, family: ModelFamily, device: torch.device, size: PassInput) -> int:
-    """Return the most bytes on rank 0 while the whole model draws a sample, before anything was trained.
+    """Return the most bytes on rank 0 while the whole model generates a sample, before anything was trained.
 
     cfg: `parallel.strategy` must be decided.
     """
@@ -378,7 +378,7 @@ class Sharded:
 
     @torch.no_grad()
     def draw(self, size: PassInput) -> None:
-        """Run forward without gradients, as when samples are drawn."""
+        """Run forward without gradients, as when sampling."""
         self._forward(size)
         self.moments.mark("end", "")
 

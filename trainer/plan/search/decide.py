@@ -111,7 +111,7 @@ class _Search:
         return _with(self._cfg, self.blocks, amount, count)
 
     def _can_draw(self, count: int) -> bool:
-        """Whether samples can be drawn with a number of offloaded blocks."""
+        """Whether samples can be generated with a number of offloaded blocks."""
         cfg = self.config(0, count)
         model_pass, sharding = self._spread(cfg)
         drawing = sampling(cfg, self._model, model_pass, sharding)

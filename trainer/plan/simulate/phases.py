@@ -156,7 +156,7 @@ def _memories(
 
 
 def sampling(cfg: RunConfig, model: Model, model_pass: ModelPass, sharding: Sharding) -> Memory | None:
-    """Return the memory while samples are drawn; None for a run that draws none.
+    """Return the memory while samples are generated; None for a run without samples.
 
     Args:
         cfg, model, model_pass, sharding: As for `phases_of`.

@@ -59,7 +59,7 @@ def _passes(cfg: RunConfig) -> Iterator[tuple[int, int]]:
 
 
 def sample_input_of(cfg: RunConfig) -> PassInput:
-    """Return the model's input when a sample is drawn."""
+    """Return the model's input when a sample is generated."""
     if trains_on(cfg) == "text":
         return PassInput(cfg.sample.tokens, 1)
     references = _images_per_reference(cfg) if cfg.sample.references else 0

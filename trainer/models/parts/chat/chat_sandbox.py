@@ -266,7 +266,7 @@ class Sandbox:
         if len(source) > MOST_SOURCE:
             raise OverBudgetError(f"it has more than {MOST_SOURCE:,} letters")
         self._environment = BoundedEnvironment()
-        self._lock = threading.Lock()  # samples are drawn while other conversations are read ahead
+        self._lock = threading.Lock()  # samples are generated while other conversations are read ahead
         try:
             self._template = self._environment.from_string(source)
         except (RecursionError, MemoryError, SyntaxError) as error:  # of Python's own compiler too

@@ -1,4 +1,4 @@
-"""Discrete diffusion: the prediction type and noise schedule of a model, and the samplers that draw with it."""
+"""Discrete diffusion: the prediction type and noise schedule of a model, and the samplers that use it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def read_schedule(folder: ModelFolder, objective: ObjectiveConfig) -> NoiseSched
     if is_zero_terminal != reading.folder_is_zero_terminal:
         changes["rescale_betas_zero_snr"] = is_zero_terminal
     if changes.get("rescale_betas_zero_snr"):
-        # The other spacings never draw at the last timestep, the only one without signal (arXiv 2305.08891, sec. 3.3).
+        # Other spacings never sample at the last timestep, the only one without signal (arXiv 2305.08891, sec. 3.3).
         changes["timestep_spacing"] = "trailing"
     is_changed = len(changes) > 1 or prediction != reading.folder_prediction
     return NoiseSchedule({**reading.own, **changes}, is_changed, tuple(reading.sentences()))
@@ -210,7 +210,7 @@ EULER = EulerDiscreteScheduler.__name__
 
 
 def sampler_name(folder: ModelFolder) -> str:
-    """The class of diffusers that the folder's own pipeline draws with."""
+    """The class of diffusers that the folder's own pipeline samples with."""
     in_index = folder.read("model_index.json").get("scheduler")
     named = in_index[1] if isinstance(in_index, list) and len(in_index) == 2 else None
     name: str = named or folder.read(CONFIG).get("_class_name") or EULER
@@ -218,7 +218,7 @@ def sampler_name(folder: ModelFolder) -> str:
 
 
 def choose_sampler(name: str, schedule: NoiseSchedule, num_steps: int) -> tuple[str, str | None]:
-    """Return (`name`, None) if images can be drawn with this class, else (Euler's method, the reason)."""
+    """Return (`name`, None) if images can be sampled with this class, else (Euler's method, the reason)."""
     try:
         make_sampler(name, schedule, num_steps, torch.Generator(), torch.device("cpu"))
     except InputError as error:
@@ -239,7 +239,7 @@ def make_sampler(
         device: Device of its tensors.
 
     Raises:
-        InputError: Images cannot be drawn with it; the message is the reason.
+        InputError: Images cannot be sampled with it; the message is the reason.
     """
     kind = _sampler_class(name, schedule)
     settings = dict(schedule.config)
