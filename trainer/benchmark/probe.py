@@ -37,7 +37,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._module = module
         self._units = [*units, module]
         self._optimizer = optimizer
-        self._held = {_local_storage(p).data_ptr() for p in module.parameters()}
+        self._allocated = {_local_storage(p).data_ptr() for p in module.parameters()}
         self._new: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._hooks = ExitStack()
 
@@ -85,7 +85,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _whole(self) -> list[torch.UntypedStorage]:
         """Storages of the weights that are gathered now, without those that are allocated anyway."""
         storages = [_local_storage(p) for p in self._module.parameters()]
-        return list({s.data_ptr(): s for s in storages if s.data_ptr() not in self._held}.values())
+        return list({s.data_ptr(): s for s in storages if s.data_ptr() not in self._allocated}.values())
 
 
 def sent_bytes(operation: str, arguments: Iterable[Any]) -> float:
