@@ -159,7 +159,7 @@ class ModelFamily(ABC):
     default_architecture: ClassVar[str]
     """The architecture that is used if none is named."""
     distilled: ClassVar[tuple[Distilled, ...]] = ()
-    """Published models that were distilled to draw in few steps without guidance. The first one is assumed if
+    """Published models that were distilled to generate in few steps without guidance. The first one is assumed if
     `model.options.distilled` is the only indication."""
     single_file: ClassVar[tuple[str, ...]] = ()
     """Parts of the pipeline in the original single file, each with a `layout`. Empty: only the denoiser."""
@@ -421,7 +421,7 @@ class ImageFamily(ModelFamily):
 
     @property
     def is_distilled(self) -> bool:
-        """Whether the model was distilled to draw in few steps without guidance, by its folder or the config."""
+        """Whether the model was distilled to generate in few steps without guidance, by its folder or the config."""
         return bool(distilled.matches(self.config, self.folder))
 
     def complete_sample(self, sample: SampleConfig) -> CompleteSample:

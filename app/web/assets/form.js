@@ -230,7 +230,7 @@
   }
 
   function modelFacts(model) {
-    const here = model.is_built_in ? (model.is_known ? 'comes with ShardStudio' : 'no download: its weights are drawn at random') : model.is_here ? 'is on this machine' : model.bytes ? `${studio.size(model.bytes)} to download` : `is not on this machine: ${model.path}`;
+    const here = model.is_built_in ? (model.is_known ? 'comes with ShardStudio' : 'no download: its weights are random') : model.is_here ? 'is on this machine' : model.bytes ? `${studio.size(model.bytes)} to download` : `is not on this machine: ${model.path}`;
     const licence = model.licence ? [h('span.grow'), model.page
       ? h('a.sm', { href: model.page, target: '_blank', rel: 'noopener noreferrer', title: model.licence_note }, `Licence: ${model.licence}`)
       : h('span.sm.dim', { title: model.licence_note }, `Licence: ${model.licence}`)] : [];

@@ -121,9 +121,7 @@ def test_a_value_typed_back_is_kept_while_two_other_fields_are_wrong(window: Win
     window.type("sample.size", "abc")
     assert set(window.errors()) == {"sample.prompts", "sample.size"}
     window.type("train.batch_size", "8")
-    assert {"field": "train.batch_size", "label": "Batch size", "old": "16", "new": "8"} in window.state[
-        "changes"
-    ]
+    assert {"field": "train.batch_size", "label": "Batch size", "old": "16", "new": "8"} in window.state["changes"]
     window.type("train.batch_size", "16")
     assert window.value("train.batch_size") == "16"
     assert json.loads((studio.runs / "drafts" / "draft.json").read_text())["values"] == {
@@ -200,7 +198,7 @@ def test_advice_and_warnings_do_not_keep_start_from_starting(window: Window):
         "try 10 times as much"
     ]
     window.call("preset", name="flux1-schnell-lora-1gpu")
-    assert "the model was distilled to draw in 4 steps without guidance" in window.state["warnings"][0]
+    assert "the model was distilled to generate in 4 steps without guidance" in window.state["warnings"][0]
 
 
 def test_a_model_that_is_not_here_is_an_error_before_start(window: Window):

@@ -294,10 +294,10 @@ def _text(text: str, name: str) -> str:
 
 
 def _checked(row: Row) -> Row:
-    """The row. Raises InputError if nothing of it is learned."""
+    """The row. Raises InputError if no token in the loss."""
     if not any(part.learned if isinstance(part, TextPart) else part.way == "drawn" for part in row.parts):
         raise InputError(
-            "nothing in it is learned; let it answer, set learned: true for a text or as: drawn for an image"
+            "nothing in it is in the loss; let it answer, set learned: true for a text or as: drawn for an image"
         )
     return row
 

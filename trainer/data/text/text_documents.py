@@ -153,7 +153,7 @@ class Encoder:
         for key, answer in (("chosen", chosen), ("rejected", rejected)):
             answer.learned[: max(shared, 1)] = False  # no token precedes the first
             if not answer.learned.any():
-                raise InputError(f'the other answer begins with all that is learned of "{key}"; remove the row')
+                raise InputError(f'the other answer begins with all that is in the loss of "{key}"; remove the row')
         tokens = np.concatenate([chosen.tokens, rejected.tokens])
         learned = np.concatenate([chosen.learned, rejected.learned])
         return Document(tokens, learned, False, where, second=len(chosen.tokens))
@@ -169,7 +169,7 @@ class Encoder:
             raise InputError(f'"{key}" is neither a string nor a list of messages')
         ids, learned = self._chat(_conversation(values, key), values)
         if not ids:
-            raise InputError(f'"{key}" has no message of the assistant that is learned')
+            raise InputError(f'"{key}" has no message of the assistant that is in the loss')
         return Document(np.array(ids, dtype=np.int64), np.array(learned, dtype=np.bool_), False, str)
 
     def _apart(self, prompt: str, completion: str) -> Encoded:
