@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 GLOSSARY: Mapping[str, str] = {
     "adapter": "A small set of new weights that is trained while the model itself stays as it is.",
-    "rank": "Number of directions that an adapter can change in each layer: more capture finer detail in a larger file.",
+    "rank": "Directions that an adapter can change in each layer. More capture finer detail and make a larger file.",
     "checkpoint": "A saved state of the run, from which it can be continued exactly.",
     "held out": "Images that are not trained on; their loss shows whether the model learns or memorizes.",
     "validation": "The loss of the held-out images. It falls while the run learns and rises when it memorizes.",

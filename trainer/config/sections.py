@@ -174,8 +174,8 @@ class ModelConfig(Section):
     train: dict[str, Literal["frozen", "adapter", "full"]] = option(
         {}, title="Trained components", keywords="freeze unfreeze full finetune text encoder unet parts"
     )
-    """How each component of the model is trained: by the adapter, fully, or not at all (frozen). Components not listed
-    are frozen. Empty: the denoiser is trained, by the adapter or, without an adapter, fully."""
+    """Training of each component of the model: by the adapter (adapter), of all weights (full), or none (frozen).
+    Components not listed are frozen. Empty: the denoiser is trained, by the adapter or, without an adapter, fully."""
     options: ModelOptions = ModelOptions()
 
     @property
@@ -466,7 +466,8 @@ class DataFolder(Section):
     path: str = option(..., path="folder")
     """Folder of images with captions; for a language model, a folder or file of text."""
     weight: Number = option(1.0, gt=0, le=1000)
-    """How often each of its images or documents occurs per epoch. 1.5 = every one once, and every second one twice."""
+    """Number of times that each of its images or documents occurs per epoch. 1.5 = every one once, and every second one
+    twice."""
     resolutions: tuple[Side, ...] = option((), title="Resolutions", unit="pixels")
     """`data.resolutions` for its images. Empty: as `data` has them."""
     micro_batch: Whole | None = option(
@@ -514,7 +515,7 @@ class DataConfig(Section):
     fit: Literal["crop", "pad", "drop"] = option(
         "crop", title="Fit to bucket", keywords="crop pad letterbox border bucket aspect another shape"
     )
-    """How an image is brought to the shape of its bucket. crop: the excess is cropped around the focus point, or the
+    """Fitting of an image to the shape of its bucket. crop: the excess is cropped around the focus point, or the
     center. pad: the image is kept whole; borders of `data.background` fill the bucket and are masked out of the loss.
     drop: as crop, but images that lose more than `data.most_cropped` are skipped."""
     most_cropped: Number = option(1 / 3, title="Largest crop", ge=0, lt=1)
@@ -544,10 +545,10 @@ class DataConfig(Section):
     caption_column: str = option("", title="Caption column", keywords="parquet csv webdataset hub datasets text")
     """In the same files, the column of the captions: a text, or a list from which each sample takes one. In a .tar file
     it may be a key of a .json. Empty: text, caption, prompt or another usual name."""
-    reference_columns: tuple[str, ...] = option((), title="Reference image columns", keywords="control edit before")
+    reference_columns: tuple[str, ...] = option((), title="Reference columns", keywords="control edit before")
     """In the same files, the columns of the reference images for edit training, one or several."""
     repeats: Whole = option(1, ge=1, le=10000, keywords="epochs")
-    """How often each image occurs per epoch."""
+    """Number of times that each image occurs per epoch."""
     caption_dropout: Number = option(0.0, title="Caption dropout", ge=0, le=1, keywords="left out unconditional cfg")
     """Share of samples that are trained with an empty caption, so that the model still works with classifier-free
     guidance. Captions of `data.regularization` are never dropped. In an edit or a sequence with generated images: share
@@ -558,7 +559,7 @@ class DataConfig(Section):
     vision_dropout: Number = option(0.3, title="Source dropout (views)", ge=0, le=1, keywords="left out")
     """Share of the source images whose visual features are dropped from an edit, or from a sequence with generated
     images, for a model that generates images and text."""
-    caption_lines: bool = option(False, title="One caption per line", keywords="several captions variants wildcard")
+    caption_lines: bool = option(False, title="Caption per line", keywords="several captions variants wildcard")
     """Each line of a caption's .txt file is a separate caption; each sample uses one of them. A list of texts in a
     metadata.jsonl is always read this way."""
     missing_caption: Literal["stop", "empty"] = option("stop", title="On missing caption", keywords="without")
@@ -602,7 +603,7 @@ class DataConfig(Section):
     """Sequence length. Short documents are packed into one sequence without attending to each other, as `data.packing`
     says."""
     packing: Literal["auto", "whole", "split"] = option("auto", title="Packing", keywords="pack bfd best fit")
-    """How documents fill sequences of text: `whole` keeps each in one sequence, those of a shuffled window by best fit,
+    """Filling of sequences with documents: `whole` keeps each in one sequence, those of a shuffled window by best fit,
     with padding where none fits; `split` cuts a document at the end of a sequence and continues it in the next. auto:
     whole if the files hold prompts with completions or conversations, else split."""
     too_long: Literal["drop", "cut"] = option(
@@ -618,7 +619,7 @@ class DataConfig(Section):
     system: str = option("", title="System message", keywords="system prompt chat conversation")
     """System message for conversations that have none."""
     shuffle_window: Whole = option(1024, ge=1, le=1000000, unit="documents")
-    """Number of consecutive documents that are shuffled among themselves; they are held in memory."""
+    """Number of consecutive documents that are shuffled among themselves; they are kept in memory."""
     questions: str | None = option(
         None,
         title="Questions, edits and sequences",
@@ -698,7 +699,7 @@ class ObjectiveConfig(Section):
     mode_scale: Number = option(1.29, ge=-1, le=1.75)
     """Scale of the mode density."""
     shift: Literal["auto", "linear", "empirical", "constant", "none"] = option("auto", title="Timestep shift")
-    """How timesteps are shifted toward noise: `linear` in the number of image tokens, `empirical` as in the 50-step
+    """Shift of the timesteps toward noise: `linear` in the number of image tokens, `empirical` as in the 50-step
     sampler, `constant` by `shift_factor`, or `none`. auto: the model family's own recipe."""
     shift_factor: Number = option(3.0, title="Shift factor", gt=0, le=100, keywords="timesteps")
     """Multiplicative shift for `shift: constant`."""
@@ -1012,7 +1013,7 @@ class ClusterConfig(Section):
     """Long options of sbatch, for example {partition: gpu, time: 24:00:00}; an empty text for an option without a
     value. They override the options that are derived from other fields; null removes one: {gpus-per-node: null}."""
     warning: Whole = option(120, title="Warning before the time limit", ge=1, le=65535, unit="seconds")
-    """How long before the SLURM time limit the run saves a checkpoint, stops and is requeued. One step and one
+    """Time before the SLURM limit at which the run saves a checkpoint, stops and is requeued. One step and one
     checkpoint must fit into this time."""
     image: str | None = option(None, title="Container image")
     """Kubernetes: container image with ShardStudio."""

@@ -190,7 +190,7 @@
       if (kept) {
         this.digest = kept.digest;
         this.painting.apply((_, at) => kept.levels[at]);
-        this.tell('What you painted before and did not save is here again.');
+        this.tell('Your unsaved painting is here again.');
       }
       this.draw(this.painting.whole);
     }

@@ -596,7 +596,7 @@ studio.runTabs = studio.runTabs || {};
 
   function buildNotes() {
     Object.assign(parts, { saved: h('span.dim', { role: 'status' }), conflict: h('div'),
-      notes: h('textarea#notes', { rows: 4, 'aria-label': 'Notes on this run', placeholder: 'What you want to remember of this run', oninput: typedNotes, onblur: saveNotes }) });
+      notes: h('textarea#notes', { rows: 4, 'aria-label': 'Notes on this run', placeholder: 'Notes to remember about this run', oninput: typedNotes, onblur: saveNotes }) });
     return h('section.card', { 'aria-label': 'Notes' }, h('div.ttl', {}, h('h2', {}, 'Notes'), parts.saved), parts.notes, parts.conflict);
   }
 
