@@ -28,8 +28,8 @@ REFUSED_PATHS = {
 CAPTION_FIELDS = {
     "model": ("PATH", "folder or downloaded hub id of a vision-language model; demo names pictograms only"),
     "style": ("STYLE", f"{', '.join(get_args(Style))}; default: {CaptionRequest.style}"),
-    "prompt": ("TEXT", "what the model is asked, instead of the style's instruction"),
-    "omit": ("WORDS", "what captions do not mention, between commas"),
+    "prompt": ("TEXT", "question to the model, instead of the style's instruction"),
+    "omit": ("WORDS", "subjects that captions leave unmentioned, comma-separated"),
     "trigger": ("", "put [trigger] in front, which stands for data.trigger"),
     "overwrite": ("WHICH", "model: also captions that a model wrote; all: also those of a person; default: missing"),
     "quantize": ("FORMAT", "store the language model in int8, fp8 or nf4"),
@@ -135,7 +135,9 @@ def _parser() -> argparse.ArgumentParser:
         "--run-dir", type=Path, metavar="DIR", help="use exactly this path as the run folder (--headless)"
     )
     _add_node_options(parser)
-    parser.add_argument("--what", choices=_choices("what"), help="what to export (--export); default: the run's own")
+    parser.add_argument(
+        "--what", choices=_choices("what"), help="content of the export (--export); default: the run's own"
+    )
     parser.add_argument(
         "--format",
         choices=_choices("format"),

@@ -14,7 +14,7 @@ from app import notebook
 
 RUNS = notebook.RUNS
 IMAGES = None  # or your own folder, as Path("/home/ada/photos")
-TRIGGER = "risograph"  # the word that will stand for what is learned
+TRIGGER = "risograph"  # the word that will stand for the style
 STEPS = 40
 DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 
@@ -90,7 +90,7 @@ print(f"{len(found.train)} images to train")
 # %% [markdown]
 # ## Captions and the trigger
 #
-# The caption describes the image, *except* what is to be learned, which the trigger stands for. `[trigger]` in a
+# The caption describes the image, *except* the style or subject, which the trigger stands for. `[trigger]` in a
 # caption is replaced by the trigger; a caption without `[trigger]` gets it in front.
 #
 # The best trigger is a word that means nothing to the model yet. Below are captions as the model will read them.
@@ -149,9 +149,10 @@ for image in dataset.train[:12]:
 notebook.gallery(rows, size=max(max(size.frame) for size in sizes))
 
 # %% [markdown]
-# What stands over is cut off around the middle. A point that matters more is set on the page (*Crop* at an image), and
-# kept in a `metadata.jsonl`: `{"file_name": "fox.png", "focus": [0.5, 0.2]}`. With `data.fit: pad` nothing is cut off:
-# an image gets borders, which are not learned. With `data.resolutions: [48, 64]` each image is trained at both sizes:
+# The excess is cropped around the center. Another focus point is set on the page (*Crop* at an image), and kept in a
+# `metadata.jsonl`: `{"file_name": "fox.png", "focus": [0.5, 0.2]}`. With `data.fit: pad` nothing is cut off:
+# an image gets borders, which are masked out of the loss. With `data.resolutions: [48, 64]` each image is trained at
+# both sizes:
 
 # %%
 from trainer.data.images.buckets import Buckets

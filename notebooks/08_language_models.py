@@ -25,8 +25,8 @@ DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 # ## Text
 #
 # `data.path` is a folder or file of text: a `.txt` is one document, a `.jsonl` or `.parquet` has one per row, and a
-# `.npy` holds token ids. A row has `text`, all of which is learned; `prompt` and `completion`, of which only the
-# completion is learned; or `messages`, a conversation of which only the assistant's words are learned.
+# `.npy` holds token ids. A row has `text`, all of which is in the loss; `prompt` and `completion`, with only the
+# completion in the loss; or `messages`, a conversation with only the assistant's words in the loss.
 
 # %%
 rooms = Path(notebook.__file__).parents[2] / "trainer"
@@ -78,7 +78,7 @@ export: {{dtype: fp32}}
 """)
 
 # %% [markdown]
-# A row holds three kinds of numbers: the tokens, which of them are learned (no prompt, no first byte), and which
+# A row holds three kinds of numbers: the tokens, the loss mask (no prompt, no first byte), and which
 # document each belongs to.
 
 # %%
@@ -88,7 +88,7 @@ stream = TextStream([TextFolder((tasks,))], encoder_of(family), seed=0, length=2
 row = example_of(next(stream.rows())[0])
 network = AutoModelForCausalLM.from_pretrained(family.folder)
 attend_within(network)  # as in training: tokens see those of their own document only
-sum_losses_in_chunks(network)  # as well: the logits of all tokens are never held at once
+sum_losses_in_chunks(network)  # as well: the logits of all tokens are never in memory at once
 model = torch.nn.ModuleDict({"language_model": network})
 
 
@@ -101,7 +101,7 @@ def loss(row: dict[str, torch.Tensor]) -> torch.Tensor:
 documents = row["documents"]
 alone = [loss({key: part[documents == n] for key, part in row.items()}) for n in range(int(documents.max()) + 1)]
 packed, as_one = loss(row), loss({**row, "documents": torch.zeros_like(documents)})
-print(f"{len(alone)} documents in one row, {int(row['loss_mask'].sum())} of {len(documents)} tokens are learned")
+print(f"{len(alone)} documents in one row, {int(row['loss_mask'].sum())} of {len(documents)} tokens are in the loss")
 print(f"packed {packed:.4f}, each alone {sum(alone):.4f}, as one document {as_one:.4f}")
 assert abs(packed - sum(alone)) < 1e-6 * packed, "a document saw another"
 assert abs(as_one - packed) > 1e-4 * packed, "what is before a document makes no difference"
@@ -109,7 +109,7 @@ assert abs(as_one - packed) > 1e-4 * packed, "what is before a document makes no
 # %% [markdown]
 # ## A base
 #
-# Every learned token of all ranks has the same weight, whatever row it is in. The loss is the mean per token. For
+# Every token in the loss has the same weight on all ranks, whatever row it is in. The loss is the mean per token. For
 # held-out text the *perplexity* is logged too: between how many equally likely tokens the model hesitates.
 
 # %%
@@ -222,8 +222,8 @@ for moment, written in notebook.texts(run).items():
 #
 # A *chat template* writes a conversation as one text, with marks around each message. The model brings its own; without
 # one, `data.chat_template` names a template of this project (`chatml`, `gemma`, `llama-3`, `mistral`) or a .jinja file.
-# Only the words of the assistant are learned, in every turn, with the mark that ends the turn: from it the model learns
-# to stop.
+# Only the words of the assistant are in the loss, in every turn, with the mark that ends the turn: from it the model
+# learns to stop.
 
 # %%
 from itertools import compress
@@ -236,8 +236,8 @@ turns = [
 talks.write_text("".join(f"{json.dumps({'messages': one})}\n" for one in turns), encoding="utf-8")
 tokens, loss_mask = family.encode_chat(turns[0])
 print(family.tokenizer.decode(tokens))
-print("learned:", family.tokenizer.decode(list(compress(tokens, loss_mask))))
-assert sum(loss_mask) == len(answer) + len("<|im_end|>"), "more than the assistant's words is learned"
+print("in the loss:", family.tokenizer.decode(list(compress(tokens, loss_mask))))
+assert sum(loss_mask) == len(answer) + len("<|im_end|>"), "more than the assistant's words is in the loss"
 
 # %% [markdown]
 # Documents of this kind are never cut at the end of a row: `data.packing` is `whole` for prompts and conversations. In

@@ -148,9 +148,9 @@ notebook.Table(["part", "numbers"], [[part, f"{count:,}"] for part, count in par
 # ## Train
 #
 # The loss of images is the mean squared error of the velocity over all latent tokens of the step, that of texts the
-# mean cross-entropy over all learned tokens. The gradient is that of their sum, weighted by `objective.mse_weight` and
-# `objective.text_weight`; the chart also shows each of them. A rank whose pass has no question still runs every layer
-# of the network, because the other rank waits for its shard.
+# mean cross-entropy over all text tokens in the loss. The gradient is that of their sum, weighted by
+# `objective.mse_weight` and `objective.text_weight`; the chart also shows each of them. A rank whose pass has no
+# question still runs every layer of the network, because the other rank waits for its shard.
 
 # %%
 run = notebook.start(config, RUNS)

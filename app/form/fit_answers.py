@@ -113,7 +113,7 @@ def _reason(fastest: Proposal) -> str:
     faster = fastest.faster
     if faster is None:
         return (
-            "Of the settings that were planned but do not fit, none would save "
+            "No planned setting that does not fit would save "
             f"{100 * FASTER:.0f} % of the time or more. "
             f"The longest part of a step is {fastest.plan.time.bound_by}."
         )

@@ -65,7 +65,7 @@ def _number(spec: Slot) -> str:
 
 FIELDS: Mapping[str, Mapping[str, Any]] = {name: _field(name) for name in all_names() if name != "stages"}
 GROUPS: Mapping[str, str] = {
-    "Model": "family, parts, precision of the base",
+    "Model": "family, components, quantization",
     "Adapter": "layers, alpha, dropout",
     "Data": "captions, shapes, masks, validation",
     "Training": "optimizer, schedule, batch, seed, timesteps",

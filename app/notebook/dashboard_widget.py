@@ -24,7 +24,7 @@ POLL_S = 0.5
 BUTTONS: Mapping[Request, tuple[str, str]] = {
     "stop": ("Stop", "End after this step, with a checkpoint"),
     "save": ("Save a checkpoint", "Write a checkpoint after this step, and go on"),
-    "sample": ("Sample now", "Draw the sample prompts after this step, and go on"),
+    "sample": ("Sample now", "Generate samples after this step, and go on"),
 }
 """{request: label and tooltip of its button}"""
 NUM_SAMPLES = 8

@@ -26,7 +26,7 @@ from trainer.view.numbers import format_seconds, format_speed
 CONFIRMATIONS: Mapping[Request, str] = {
     "stop": "Stopping after this step, with a checkpoint.",
     "save": "Saving a checkpoint after this step.",
-    "sample": "Drawing samples after this step.",
+    "sample": "Generating samples after this step.",
 }
 """{request: message after it was sent}"""
 

@@ -45,7 +45,7 @@ NUM_STEPS = 8
 REQUESTS: Mapping[Request, str] = {
     "stop": "It stops after this step and writes a checkpoint.",
     "save": "A checkpoint is written after this step.",
-    "sample": "Samples are drawn after this step.",
+    "sample": "Samples are generated after this step.",
 }
 """{request: sentence while it was not handled yet}"""
 

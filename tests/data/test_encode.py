@@ -290,7 +290,7 @@ def test_masks_that_leave_almost_nothing_to_learn_are_counted_also_by_a_start_th
     cfg = run_config(pictures, data__masks=str(masks), data__mask_background=outside, data__fit=fit)
     expected = (
         f"4 of 5 masks are white in less than 1% of the image, whose other parts have weight {outside:g}: first "
-        f"{masks}/01.png; paint what is learned white, which is 255 and not 1, or opaque"
+        f"{masks}/01.png; paint the part in the loss white, which is 255 and not 1, or opaque"
     )
     for _ in range(2):
         _, said = encoded(cfg)
@@ -323,9 +323,9 @@ def test_masks_of_class_numbers_are_counted_also_by_a_start_that_encodes_nothing
         warnings = [event.message for event in said if isinstance(event, WarningEvent)]
         assert [warning for warning in warnings if "white" in warning] == [
             f"1 of 7 masks is white in less than 1% of the image, whose other parts have weight {outside:g}: first "
-            f"{masks}/06.png; paint what is learned white, which is 255 and not 1, or opaque",
+            f"{masks}/06.png; paint the part in the loss white, which is 255 and not 1, or opaque",
             f"3 of 7 masks have no level above 127, as those of class numbers, and white is 255: first {masks}/01.png, "
-            "with levels up to 20; multiply them, or paint what is learned white or opaque",
+            "with levels up to 20; multiply them, or paint the part in the loss white or opaque",
         ]
     assert not any(isinstance(event, StatusEvent) for event in said)
 

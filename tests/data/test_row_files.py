@@ -242,7 +242,7 @@ def test_empty_cells_are_not_there_but_where_they_are_the_only_answer(tmp_path: 
     assert sorted(t for row in rows_of(texts) for t in row.tokens[row.documents >= 0].tolist()) == sorted(
         [*b"ab", END, *b"pq", END]
     )
-    assert left_out == [f"{tmp_path}/a.csv:5: nothing of it is learned"]
+    assert left_out == [f"{tmp_path}/a.csv:5: no token in the loss"]
     assert kinds(find_files(tmp_path)) == {"text", "pair"}
 
 

@@ -166,7 +166,7 @@ def test_the_card_says_what_the_hub_and_a_reader_need(run: RunDir) -> None:
             {"text": 'a "quoted" <b>TOK</b>: #1', "output": {"url": "samples/step-000030-1.png"}},
         ],
     }
-    assert "Write `TOK` in a prompt for what it learned." in card
+    assert "Write `TOK` in a prompt to use what it was trained on." in card
     assert 'pipe.load_lora_weights("ada/fox", weight_name="my-fox.safetensors")' in card
     assert "![TOK \\*in\\* the snow](samples/step-000030-0.png)" in card
     assert 'a "quoted" &lt;b&gt;TOK&lt;/b&gt;: \\#1' in card

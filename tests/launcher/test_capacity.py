@@ -223,13 +223,13 @@ def test_weights_that_are_larger_than_the_hosts_memory_are_a_problem_without_a_g
         (
             ("parallel.offload_blocks=1.0", "parallel.devices=2"),
             "parallel.offload_blocks",
-            "1.0: what 2 ranks offload takes ",
+            "1.0: offloading on 2 ranks needs ",
             "offload fewer blocks, or set quantize.format: nf4",
         ),
         (
             ("parallel.cpu_offload=true", "parallel.devices=1"),
             "parallel.cpu_offload",
-            "true: what is offloaded takes ",
+            "true: offloading needs ",
             "set false and offload some blocks (parallel.offload_blocks), or quantize.format: nf4",
         ),
     ],

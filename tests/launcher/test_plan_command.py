@@ -83,7 +83,7 @@ def test_a_plan_for_programs_is_json_in_bytes() -> None:
 def test_a_plan_ends_with_what_to_know_before_training() -> None:
     done = answer("presets/flux1-schnell-lora-1gpu.yaml", "--gpus", "1x80gb")
     assert done.stdout.splitlines()[-1] == (
-        "warning: model.path black-forest-labs/FLUX.1-schnell: the model was distilled to draw in 4 steps without "
+        "warning: model.path black-forest-labs/FLUX.1-schnell: the model was distilled to generate in 4 steps without "
         "guidance, and training undoes that: images in few steps become blurred. Train black-forest-labs/FLUX.1-dev "
         "instead, and use the adapter with this model; if it is not distilled, set model.options.distilled: false"
     )

@@ -194,7 +194,7 @@ def test_an_export_that_the_family_has_no_file_for_starts_no_process(tmp_path: P
         (
             "flux1",
             {"model.options.distilled": True},
-            "model.options.distilled: true, but this model has a guidance embedding: it is drawn with one call per "
+            "model.options.distilled: true, but this model has a guidance embedding: it is sampled with one call per "
             "step at sample.guidance; leave it empty, and set sample.steps",
         ),
         ("flux2", {**WHOLE, "quantize.format": "nf4"}, NOTHING_TO_STORE),

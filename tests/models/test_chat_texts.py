@@ -203,7 +203,7 @@ def test_an_end_that_the_marks_leave_out_is_learned_and_noted(tokenizer: Any, tm
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Hello, you<|im_end|>⟧\n"
         "<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n⟦So.<|im_end|>⟧\n"
     )
-    note = "the {% generation %} marks leave out <|im_end|>, which ends a turn; it is learned as well"
+    note = "the {% generation %} marks leave out <|im_end|>, which ends a turn; it is in the loss as well"
     assert made.take_notes() == [note]
     assert notes(Chat(tokenizer, "chatml"), TURNS) == []
 

@@ -116,7 +116,7 @@ def test_a_distilled_model_takes_given_steps_but_no_guidance() -> None:
         (
             {"model_index.json": {}, "transformer/config.json": {"guidance_embeds": True}},
             {"distilled": True},
-            "true, but this model has a guidance embedding: it is drawn with one call per step at sample.guidance; "
+            "true, but this model has a guidance embedding: it is sampled with one call per step at sample.guidance; "
             "leave it empty, and set sample.steps",
         ),
         (KLEIN, {"distilled": True}, None),
@@ -168,12 +168,12 @@ def test_a_wrong_option_is_named_with_its_line_by_what_checks_a_run(tmp_path: Pa
 
 
 SENTENCE = (
-    "model.path {path}: the model was distilled to draw in 4 steps without guidance, and training undoes that: "
+    "model.path {path}: the model was distilled to generate in 4 steps without guidance, and training undoes that: "
     "images in few steps become blurred. Train black-forest-labs/FLUX.2-klein-base-4B or "
     "black-forest-labs/FLUX.2-klein-base-9B instead, and use the adapter with this model"
 )
 OTHERWISE = "; if it is not distilled, set model.options.distilled: false"
-UNUSED = "sample.guidance: 4.0 is not used: a distilled model is drawn without guidance"
+UNUSED = "sample.guidance: 4.0 is not used: a distilled model is sampled without guidance"
 
 
 def test_a_run_of_a_distilled_model_warns_once_before_training(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_run_of_a_distilled_model_warns_once_before_training(tmp_path: Path) -
         (
             DISTILLED,
             {"sample__prompts": ["a fox"], "sample__negative": "grey"},
-            [SENTENCE + OTHERWISE, "sample.negative is not used: a distilled model is drawn without guidance"],
+            [SENTENCE + OTHERWISE, "sample.negative is not used: a distilled model is sampled without guidance"],
         ),
         (BASE, {"sample__prompts": ["a fox"], "sample__guidance": 4.0}, []),
     ],

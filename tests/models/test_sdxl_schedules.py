@@ -393,8 +393,8 @@ UNUSABLE = {
     "MySamplerScheduler": f"diffusers {VERSION} has no sampler MySamplerScheduler",
     "FlowMatchEulerDiscreteScheduler": "FlowMatchEulerDiscreteScheduler does not draw with the noise schedule of such "
     "a model and a number of steps alone",
-    "RePaintScheduler": "RePaintScheduler does not draw with the noise schedule of such a model and a number of steps "
-    "alone",
+    "RePaintScheduler": "RePaintScheduler does not sample with the noise schedule of such a model and a number of "
+    "steps alone",
     "LCMScheduler": "LCMScheduler refuses 60 steps or its settings",
     "HeunDiscreteScheduler": f"diffusers {VERSION}'s HeunDiscreteScheduler has no zero-terminal SNR",
 }
@@ -413,7 +413,7 @@ def test_a_sampler_that_cannot_be_used_is_replaced_by_eulers_method_and_the_reas
     (sentence,) = family.warnings(cfg)
     reason, _, remedy = sentence.partition("; set ")
     # LCM was distilled from 50 steps. How diffusers says that is not for us to say.
-    assert reason.partition(" (The combination")[0] == f"samples are drawn with Euler's method: {UNUSABLE[name]}"
+    assert reason.partition(" (The combination")[0] == f"samples are generated with Euler's method: {UNUSABLE[name]}"
     assert remedy == f"sample.scheduler: euler, or name another sampler in {copied / 'model_index.json'}"
     for without in ({"prompts": []}, {"scheduler": "euler"}):
         assert family.warnings(run_config(copied, model={"family": "sdxl"}, sample=sample | without)) == ()

@@ -89,8 +89,7 @@ def test_the_plan_says_that_a_speed_was_assumed(tmp_path: Path) -> None:
         return [line for line in lines(cfg, found) if line.startswith("speed ")]
 
     assert said("NVIDIA RTX 9999") == [
-        "speed            that of this GPU is not known; assumed: that of 24 GB (RTX 4090), which has the nearest "
-        "memory"
+        "speed            unknown for this GPU; assumed: that of 24 GB (RTX 4090), which has the nearest memory"
     ]
     assert said("NVIDIA GeForce RTX 3090") == []
 

@@ -138,7 +138,7 @@ def test_white_masks_and_none_at_all_change_nothing_but_a_warning(data: Data) ->
     assert white.losses == plain.losses
     assert difference(white.weights, plain.weights) == 0.0
     assert [event.message for event in white.events if isinstance(event, WarningEvent)] == [
-        f"data.masks: 6 of 8 images have no mask and are learned whole, first {data.pictures}/01.png"
+        f"data.masks: 6 of 8 images have no mask and are in the loss as a whole, first {data.pictures}/01.png"
     ]
 
 

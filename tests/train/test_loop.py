@@ -357,7 +357,7 @@ def test_a_request_for_samples_without_prompts_is_answered_with_a_warning(pictur
     assert trainer.train() == "finished"
     trainer.close()
     warnings = [event.message for event in events if isinstance(event, WarningEvent)]
-    assert warnings == ["no samples are drawn: sample.prompts is empty"]
+    assert warnings == ["no samples are generated: sample.prompts is empty"]
     assert list(run.requests.iterdir()) == []
 
 

@@ -365,11 +365,11 @@ def test_pairs_that_are_longer_than_a_row_are_left_out_and_counted(bench: Bench,
         ({"prompt": 1, "chosen": "b", "rejected": "c"}, '"prompt" is neither a string nor a list of messages'),
         (
             {"prompt": "a", "chosen": [], "rejected": said("assistant", "c")},
-            '"chosen" has no message of the assistant that is learned',
+            '"chosen" has no message of the assistant that is in the loss',
         ),
         (
             {"prompt": "a", "chosen": [said("assistant", "b")[0] | {"weight": 0}], "rejected": said("assistant", "c")},
-            '"chosen" has no message of the assistant that is learned',
+            '"chosen" has no message of the assistant that is in the loss',
         ),
         (
             {"chosen": said("user", "a", "assistant", "b"), "rejected": said("user", "x", "assistant", "c")},
@@ -389,7 +389,7 @@ def test_pairs_that_are_longer_than_a_row_are_left_out_and_counted(bench: Bench,
                 "chosen": said("user", "a", "assistant", "b"),
                 "rejected": said("user", "a", "assistant", "b", "user", "c", "assistant", "d"),
             },
-            'the other answer begins with all that is learned of "chosen"; remove the row',
+            'the other answer begins with all that is in the loss of "chosen"; remove the row',
         ),
         (
             {"text": "a later row without two answers"},

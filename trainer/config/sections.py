@@ -133,24 +133,27 @@ MOST_TEXT_WINDOWS = 8
 class ModelOptions(Section):
     architecture: str | None = None
     """Published variant whose architecture `model.path: tiny` imitates. Weights on disk are checked against it."""
-    text_layers: tuple[Layer, ...] | None = option(None, title="Layers of the text encoder")
+    text_layers: tuple[Layer, ...] | None = option(None, title="Text encoder layers")
     """Layers of the text encoder whose hidden states are concatenated. Empty: evenly spaced layers, as in the published
     models."""
-    max_tokens: Whole | None = option(None, title="Longest caption", ge=8, le=4096, unit="tokens")
+    max_tokens: Whole | None = option(
+        None, title="Max caption length", ge=8, le=4096, unit="tokens", keywords="longest maximum"
+    )
     """Captions are padded or truncated to this length. Empty: the length of the published model, or the tokenizer's
     maximum if that is shorter."""
-    text_windows: Whole = option(1, title="Windows of CLIP", ge=1, le=MOST_TEXT_WINDOWS)
+    text_windows: Whole = option(1, title="CLIP windows", ge=1, le=MOST_TEXT_WINDOWS, keywords="prompt chunks long")
     """Number of 75-token windows in which CLIP reads a caption, as ComfyUI and A1111 do with long prompts. For
     example 3 for captions of up to 225 tokens."""
-    without: tuple[str, ...] = option((), title="Text encoders left out")
-    """Text encoders to leave out, if the model works without them: for example `text_encoder_3`, a large third one."""
-    blocks: str | None = None
+    without: tuple[str, ...] = option((), title="Omitted text encoders", keywords="left out drop skip t5")
+    """Text encoders that are not loaded, where the model works without them: for example `text_encoder_3`, a large
+    third one."""
+    blocks: str | None = option(None, title="Block classes", keywords="fsdp wrap transformer layer")
     """Class names of the blocks that are sharded one by one, comma-separated. Empty: the blocks the model itself
     declares."""
     new_tokens: tuple[str, ...] = option((), title="New tokens", keywords="vocabulary tokenizer special tokens resize")
     """Tokens to add to a language model's tokenizer, for example `<tool_call>`. Their embeddings start at the mean of
     the others and must be trained: fully, or by `adapter.modules_to_save`."""
-    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    attention: Literal["auto", "sdpa", "eager"] = option("auto", title="Attention implementation")
     """Implementation of a language model's attention in transformers. auto: sdpa where the model's class has it, else
     eager, which needs memory for all pairs of tokens."""
     distilled: bool | None = None
@@ -165,14 +168,14 @@ class ModelConfig(Section):
     small built-in model that generates pictograms of 64 x 64 pixels), or `tiny` (random weights, trains in seconds on a
     CPU). For a language model: a transformers folder, or `random` for random weights in the full size of
     `model.options.architecture` or `model.base`."""
-    base: str | None = option(None, title="Folder with the other components", path="model")
+    base: str | None = option(None, title="Components folder", path="model", keywords="other")
     """Needed if `model.path` is a single file: a diffusers folder with the configs and the components which that file
     lacks. For `random`: a folder with config.json and tokenizer."""
     train: dict[str, Literal["frozen", "adapter", "full"]] = option(
-        {}, title="Trained parts", keywords="freeze unfreeze full finetune text encoder unet"
+        {}, title="Trained components", keywords="freeze unfreeze full finetune text encoder unet parts"
     )
-    """How each component of the model is trained: by the adapter, fully, or not at all (frozen). Components not listed
-    are frozen. Empty: the denoiser is trained, by the adapter or, without an adapter, fully."""
+    """Training of each component of the model: by the adapter (adapter), of all weights (full), or none (frozen).
+    Components not listed are frozen. Empty: the denoiser is trained, by the adapter or, without an adapter, fully."""
     options: ModelOptions = ModelOptions()
 
     @property
@@ -182,7 +185,7 @@ class ModelConfig(Section):
 
 
 class Method(Section):
-    """What is trained: an adapter, or the model's own weights.
+    """Training method: an adapter, or the model's own weights.
 
     Attributes:
         title: Name of the method on every screen.
@@ -235,13 +238,13 @@ class AdapterSection(Method):
 
     type: str
     """Kind of adapter."""
-    targets: tuple[str, ...] = option((), title="Layers to adapt", keywords="target modules attention")
+    targets: tuple[str, ...] = option((), title="Target modules", keywords="target modules attention layers to adapt")
     """Layers to adapt, by name or regular expression, for example `attn.to_q`. Empty: all linear layers in the model's
     blocks."""
     modules_to_save: tuple[str, ...] = option(
-        (), title="Modules trained whole", keywords="embeddings lm_head full new tokens"
+        (), title="Fully trained modules", keywords="embeddings lm_head full new tokens whole"
     )
-    """Modules that are trained whole in addition to the adapter, by name or regular expression, for example
+    """Modules whose weights are trained fully in addition to the adapter, by name or regular expression, for example
     `embed_tokens` and `lm_head`. Folders of peft and merged exports hold them."""
     start: str | None = option(None, title="Adapter to continue from", path="file", keywords="resume pretrained lora")
     """Existing adapter file to continue from, in the format of ShardStudio, diffusers, peft, kohya or LyCORIS."""
@@ -292,7 +295,7 @@ class LowRankAdapter(RankAdapter):
 class ConvAdapter(RankAdapter):
     """Adapters that also change convolutions."""
 
-    conv_rank: Rank | None = option(None, title="Rank of convolutions", keywords="conv dim")
+    conv_rank: Rank | None = option(None, title="Convolution rank", keywords="conv dim")
     """Rank for the convolutions in the model's blocks, if it has any. Empty: convolutions are not adapted."""
 
     @property
@@ -309,9 +312,12 @@ class LoraAdapter(LowRankAdapter):
     line: ClassVar[str] = "A small update of each layer. Loads everywhere."
     is_portable: ClassVar[bool] = True
     network_module: ClassVar[str] = "networks.lora"
-    init: Literal["default", "pissa"] = option("default", title="Initial values", keywords="pissa svd qpissa")
-    """What the adapter starts from: nothing (default), or the largest singular values of each layer, which are taken
-    out of the frozen base (pissa, arXiv 2404.02948). The export is then an ordinary LoRA of twice the rank."""
+    init: Literal["default", "pissa"] = option(
+        "default", title="Initialization", keywords="pissa svd qpissa initial values"
+    )
+    """Initial values of the adapter: no change to the model (default), or the largest singular values of each layer,
+    which are taken out of the frozen base (pissa, arXiv 2404.02948). The export is then an ordinary LoRA of twice the
+    rank."""
 
     @property
     def takes_from_base(self) -> bool:
@@ -333,7 +339,7 @@ class LoconAdapter(ConvAdapter, LowRankAdapter):
     title: ClassVar[str] = "LoCon"
     line: ClassVar[str] = "LoRA that changes convolutions as well."
     is_portable: ClassVar[bool] = True
-    conv_rank: Rank | None = option(None, title="Rank of convolutions")
+    conv_rank: Rank | None = option(None, title="Convolution rank")
     """Rank for the convolutions in the model's blocks, if it has any. Empty: `adapter.rank`."""
 
     @property
@@ -375,9 +381,9 @@ class LokrAdapter(ConvAdapter):
     is_linear_in_rank: ClassVar[bool] = False
     factor: Whole = option(-1, ge=-1, le=1024)
     """Largest size of the small matrix. -1: split each layer as close to square as its sizes allow."""
-    decompose_both: bool = option(False, title="Factor both matrices")
+    decompose_both: bool = option(False, title="Decompose both matrices")
     """Factor the small matrix into a low-rank product, too."""
-    full_matrix: bool = option(False, title="Keep both matrices whole")
+    full_matrix: bool = option(False, title="Full matrices", keywords="keep both whole")
     """Do not factor either matrix. Rank and alpha are then ignored: the update is not scaled, as in LyCORIS."""
 
     def problems(self) -> Iterator[Problem]:
@@ -441,18 +447,18 @@ Adapter = Annotated[AnyAdapter, Field(discriminator="type")]
 
 class QuantizeConfig(Section):
     format: BaseFormat = option(
-        "none", title="Precision of the base", keywords="4bit 8bit qlora bitsandbytes vram memory"
+        "none", title="Base quantization", keywords="4bit 8bit qlora bitsandbytes vram memory precision"
     )
-    """How the linear layers and experts of the frozen base model are stored: in bf16 (`none`), in 8 bits (`int8`, or
-    `fp8`, which keeps layers that are already stored in fp8 unchanged), or in 4 bits (`nf4`). Norms, modulation,
-    embedders and the output layer stay in bf16. Fewer bits need less GPU memory."""
+    """Storage of the linear layers and experts of the frozen base model: bf16 (`none`), 8 bits (`int8`, or `fp8`, which
+    keeps layers that are already stored in fp8 unchanged), or 4 bits (`nf4`). Norms, modulation, embedders and the
+    output layer stay in bf16. Fewer bits need less GPU memory."""
     keep: tuple[str, ...] = option((), title="Layers kept in bf16")
     """Layers that stay in bf16, by name or regular expression."""
-    formats: dict[str, BaseFormat] = option({}, title="Precision per layer")
+    formats: dict[str, BaseFormat] = option({}, title="Quantization per layer", keywords="precision")
     """A different format for some layers of the blocks, including modulation: {name or regular expression: format}."""
     encoders: bool = option(False, title="Quantize text encoders", keywords="vram memory t5")
     """Also quantize the text encoders while captions are encoded; small ones are not quantized."""
-    cache: bool = option(False, title="Keep the quantized base on disk")
+    cache: bool = option(False, title="Cache quantized base")
     """Keep the quantized base model on disk, in the cache folder, so that later runs load it without converting."""
 
 
@@ -460,18 +466,23 @@ class DataFolder(Section):
     path: str = option(..., path="folder")
     """Folder of images with captions; for a language model, a folder or file of text."""
     weight: Number = option(1.0, gt=0, le=1000)
-    """How often each of its images or documents occurs per epoch. 1.5 = every one once, and every second one twice."""
+    """Number of times that each of its images or documents occurs per epoch. 1.5 = every one once, and every second one
+    twice."""
     resolutions: tuple[Side, ...] = option((), title="Resolutions", unit="pixels")
     """`data.resolutions` for its images. Empty: as `data` has them."""
-    micro_batch: Whole | None = option(None, title="Images per GPU at once", ge=1, le=4096, unit="samples")
+    micro_batch: Whole | None = option(
+        None, title="Micro batch size", ge=1, le=4096, unit="samples", keywords="images per gpu at once"
+    )
     """`train.micro_batch` for batches with its images, for example fewer of larger ones. Empty: `train.micro_batch`."""
-    caption_prefix: str = option("", title="Text before its captions")
+    caption_prefix: str = option("", title="Caption prefix")
     """Put in front of each of its captions, with a space between them. It may hold [trigger]."""
-    caption_dropout: Number | None = option(None, title="Captions left out", ge=0, le=1)
+    caption_dropout: Number | None = option(
+        None, title="Caption dropout", ge=0, le=1, keywords="left out unconditional cfg"
+    )
     """`data.caption_dropout` for its images. Empty: as `data` has it."""
-    masks: str | None = option(None, title="Folder of masks", path="folder")
+    masks: str | None = option(None, title="Mask folder", path="folder", keywords="loss mask")
     """`data.masks` for its images. Empty: `data.masks`."""
-    flip: bool | None = option(None, title="Mirrored images")
+    flip: bool | None = option(None, title="Horizontal flip", keywords="mirrored images")
     """`data.flip` for its images. Empty: as `data` has it."""
 
     @property
@@ -491,75 +502,79 @@ class DataConfig(Section):
     folders: tuple[DataFolder, ...] = option((), title="More folders", keywords="dataset concepts mixture")
     """More folders of training data, each with a weight."""
     resolution: Whole = option(1024, ge=16, le=4096, unit="pixels", keywords="image size bucket width height")
-    """Images are scaled to about this value squared in pixels, and keep their aspect ratio. A model that
-    draws and answers draws images whose longest side is at most this, and whose shortest is at least half of it."""
+    """Images are scaled to about this value squared in pixels, and keep their aspect ratio. A model that generates
+    images and text has images whose longest side is at most this, and whose shortest is at least half of it."""
     resolutions: tuple[Side, ...] = option(
         (), title="Several resolutions", unit="pixels", keywords="multi resolution bucket sizes scales"
     )
-    """Sizes in place of `data.resolution`, for example [512, 768, 1024], for a model that draws at each of them.
+    """Sizes in place of `data.resolution`, for example [512, 768, 1024], for a model that generates at each of them.
     `data.at_resolutions` says which image is trained at which. Empty: `data.resolution` alone."""
-    at_resolutions: Literal["each", "largest"] = option("each", title="Image at resolutions")
+    at_resolutions: Literal["each", "largest"] = option("each", title="Resolutions per image")
     """With several resolutions: train every image at each of them, or only at the largest that it fills without being
     enlarged; an image that fills none is trained at the smallest."""
     fit: Literal["crop", "pad", "drop"] = option(
-        "crop", title="Image of another shape", keywords="crop pad letterbox border bucket aspect"
+        "crop", title="Fit to bucket", keywords="crop pad letterbox border bucket aspect another shape"
     )
-    """How an image is brought to the shape of its bucket. crop: what stands over is cut off around the image's focus
-    point, its center if it has none. pad: the image is whole, with borders of `data.background` that are not learned.
-    drop: as crop, but images that lose more than `data.most_cropped` are left out."""
+    """Fitting of an image to the shape of its bucket. crop: the excess is cropped around the focus point, or the
+    center. pad: the image is kept whole; borders of `data.background` fill the bucket and are masked out of the loss.
+    drop: as crop, but images that lose more than `data.most_cropped` are skipped."""
     most_cropped: Number = option(1 / 3, title="Largest crop", ge=0, lt=1)
     """With `data.fit: drop`, the largest share of an image that may be cut off."""
     background: Colour = option(
         "#ffffff", title="Background", pattern=COLOUR, keywords="transparency alpha border colour"
     )
     """Colour behind transparent images and of borders, as #rrggbb."""
-    flip: bool = option(False, title="Mirrored images", keywords="flip augmentation horizontal mirror")
+    flip: bool = option(False, title="Horizontal flip", keywords="flip augmentation horizontal mirror mirrored images")
     """Mirror half of the samples, left to right. Not for text, faces or anything with a left and a right side."""
-    seen_resolution: Whole = option(980, title="Size of seen images", ge=14, le=4096, unit="pixels")
-    """For a model that answers questions about images: longest side of an image that it looks at. Small images are
-    enlarged until their shortest side is 27/70 of it, which are 378 of 980 pixels."""
-    max_aspect: Number = option(2.0, title="Most elongated shape", ge=1, le=8, keywords="aspect ratio bucket crop")
+    seen_resolution: Whole = option(
+        980, title="Conditioning image size", ge=14, le=4096, unit="pixels", keywords="seen resolution"
+    )
+    """Longest side of a conditioning image: one that a model looks at to answer a question or to make an edit. Small
+    images are enlarged until their shortest side is 27/70 of it (378 of 980 pixels)."""
+    max_aspect: Number = option(
+        2.0, title="Largest aspect ratio", ge=1, le=8, keywords="aspect ratio bucket crop most elongated shape maximum"
+    )
     """Aspect ratio (longest : shortest side) of the most elongated bucket. Images beyond it are cropped. 1 = squares
     only."""
     trigger: str = option("", title="Trigger word", keywords="token keyword instance prompt")
-    """Trigger word for the learned subject or style. It replaces [trigger] in captions, or is prepended to captions
+    """Trigger word for the subject or style. It replaces [trigger] in captions, or is prepended to captions
     without it."""
-    image_column: str = option("", title="Column of images", keywords="parquet csv webdataset hub datasets")
+    image_column: str = option("", title="Image column", keywords="parquet csv webdataset hub datasets")
     """In a .parquet or .csv file, the column of the images (their bytes, or paths relative to the file); in a .tar
     file, their suffix. Empty: image, jpg, png, file_name or another usual name."""
-    caption_column: str = option("", title="Column of captions", keywords="parquet csv webdataset hub datasets text")
-    """The same of the captions: a text, or a list of which each sample takes one; in a .tar file also a value of a
-    .json. Empty: text, caption, prompt or another usual name."""
-    reference_columns: tuple[str, ...] = option((), title="Columns of images before the edit", keywords="control edit")
-    """The same of reference images for edit training, one or several."""
+    caption_column: str = option("", title="Caption column", keywords="parquet csv webdataset hub datasets text")
+    """In the same files, the column of the captions: a text, or a list from which each sample takes one. In a .tar file
+    it may be a key of a .json. Empty: text, caption, prompt or another usual name."""
+    reference_columns: tuple[str, ...] = option((), title="Reference columns", keywords="control edit before")
+    """In the same files, the columns of the reference images for edit training, one or several."""
     repeats: Whole = option(1, ge=1, le=10000, keywords="epochs")
-    """How often each image occurs per epoch."""
-    caption_dropout: Number = option(0.0, title="Captions left out", ge=0, le=1)
+    """Number of times that each image occurs per epoch."""
+    caption_dropout: Number = option(0.0, title="Caption dropout", ge=0, le=1, keywords="left out unconditional cfg")
     """Share of samples that are trained with an empty caption, so that the model still works with classifier-free
-    guidance. Captions of `data.regularization` are never dropped. In an edit or a sequence with drawn images: share of
-    the texts before them that are left out."""
-    latents_dropout: Number = option(0.3, title="Latents of sources left out", ge=0, le=1)
-    """For a model that draws and answers: share of the source images whose latents are left out of an edit, or of a
-    sequence with drawn images."""
-    vision_dropout: Number = option(0.3, title="Views of sources left out", ge=0, le=1)
-    """For a model that draws and answers: share of the source images whose visual features are left out of an edit, or
-    of a sequence with drawn images."""
-    caption_lines: bool = option(False, title="A caption per line", keywords="several captions variants wildcard")
-    """Each line of a caption's .txt file is a caption by itself, of which each sample takes one. A list of texts in a
-    metadata.jsonl always is."""
-    missing_caption: Literal["stop", "empty"] = option("stop", title="Image without caption")
+    guidance. Captions of `data.regularization` are never dropped. In an edit or a sequence with generated images: share
+    of the texts before them that are dropped."""
+    latents_dropout: Number = option(0.3, title="Source dropout (latents)", ge=0, le=1, keywords="left out")
+    """Share of the source images whose latents are dropped from an edit, or from a sequence with generated images, for
+    a model that generates images and text."""
+    vision_dropout: Number = option(0.3, title="Source dropout (views)", ge=0, le=1, keywords="left out")
+    """Share of the source images whose visual features are dropped from an edit, or from a sequence with generated
+    images, for a model that generates images and text."""
+    caption_lines: bool = option(False, title="Caption per line", keywords="several captions variants wildcard")
+    """Each line of a caption's .txt file is a separate caption; each sample uses one of them. A list of texts in a
+    metadata.jsonl is always read this way."""
+    missing_caption: Literal["stop", "empty"] = option("stop", title="On missing caption", keywords="without")
     """When an image has no caption: stop and name the image, or train it with an empty caption."""
-    bad_image: Literal["stop", "warn"] = option("stop", title="Broken image")
+    bad_image: Literal["stop", "warn"] = option("stop", title="On broken image", keywords="damaged")
     """When an image cannot be decoded: stop and name the image, or leave it out with a warning."""
     validation: str | Whole = option(0, title="Held out", path="folder", keywords="overfitting evaluation test split")
     """Held-out images for the validation loss: a folder, or the number of images to hold out from the training data.
     For a language model, the folder may also be a file of text."""
     validation_every: Whole = option(100, title="Validation every", ge=1, unit="steps")
     """Steps between two measurements of the validation loss."""
-    masks: str | None = option(None, title="Folder of masks", path="folder")
-    """Folder of masks with the file names of the training images: white (or opaque) where to learn, black (or
-    transparent) where not to. Images without a mask are learned entirely."""
-    mask_background: Number = option(0.0, title="Weight outside masks", ge=0, le=1)
+    masks: str | None = option(None, title="Mask folder", path="folder", keywords="loss mask")
+    """Folder of loss masks with the file names of the training images: white (or opaque) pixels are in the loss, black
+    (or transparent) ones are not. Without a mask, the whole image is in the loss."""
+    mask_background: Number = option(0.0, title="Loss weight outside masks", ge=0, le=1, keywords="unmasked weight")
     """Loss weight of the black parts of a mask. White parts have weight 1."""
     regularization: str | None = option(
         None,
@@ -567,13 +582,13 @@ class DataConfig(Section):
         path="folder",
         keywords="prior preservation class images overfitting dreambooth",
     )
-    """Folder of captioned images of the same class without the learned subject, so that the model keeps its knowledge
+    """Folder of captioned images of the same class without the subject, so that the model keeps its knowledge
     of the class. In total they occur as often as the training images, in rotation. Trigger, masks and references do not
     apply to them."""
-    regularization_weight: Number = option(1.0, title="Weight of regularization", gt=0, le=100)
+    regularization_weight: Number = option(1.0, title="Regularization loss weight", gt=0, le=100, keywords="prior")
     """Loss weight of a regularization image. A training image has weight 1."""
     references: str | None = option(
-        None, title="Images before the edit", path="folder", keywords="control kontext source before after"
+        None, title="Reference images", path="folder", keywords="control kontext source before after"
     )
     """For edit training: folder of the images before the edit, with the file names of the training images, or with _0,
     _1 and so on after the name for several. They are scaled to `data.resolution` and keep their aspect ratio."""
@@ -588,12 +603,14 @@ class DataConfig(Section):
     """Sequence length. Short documents are packed into one sequence without attending to each other, as `data.packing`
     says."""
     packing: Literal["auto", "whole", "split"] = option("auto", title="Packing", keywords="pack bfd best fit")
-    """How documents fill sequences of text: `whole` keeps each in one sequence, those of a shuffled window by best fit,
+    """Filling of sequences with documents: `whole` keeps each in one sequence, those of a shuffled window by best fit,
     with padding where none fits; `split` cuts a document at the end of a sequence and continues it in the next. auto:
     whole if the files hold prompts with completions or conversations, else split."""
-    too_long: Literal["drop", "cut"] = option("drop", title="Too long for a sequence", keywords="truncate max length")
-    """With whole packing, what happens to a prompt with completion or a conversation that is longer than `data.length`:
-    left out with a warning, or cut at its end. Plain text is cut into several sequences."""
+    too_long: Literal["drop", "cut"] = option(
+        "drop", title="Overlong documents", keywords="truncate max length too long for a sequence"
+    )
+    """A prompt with completion or a conversation that is longer than `data.length`, with whole packing: skipped with a
+    warning, or truncated. Plain text is cut into several sequences."""
     chat_template: str | None = option(
         None, title="Chat template", path="template", keywords="chatml jinja conversation messages"
     )
@@ -602,25 +619,25 @@ class DataConfig(Section):
     system: str = option("", title="System message", keywords="system prompt chat conversation")
     """System message for conversations that have none."""
     shuffle_window: Whole = option(1024, ge=1, le=1000000, unit="documents")
-    """Number of consecutive documents that are shuffled among themselves; they are held in memory."""
+    """Number of consecutive documents that are shuffled among themselves; they are kept in memory."""
     questions: str | None = option(
         None,
         title="Questions, edits and sequences",
         path="file",
         keywords="vqa instruction edit interleaved multi-turn conversation thinking parquet",
     )
-    """For a model that draws and answers: a .jsonl file whose lines are questions (image, question, answer),
+    """For a model that generates images and text: a .jsonl file whose lines are questions (image, question, answer),
     conversations about images, or sequences of text and images in any order; or a .parquet file with edits or
     captioned images; or a folder of such files. Paths are relative to the file. If `data.validation` is a number, as
     many rows are held out too."""
-    question_share: Number = option(0.5, title="Share of questions", gt=0, lt=1)
+    question_share: Number = option(0.5, title="Question share", gt=0, lt=1)
     """Share of the samples that are rows of `data.questions`, if there are captioned images as well."""
     pack_tokens: Whole | None = option(
         None, title="Tokens per pack", ge=16, le=1048576, unit="tokens", keywords="packing balance expected_num_tokens"
     )
-    """For a model that draws and answers: whole sequences are packed until they have about this many tokens, and such
-    a pack counts as one sample of `train.batch_size`, so that all ranks do equal work. Empty: every sequence is a
-    sample."""
+    """For a model that generates images and text: whole sequences are packed until they have about this many tokens,
+    and such a pack counts as one sample of `train.batch_size`, so that all ranks do equal work. Empty: every sequence
+    is a sample."""
 
     @property
     def companions(self) -> dict[str, str | None]:
@@ -673,20 +690,20 @@ class DataConfig(Section):
 
 class ObjectiveConfig(Section):
     density: Literal["logit_normal", "uniform", "mode", "cosmap"] = option("logit_normal", title="Timestep density")
-    """Distribution from which the timesteps of flow matching are drawn, before the shift."""
-    logit_mean: Number = option(0.0, title="Mean of the timesteps", ge=-10, le=10)
+    """Distribution from which the timesteps of flow matching are sampled, before the shift."""
+    logit_mean: Number = option(0.0, title="Logit mean", ge=-10, le=10, keywords="timesteps")
     """Mean of the logit-normal density. Positive values train more on noisy timesteps, as in arXiv 2403.03206 and
     kohya. diffusers' training scripts use the opposite sign: negate values copied from them."""
-    logit_std: Number = option(1.0, title="Spread of the timesteps", gt=0, le=10)
+    logit_std: Number = option(1.0, title="Logit std", gt=0, le=10, keywords="spread timesteps")
     """Standard deviation of the logit-normal density."""
     mode_scale: Number = option(1.29, ge=-1, le=1.75)
     """Scale of the mode density."""
     shift: Literal["auto", "linear", "empirical", "constant", "none"] = option("auto", title="Timestep shift")
-    """How timesteps are shifted toward noise: `linear` in the number of image tokens, `empirical` as in the 50-step
+    """Shift of the timesteps toward noise: `linear` in the number of image tokens, `empirical` as in the 50-step
     sampler, `constant` by `shift_factor`, or `none`. auto: the model family's own recipe."""
-    shift_factor: Number = option(3.0, title="Factor of the shift", gt=0, le=100)
+    shift_factor: Number = option(3.0, title="Shift factor", gt=0, le=100, keywords="timesteps")
     """Multiplicative shift for `shift: constant`."""
-    prediction: Literal["auto", "epsilon", "v_prediction"] = "auto"
+    prediction: Literal["auto", "epsilon", "v_prediction"] = option("auto", title="Prediction type")
     """Output of a discrete diffusion model: the noise (epsilon) or the velocity. auto: the marker `v_pred` in a
     single file decides, else the scheduler config in the model's folder."""
     zero_terminal_snr: Literal["auto", "on", "off"] = option("auto", title="Zero terminal SNR")
@@ -696,23 +713,25 @@ class ObjectiveConfig(Section):
     min_snr_gamma: Number | None = option(None, title="Min-SNR gamma", gt=0, le=100)
     """Upper limit of the signal-to-noise loss weight of discrete diffusion (arXiv 2303.09556); 5 is usual. Empty: no
     weighting."""
-    guidance: Number = option(1.0, title="Guidance in training", ge=0, le=100)
+    guidance: Number = option(1.0, title="Training guidance", ge=0, le=100)
     """Guidance value that a guidance-distilled model receives as input during training."""
-    mse_weight: Number = option(1.0, title="Weight of images", ge=0, le=100)
-    """Weight of the mean loss of drawn images, for models that learn both text and images."""
-    text_weight: Number = option(1.0, title="Weight of text", ge=0, le=100, keywords="ce_weight")
-    """Weight of the mean loss of learned text, for models that learn both text and images."""
+    mse_weight: Number = option(1.0, title="Image loss weight", ge=0, le=100)
+    """Weight of the mean loss of generated images, for models that are trained on both text and images."""
+    text_weight: Number = option(1.0, title="Text loss weight", ge=0, le=100, keywords="ce_weight")
+    """Weight of the mean loss of text, for models that are trained on both text and images."""
     token_weight: Literal["token", "item", "sqrt"] = option(
-        "token", title="Weight of a token", keywords="ce_loss_reweighting sample square"
+        "token", title="Token loss weighting", keywords="ce_loss_reweighting sample square"
     )
-    """What counts the same in these two means: every token (token), or every image and every text whatever its length
-    (item). sqrt is between them for text: a token of a text of n tokens has the weight 1 / sqrt(n)."""
-    router_weight: Number | None = option(None, title="Weight of balanced experts", ge=0, le=10)
-    """Weight of the loss that spreads tokens evenly over the experts of a mixture (arXiv 2101.03961); 0.001 to 0.01 is
-    usual. Empty: as the model's config.json has it."""
+    """Weighting within these two means: equal for every token (token), or for every image and every text, whatever its
+    length (item). sqrt is in between for text: each of n tokens has the weight 1 / sqrt(n)."""
+    router_weight: Number | None = option(
+        None, title="Router balance loss", ge=0, le=10, keywords="weight of balanced moe auxiliary aux_loss"
+    )
+    """Weight of the auxiliary loss that balances tokens over the experts of a mixture (arXiv 2101.03961); 0.001 to 0.01
+    is usual. Empty: as in the model's config.json."""
     dpo_beta: Number | None = option(
         None,
-        title="Beta of DPO",
+        title="DPO beta",
         gt=0,
         le=1e6,
         keywords="preference alignment rlhf chosen rejected direct optimization",
@@ -747,14 +766,14 @@ class OptimConfig(Section):
     decay_norms: bool = option(False, title="Decay norms and biases")
     """Weight decay also shrinks norms, biases and every other trained vector."""
     schedule: Literal["constant", "linear", "cosine"] = option(
-        "constant", title="Schedule", keywords="scheduler decay cosine"
+        "constant", title="Learning rate schedule", keywords="scheduler decay cosine lr"
     )
     """Learning rate after warm-up: constant, or decaying to zero at the last step, linearly or along a cosine."""
     warmup: Whole = option(0, title="Warm-up", ge=0, unit="steps")
     """Steps over which the learning rate rises linearly from zero."""
     clip_norm: Number | None = option(1.0, title="Gradient clipping", gt=0)
     """Gradients are clipped to this global norm. Empty: no clipping."""
-    ema: Number = option(0.0, title="Average of the weights (EMA)", ge=0, lt=1)
+    ema: Number = option(0.0, title="EMA decay", ge=0, lt=1, keywords="average of the weights")
     """Decay of the exponential moving average (EMA) of the trained weights, which samples and the export then use.
     0 = off."""
 
@@ -769,54 +788,59 @@ class TrainConfig(Section):
     steps is known once the data are read. Of the two fields, the one given later counts: a command line or a form
     before its preset, a stage before its run."""
     batch_size: Whole = option(
-        1, title="Samples per step", ge=1, le=65536, unit="samples", keywords="batch size accumulation"
+        1,
+        title="Batch size",
+        ge=1,
+        le=65536,
+        unit="samples",
+        keywords="batch size accumulation samples per step global",
     )
     """Images, or sequences of text, per optimizer step, over all ranks."""
     micro_batch: Whole = option(
         1,
-        title="Samples per GPU at once",
+        title="Micro batch size",
         ge=1,
         le=4096,
         unit="samples",
-        keywords="batch size gradient accumulation vram memory speed",
+        keywords="batch size gradient accumulation vram memory speed samples per gpu at once",
     )
     """Images, or sequences of text, per rank and forward pass. Gradients are accumulated until `train.batch_size` is
     reached."""
     seed: Whole = option(0, ge=0, le=2**31 - 1)
-    """Seed of the noise, the timesteps, the order of the data and the adapter's initialization. The number of ranks
-    does not change what is drawn."""
+    """Seed of the noise, the timesteps, the order of the data and the adapter's initialization. They do not depend on
+    the number of ranks."""
     precision: Literal["fp32", "bf16"] = option("bf16", keywords="mixed precision fp16 speed")
     """Number type of computation. Trained weights and their optimizer state are fp32 either way. bf16 needs a GPU of
     compute capability 8.0 or more (Ampere)."""
     checkpointing: Literal["none", "selective", "full", "auto"] | str | Whole = option(
         "none", title="Gradient checkpointing", keywords="vram memory gradient checkpointing recompute activations"
     )
-    """Gradient checkpointing: backward computes activations again, which saves memory and costs time. none: in no
-    block. selective: everything in all blocks but what takes long, the products with the base's weights and attention.
-    full: everything in all blocks. A number n: everything in every n-th block. A mixture: "full 12, selective" is full
-    in the first 12 blocks and selective in the others. auto: the least with which the run fits the GPUs, by the
-    plan."""
-    neftune_alpha: Number = option(0.0, title="Noise on embeddings (NEFTune)", ge=0, le=1000, keywords="neftune noise")
+    """Gradient checkpointing: backward recomputes activations, which saves memory and costs time. none: in no block.
+    selective: recompute only cheap operations (norms, activations, the adapter); keep the base's linear layers and
+    attention. full: recompute everything in all blocks. A number n: everything in every n-th block. A mixture: "full
+    12, selective" is full in the first 12 blocks and selective in the others. auto: the least with which the run fits
+    the GPUs, by the plan."""
+    neftune_alpha: Number = option(0.0, title="NEFTune alpha", ge=0, le=1000, keywords="neftune noise")
     """Size of the uniform noise on a language model's embeddings in training (arXiv 2310.05914): each number is within
     alpha / sqrt(tokens of the document x width). The paper uses 5, 10 and 15. 0 = none."""
-    compile: Literal["auto"] | bool = option("auto", title="Compile the blocks", keywords="speed faster inductor torch")
+    compile: Literal["auto"] | bool = option(
+        "auto", title="torch.compile", keywords="speed faster inductor torch compile the blocks"
+    )
     """Compile each block with torch.compile. Steps take about a quarter less time, the first one half a minute more,
-    and numbers differ by rounding. auto: on GPUs where torch finds what it needs to compile, and as before in a run
-    that is resumed."""
-    compile_backend: str = option("inductor", title="Compiler")
+    and numbers differ by rounding. auto: on GPUs where torch can compile; a resumed run keeps its choice."""
+    compile_backend: str = option("inductor", title="Compile backend", keywords="compiler")
     """Backend of torch.compile."""
-    attention: Literal["auto", "flash", "cudnn", "efficient", "flash3"] = option("auto", keywords="sdpa kernel speed")
+    attention: Literal["auto", "flash", "cudnn", "efficient", "flash3"] = option(
+        "auto", title="Attention kernel", keywords="sdpa speed"
+    )
     """Kernel of torch that computes attention on a GPU. auto: torch's own choice, which is cuDNN on Hopper and
-    Blackwell. flash3 needs the package flash_attn_3. Where a GPU has not the kernel, the run goes on with torch's
-    choice."""
+    Blackwell. flash3 needs the package flash_attn_3. If the GPU lacks the kernel, torch's default is used."""
     check_replicas: Whole = option(100, title="Compare replicas every", ge=0, unit="steps")
     """Steps between two checks that replicated weights are equal on all ranks. 0 = never."""
-    non_finite: Literal["stop", "skip"] = option("stop", title="When the loss is not finite", keywords="nan inf crash")
+    non_finite: Literal["stop", "skip"] = option("stop", title="On non-finite loss", keywords="nan inf crash")
     """When a loss or gradient is not finite: end the run, or skip the step and count it. 20 skipped steps in a row end
     the run."""
-    out_of_memory: Literal["stop", "retry"] = option(
-        "stop", title="When memory runs out", keywords="oom vram cuda crash"
-    )
+    out_of_memory: Literal["stop", "retry"] = option("stop", title="On out of memory", keywords="oom vram cuda crash")
     """When memory runs out: end the run, or restart the ranks with a change that saves what was missing and leaves the
     result the same: more recompute and offload, fewer samples per pass at the same batch size, more sharding. Each
     retry counts toward `parallel.max_restarts`."""
@@ -831,39 +855,45 @@ class ParallelConfig(Section):
         1, title="GPUs per machine", ge=1, le=1024, unit="ranks", keywords="multi gpu distributed number of processes"
     )
     """Number of ranks (GPUs) per node."""
-    device: Literal["auto", "cuda", "cpu"] = option("auto", title="Train on", keywords="gpu cpu cuda")
+    device: Literal["auto", "cuda", "cpu"] = option("auto", title="Device", keywords="gpu cpu cuda train on")
     """Device to train on. auto: CUDA if there is an NVIDIA GPU, else the CPU. A GPU that CUDA cannot use is an
     error."""
     nodes: Whole = option(1, title="Machines", ge=1, le=1024, keywords="multi node distributed cluster")
     """Number of nodes (machines)."""
-    rendezvous: str | None = option(None, title="Address of the first machine")
+    rendezvous: str | None = option(None, title="Rendezvous address", keywords="first machine master")
     """host:port of the first node. Required for more than one node."""
     strategy: Literal["auto", "full", "grad_op", "hybrid", "ddp", "none"] = option(
-        "auto", title="Sharding", keywords="fsdp deepspeed zero ddp distributed multi gpu vram memory speed"
+        "auto", title="Sharding strategy", keywords="fsdp deepspeed zero ddp distributed multi gpu vram memory speed"
     )
-    """Sharding strategy. Sharded across ranks are parameters, gradients and optimizer state (full), gradients and
-    optimizer state only (grad_op), everything within groups of ranks (hybrid), or nothing (ddp: every rank holds a full
-    copy). none: a single rank. auto: the fastest of these in which the model fits."""
-    shard_size: Whole | None = option(None, title="GPUs per copy of the model", ge=1, unit="ranks")
+    """State that is sharded across ranks: parameters, gradients and optimizer state (full), gradients and optimizer
+    state only (grad_op), everything within groups of ranks (hybrid), or nothing (ddp: every rank has a full copy).
+    none: a single rank. auto: the fastest of these in which the model fits."""
+    shard_size: Whole | None = option(None, title="Shard group size", ge=1, unit="ranks", keywords="gpus hsdp hybrid")
     """Number of ranks that share one copy of the model under `hybrid`. Empty: the ranks of one node."""
-    cpu_offload: bool = option(False, title="Offload to host memory", keywords="vram memory ram")
+    cpu_offload: bool = option(False, title="CPU offload", keywords="vram memory ram")
     """Keep shards and optimizer state in host memory while they are not used. Slower; needs less GPU memory."""
     offload_blocks: Literal["auto"] | Whole | Number = option(
-        0, title="Offload frozen blocks", keywords="vram memory ram block swap blocks to swap"
+        0, title="Block offload", keywords="vram memory ram block swap blocks to swap"
     )
     """Keep the frozen weights of some blocks in host memory, and copy each block's to the GPU ahead of its use: a
     number of blocks, or a share of them such as 0.5 (1.0 is all of them; 1 is one block). Slower where the copies take
     longer than the blocks compute. auto: as few blocks as make the run fit."""
-    reshard_after_forward: bool | Whole | None = option(None, title="Free blocks after forward")
-    """Free the gathered parameters of a block after forward: true, false, or a number n to keep them sharded over
+    reshard_after_forward: bool | Whole | None = option(
+        None, title="Reshard after forward", keywords="free blocks zero"
+    )
+    """Free the unsharded parameters of a block after its forward: true, false, or a number n to keep them sharded over
     groups of n ranks. Empty: decided by the strategy."""
-    prefetch_forward: Whole = option(0, title="Blocks gathered ahead, forward", ge=0, le=16, unit="blocks")
-    """Blocks that are gathered ahead in forward. 0 = torch's default order."""
-    prefetch_backward: Whole = option(0, title="Blocks gathered ahead, backward", ge=0, le=16, unit="blocks")
-    """Blocks that are gathered ahead in backward. 0 = torch's default order (one)."""
-    max_restarts: Whole = option(0, title="Restarts after a failure", ge=0, le=100, keywords="crash resume retry")
-    """How often torchrun restarts the ranks from the newest checkpoint after a failure."""
-    timeout: Whole = option(600, title="Longest wait for a rank", ge=10, le=86400, unit="seconds")
+    prefetch_forward: Whole = option(
+        0, title="Forward prefetch", ge=0, le=16, unit="blocks", keywords="blocks gathered ahead"
+    )
+    """Number of blocks whose parameters are gathered ahead in forward. 0 = torch's default order."""
+    prefetch_backward: Whole = option(
+        0, title="Backward prefetch", ge=0, le=16, unit="blocks", keywords="blocks gathered ahead"
+    )
+    """Number of blocks whose parameters are gathered ahead in backward. 0 = torch's default order (one)."""
+    max_restarts: Whole = option(0, title="Max restarts", ge=0, le=100, keywords="crash resume retry restarts after")
+    """Number of times that torchrun restarts the ranks from the newest checkpoint after a failure."""
+    timeout: Whole = option(600, title="Timeout", ge=10, le=86400, unit="seconds", keywords="wait nccl hang")
     """Longest time that a rank waits for the others in a collective operation."""
 
     @property
@@ -886,36 +916,40 @@ class SampleConfig(Section):
     """Negative prompt: what the samples should not show. Used with guidance above 1 by models without guidance
     embedding."""
     size: tuple[Pixels, Pixels] = option(
-        (1024, 1024), title="Size of the samples", unit="pixels", keywords="width height resolution"
+        (1024, 1024), title="Sample size", unit="pixels", keywords="width height resolution"
     )
     """Width and height of the samples."""
-    frames: Whole = option(1, title="Frames of the samples", ge=1, le=10_000, unit="frames", keywords="video clip")
-    """Number of frames of the samples, for a model that draws clips."""
+    frames: Whole = option(1, title="Sample frames", ge=1, le=10_000, unit="frames", keywords="video clip")
+    """Number of frames of the samples, for a model that generates clips."""
     steps: Whole | None = option(None, title="Denoising steps", ge=1, le=1000)
     """Denoising steps. Empty: 28, or the number a distilled model was made for."""
     guidance: Number | None = option(None, ge=0, le=100, keywords="cfg scale")
     """Guidance scale of the samples. Empty: 4. A distilled model is always sampled without guidance."""
-    image_guidance: Number | None = option(None, title="Guidance by images", ge=0, le=100, keywords="cfg_img_scale")
-    """For a model that draws and answers: scale of the second guidance, away from what it draws without the source
-    image. Empty: as published, 2 with an image of `sample.references`, and 1.5 without one, where it multiplies the
-    guidance by text. 1 = off."""
-    seed: Whole = option(0, title="Seed of the samples", ge=0, le=2**31 - 1)
+    image_guidance: Number | None = option(None, title="Image guidance", ge=0, le=100, keywords="cfg_img_scale by")
+    """Scale of the second guidance, away from the prediction without the source image, for a model that generates
+    images and text. Empty: as published, 2 with an image of `sample.references`, and 1.5 without one, where it
+    multiplies the guidance by text. 1 = off."""
+    seed: Whole = option(0, title="Sample seed", ge=0, le=2**31 - 1)
     """Seed of the samples. All sets start from the same noise, so that they can be compared."""
     scheduler: Literal["auto", "euler"] = option("auto", title="Sampler", keywords="scheduler euler dpm")
     """Sampler of a discrete diffusion model. auto: the one its diffusers pipeline uses according to the model's folder,
     for example DPM++ or Euler ancestral. euler: Euler's method, whatever the folder names."""
-    references: tuple[str, ...] = option((), title="Input images of the samples", path="file")
+    references: tuple[str, ...] = option((), title="Sample reference images", path="file")
     """For edit training: input images of the samples, one per prompt, in the same order."""
-    tokens: Whole = option(100, title="Longest sample text", ge=1, le=65536, unit="tokens")
+    tokens: Whole = option(
+        100, title="Max sample length", ge=1, le=65536, unit="tokens", keywords="longest text max_new_tokens"
+    )
     """Maximum number of tokens of a sample text."""
     temperature: Number = option(0.8, ge=0, le=10)
     """Sampling temperature of text: higher values give more varied text; 0 always takes the most likely token."""
-    chat: Literal["auto", "on", "off"] = option("auto", title="Samples are answers", keywords="chat template assistant")
+    chat: Literal["auto", "on", "off"] = option(
+        "auto", title="Chat samples", keywords="chat template assistant answers"
+    )
     """Whether a language model answers each sample prompt as a user's message, through the chat template, instead of
     continuing it. auto: on if the training data are conversations."""
-    questions: tuple[str, ...] = option((), title="Questions for the samples")
+    questions: tuple[str, ...] = option((), title="Sample questions")
     """Questions about `sample.images` that the model answers as additional samples."""
-    images: tuple[str, ...] = option((), title="Images of these questions", path="file")
+    images: tuple[str, ...] = option((), title="Question images", path="file")
     """Images that `sample.questions` are about, one per question, in the same order."""
 
     @property
@@ -949,7 +983,7 @@ class ExportConfig(Section):
     format: ExportFormat = option("auto", title="File format", keywords="safetensors comfyui a1111 output")
     """File layout. auto: files that both diffusers and ComfyUI load (two files if one does not work for both); for a
     language model, files that peft and transformers load."""
-    dtype: Literal["bf16", "fp16", "fp32", "fp8"] = option("bf16", title="Precision of the file")
+    dtype: Literal["bf16", "fp16", "fp32", "fp8"] = option("bf16", title="Export precision", keywords="dtype")
     """Number type of the exported weights. fp8 (e4m3) works for single files only."""
 
 
@@ -965,7 +999,7 @@ class TrackersConfig(Section):
     """Also log metrics and samples to trackio, a dashboard on this machine. Needs the package trackio."""
     project: str = option("shardstudio", title="Project name", pattern=NAME_PATTERN)
     """Project name in wandb and trackio."""
-    debug: bool = option(False, title="Debug log of every rank")
+    debug: bool = option(False, title="Per-rank debug log", keywords="every")
     """Every rank also writes a timed debug log: logs/debug-rank0.log, logs/debug-rank1.log and so on."""
 
     @property
@@ -975,11 +1009,11 @@ class TrackersConfig(Section):
 
 
 class ClusterConfig(Section):
-    slurm: dict[str, str | Whole | None] = option({}, title="Options of SLURM")
+    slurm: dict[str, str | Whole | None] = option({}, title="SLURM options", keywords="sbatch")
     """Long options of sbatch, for example {partition: gpu, time: 24:00:00}; an empty text for an option without a
     value. They override the options that are derived from other fields; null removes one: {gpus-per-node: null}."""
     warning: Whole = option(120, title="Warning before the time limit", ge=1, le=65535, unit="seconds")
-    """How long before the SLURM time limit the run saves a checkpoint, stops and is requeued. One step and one
+    """Time before the SLURM limit at which the run saves a checkpoint, stops and is requeued. One step and one
     checkpoint must fit into this time."""
     image: str | None = option(None, title="Container image")
     """Kubernetes: container image with ShardStudio."""

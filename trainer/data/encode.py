@@ -384,14 +384,14 @@ class _DataEncoder:
             count = f"{len(faint)} of {len(places)} masks {'is' if len(faint) == 1 else 'are'}"
             yield (
                 f"{count} white in less than {LEAST_WHITE:.0%} of the image, whose other parts have weight "
-                f"{outside:g}: first {faint[0]}; paint what is learned white, which is 255 and not 1, or opaque"
+                f"{outside:g}: first {faint[0]}; paint the part in the loss white, which is 255 and not 1, or opaque"
             )
         grey = [place for place in places if found[place][0] >= LEAST_WHITE and found[place][1] <= MOST_GREY]
         if grey:
             yield (
                 f"{len(grey)} of {len(places)} masks {'has' if len(grey) == 1 else 'have'} no level above {MOST_GREY}, "
                 f"as those of class numbers, and white is 255: first {grey[0]}, with levels up to {found[grey[0]][1]}; "
-                "multiply them, or paint what is learned white or opaque"
+                "multiply them, or paint the part in the loss white or opaque"
             )
 
     def _load_mask(self, contents: Mapping[str, str], item: tuple[_Mask, tuple[int, int]]) -> Example:

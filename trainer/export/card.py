@@ -218,7 +218,7 @@ class _Card:
         yield f"## Use\n\n{self._use()}"
         if self.what.samples:
             shown = "\n\n".join(map(self._sample, self.what.samples))
-            yield f"## Samples\n\nDrawn after {self.what.samples[0].step} steps, all from the same seed.\n\n{shown}"
+            yield f"## Samples\n\nGenerated after {self.what.samples[0].step} steps, all from the same seed.\n\n{shown}"
         rows = "\n".join(f"| {name} | {value} |" for name, value in self._settings().items())
         yield f"## Training\n\n| | |\n|---|---|\n{rows}"
 
@@ -233,7 +233,11 @@ class _Card:
             "full": f"A fine-tune of {base}",
         }[self.what.what]
         trigger = self.cfg.data.trigger
-        word = f" Write `{_code(trigger)}` in a prompt for what it learned." if trigger and not self.is_text else ""
+        word = (
+            f" Write `{_code(trigger)}` in a prompt to use what it was trained on."
+            if trigger and not self.is_text
+            else ""
+        )
         return f"{kind}, trained with {PROJECT}.{word}"
 
     def _use(self) -> str:

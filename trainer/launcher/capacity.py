@@ -186,7 +186,7 @@ def _missing_pinned_memory(cfg: RunConfig, plan: MemoryPlan) -> Iterator[Problem
     have = psutil.virtual_memory().total
     if need <= have:
         return
-    lack = f"what {devices} ranks offload takes" if devices > 1 else "what is offloaded takes"
+    lack = f"offloading on {devices} ranks needs" if devices > 1 else "offloading needs"
     lack += f" {memory_size(need)} of host memory, this machine has {memory_size(have)}"
     if parallel.cpu_offload:
         remedy = "set false and offload some blocks (parallel.offload_blocks), or quantize.format: nf4"

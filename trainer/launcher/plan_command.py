@@ -196,7 +196,7 @@ def _facts(cfg: RunConfig, found: MemoryPlan) -> list[tuple[str, str]]:
         facts.append(("through links", f"{found.received / GIB:.2f} GiB per rank and step"))
     facts.append(("computing", f"{found.flops / 1e12:.0f} TFLOP per rank and step"))
     if found.card and found.card.speed_of:
-        facts.append(("speed", f"that of this GPU is not known; assumed: {found.card.speed_of}"))
+        facts.append(("speed", f"unknown for this GPU; assumed: {found.card.speed_of}"))
     if found.time:
         facts.append(("time", f"{found.time}, {found.time.origin}; {found.time.bound_by} decides"))
         facts.append(("length", _length(cfg, found.time)))

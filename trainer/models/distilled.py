@@ -65,14 +65,16 @@ def warnings(cfg: RunConfig, folder: Path | None = None) -> tuple[str, ...]:
     base = " or ".join(dict.fromkeys(kind.base for kind in kinds))
     override = "" if cfg.model.options.distilled else "; if it is not distilled, set model.options.distilled: false"
     sentences = [
-        f"model.path {cfg.model.path}: the model was distilled to draw in {kinds[0].steps} steps without guidance, and "
-        f"training undoes that: images in few steps become blurred. Train {base} instead, and use the adapter with "
+        f"model.path {cfg.model.path}: the model was distilled to generate in {kinds[0].steps} steps without guidance, "
+        f"and training undoes that: images in few steps become blurred. Train {base} instead, and use the adapter with "
         f"this model{override}"
     ]
     if sample.prompts and sample.guidance is not None and sample.guidance > NO_GUIDANCE:
-        sentences.append(f"sample.guidance: {sample.guidance} is not used: a distilled model is drawn without guidance")
+        sentences.append(
+            f"sample.guidance: {sample.guidance} is not used: a distilled model is sampled without guidance"
+        )
     if sample.prompts and sample.negative:
-        sentences.append("sample.negative is not used: a distilled model is drawn without guidance")
+        sentences.append("sample.negative is not used: a distilled model is sampled without guidance")
     return tuple(sentences)
 
 
@@ -93,7 +95,7 @@ def refused(model: ModelConfig, folder: Path | None = None) -> Iterator[Problem]
     elif says and _reads_guidance(known, model, folder):
         yield Problem(
             field,
-            "true, but this model has a guidance embedding: it is drawn with one call per step at sample.guidance; "
+            "true, but this model has a guidance embedding: it is sampled with one call per step at sample.guidance; "
             "leave it empty, and set sample.steps",
         )
 

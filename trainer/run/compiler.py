@@ -43,7 +43,7 @@ def cache_environment() -> tuple[dict[str, str], str]:
             files.make_own(home)
             files.make_own(place)
         except OSError as error:
-            kept = "what torch.compile makes is kept in the temporary folder, and may have to be made again"
+            kept = "torch.compile's cache is in the temporary folder, and may have to be built again"
             problem = problem or f"{place}: cannot be used ({error.strerror}); {kept}"
         else:
             return {FOLDER: str(place)}, problem

@@ -84,7 +84,7 @@ def on_one_device(run: RunDir, cfg: RunConfig, device: str | None = None, offloa
     wanted = device or cfg.parallel.device
     if wanted != "cpu" and torch.cuda.is_available() and process.alive(run):
         raise InputError(
-            f"{run.path.name}: is still training and holds its GPU; draw when it has ended, or with --device cpu"
+            f"{run.path.name}: is still training and uses its GPU; sample when it has ended, or with --device cpu"
         )
     offloads = offload or cfg.parallel.cpu_offload
     changes = {"device": wanted, "devices": 1, "nodes": 1, "rendezvous": None, "shard_size": None}
@@ -194,7 +194,7 @@ def _write(run: RunDir, cfg: RunConfig, family: ModelFamily, source: Path, resul
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.train.draw", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="a run folder")
-    parser.add_argument("--prompt", required=True, help="what to draw, or the text to continue")
+    parser.add_argument("--prompt", required=True, help="prompt of the image, or the text to continue")
     parser.add_argument("--seed", type=int, help="seed of the noise; the run's own without it")
     parser.add_argument("--steps", type=int, help="denoising steps")
     parser.add_argument("--guidance", type=float, help="guidance scale")

@@ -231,4 +231,4 @@ class RunLog:
         try:
             keep(self._cache, measured)
         except InputError as error:
-            self.warn(f"what was measured is not kept: {error}", event.step)
+            self.warn(f"measurements are not saved: {error}", event.step)

@@ -600,7 +600,7 @@ class Trainer:
         self.flush_metrics()
         self._change_prompts()
         if not self.sampler.prompts:
-            self.log.warn("no samples are drawn: sample.prompts is empty", self.step)
+            self.log.warn("no samples are generated: sample.prompts is empty", self.step)
             return []
         self.log.enter("sampling", self.step)
         generate = self.sampler.prepare()
@@ -616,7 +616,7 @@ class Trainer:
         try:
             return self.cfg.with_prompts(prompts)
         except InputError as error:  # other fields of the config were changed since
-            self.log.warn(f"samples are drawn from sample.prompts, not from those requested before: {error}")
+            self.log.warn(f"samples are generated from sample.prompts, not from those requested before: {error}")
             return self.cfg
 
     def _change_prompts(self) -> None:

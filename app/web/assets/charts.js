@@ -87,7 +87,7 @@
       h('label.smoothing', {}, 'Smoothing ', h('span.slider', {}, slider), h('b')), h('label.log', {}, logBox, 'log'),
       h('span.seg.axes', { role: 'group', 'aria-label': 'X axis' }, ['step', 'minutes'].map(axis =>
         h('button', { type: 'button', data: { axis } }, axis === 'step' ? 'step' : 'time'))),
-      button('reset', 'Reset', { title: 'Also: double click' }), button('csv', 'CSV', { title: 'Download what is drawn as numbers' }),
+      button('reset', 'Reset', { title: 'Also: double click' }), button('csv', 'CSV', { title: 'Download the data of the chart' }),
       button('png', 'PNG', { title: 'Download as an image' }), button('full', frame, { title: 'Full screen', 'aria-label': 'Full screen' }))),
     parts.readout, area, h('p.sr', { role: 'status' }));
     return parts;

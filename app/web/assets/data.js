@@ -361,7 +361,7 @@
   function drawTexts() {
     const more = data.num_texts - data.texts.length;
     fill($('texts'), [data.texts, more, data.conversation], () => [h('table.wide', {}, h('tbody', {}, data.texts.map(([name, size]) => h('tr', {}, h('th', { scope: 'row' }, name), h('td', {}, studio.size(size)))))), more > 0 ? h('p.dim', {}, `and ${studio.count(more)} more`) : null,
-      data.conversation.length ? [h('p.dim', {}, 'The first conversation; the words of the assistant are learned:'), ...data.conversation.map(([role, content]) => h('p', {}, h('b', {}, `${role}: `), content))] : null]);
+      data.conversation.length ? [h('p.dim', {}, 'The first conversation; the assistant’s words are in the loss:'), ...data.conversation.map(([role, content]) => h('p', {}, h('b', {}, `${role}: `), content))] : null]);
   }
 
   function draw(isChosen) {

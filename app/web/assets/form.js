@@ -230,7 +230,7 @@
   }
 
   function modelFacts(model) {
-    const here = model.is_built_in ? (model.is_known ? 'comes with ShardStudio' : 'no download: its weights are drawn at random') : model.is_here ? 'is on this machine' : model.bytes ? `${studio.size(model.bytes)} to download` : `is not on this machine: ${model.path}`;
+    const here = model.is_built_in ? (model.is_known ? 'comes with ShardStudio' : 'no download: its weights are random') : model.is_here ? 'is on this machine' : model.bytes ? `${studio.size(model.bytes)} to download` : `is not on this machine: ${model.path}`;
     const licence = model.licence ? [h('span.grow'), model.page
       ? h('a.sm', { href: model.page, target: '_blank', rel: 'noopener noreferrer', title: model.licence_note }, `Licence: ${model.licence}`)
       : h('span.sm.dim', { title: model.licence_note }, `Licence: ${model.licence}`)] : [];
@@ -759,7 +759,7 @@
         h('div.g2', {}, h('div.all', {}, row('data.path', { control: h('span.path', {}, path, h('button.btn#browse', { type: 'button', onclick: browse }, 'Browse …')), help: 'Each image with its caption in a .txt file of the same name.', textHelp: 'A folder or file: a document in each .txt file, or in each row of other files, such as .jsonl and .parquet.' }), h('div.chips#recent', { role: 'group', 'aria-label': 'Recent folders' }), h('div#left-images.left-behind'), h('div#pair-hint', { 'aria-live': 'polite' })),
           row('data.trigger', { help: 'A word that means nothing yet. It is put where a caption says [trigger].' }), row('data.validation', { help: 'Images that are not trained on, to measure progress: a number, or a folder.', textHelp: 'A file or folder of texts that are not trained on, to measure progress.' })),
         h('div.thumbs#thumbs'), h('div.data-facts#data-facts')),
-      h('section.card#card-method', { 'aria-labelledby': 'h-method' }, h('div.ttl', {}, h('span.step#step-3', { 'aria-hidden': 'true' }, '3'), h('h2#h-method', {}, 'Method'), h('span.dim', {}, 'What matters most; everything else is under More.')),
+      h('section.card#card-method', { 'aria-labelledby': 'h-method' }, h('div.ttl', {}, h('span.step#step-3', { 'aria-hidden': 'true' }, '3'), h('h2#h-method', {}, 'Method'), h('span.dim', {}, 'The most important settings; all others are under More.')),
         h('div.meths#methods', { role: 'radiogroup', 'aria-label': 'Method' }), h('p.help.bad-text#method-error'),
         h('div.g4', {}, rank, row('adapter.block_size'), row('train.steps'), row('optim.lr'), row('train.batch_size')),
         h('div.g2.prompts', {}, row('sample.prompts', { help: 'One a line. Samples show how far the run is; [trigger] becomes the trigger word.', textHelp: 'One a line. The model goes on from each, to show how far the run is.' }),

@@ -252,7 +252,7 @@
       return root;
     },
     /** The button of a card that opens its crop. */
-    cropButton: card => h('button.look', { type: 'button', title: 'What is kept of the image, and its focus point', onclick: () => crop(card.data.image, card.data.name) }, 'Crop'),
+    cropButton: card => h('button.look', { type: 'button', title: 'Crop and focus point of the image', onclick: () => crop(card.data.image, card.data.name) }, 'Crop'),
     /** Show the images that a card's image is made from in front of it. */
     pair(card, { references, name }) {
       card.element.classList.toggle('edit', !!references.length);

@@ -190,7 +190,7 @@
       if (kept) {
         this.digest = kept.digest;
         this.painting.apply((_, at) => kept.levels[at]);
-        this.tell('What you painted before and did not save is here again.');
+        this.tell('Your unsaved painting is here again.');
       }
       this.draw(this.painting.whole);
     }
@@ -260,7 +260,7 @@
       this.later = setTimeout(() => this.look(), LEARNED_AFTER_MS);
     }
 
-    /** Shade what is not learned. */
+    /** Shade the part that is not in the loss. */
     drawShade() {
       const { context } = this, [x, y, width, height] = this.dirty;
       this.dirty = this.frame = null;
@@ -272,12 +272,12 @@
       context.drawImage(this.painting.now.canvas, x, y, width, height, x, y, width, height);
     }
 
-    /** Say how much is learned. */
+    /** Say how much is in the loss. */
     look() {
       const { found, painting } = this, levels = painting.levels();
       const share = levels.reduce((sum, level) => sum + level, 0) / levels.length / 255, learned = share ? Math.max(1, Math.round(100 * share)) : 0;
       const outside = `the shaded rest with ${found.background} (data.mask_background)`;
-      say(this.state, !share && !found.background ? 'Nothing is painted yet: paint what is to be learned.' : `${learned} % is learned with weight 1, ${outside}.${found.is_set ? '' : ` Save makes ${found.file.replace(/\/[^/]*$/, '')} this run’s folder of masks.`}`);
+      say(this.state, !share && !found.background ? 'Nothing is painted yet: paint the part that is to be in the loss.' : `${learned} % is in the loss with weight 1, ${outside}.${found.is_set ? '' : ` Save makes ${found.file.replace(/\/[^/]*$/, '')} this run’s mask folder.`}`);
       this.box.dataset.learned = share.toFixed(4);
     }
 
@@ -525,7 +525,7 @@
     }
 
     async remove() {
-      if (await studio.ask('Remove this mask?', 'All of the image is learned then. The mask can be brought back here with Former mask.', ['Remove', 'Keep'], 'stop') !== 0) return;
+      if (await studio.ask('Remove this mask?', 'The whole image is in the loss then. The mask can be brought back here with Former mask.', ['Remove', 'Keep'], 'stop') !== 0) return;
       await this.send(null, 'Mask removed.');
     }
 
@@ -622,7 +622,7 @@
       const { name, mask, shape } = card.data;
       card.mask.hidden = mask === null || !shape;
       card.mask.setAttribute('aria-label', `Mask of ${name}`);
-      card.mask.title = 'Paint which part of the image counts';
+      card.mask.title = 'Paint the loss mask: the part of the image that counts';
       for (const one of shown) if (!one.element.isConnected && one !== card) shown.delete(one);
       shown.add(card);
       cover(card);

@@ -83,7 +83,7 @@
     const sizeField = h('div', {}, h('label.sm', { htmlFor: 'draw-size' }, 'Size'), size);
     const place = h('div'), state = h('div#draw-state', { role: 'status' }), list = h('ul.drawings#drawings');
     const show = found => {
-      fill(state, found.state, () => found.state.is_running ? running(`${isText ? 'Writing' : 'Drawing'} twice, with and without. The model is loaded first.`, run, 'drawing')
+      fill(state, found.state, () => found.state.is_running ? running(`${isText ? 'Writing' : 'Generating'} twice, with and without. The model is loaded first.`, run, 'drawing')
         : found.state.failed ? studio.alert(found.state.text) : found.state.is_stopped ? studio.note(found.state.text) : []);
       fill(list, found.drawings.map(one => one.time), () => found.drawings.map(drawing));
     };

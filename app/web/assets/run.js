@@ -142,7 +142,7 @@ studio.runTabs = studio.runTabs || {};
   }
 
   const running = hasPrompts => [
-    Object.assign(button('sample', 'Sample', () => request('sample'), '', hasPrompts ? 'Draw samples after this step' : 'It has no prompts: write some under Edit prompts'), { disabled: !hasPrompts }),
+    Object.assign(button('sample', 'Sample', () => request('sample'), '', hasPrompts ? 'Generate samples after this step' : 'It has no prompts: write some under Edit prompts'), { disabled: !hasPrompts }),
     button('save', 'Save', () => request('save'), '', 'Write a checkpoint after this step'),
     button('stop', 'Stop', stop, '.stop', 'Stop after this step, with a checkpoint')];
 
@@ -295,8 +295,8 @@ studio.runTabs = studio.runTabs || {};
   function sayStripNote() {
     if (!strip.counts) return;
     const [shown, count] = strip.counts;
-    const running = data.head.has_prompts ? 'No samples yet. Sample draws some after this step.' : 'This run has no prompts to draw samples from.';
-    studio.say(parts.stripNote, shown ? (count > shown ? `${shown} of ${studio.count(count)} prompts` : '') : data.head.is_running ? running : 'No samples were drawn.');
+    const running = data.head.has_prompts ? 'No samples yet. Sample generates some after this step.' : 'This run has no prompts to generate samples from.';
+    studio.say(parts.stripNote, shown ? (count > shown ? `${shown} of ${studio.count(count)} prompts` : '') : data.head.is_running ? running : 'No samples were generated.');
     parts.stripNote.hidden = !parts.stripNote.textContent;
   }
 
@@ -344,12 +344,12 @@ studio.runTabs = studio.runTabs || {};
       const other = data.prompts.asked || data.prompts.now;
       if (JSON.stringify(other) !== shown) {
         shown = JSON.stringify(other); // a second press means it
-        throw new studio.Refused(`Another window has changed the prompts meanwhile: ${other.map(text => `“${text}”`).join(', ')}. Press again to draw yours instead.`);
+        throw new studio.Refused(`Another window has changed the prompts meanwhile: ${other.map(text => `“${text}”`).join(', ')}. Press again to use yours instead.`);
       }
       await studio.call('run_prompts', { name, prompts });
       dialog.close();
       await refresh();
-    }) }, 'Draw these from now on');
+    }) }, 'Use these from now on');
     const more = h('button.btn.s', { type: 'button', onclick: () => { add(''); rows.lastElementChild.firstElementChild.focus(); } }, 'Add a prompt');
     const dialog = h('dialog.dialog#prompts', { 'aria-label': 'Prompts of the samples to come', onclose: () => dialog.remove() }, h('h2', {}, 'Prompts of the samples to come'),
       h('p', {}, 'They hold for the rest of this run. Its config and the samples so far stay as they are.'), rows,
@@ -596,7 +596,7 @@ studio.runTabs = studio.runTabs || {};
 
   function buildNotes() {
     Object.assign(parts, { saved: h('span.dim', { role: 'status' }), conflict: h('div'),
-      notes: h('textarea#notes', { rows: 4, 'aria-label': 'Notes on this run', placeholder: 'What you want to remember of this run', oninput: typedNotes, onblur: saveNotes }) });
+      notes: h('textarea#notes', { rows: 4, 'aria-label': 'Notes on this run', placeholder: 'Notes to remember about this run', oninput: typedNotes, onblur: saveNotes }) });
     return h('section.card', { 'aria-label': 'Notes' }, h('div.ttl', {}, h('h2', {}, 'Notes'), parts.saved), parts.notes, parts.conflict);
   }
 

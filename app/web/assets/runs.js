@@ -154,7 +154,7 @@
   function empty() {
     if (rows.size) return h('div.empty', {}, h('h2', {}, 'No run matches'), h('p', {}, 'Change the filter, or show all runs.'),
       h('button.btn', { type: 'button', onclick: () => { words = at('#runs-filter').value = ''; group = 'all'; again(); } }, 'Show all'));
-    return h('div.empty', {}, h('h2', {}, 'No runs yet'), h('p', {}, 'What you train appears here: its last sample, its loss, its best validation loss.'),
+    return h('div.empty', {}, h('h2', {}, 'No runs yet'), h('p', {}, 'Your runs appear here, with last sample, loss and best validation loss.'),
       h('a.btn.main', { href: studio.link('new') }, 'New run'));
   }
 

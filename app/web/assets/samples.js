@@ -112,8 +112,8 @@ studio.runTabs = studio.runTabs || {};
   }
 
   function drawEmpty() {
-    const running = 'The first samples are drawn at the next step of sample.every. The button Sample draws some now.';
-    const ended = 'Set “sample.prompts” and “sample.every” in the form of a new run, and it draws samples while it trains.';
+    const running = 'The first samples are generated at the next step of sample.every. The button Sample generates some now.';
+    const ended = 'Set “sample.prompts” and “sample.every” in the form of a new run, and it generates samples while it trains.';
     studio.fill(parts.empty, data.is_running, () => [h('h2', {}, 'No samples yet'), h('p', {}, data.is_running ? running : ended)]);
   }
 
@@ -236,7 +236,7 @@ studio.runTabs = studio.runTabs || {};
   /** Show a sample, or why there is none. An image that is shown stays until it is known that there is another one. */
   function fillSample(place, row, step, answer) {
     const mark = (text, title) => h('div.missing', { title }, text);
-    if (!row.has.has(step)) studio.fill(place, 'none', () => h('div.missing.none', { title: 'This prompt was not drawn at this step' }, 'not drawn'));
+    if (!row.has.has(step)) studio.fill(place, 'none', () => h('div.missing.none', { title: 'This prompt was not sampled at this step' }, 'not sampled'));
     else if (row.gone.has(step)) studio.fill(place, 'gone', () => mark('file missing', `The file of ${stepWord(step)} is not in the run folder`));
     else if (!answer) place.dataset.key || studio.fill(place, '', () => h('div.image.waiting'));
     else studio.fill(place, answer, () => {

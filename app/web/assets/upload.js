@@ -305,7 +305,7 @@
   function drawResults() {
     const bad = results.filter(item => item.state === 'refused'), renamed = results.filter(item => item.note), masked = results.filter(item => item.mask);
     const part = (items, title, text) => items.length ? [h('b', {}, title), h('ul', {}, items.slice(0, MOST_LISTED).map(item => h('li', {}, text(item))), more(items.length))] : null;
-    fill($('upload-results'), [bad.length, renamed.length, masked.length], () => !results.length ? [] : h('div.notice', { role: 'group', 'aria-label': 'What to know of the upload' },
+    fill($('upload-results'), [bad.length, renamed.length, masked.length], () => !results.length ? [] : h('div.notice', { role: 'group', 'aria-label': 'Notes on the upload' },
       part(bad, `${counted(bad.length, 'file was', 'files were')} not taken`, item => [h('b', {}, item.path), ': ', without(item)]),
       part(renamed, `${counted(renamed.length, 'file has', 'files have')} another name`, item => [h('b', {}, item.path), ' ', item.note]),
       part(masked, `${counted(masked.length, 'image has', 'images have')} a mask already, perhaps that of an earlier image: look at it with Mask on the card`, item => [h('b', {}, item.name), ': ', item.mask]),

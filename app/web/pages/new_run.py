@@ -381,7 +381,7 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
         **form_answers.config_text(checked),
         "commands": [
             ["Train without this page", form.headless_command(draft)],
-            ["What Start runs", form.torchrun_command(checked.config, studio.runs)],
+            ["Command that Start runs", form.torchrun_command(checked.config, studio.runs)],
         ],
     }
     return answer | {"key": hashlib.sha256(json.dumps(answer).encode()).hexdigest()[:16]}

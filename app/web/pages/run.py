@@ -65,7 +65,7 @@ def calls(studio: Studio) -> Calls:
     def run_prompts(name: str, prompts: list[str]) -> None:
         run = studio.run(name)
         if not process.alive(run):
-            raise InputError(f"{name} is not running any more: it draws no more samples")
+            raise InputError(f"{name} is not running any more: it generates no more samples")
         request_prompts(run, prompts)
 
     def run_notes(name: str, text: str, version: str) -> dict[str, Any]:

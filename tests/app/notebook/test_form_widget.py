@@ -88,7 +88,7 @@ def test_every_row_of_a_preset_has_an_input_of_its_kind_and_a_fresh_form_is_smal
 def test_an_empty_input_shows_the_models_own_value_and_the_review_warns_of_a_distilled_model():
     form = Form(ROOT / "presets" / "flux1-schnell-lora-1gpu.yaml", ["sample.steps="])
     assert (form.inputs["sample.steps"].value, form.inputs["sample.steps"].placeholder) == ("", "4")
-    assert "the model was distilled to draw in 4 steps without guidance" in form._review.value
+    assert "the model was distilled to generate in 4 steps without guidance" in form._review.value
 
 
 def test_the_tabs_are_the_groups_and_each_says_how_many_settings_there_are_more():

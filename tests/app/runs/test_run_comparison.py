@@ -53,11 +53,11 @@ def test_settings_that_differ_are_named_in_words_and_equal_ones_are_left_out():
     rows = {setting.field: (setting.label, setting.values) for setting in differing([one, other])}
     assert rows == {
         "adapter.type": ("Method", ("LoRA", "BOFT")),
-        "adapter.init": ("Initial values", ("default", EMPTY)),
+        "adapter.init": ("Initialization", ("default", EMPTY)),
         "adapter.rank": ("Rank", ("4", EMPTY)),
         "adapter.block_size": ("Block size (outputs)", (EMPTY, "8")),
         "optim.lr": ("Learning rate", ("0.0001", "0.001")),
-        "sample.size": ("Size of the samples (pixels)", ("64 × 64", "1024 × 1024")),
+        "sample.size": ("Sample size (pixels)", ("64 × 64", "1024 × 1024")),
     }
 
 

@@ -317,7 +317,7 @@ def test_a_language_models_documents_are_counted_and_a_conversation_is_shown(own
     expect(page.locator("#counted")).to_have_text("1 text file")
     assert page.locator("#figures div", has_text="documents").inner_text().split() == ["documents", "3"]
     assert page.locator("#texts p").all_inner_texts() == [
-        "The first conversation; the words of the assistant are learned:",
+        "The first conversation; the assistant\u2019s words are in the loss:",
         "user: Hi <b>you</b>",
         "assistant: Hello.",
     ]

@@ -46,7 +46,7 @@ def test_what_fits_is_searched_taken_and_undone_with_the_keyboard(panel: Page, d
     panel.locator("#fit .proposal").first.wait_for()
     assert focused(panel) == "fit-search"
     lines = panel.locator("#fit .proposal").first.locator(".diff li").all_inner_texts()
-    assert "Precision of the base: none → int8" in lines
+    assert "Base quantization: none → int8" in lines
     panel.get_by_role("button", name="Take this").first.focus()
     panel.keyboard.press("Enter")
     verdict_is(panel, "fits")
@@ -95,7 +95,7 @@ def test_undo_leaves_what_was_changed_after_and_goes_with_the_preset(panel: Page
     undo.wait_for()
     panel.evaluate("studio.call('new_edit', { edits: { 'quantize.format': 'nf4' } })")  # as another window does
     undo.click()
-    panel.locator("#fit-said", has_text="Not undone, as it was changed after: Precision of the base.").wait_for()
+    panel.locator("#fit-said", has_text="Not undone, as it was changed after: Base quantization.").wait_for()
     assert values(draft) == {"quantize.format": "nf4"}
     panel.locator("#fit-search").click()
     panel.get_by_role("button", name="Take this").first.click()

@@ -112,7 +112,7 @@ def test_a_prompt_is_drawn_with_and_without_what_was_trained(page: Page, site: S
     dialog.locator("#draw-seed").fill("7")
     dialog.locator("#draw-size").fill("96 x 64")
     dialog.locator("#draw").dblclick()  # two clicks draw once
-    dialog.locator("#draw-state", has_text="Drawing twice").wait_for()
+    dialog.locator("#draw-state", has_text="Generating twice").wait_for()
     first = dialog.locator("#drawings li").first
     first.get_by_text("seed 7").wait_for(timeout=DRAWN_WITHIN_MS)
     assert "a red house" in first.inner_text()
@@ -159,11 +159,11 @@ def test_one_drawing_at_a_time_is_seen_by_every_window_and_goes_on_without_the_d
     browser: Browser, page: Page, site: Site
 ):
     dialog = start_drawing(page, "one house")
-    dialog.locator("#draw-state", has_text="Drawing twice").wait_for()
+    dialog.locator("#draw-state", has_text="Generating twice").wait_for()
     with opened(browser, site.server.url) as other:
         watch(other, site.run.path.name)
         second = open_dialog(other, "draw")
-        second.locator("#draw-state", has_text="Drawing twice").wait_for()
+        second.locator("#draw-state", has_text="Generating twice").wait_for()
         assert second.locator("#draw").is_disabled()
         dialog.get_by_role("button", name="Close").click()
         page.reload()
@@ -186,7 +186,7 @@ def test_two_windows_that_draw_at_once_say_why_only_one_does(browser: Browser, p
         until_so(page, lambda: sum(dialog.get_by_role("alert").count() for dialog in dialogs) == 1)
         [refused] = [dialog for dialog in dialogs if dialog.get_by_role("alert").count()]
         assert "another drawing is running; wait until it is done" in refused.inner_text()
-        refused.locator("#draw-state", has_text="Drawing twice").wait_for()
+        refused.locator("#draw-state", has_text="Generating twice").wait_for()
         refused.locator("#stop-drawing").click()
         for dialog in dialogs:
             dialog.locator("#draw-state", has_text="The drawing was stopped.").wait_for()
@@ -207,7 +207,7 @@ def test_the_dialogs_lie_within_a_phones_screen(page: Page):
 def test_a_dialog_goes_on_when_the_server_comes_back(page: Page, site: Site):
     """The process goes on without the server, and a page that was restarted knows of it."""
     dialog = start_drawing(page, "a patient house")
-    dialog.locator("#draw-state", has_text="Drawing twice").wait_for()
+    dialog.locator("#draw-state", has_text="Generating twice").wait_for()
     site.server.kill()
     page.wait_for_timeout(2_000)
     site.server.start()
@@ -215,7 +215,7 @@ def test_a_dialog_goes_on_when_the_server_comes_back(page: Page, site: Site):
     page.goto(site.server.url)
     watch(page, site.run.path.name)
     dialog = open_dialog(page, "draw")
-    dialog.locator("#draw-state", has_text="Drawing twice").wait_for()
+    dialog.locator("#draw-state", has_text="Generating twice").wait_for()
     dialog.locator("#drawings li", has_text="a patient house").first.wait_for(timeout=DRAWN_WITHIN_MS)
     dialog.locator("#draw:enabled").wait_for()
 

@@ -206,7 +206,7 @@ def test_sample_waits_for_prompts_in_a_run_that_has_none(page: Page, server: Ser
         page.locator("#prompts-save").click()
         until(page, "!document.querySelector('#sample').disabled")
         sample.click()
-        page.locator("#run-pending", has_text="Samples are drawn after this step.").wait_for()
+        page.locator("#run-pending", has_text="Samples are generated after this step.").wait_for()
         assert run.requested("sample")
     shutil.rmtree(run.path)
 
@@ -308,7 +308,7 @@ def test_a_run_before_its_first_samples_says_how_to_get_some(page: Page, running
     running.events_file.write_text("")
     write(running, StatusEvent(state="starting"))
     watch(page, running.path.name)
-    assert page.locator("#newest").get_by_text("No samples yet. Sample draws some after this step.").is_visible()
+    assert page.locator("#newest").get_by_text("No samples yet. Sample generates some after this step.").is_visible()
     assert page.locator("#no-log").inner_text() == "There are no logs in the run folder."
 
 

@@ -121,9 +121,7 @@ def test_a_value_typed_back_is_kept_while_two_other_fields_are_wrong(window: Win
     window.type("sample.size", "abc")
     assert set(window.errors()) == {"sample.prompts", "sample.size"}
     window.type("train.batch_size", "8")
-    assert {"field": "train.batch_size", "label": "Samples per step", "old": "16", "new": "8"} in window.state[
-        "changes"
-    ]
+    assert {"field": "train.batch_size", "label": "Batch size", "old": "16", "new": "8"} in window.state["changes"]
     window.type("train.batch_size", "16")
     assert window.value("train.batch_size") == "16"
     assert json.loads((studio.runs / "drafts" / "draft.json").read_text())["values"] == {
@@ -200,7 +198,7 @@ def test_advice_and_warnings_do_not_keep_start_from_starting(window: Window):
         "try 10 times as much"
     ]
     window.call("preset", name="flux1-schnell-lora-1gpu")
-    assert "the model was distilled to draw in 4 steps without guidance" in window.state["warnings"][0]
+    assert "the model was distilled to generate in 4 steps without guidance" in window.state["warnings"][0]
 
 
 def test_a_model_that_is_not_here_is_an_error_before_start(window: Window):
@@ -267,10 +265,10 @@ def test_another_preset_takes_what_belongs_to_the_user_along(window: Window, tmp
 def test_an_edit_that_the_other_model_does_not_take_is_named_before_anything_changes(window: Window, studio: Studio):
     window.call("edit", edits={"data.flip": True, "name": "fox", "optim.lr": "2e-3"})
     before = studio.draft()
-    assert window.call("preset", name=TEXT) == {"refused": {"Mirrored images": "this model does not read it"}}
+    assert window.call("preset", name=TEXT) == {"refused": {"Horizontal flip": "this model does not read it"}}
     assert studio.draft() == before
     answer = window.call("preset", name=TEXT, is_forced=True)
-    assert (answer["left"], studio.draft().values) == (["Learning rate", "Mirrored images"], {"name": "fox"})
+    assert (answer["left"], studio.draft().values) == (["Learning rate", "Horizontal flip"], {"name": "fox"})
     window.call("restore", **answer["undo"])
     assert studio.draft() == before
 
@@ -297,7 +295,7 @@ def test_masks_of_a_folder_that_was_chosen_go_with_it(window: Window, studio: St
         window.call("edit", edits={"data.path": str(second)[:at]}, typing=True)
     assert window.value("data.masks")
     window.type("data.path", str(second))
-    assert (window.value("data.masks"), window.state["left_images"]["labels"]) == ("", ["Folder of masks"])
+    assert (window.value("data.masks"), window.state["left_images"]["labels"]) == ("", ["Mask folder"])
     window.call("edit", edits=window.state["left_images"]["edits"])
     assert window.value("data.masks") == str(studio.runs.parent / "masks")
 

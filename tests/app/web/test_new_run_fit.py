@@ -94,9 +94,7 @@ def test_what_is_offered_is_said_in_words(window: Window):
     assert (found["gpus"], found["samples"], found["steps"]) == ("4 × 24 GB (RTX 4090)", 4, 1500)
     first = found["proposals"][0]
     assert first["whole"] == pytest.approx(1500 * first["seconds"])
-    assert {"field": "parallel.offload_blocks", "label": "Offload frozen blocks", "old": "0", "new": "1.0"} in first[
-        "changes"
-    ]
+    assert {"field": "parallel.offload_blocks", "label": "Block offload", "old": "0", "new": "1.0"} in first["changes"]
     assert found["reason"].startswith("Faster than the first one: Gradient checkpointing full ")
     assert found["reason"].endswith(" of 24.0 GiB, more than 92%.")
     assert [words for _, words in found["may"]] == ["4 bits", "smaller images", "a lower rank"]
@@ -107,7 +105,7 @@ def test_where_nothing_planned_is_faster_only_that_is_said(window: Window, studi
     found = search(window, "80gb")
     assert expected(studio, "80gb").proposals[0].faster is None
     assert found["reason"] == (
-        "Of the settings that were planned but do not fit, none would save 1 % of the time or more. "
+        "No planned setting that does not fit would save 1 % of the time or more. "
         "The longest part of a step is computing."
     )
 
@@ -185,7 +183,7 @@ def test_undo_returns_only_what_still_has_the_values_that_were_taken(window: Win
     assert studio.draft() == before
     undo = window.call("take", **taking)["undo"]
     window.call("edit", edits={"parallel.offload_blocks": "1", "train.steps": "7"})  # one block, and not all of them
-    assert window.call("undo", **undo)["left"] == ["Offload frozen blocks"]
+    assert window.call("undo", **undo)["left"] == ["Block offload"]
     assert studio.draft().values == {**before.values, "parallel.offload_blocks": 1, "train.steps": 7}
     window.call("preset", name="flux2-dev-lora-8gpu")
     former = studio.draft()

@@ -469,7 +469,7 @@ def test_masks_of_the_former_images_stay_with_them_and_come_back_on_request(
     choose(data, photos / "09.png", photos / "09.txt")
     done(data, "2 files added.")
     expect(data.locator("#upload-behind")).to_contain_text(
-        "it belongs to the images of the former folder: Folder of masks."
+        "it belongs to the images of the former folder: Mask folder."
     )
     assert json.loads(draft.read_text())["values"] == {"data.path": str(other)}
     expect(data.locator("#upload-results")).not_to_contain_text(str(masks))

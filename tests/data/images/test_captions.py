@@ -62,9 +62,9 @@ def test_captions_and_prompts_that_are_cut_are_reported_with_the_first_and_the_r
     first, encoding = said(alone(), cfg, tmp_path / "cache")
     again, cached = said(alone(), cfg, tmp_path / "cache")
     assert first == [
-        f"2 of 3 captions are longer than the model reads, and the end is not learned: first {pictures}/01.png with 92 "
+        f"2 of 3 captions are longer than the model reads, and the end is truncated: first {pictures}/01.png with 92 "
         "tokens, of which text_encoder reads 48; shorten them, or set model.options.max_tokens: 93",
-        "sample.prompts.1, sample.negative: longer than the model reads, and the end is not drawn: sample.prompts.1 "
+        "sample.prompts.1, sample.negative: longer than the model reads, and the end is truncated: sample.prompts.1 "
         "with 90 tokens, of which text_encoder reads 48; shorten them, or set model.options.max_tokens: 90",
     ]
     assert again == first
@@ -85,14 +85,14 @@ def test_of_two_ranks_one_says_it_of_all_captions(pictures: Path, tmp_path: Path
         (
             "sdxl",
             {},
-            "2 of 3 captions are longer than the model reads, and the end is not learned: first {first} with 62 "
+            "2 of 3 captions are longer than the model reads, and the end is truncated: first {first} with 62 "
             "tokens, of which text_encoder reads 32; shorten them, or set model.options.text_windows: 3",
         ),
         ("sdxl", {"text_windows": 3}, None),
         (
             "sdxl",
             {"text_windows": 2},
-            "1 of 3 captions is longer than the model reads, and the end is not learned: first {last} with 63 "
+            "1 of 3 captions is longer than the model reads, and the end is truncated: first {last} with 63 "
             "tokens, of which text_encoder reads 62; shorten it, or set model.options.text_windows: 3",
         ),
         (
@@ -104,7 +104,7 @@ def test_of_two_ranks_one_says_it_of_all_captions(pictures: Path, tmp_path: Path
         (
             "sd3",
             {"without": ("text_encoder_3",)},
-            "2 of 3 captions are longer than the model reads, and the end is not learned: first {first} with 62 "
+            "2 of 3 captions are longer than the model reads, and the end is truncated: first {first} with 62 "
             "tokens, of which text_encoder reads 32; shorten them",
         ),
         ("flux1", {"max_tokens": 64}, None),

@@ -27,7 +27,7 @@ def sizes_said(*sizes: tuple[int, int]) -> list[str]:
 def test_images_enlarged_more_than_one_and_a_half_times_are_counted_with_the_first_and_its_factor() -> None:
     assert sizes_said((1024, 1024), (700, 700), (683, 683)) == []
     assert sizes_said((700, 700), (600, 680), (64, 64)) == [
-        "2 images are enlarged more than 1.5 times to fill a bucket, and learned blurred: first 1.png 1.6 times; "
+        "2 images are enlarged more than 1.5 times to fill a bucket, and trained blurred: first 1.png 1.6 times; "
         "use larger files, or lower data.resolution"
     ]
 
@@ -42,7 +42,7 @@ def test_images_cropped_by_more_than_a_third_are_counted_with_the_first_and_the_
 
 def test_a_strip_of_pixels_is_named_for_both() -> None:
     assert sizes_said((4000, 40)) == [
-        "1 image is enlarged more than 1.5 times to fill a bucket, and learned blurred: first 0.png 18.4 times; "
+        "1 image is enlarged more than 1.5 times to fill a bucket, and trained blurred: first 0.png 18.4 times; "
         "use larger files, or lower data.resolution",
         "1 image loses more than a third to the crop to a bucket: first 0.png of which 2% is kept; "
         "crop by hand, raise data.max_aspect, or set data.fit: pad",

@@ -58,7 +58,7 @@ def test_photos_without_a_mask_and_masks_without_a_photo_are_counted(photos: Pat
     assert by_name(found.train)["b"].mask is None
     assert found.warnings == (
         f"data.masks: 2 of 3 images belong to no image of the data, first {masks}/b.png",
-        f"data.masks: 1 of 2 images have no mask and are learned whole, first {photos}/sub/b.jpg",
+        f"data.masks: 1 of 2 images have no mask and are in the loss as a whole, first {photos}/sub/b.jpg",
     )
 
 

@@ -193,7 +193,7 @@ def test_the_system_message_of_a_row_is_the_first_text_of_every_form(folder: Pat
     ]
     with pytest.raises(InputError, match='"system" is not a text; write it in quotes'):
         read(written(folder, {"system": 5} | SHOWN))
-    with pytest.raises(InputError, match="nothing in it is learned"):
+    with pytest.raises(InputError, match="nothing in it is in the loss"):
         read(written(folder, {"system": "You are a pirate.", "sequence": []}))
 
 
@@ -249,8 +249,8 @@ def test_a_row_all_of_whose_texts_are_read_is_not_named(folder: Path) -> None:
             "turn 1 of conversations: needs from, one of gpt, human, assistant, user, system, and value, a text",
         ),
         ({"video": "a.mp4", "conversations": []}, "videos are not read; give its frames as images"),
-        ({"messages": [{"role": "user", "content": "hm"}]}, "nothing in it is learned"),
-        ({"sequence": [{"text": "hm"}]}, "nothing in it is learned"),
+        ({"messages": [{"role": "user", "content": "hm"}]}, "nothing in it is in the loss"),
+        ({"sequence": [{"text": "hm"}]}, "nothing in it is in the loss"),
         ({"sequence": [{"text": "hm", "image": "a.png"}]}, "part 1 of sequence: needs either text or image"),
         ({"sequence": [{"image": "a.png", "as": "paint"}]}, "part 1 of sequence: as: 'paint' is not one of seen"),
         ({"sequence": [{"image": "a.png", "way": "seen"}]}, "part 1 of sequence: 'way' is not one of as, image, keep"),

@@ -138,7 +138,7 @@ def test_plain_text_that_is_longer_than_a_row_fills_rows_and_its_rest_is_packed(
     ("too_long", "kept", "reported"),
     [
         ("drop", ["xy|"], [("a.jsonl:1", "longer than data.length 8"), ("a.jsonl:1", "longer than data.length 8")]),
-        ("cut", ["abcdefgh", "xy|"], [("a.jsonl:2", "longer than data.length 8 before anything is learned")]),
+        ("cut", ["abcdefgh", "xy|"], [("a.jsonl:2", "longer than data.length 8 before its first token in the loss")]),
     ],
 )
 def test_a_prompt_or_conversation_that_is_longer_than_a_row_is_left_out_or_cut(
@@ -168,7 +168,7 @@ def test_what_teaches_nothing_is_left_out_and_reported(tmp_path: Path) -> None:
         left: list[str] = []
         texts = stream(tmp_path, packing=packing, left_out=lambda epoch, where, why, left=left: left.append(why))
         assert documents_of(rows_of(texts)) == ["bc|"]
-        assert left == ["nothing of it is learned"] * 3
+        assert left == ["no token in the loss"] * 3
 
 
 @pytest.mark.parametrize(
@@ -183,14 +183,14 @@ def test_files_of_which_everything_is_left_out_are_refused(tmp_path: Path, promp
     write_jsonl(tmp_path / "a.jsonl", rows)
     assert refusal(stream(tmp_path, length=8, shuffle_window=1)) == (
         f"{tmp_path}/a.jsonl: every document is left out (1 longer than data.length 8, the first {tmp_path}/a.jsonl:1; "
-        f"1 nothing of it is learned, the first {tmp_path}/a.jsonl:2); {remedies}"
+        f"1 no token in the loss, the first {tmp_path}/a.jsonl:2); {remedies}"
     )
 
 
 def test_where_nothing_is_learned_no_other_length_is_advised(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "completion": ""}])
     assert refusal(stream(tmp_path)) == (
-        f"{tmp_path}/a.jsonl: every document is left out (1 nothing of it is learned, the first {tmp_path}/a.jsonl:1); "
+        f"{tmp_path}/a.jsonl: every document is left out (1 no token in the loss, the first {tmp_path}/a.jsonl:1); "
         "correct the files"
     )
 

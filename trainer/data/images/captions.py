@@ -40,7 +40,7 @@ def measure(family: ImageFamily, cfg: RunConfig, images: Sequence[CaptionedImage
         count = f"1 of {len(captions)} captions is" if len(cut) == 1 else f"{len(cut)} of {len(captions)} captions are"
         first, _, texts = cut[0]
         sentences.append(
-            f"{count} longer than the model reads, and the end is not learned: first {first.path} "
+            f"{count} longer than the model reads, and the end is truncated: first {first.path} "
             f"{_figures(texts)}; {_remedy(family, [texts for *_, texts in cut])}"
         )
     if partly := [texts for *_, texts in captions if not _is_cut(texts) and any(text.is_cut for text in texts)]:
@@ -48,7 +48,7 @@ def measure(family: ImageFamily, cfg: RunConfig, images: Sequence[CaptionedImage
     if fields := {field: lengths[text] for field, text in prompts.items() if _is_cut(lengths[text])}:
         field, texts = next(iter(fields.items()))
         sentences.append(
-            f"{', '.join(fields)}: longer than the model reads, and the end is not drawn: {field} {_figures(texts)}; "
+            f"{', '.join(fields)}: longer than the model reads, and the end is truncated: {field} {_figures(texts)}; "
             f"{_remedy(family, fields.values())}"
         )
     found = tuple(_cut_caption(image, caption, _furthest(texts)) for image, caption, texts in cut)

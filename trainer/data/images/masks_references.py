@@ -108,7 +108,7 @@ class Masks(_Companions):
             )
             return
         self.findings.warnings.append(
-            f"{self.field}: {len(self.alone)} of {self.num_images} images have no mask and are learned whole, "
+            f"{self.field}: {len(self.alone)} of {self.num_images} images have no mask and are in the loss as a whole, "
             f"first {image}"
         )
 

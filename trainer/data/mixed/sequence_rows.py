@@ -297,7 +297,7 @@ def _checked(row: Row) -> Row:
     """The row. Raises InputError if nothing of it is in the loss."""
     if not any(part.in_loss if isinstance(part, TextPart) else part.way == "drawn" for part in row.parts):
         raise InputError(
-            "nothing in it is learned; let it answer, set learned: true for a text or as: drawn for an image"
+            "nothing in it is in the loss; let it answer, set learned: true for a text or as: drawn for an image"
         )
     return row
 

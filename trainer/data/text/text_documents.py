@@ -153,7 +153,7 @@ class Encoder:
         for key, answer in (("chosen", chosen), ("rejected", rejected)):
             answer.loss_mask[: max(shared, 1)] = False  # no token precedes the first
             if not answer.loss_mask.any():
-                raise InputError(f'the other answer begins with all that is learned of "{key}"; remove the row')
+                raise InputError(f'the other answer begins with all that is in the loss of "{key}"; remove the row')
         tokens = np.concatenate([chosen.tokens, rejected.tokens])
         loss_mask = np.concatenate([chosen.loss_mask, rejected.loss_mask])
         return Document(tokens, loss_mask, False, where, second=len(chosen.tokens))

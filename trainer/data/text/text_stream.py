@@ -284,14 +284,16 @@ class TextStream:
             yield piece
         else:
             self._remedies |= {"raise data.length"} | ({"set data.too_long: cut"} if teaches else set())
-            self._leave_out(epoch, document, why if self._too_long == "drop" else f"{why} before anything is learned")
+            self._leave_out(
+                epoch, document, why if self._too_long == "drop" else f"{why} before its first token in the loss"
+            )
 
     def _teaches(self, document: Document, epoch: int) -> bool:
         """Whether something of a document is in the loss; that of a prompt or conversation without is reported."""
         if len(document.tokens) < 2 and document.is_text:
             return False
         if not document.is_text and not document.loss_mask[1:].any():
-            self._leave_out(epoch, document, "nothing of it is learned")
+            self._leave_out(epoch, document, "no token in the loss")
             return False
         return True
 

@@ -233,7 +233,7 @@ class BagelFamily(MultimodalFamily):
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
         ignored = cfg.data.max_aspect != type(cfg.data).model_fields["max_aspect"].default
-        message = "data.max_aspect: has no effect; images of any shape are drawn whole, without buckets"
+        message = "data.max_aspect: has no effect; images of any shape are trained whole, without buckets"
         return (*super().warnings(cfg), *([message] if ignored else []))
 
     def text_encoder(self, load: LoadModule) -> Any:

@@ -196,8 +196,8 @@ class Sdxl(ImageFamily):
         if reason is None or not cfg.sample.prompts:
             return sentences
         sentence = (
-            f"samples are drawn with Euler's method: {reason}; set sample.scheduler: euler, or name another sampler in "
-            f"{self.folder / 'model_index.json'}"
+            f"samples are generated with Euler's method: {reason}; set sample.scheduler: euler, or name another "
+            f"sampler in {self.folder / 'model_index.json'}"
         )
         return (*sentences, sentence)
 

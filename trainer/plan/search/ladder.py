@@ -38,7 +38,7 @@ EFFECTS: tuple[Effect, ...] = get_args(Effect)
 the model learns something else."""
 IN_WORDS: Mapping[Effect, str] = {
     "same": "the result stays the same",
-    "samples": "samples are smaller, what is learned stays the same",
+    "samples": "samples are smaller, training stays the same",
     "rounding": "the frozen base is rounded, which changes the result a little",
     "result": "which changes the result",
 }

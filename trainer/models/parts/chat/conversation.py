@@ -253,7 +253,9 @@ class Chat:
             end = next((one for one in self.turns.ends if whole.startswith(one, after)), "")
             if end and not whole[start:stop].rstrip().endswith(self.turns.ends):
                 stop = after + len(end)
-                self._note(f"the {{% generation %}} marks leave out {end}, which ends a turn; it is learned as well")
+                self._note(
+                    f"the {{% generation %}} marks leave out {end}, which ends a turn; it is in the loss as well"
+                )
             found.append((start, stop))
         return found
 
@@ -460,8 +462,8 @@ class Chat:
             )
         part = f" ({shortened(text.value, 60)})" if text.key == "content" else ""
         raise InputError(
-            f'{who}: the chat template leaves out "{text.key}"{part} of the assistant, which would not be learned; set '
-            "data.chat_template to one that writes it, or remove it"
+            f'{who}: the chat template leaves out "{text.key}"{part} of the assistant, which would not be in the loss; '
+            "set data.chat_template to one that writes it, or remove it"
         )
 
     def _check_prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> None:

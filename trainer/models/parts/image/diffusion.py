@@ -270,7 +270,7 @@ def _sampler_class(name: str, schedule: NoiseSchedule) -> Any:
     required = [one for one in needs if needs[one].default is inspect.Parameter.empty]
     is_known = required == ["self", "model_output", "timestep", "sample"] and "num_inference_steps" in steps
     if not is_known or not {"beta_start", "prediction_type"} <= settings.keys():
-        raise InputError(f"{name} does not draw with the noise schedule of such a model and a number of steps alone")
+        raise InputError(f"{name} does not sample with the noise schedule of such a model and a number of steps alone")
     if schedule.is_zero_terminal and "rescale_betas_zero_snr" not in settings:
         raise InputError(f"diffusers {version}'s {name} has no zero-terminal SNR")
     return kind
