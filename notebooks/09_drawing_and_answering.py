@@ -160,7 +160,8 @@ notebook.dashboard(run)
 # Wait for the end. Both losses fell:
 
 # %%
-from trainer.run.events import EventReader, latest_steps, losses_by_name
+from trainer.run.events import EventReader, latest_steps
+from trainer.view.steps import losses_by_name
 
 print("The run has", await notebook.ended(run))
 steps = latest_steps(EventReader(run.events_file).read())

@@ -36,8 +36,6 @@ from trainer.run.events import (
     StatusEvent,
     StepEvent,
     ValidationEvent,
-    seconds_waited,
-    step_parts,
 )
 from trainer.run.folder import RunDir, is_run
 from trainer.run.length import RunLength
@@ -47,6 +45,7 @@ from trainer.system import files
 from trainer.system.errors import InputError
 from trainer.view.lines import Line, Look, loss_lines, metric_lines, seconds_lines
 from trainer.view.numbers import default_decay, format_duration, format_speed, smoothed
+from trainer.view.steps import seconds_waited, step_parts
 
 NOT_WRITTEN = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 """Errors of a write: the disk is full, or closed. The system names no file where an open one is written."""

@@ -28,10 +28,9 @@ from trainer.run.events import (
     WarningEvent,
     last_state,
     latest_steps,
-    seconds_waited,
-    step_parts,
 )
 from trainer.view.numbers import default_decay, format_duration, smoothed
+from trainer.view.steps import seconds_waited, step_parts
 
 WARNING = WarningEvent(time=1.0, message="ok")
 

@@ -25,13 +25,12 @@ from trainer.run.events import (
     ValidationEvent,
     WarningEvent,
     is_start,
-    losses_by_name,
-    metrics_by_name,
 )
 from trainer.run.length import RunLength
 from trainer.run.pace import Pace
 from trainer.system.terminal import printable, say
 from trainer.view.numbers import default_decay, format_losses, format_metrics, format_speed, smoothed
+from trainer.view.steps import losses_by_name, metrics_by_name
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Generic, Literal, Self, TypeVar
@@ -40,8 +40,6 @@ MOST_BYTES = 2**30
 """Most bytes that one `read` takes from a file. A million steps take 0.4 GiB."""
 SMOOTHED_STEPS = 1000
 """A value more than this many steps ago has no visible part in a smoothed one: 0.99**1000 is 4e-5."""
-STEP_PARTS = ("data", "forward", "backward", "optimizer", "other")
-"""The parts of a step, in order; see `step_parts`."""
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Time = Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
@@ -119,7 +117,7 @@ class StepEvent(Event):
         loss: Mean loss over the batch.
         lr: Learning rate.
         grad_norm: Global gradient norm before clipping.
-        seconds: Duration of the whole step; the next four are parts of it (see `step_parts`).
+        seconds: Duration of the whole step; the next four are parts of it (see `view.steps.step_parts`).
         seconds_communication: Time that the computation waited for other ranks, within these parts.
         images_per_second: Throughput of all ranks together; NaN for a model that is trained on text.
         tokens_per_second: Tokens in the loss per second of all ranks together; NaN for a model trained on images.
@@ -468,61 +466,6 @@ def by_prompt(samples: Iterable[SampleEvent]) -> dict[tuple[int, str], dict[int,
     return dict(sorted(rows.items(), key=lambda row: (row[0][0], min(row[1]))))
 
 
-def losses_by_name(steps: Iterable[StepEvent]) -> dict[str, list[float]]:
-    """Return {name: losses of all steps} for a model with several losses, else {}. A missing loss is NaN."""
-    return _by_name([step.losses for step in steps])
-
-
-def metrics_by_name(events: Iterable[StepEvent | ValidationEvent]) -> dict[str, list[float]]:
-    """Return {name: values of all events} for an objective that measures more than its loss, else {}. A missing value
-    is NaN."""
-    return _by_name([event.metrics for event in events])
-
-
-def _by_name(columns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    names = dict.fromkeys(name for values in columns for name in values)
-    return {name: [values.get(name, math.nan) for values in columns] for name in names}
-
-
 def last_state(events: Iterable[AnyEvent]) -> State:
     """Return the state of the last status event, or `created` if there is none."""
     return next((event.state for event in reversed(list(events)) if isinstance(event, StatusEvent)), "created")
-
-
-def step_parts(steps: Iterable[StepEvent]) -> dict[str, float]:
-    """Return the mean seconds of each of STEP_PARTS, which add up to the mean seconds of a whole step.
-
-    They follow each other and do not overlap. Communication is not among them, since it overlaps them: weights are
-    gathered in forward and backward, gradients reduced in backward, and the loss agreed on in "optimizer". "other" is
-    the rest of the step. On a GPU the parts are times of the device and the step is a time of the host; where the parts
-    are the longer, they are scaled to the step. A part that is not finite is 0, and its time belongs to "other".
-    """
-    means = dict.fromkeys(STEP_PARTS, 0.0)
-    steps = [step for step in steps if math.isfinite(step.seconds)]
-    for step in steps:
-        for part, seconds in _parts(step).items():
-            means[part] += seconds / len(steps)
-    return means
-
-
-def _parts(step: StepEvent) -> dict[str, float]:
-    measured = {
-        "data": step.seconds_data,
-        "forward": step.seconds_forward,
-        "backward": step.seconds_backward,
-        "optimizer": step.seconds_optimizer,
-    }
-    parts = {part: seconds if math.isfinite(seconds) else 0.0 for part, seconds in measured.items()}
-    total = sum(parts.values())
-    if total > step.seconds:
-        parts = {part: seconds * step.seconds / total for part, seconds in parts.items()}
-    return parts | {"other": max(0.0, step.seconds - total)}
-
-
-def seconds_waited(steps: Iterable[StepEvent]) -> float:
-    """Return the mean seconds of a step in which the computation waited for other ranks; NaN where not measured.
-
-    They are inside the parts of `step_parts`.
-    """
-    waited = [step.seconds_communication for step in steps if math.isfinite(step.seconds_communication)]
-    return sum(waited) / len(waited) if waited else math.nan

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from trainer.run.events import STEP_PARTS, StepEvent, ValidationEvent, losses_by_name, step_parts
+from trainer.run.events import StepEvent, ValidationEvent
 from trainer.view.numbers import short, smoothed
+from trainer.view.steps import STEP_PARTS, losses_by_name, step_parts
 
 POINTS_PER_LINE = 600
 

@@ -32,10 +32,6 @@ from trainer.run.events import (
     by_prompt,
     last_state,
     latest_steps,
-    losses_by_name,
-    metrics_by_name,
-    seconds_waited,
-    step_parts,
 )
 from trainer.run.folder import RunDir
 from trainer.run.length import RunLength
@@ -48,6 +44,7 @@ from trainer.view.charts import CHART_STYLE, chart, step_split
 from trainer.view.lines import Line, Point, line_of, loss_lines, metric_lines, seconds_lines, spread
 from trainer.view.numbers import default_decay, format_duration, short, smoothed
 from trainer.view.render import render
+from trainer.view.steps import losses_by_name, metrics_by_name, seconds_waited, step_parts
 
 SAMPLE_COLUMNS = 8
 MOST_FILES = 20_000

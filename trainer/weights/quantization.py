@@ -198,8 +198,8 @@ class _Fp8(Format):
         return levels.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def to_levels(self, codes: Tensor, table: Tensor) -> Tensor:
-        """Move sign, exponent and mantissa to where fp16 has them, whose exponent counts from 15 instead of 7: on a CPU
-        torch converts fp16 eight times as fast as fp8. No code that `encode` writes is a NaN."""
+        """Decode a base's fp8 weights: move sign, exponent and mantissa to where fp16 has them, whose exponent counts
+        from 15 instead of 7. On a CPU torch converts fp16 eight times as fast as fp8. No weight's code is a NaN."""
         bits = codes.view(torch.int8).to(torch.int16, memory_format=torch.contiguous_format)
         return bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float()
 

@@ -204,7 +204,7 @@ def check_inputs(folder: ModelFolder, reads: tuple[int, int], given: tuple[int, 
 
 
 def read_json(field: str, folder: Path, name: str, expects: str = "a diffusers folder") -> dict[str, Any]:
-    """Read a JSON file of a folder, as `transformer/config.json`.
+    """Read a JSON file of a model's folder, as a family reads its `transformer/config.json`.
 
     Args:
         field: The config field that names the folder.
