@@ -120,7 +120,7 @@ def test_images_that_their_buckets_do_not_suit_are_named_before_any_is_encoded(t
     cfg = run_config(make_pictures(tmp_path / "pictures", 1), data__resolution=128)
     _, said = encoded(cfg)
     assert said[0].message == (  # type: ignore[union-attr]
-        "1 image is enlarged more than 1.5 times to fill a bucket, and learned blurred: "
+        "1 image is enlarged more than 1.5 times to fill a bucket, and trained blurred: "
         f"first {tmp_path}/pictures/00.png 2.0 times; use larger files, or lower data.resolution"
     )
 

@@ -18,7 +18,7 @@ from trainer.models.parts.image.text_encoder import TINY_CHAT_TEMPLATE, train_to
 from trainer.system.errors import InputError
 
 MARKS = ("im_start", "im_end", "end", "return", "call", "user", "assistant", "observation")
-REMEDY = "which would not be learned; set data.chat_template to one that writes it, or remove it"
+REMEDY = "which would not be in the loss; set data.chat_template to one that writes it, or remove it"
 # As DeepSeek-R1-Distill's: it removes what was thought in every answer, opens it in the prompt, and writes no calls
 # where an answer says something.
 REMOVES = """\

@@ -77,7 +77,7 @@ def of_buckets(images: Iterable[tuple[ImageFile, Size]], is_padded: bool = False
         first, scale = next(iter(enlarged.items()))
         count = counted(len(enlarged), "image is", "images are")
         yield (
-            f"{count} enlarged more than {MOST_ENLARGED} times to fill a bucket, and learned blurred: "
+            f"{count} enlarged more than {MOST_ENLARGED} times to fill a bucket, and trained blurred: "
             f"first {first} {scale:.1f} times; use larger files, or lower data.resolution"
         )
     if cropped:
