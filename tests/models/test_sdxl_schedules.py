@@ -391,8 +391,8 @@ def test_euler_draws_as_before_whatever_the_folder_names(cache: Path, sdxl: Sdxl
 VERSION = diffusers.__version__
 UNUSABLE = {
     "MySamplerScheduler": f"diffusers {VERSION} has no sampler MySamplerScheduler",
-    "FlowMatchEulerDiscreteScheduler": "FlowMatchEulerDiscreteScheduler does not sample with the noise schedule of such "
-    "a model and a number of steps alone",
+    "FlowMatchEulerDiscreteScheduler": "FlowMatchEulerDiscreteScheduler does not sample with the noise schedule of "
+    "such a model and a number of steps alone",
     "RePaintScheduler": "RePaintScheduler does not sample with the noise schedule of such a model and a number of "
     "steps alone",
     "LCMScheduler": "LCMScheduler refuses 60 steps or its settings",
