@@ -43,7 +43,7 @@ ROOMS = {
     "benchmark": "distributed launcher metrics optim parallel plan run train view",
     "app": "config data launcher plan run system view",
     "launch": "app",
-    "notebooks": "adapters app checkpoint config data models plan rng run weights",
+    "notebooks": "adapters app checkpoint config data models plan rng run view weights",
 }
 """{room: the rooms it imports}, from the ground up: a room imports only rooms above its own line."""
 
@@ -76,6 +76,13 @@ class Module:
         for node in self.nodes(ast.Import, ast.ImportFrom):
             above = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             yield from ((node.lineno, above + alias.name) for alias in node.names)
+
+    def imports_by_name(self) -> Iterator[str]:
+        """Names that the file gives to `import_module`."""
+        for node in self.nodes(ast.Call):
+            is_import = ast.unparse(node.func).endswith("import_module")
+            if is_import and node.args and isinstance(node.args[0], ast.Constant):
+                yield node.args[0].value
 
     def imported_rooms(self) -> Iterator[tuple[int, str]]:
         """(line, room) of every import from another room of the project."""
@@ -115,10 +122,10 @@ def folders(modules: Iterable[Module]) -> Counter[str]:
 
 def circle(modules: Mapping[str, Module]) -> list[str]:
     """Modules that import each other in a circle, at their import or later; [] where there is none."""
-    graph = {
-        name: {_module(imported, modules) for _, imported in found.imports()} - {name, ""}
-        for name, found in modules.items()
-    }
+    graph = {}
+    for name, found in modules.items():
+        names = [*(imported for _, imported in found.imports()), *found.imports_by_name()]
+        graph[name] = {_module(imported, modules) for imported in names} - {name, ""}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

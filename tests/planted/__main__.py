@@ -66,6 +66,8 @@ def _failing(root: Path, marks: str, tests: tuple[str, ...], *options: str) -> s
     done = subprocess.run(argv, cwd=root, env=environment, capture_output=True, text=True, check=False)
     if done.returncode in (0, 5):  # 5: no test has these marks
         return None
+    if done.returncode != 1:  # interrupted, or pytest could not run
+        raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-500:]}{done.stderr[-500:]}")
     found = FAILED.search(done.stdout)
     return found[1] if found else done.stdout[-500:]
 

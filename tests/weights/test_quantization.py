@@ -16,6 +16,7 @@ from trainer import adapters
 from trainer.config.sections import AdapterSection
 from trainer.system.errors import InputError
 from trainer.weights import quantization
+from trainer.weights.nf4 import NF4_LEVELS
 from trainer.weights.quantization import FORMATS, QuantLinear, decoded, quantize_layers, quantized_layers
 
 ERROR = {"nf4": 0.094, "int8": 0.0065, "fp8": 0.027}
@@ -87,7 +88,7 @@ def test_a_weight_is_the_same_whatever_type_it_is_asked_for_in_and_in_pieces(
 def test_each_code_is_its_level_times_the_scale(format: str, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     if format == "nf4":
-        levels = torch.tensor(quantization.NF4_LEVELS)[torch.stack([codes >> 4, codes & 15], 1).int().flatten()]
+        levels = torch.tensor(NF4_LEVELS)[torch.stack([codes >> 4, codes & 15], 1).int().flatten()]
     elif format == "int8":
         levels = codes.view(torch.int8).float()
     else:

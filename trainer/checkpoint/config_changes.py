@@ -88,7 +88,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
-            # Versions write an empty value in different ways.
+            # An empty value is written in different ways.
             yield f"{prefix}{key}", None if value in ({}, []) else value
 
 

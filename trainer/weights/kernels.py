@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.weights.quantization import BLOCK, NF4_LEVELS
+from trainer.weights.nf4 import BLOCK, NF4_LEVELS
 
 BLOCKS = 16
 """Blocks of weights that a program decodes: 1024 weights, eight for each thread."""

@@ -18,7 +18,6 @@ rounded once to the wanted type.
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -28,16 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.weights.nf4 import BLOCK, NF4_LEVELS
+
 VERSION = 1
 """Version of the format: raise it when equal weights are to give other bytes."""
-BLOCK = 64
 SCALE = torch.bfloat16
-NF4_LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
 CELLS = 64
 PIECE = {"cpu": 1 << 19, "cuda": 1 << 23}
 """Weights that are decoded at a time, by kind of device: fp32 copies of more would not stay in a core's cache, and take
@@ -307,7 +301,8 @@ def _kernel(format: str, dtype: torch.dtype, device: torch.device) -> tuple[Call
     if device.type not in KERNEL_DEVICES or dtype not in (torch.float32, torch.bfloat16):
         return None, ""
     try:
-        decode = importlib.import_module("trainer.weights.kernels").decode
+        from trainer.weights.kernels import decode
+
         problem = _difference(decode, format, dtype, device)
     except Exception as error:  # noqa: BLE001  # Triton is absent or broken, or finds no compiler: whatever it raises
         problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".removesuffix(": ")
