@@ -96,7 +96,7 @@ def test_a_folder_that_others_may_fill_is_not_used(tmp_path: Path, home: Path, d
     found, problem = compiler.cache_environment()
     assert found == {compiler.FOLDER: f"{tmp_path}/temporary/shardstudio-{os.getuid()}/compiled"}
     assert problem.startswith(f"{home}/shardstudio/compiled: cannot be used (")
-    assert problem.endswith("is kept in the temporary folder, and may have to be made again")
+    assert problem.endswith("is in the temporary folder, and may have to be built again")
 
 
 @pytest.mark.parametrize("is_large", [False, True])

@@ -169,7 +169,7 @@ class Encoder:
             raise InputError(f'"{key}" is neither a string nor a list of messages')
         ids, loss_mask = self._chat(_conversation(values, key), values)
         if not ids:
-            raise InputError(f'"{key}" has no message of the assistant that is learned')
+            raise InputError(f'"{key}" has no message of the assistant that is in the loss')
         return Document(np.array(ids, dtype=np.int64), np.array(loss_mask, dtype=np.bool_), False, str)
 
     def _apart(self, prompt: str, completion: str) -> Encoded:
