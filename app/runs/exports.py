@@ -91,7 +91,7 @@ class Checkpoint:
         size: Bytes.
         saved: Unix seconds.
         validation_loss: Loss of the held-out images; None if not measured.
-        problem: Why it is not complete; empty when it is.
+        problem: Why this version cannot read it; empty when it can.
         consequence: What its deletion means for a resume and an export, as sentences.
         refusal: Why it cannot be deleted now; empty when it can.
     """
@@ -249,7 +249,7 @@ def _why_needed(is_alive: bool, is_exporting: bool) -> str:
 
 def _checkpoints_in(run: RunDir, folder: Path, is_current: bool, busy: str) -> list[Checkpoint]:
     named = manifest.named(folder)
-    problems = {path: manifest.defect(path) or "" for path in named}
+    problems = {path: manifest.problem(path) or "" for path in named}
     complete = [path for path in named if not problems[path]]
     losses = {path: manifest.progress_of(path).validation_loss for path in complete}
     best = min((path for path in complete if math.isfinite(losses[path])), key=losses.__getitem__, default=None)
@@ -266,7 +266,7 @@ def _checkpoints_in(run: RunDir, folder: Path, is_current: bool, busy: str) -> l
                 size=_size(path),
                 saved=path.lstat().st_mtime,
                 validation_loss=losses[path] if path in losses and math.isfinite(losses[path]) else None,
-                problem=problems[path],
+                problem=problems[path] if is_current and path == named[-1] else _removable(problems[path]),
                 consequence=" ".join(words),
                 refusal=_why_not_ours(run, path) or (busy if is_newest else ""),
             )
@@ -274,9 +274,14 @@ def _checkpoints_in(run: RunDir, folder: Path, is_current: bool, busy: str) -> l
     return found
 
 
+def _removable(problem: str) -> str:
+    """The problem of a checkpoint after which there is another one: that one is taken with or without it."""
+    return problem.replace(manifest.REMEDY, "remove this checkpoint")
+
+
 def _consequence(path: Path, complete: list[Path], is_current: bool, problem: str) -> str:
     if problem:
-        return "It is not complete: neither a resume nor an export can use it."
+        return "Neither a resume nor an export can use it."
     if not is_current:
         return "Its stage is done: neither a resume nor an export needs it."
     if path != complete[-1]:

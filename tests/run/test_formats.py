@@ -8,16 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from app.runs.run_screen import LogWish
 from app.runs.run_table import Summaries
 from app.studio import Studio
+from app.web.pages import files as files_page
+from app.web.pages import run as run_page
 from tests.app.browser import recorded
 from tests.commands import launch_py
 from tests.run.test_hostile_folders import COMMANDS
-from tests.runs import make_pictures, make_run, run_config
+from tests.runs import alone, make_pictures, make_run, run_config
+from trainer.checkpoint.restore import newest_intact
 from trainer.launcher import preflight
 from trainer.launcher.queue import Queue
 from trainer.plan import calibration
 from trainer.plan.calibration import Measured
+from trainer.run import manifest
+from trainer.run.drawings import trained_weights
 from trainer.run.folder import RunDir
 from trainer.run.manifest import MANIFEST, sealed
 from trainer.system.errors import InputError
@@ -94,6 +100,52 @@ def test_a_checkpoint_of_another_version_is_refused_and_stays(run: RunDir, comma
         "it is taken"
     )
     assert file.is_file()
+
+
+def with_another(run: RunDir, foreign: int) -> None:
+    """Give the run a second checkpoint, and one of the two the format 2."""
+    for step in (1, 2):
+        checkpoint = run.checkpoints / f"step-{step:06d}"
+        checkpoint.mkdir(exist_ok=True)
+        content = sealed({"step": step, "files": {}, **({"format": 2} if step == foreign else {})})
+        (checkpoint / MANIFEST).write_bytes(content)
+
+
+@pytest.mark.parametrize("foreign", [1, 2])
+def test_the_page_shows_and_deletes_a_checkpoint_of_another_version(run: RunDir, foreign: int) -> None:
+    with_another(run, foreign)
+    studio = Studio(run.path.parent)
+    page = files_page.calls(studio)
+    run_page.calls(studio)["run_view"](name="fox", known={}, log=LogWish())
+    rows = {row["step"]: row for row in page["files_list"]("fox")["checkpoints"]}
+    remedy = "use the version that wrote it, or remove this checkpoint"
+    effect = ", so that the one before it is taken" if foreign == 2 else ""
+    assert rows[foreign]["problem"] == f"{MANIFEST}: has format 2, {READS}; {remedy}{effect}"
+    assert rows[foreign]["consequence"] == "Neither a resume nor an export can use it."
+    assert rows[3 - foreign]["problem"] == ""
+    page["files_delete_checkpoint"]("fox", rows[foreign]["name"])
+    assert [path.name for path in manifest.named(run.checkpoints)] == [f"step-{3 - foreign:06d}"]
+
+
+def test_a_newest_checkpoint_is_taken_though_an_older_one_is_of_another_version(run: RunDir) -> None:
+    with_another(run, 1)
+    preflight.continued_run(run, ())
+    assert newest_intact(run.checkpoints, alone()) == (run.checkpoints / "step-000002", [])
+    assert manifest.to_export(run) == trained_weights(run) == run.checkpoints / "step-000002"
+
+
+def test_an_older_checkpoint_is_not_taken_for_a_newest_one_of_another_version(run: RunDir) -> None:
+    with_another(run, 2)
+    before = contents(run.path)
+    for take in (
+        lambda: preflight.continued_run(run, ()),
+        lambda: newest_intact(run.checkpoints, alone()),
+        lambda: manifest.to_export(run),
+        lambda: trained_weights(run),
+    ):
+        with pytest.raises(InputError, match=f"step-000002/{MANIFEST}: has format 2, {READS}"):
+            take()
+    assert contents(run.path) == before
 
 
 @pytest.mark.parametrize("has", FORMATS)

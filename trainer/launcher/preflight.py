@@ -112,9 +112,9 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     run.guard()
     process.require_ended(run)
     loaded = load_config(run.config_file, overrides)
-    saved = manifest.complete(run.checkpoints)
+    saved = manifest.newest(run.checkpoints)
     if saved:
-        stage, progress = stages.current(run, loaded.config), manifest.progress_of(saved[-1])
+        stage, progress = stages.current(run, loaded.config), manifest.progress_of(saved)
         _check_changes(loaded, stage.config, progress)
         loaded.refuse(list(_too_short(loaded, run, stage, progress)))
     scans = check(loaded, is_new=not saved, cache=shared_cache(loaded.config, run.path.parent))

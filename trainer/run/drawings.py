@@ -155,11 +155,10 @@ def trained_weights(run: RunDir) -> Path:
     """Return the newest complete checkpoint of a run, else its newest exported adapter.
 
     Raises:
-        InputError: There is neither.
+        InputError: There is neither; FormatError, another version wrote the newest checkpoint.
     """
-    saved = manifest.complete(run.checkpoints)
-    if saved:
-        return saved[-1]
+    if saved := manifest.newest(run.checkpoints):
+        return saved
     exports = [event for event in EventReader(run.events_file).read() if isinstance(event, ExportEvent)]
     for event in reversed(exports):
         file = run.own_file(event.path)

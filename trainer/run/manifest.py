@@ -87,8 +87,16 @@ def named(folder: Path) -> list[Path]:
 
 
 def complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a run's `checkpoints` folder, oldest first, without truncated ones."""
-    return [path for path in named(folder) if defect(path) is None]
+    """Return the complete checkpoints in a run's `checkpoints` folder that this version reads, oldest first."""
+    return [path for path in named(folder) if problem(path) is None]
+
+
+def newest(folder: Path) -> Path | None:
+    """Return the checkpoint that a run continues from: the newest complete one, or None.
+
+    Raises FormatError: another version wrote a newer one.
+    """
+    return next((path for path in reversed(named(folder)) if defect(path) is None), None)
 
 
 def to_export(run: RunDir) -> Path:
@@ -127,6 +135,14 @@ def defect(checkpoint: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def problem(checkpoint: Path) -> str | None:
+    """Return why this version cannot read a checkpoint: as `defect`, or because another version wrote it."""
+    try:
+        return defect(checkpoint)
+    except files.FormatError as error:
+        return str(error).removeprefix(f"{checkpoint}/")
 
 
 def checksum(data: bytes = b"") -> hashlib.blake2b:

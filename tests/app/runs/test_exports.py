@@ -150,7 +150,7 @@ def test_checkpoints_are_listed_newest_first_with_what_their_deletion_means(run:
     found = by_step(run)
     assert list(found) == [50, 40, 30, 20]
     assert found[50].problem == "weights has 4 bytes, 5 were written"
-    assert found[50].consequence == "It is not complete: neither a resume nor an export can use it."
+    assert found[50].consequence == "Neither a resume nor an export can use it."
     assert found[40].consequence == (
         "It is the newest: without it, a resume goes on from step 30, and an export takes the weights of that step. "
         "The 10 steps after it would be lost."
