@@ -21,7 +21,7 @@ from trainer.checkpoint.restore import StoredWeights, newest_intact, restore
 from trainer.checkpoint.save import Checkpointer, TrainState
 from trainer.distributed.world import World
 from trainer.run.folder import RunDir
-from trainer.run.manifest import Progress, complete, defect, progress_of, to_export, wrong_sum
+from trainer.run.manifest import Progress, complete, defect, named, progress_of, to_export, wrong_sum
 from trainer.system.errors import InputError
 
 
@@ -196,6 +196,13 @@ def test_a_folder_that_was_being_written_when_the_run_was_killed_is_passed_over_
     assert [path.name for path in complete(tmp_path)] == ["step-000001"]
     save(tmp_path, make_state(), 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+
+
+def test_saving_leaves_a_checkpoint_of_another_version_alone(tmp_path: Path) -> None:
+    save(tmp_path, make_state(), 1, 2)
+    (tmp_path / "step-000001" / "manifest.json").write_text('{"format": 2}')
+    save(tmp_path, make_state(), 3, keep=1)
+    assert [path.name for path in named(tmp_path)] == ["step-000001", "step-000003"]
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
