@@ -205,6 +205,15 @@ def test_a_card_that_is_too_small_for_the_last_rung_is_told_what_else_there_is()
     )
 
 
+def test_a_run_on_the_cpu_is_told_of_host_memory_in_place_of_gpus() -> None:
+    cfg = preset("quickstart", "parallel.device=cpu", "parallel.devices=2")
+    assert nothing_left(cfg).endswith(
+        ": take more host memory, fewer ranks on this machine (parallel.devices), or a smaller model"
+    )
+    alone = nothing_left(preset("quickstart", "parallel.device=cpu", "parallel.devices=1"))
+    assert alone.endswith(": take more host memory, or a smaller model")
+
+
 def test_on_the_cpu_nothing_is_offloaded_for_it_would_stay_in_host_memory() -> None:
     cfg, card = preset("quickstart", "train.micro_batch=4", "train.batch_size=4"), like(CPU, 2 * GIB)
     settings = [setting for _, _, rung in walk(cfg, card) for setting in rung.settings]

@@ -175,6 +175,9 @@ def next_rung(
 def nothing_left(cfg: RunConfig) -> str:
     """Say what the user can do where no change saves enough memory."""
     ways = ["more GPUs", "larger ones", "a smaller model"]
+    if cfg.parallel.device == "cpu":
+        fewer = ["fewer ranks on this machine (parallel.devices)"] if cfg.parallel.devices > 1 else []
+        ways = ["more host memory", *fewer, "a smaller model"]
     if isinstance(cfg.adapter, NoAdapter):
         ways.append("an adapter in place of all weights (adapter.type: lora)")
     if trains_on(cfg) == "images" and not cfg.data.has_one_resolution:
