@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from app.form.draft import check, from_overrides
 from tests.runs import make_run
-from trainer.config.load import load_config
+from trainer.config.load import load_config, stage_config
 from trainer.launcher.remedy import with_remedy
+from trainer.run import stages
 from trainer.run.events import ErrorEvent, EventWriter, RankLine, StatusEvent
 from trainer.run.folder import RunDir
 from trainer.system.amounts import GIB
@@ -71,3 +73,37 @@ def test_a_damaged_run_keeps_its_remedy(tmp_path: Path) -> None:
     run.config_file.write_text("train: 5\n")
     error = ErrorEvent(message=SAID, remedy="save memory")
     assert with_remedy(run, error, []) == error
+
+
+def in_last_stage(run: RunDir) -> RunDir:
+    """The run, with every stage before the last one done."""
+    for folder in run.stage_folders[:-1]:
+        handed = folder / "weights"
+        handed.mkdir()
+        stages.write_handover(handed, {"model.path": "model"})
+    return run
+
+
+@pytest.mark.parametrize(
+    ("own", "changed"),
+    [
+        # Only the last stage has an adapter: the others refuse a rounded base.
+        (("parallel.cpu_offload=true", "parallel.strategy=full", "train.checkpointing=full", "data.length=512"), "nf4"),
+        # The last stage has its own micro-batch, which wins over that of the run.
+        (("data.length=512", "stages.preferences.train.micro_batch=8"), "micro_batch"),
+    ],
+)
+def test_in_a_run_with_stages_the_remedy_changes_the_stage_that_failed(
+    tmp_path: Path, own: tuple[str, ...], changed: str
+) -> None:
+    run = in_last_stage(failed(tmp_path, "qwen3-1.7b-base-to-chat-2x24gb", 5, *own))
+    found = with_remedy(run, ErrorEvent(message=SAID, remedy="save memory"), [])
+    assert any(changed in setting for setting in found.retry)
+    assert found.remedy.startswith(f"continue with --resume and {' '.join(found.retry)}: by the plan")
+    before, after = run.config(), load_config(run.config_file, found.retry).config
+    assert [stage_config(after, at) for at in (0, 1)] == [stage_config(before, at) for at in (0, 1)]
+    bare = [setting.removeprefix("stages.preferences.") for setting in found.retry]
+    assert stage_config(after, 2) == stage_config(before, 2, bare) != stage_config(before, 2)
+    assert stages.changed(before, 2, bare) == after  # as the retry without asking does
+    form = check(from_overrides(run.config_file, found.retry))
+    assert (form.loaded.config, form.errors) == (after, {})

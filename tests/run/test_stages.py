@@ -37,6 +37,7 @@ from trainer.models import families
 from trainer.models.state_dict import BaseWeights
 from trainer.run import process, stages
 from trainer.run.events import CheckpointEvent, EventReader, StageEvent, StepEvent, latest_steps
+from trainer.run.failure import diagnose
 from trainer.run.folder import RunDir, weights_of
 from trainer.system.errors import InputError
 
@@ -447,11 +448,52 @@ def test_a_stage_that_contradicts_its_models_folder_is_refused_before_a_rank_is_
     assert "stage b: model.options.distilled: false, but" in str(caught.value)
 
 
+def test_an_override_changes_one_field_of_one_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = loaded(tmp_path)
+    given = ("stages.tune.adapter.rank=4", "stages.tune.data.path=more", "stages.tune.data.trigger=2024")
+    cfg = load_config(tmp_path / "preset.yaml", given).config
+    changed = {"adapter.rank": 4, "data.path": str(tmp_path / "more"), "data.trigger": "2024"}
+    assert cfg.stages[1].set == before.stages[1].set | changed
+    assert cfg.stages[0] == before.stages[0]
+    assert load_config(tmp_path / "preset.yaml").config == before
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("stages.tune.train.steps=0", "stages[1].set.train.steps: is 0, must be >= 1 and <= 10000000 steps"),
+        ("stages.tune.train.steps=[", "stages[1].set.train.steps: not YAML"),
+        ('stages.tune.data.trigger="a\\0"', "stages[1].set.data.trigger: holds a null byte; remove it"),
+        ("stages.tune.train.stepps=5", "stages.tune.train.stepps: unknown field"),
+        ("stages.other.train.steps=5", "stages.other.train.steps: unknown field"),
+        ("stages.tune.parallel.devices=2", "stages[1].set.parallel.devices: must be the same for all stages"),
+    ],
+)
+def test_a_wrong_override_of_a_stage_is_refused(tmp_path: Path, override: str, problem: str) -> None:
+    loaded(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "preset.yaml", [override])
+    assert str(caught.value).startswith(f"command line: {problem}")
+
+
 def test_less_memory_after_it_ran_out_is_for_the_stage_that_is_under_way(tmp_path: Path) -> None:
     cfg = stages.changed(loaded(tmp_path), 1, ["train.micro_batch=1", "train.checkpointing=full 2, selective"])
     assert "train.micro_batch" not in cfg.stages[0].set
     train = stage_config(cfg, 1).train
     assert (train.micro_batch, train.checkpointing) == (1, "full 2, selective")
+
+
+def test_after_a_loss_that_is_not_finite_the_rate_of_the_stage_that_failed_is_lowered(tmp_path: Path) -> None:
+    loaded(tmp_path)
+    cfg = load_config(
+        tmp_path / "preset.yaml", ["optim.lr=0.5", "stages.pretrain.optim.lr=0.001", "stages.tune.optim.lr=0.02"]
+    ).config
+    run = RunDir.create(tmp_path, cfg, at=tmp_path / "run")
+    (run.logs / "launch-1.log").write_text("FloatingPointError: step 7: the loss is not finite on 1 of 2 ranks\n")
+    assert diagnose(run, []).retry == ("stages.pretrain.optim.lr=0.0001",)
+    weights_of(run.stage_folders[0]).mkdir()
+    assert diagnose(run, []).retry == ("stages.tune.optim.lr=0.002",)
 
 
 def test_later_stages_are_checked_with_the_model_that_the_current_one_was_given(tmp_path: Path) -> None:

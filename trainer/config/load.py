@@ -88,7 +88,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
 
     Args:
         path: The file.
-        overrides: `key=value` with dotted keys and YAML values.
+        overrides: `key=value` with dotted keys and YAML values. `stages.NAME.key=value` changes one stage.
 
     Raises:
         ConfigError: It holds every problem.
@@ -227,6 +227,16 @@ class _ConfigReader:
                 self.values[loc] = [_stage_resolved(stage, folder) for stage in value]
             else:
                 self.values[loc] = _resolved(slot(loc), value, folder)
+
+    def set_in_stage(self, loc: Loc, value: Any) -> None:
+        """Set a field of one stage, at ("stages", index, "set", field), from the command line."""
+        _, index, _, field = loc
+        if self._is_unwritable(loc, value):
+            return
+        stage = self.values[("stages",)][index]
+        own = stage.get("set")
+        changed = _stage_resolved({"set": {field: value}}, Path.cwd())["set"]
+        stage["set"] = (own if isinstance(own, dict) else {}) | changed
 
     def record_origins(self, origins: Mapping[Loc, Origin]) -> None:
         """Record where locations were given."""
@@ -514,6 +524,9 @@ def _add_override(text: str, reader: _ConfigReader) -> None:
         message = "is not an override; write field=value, for example train.steps=100"
         reader.findings.append(Finding(COMMAND_LINE, shown(text), message))
         return
+    if found := _stage_field(key.strip(), reader):
+        _change_stage(*found, raw, reader)
+        return
     loc = _override_loc(key.strip())
     here, above = slot(loc), slot(loc[:-1])
     if not (here and here.sections):  # fields of a section that are not given keep the file's values
@@ -531,6 +544,29 @@ def _add_override(text: str, reader: _ConfigReader) -> None:
         reader.report(loc, f"is empty; give one of its fields, for example {name(loc)}.{here.keys[0]}, or leave it out")
         return
     reader.add(_nested(loc, value, reader), Path.cwd())
+
+
+def _stage_field(key: str, reader: _ConfigReader) -> tuple[int, str] | None:
+    """Return the index of a stage and its field for a key such as `stages.chat.train.steps`; None for another key."""
+    stages = reader.values.get(("stages",))
+    for index, stage in enumerate(stages if isinstance(stages, list) else ()):
+        above = f"stages.{stage.get('name')}." if isinstance(stage, dict) else key
+        field = key.removeprefix(above)
+        if key.startswith(above) and (here := slot(_override_loc(field))) and not here.sections:
+            return index, field
+    return None
+
+
+def _change_stage(index: int, field: str, raw: str, reader: _ConfigReader) -> None:
+    """Set a field of one stage to a YAML value."""
+    loc = ("stages", index, "set", field)
+    reader.record_origins({loc: COMMAND_LINE})
+    try:
+        value = _override_value(raw, _override_loc(field), reader)
+    except yaml12.YamlError as error:
+        reader.report(loc, str(error))
+        return
+    reader.set_in_stage(loc, value)
 
 
 def _override_loc(key: str) -> Loc:

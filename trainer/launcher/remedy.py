@@ -42,7 +42,8 @@ def with_remedy(run: RunDir, error: ErrorEvent, listed: Sequence[Gpu] | None = N
 def _with_rung(path: Path, error: ErrorEvent, here: Card | None) -> ErrorEvent:
     """here: the GPUs of this machine. Remembered, for the page asks again and again."""
     run = RunDir(path)
-    cfg = stages.current(run, run.config()).config
+    whole = run.config()
+    cfg = stages.current(run, whole).config
     card = _card(run, cfg, here)
     if card is None:
         return error
@@ -50,7 +51,8 @@ def _with_rung(path: Path, error: ErrorEvent, here: Card | None) -> ErrorEvent:
     rung = next_rung(cfg, card, shared_cache(cfg, path.parent), missing, _state(run))
     if rung is None:
         return replace(error, remedy=nothing_left(cfg), retry=())
-    return replace(error, remedy=_sentence(rung, card), retry=rung.settings)
+    settings = stages.of_stage(whole, run.current_stage, rung.settings)
+    return replace(error, remedy=_sentence(rung, settings, card), retry=settings)
 
 
 def _card(run: RunDir, cfg: RunConfig, here: Card | None) -> Card | None:
@@ -71,7 +73,7 @@ def _state(run: RunDir) -> State:
     return next((one.state for one in events if isinstance(one, StatusEvent) and one.state not in ENDS), "training")
 
 
-def _sentence(rung: Rung, card: Card) -> str:
+def _sentence(rung: Rung, settings: Sequence[str], card: Card) -> str:
     plan = f"by the plan this takes {rung.need / GIB:.1f} of {card.memory / GIB:.1f} GiB; " if rung.need else ""
     how = "continue with --resume and" if rung.effect != "result" else "start a new run with"
-    return f"{how} {' '.join(map(shlex.quote, rung.settings))}: {plan}{rung.in_words}"
+    return f"{how} {' '.join(map(shlex.quote, settings))}: {plan}{rung.in_words}"

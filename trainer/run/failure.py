@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from trainer.config.schema import RunConfig
+from trainer.config.load import stage_configs
 from trainer.run.events import AnyEvent, ErrorEvent, WarningEvent
 from trainer.run.folder import RunDir
+from trainer.run.stages import of_stage
 from trainer.system.files import opened, write_problem
 
 MOST_DIGITS = 10
@@ -63,7 +64,7 @@ def diagnose(run: RunDir, events: Sequence[AnyEvent]) -> ErrorEvent:
     return ErrorEvent(
         message=cause.message,
         remedy=remedy_for(cause.message),
-        retry=_retry(cause.message, run.config()),
+        retry=_retry(cause.message, run),
         rank=cause.rank,
         step=max((event.step for event in events), default=0),
         log=os.path.relpath(cause.log, run.path),
@@ -309,10 +310,13 @@ def remedy_for(message: str) -> str:
     return next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, message)), UNKNOWN)
 
 
-def _retry(message: str, cfg: RunConfig) -> tuple[str, ...]:
+def _retry(message: str, run: RunDir) -> tuple[str, ...]:
     """Return the change to try next, as `key=value`. What saves memory is found by the plan, which this room is below:
     `trainer.plan.search.ladder` says it."""
-    return (f"optim.lr={cfg.optim.lr / 10:g}",) if re.search("FloatingPointError", message) else ()
+    cfg, at = run.config(), run.current_stage
+    if not re.search("FloatingPointError", message):
+        return ()
+    return of_stage(cfg, at, [f"optim.lr={stage_configs(cfg)[at].optim.lr / 10:g}"])
 
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

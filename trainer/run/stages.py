@@ -10,7 +10,6 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from trainer.config import yaml12
 from trainer.config.load import dump_config, load_config_text, stage_config
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig
@@ -121,14 +120,13 @@ def changed(cfg: RunConfig, at: int, changes: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: A value cannot be combined with the other fields.
     """
-    if not cfg.stages:
-        return load_config_text(dump_config(cfg), changes, Path("config.yaml")).config
-    pairs = (change.partition("=") for change in changes)
-    stage, values = cfg.stages[at], {field: yaml12.parse(value).value for field, _, value in pairs}
-    changed_stage = stage.model_copy(update={"set": stage.set | values})
-    changed_run = cfg.model_copy(update={"stages": (*cfg.stages[:at], changed_stage, *cfg.stages[at + 1 :])})
-    stage_config(changed_run, at)
-    return changed_run
+    return load_config_text(dump_config(cfg), of_stage(cfg, at, changes), Path("config.yaml")).config
+
+
+def of_stage(cfg: RunConfig, at: int, changes: Sequence[str]) -> tuple[str, ...]:
+    """Return `key=value` changes of a stage as those of its run; as they are for a run without stages."""
+    above = f"stages.{cfg.stages[at].name}." if cfg.stages else ""
+    return tuple(f"{above}{change}" for change in changes)
 
 
 def write_handover(folder: Path, fields: dict[str, str | None]) -> None:

@@ -441,6 +441,20 @@ def test_a_run_that_ran_out_of_memory_is_tried_again_with_the_next_rung_of_the_l
     assert studio.draft().values == {"train.checkpointing": "full", "parallel.offload_blocks": 0}
 
 
+def test_a_retry_of_a_run_with_stages_changes_the_stage_that_failed(window: Window, studio: Studio):
+    said, stages = "CUDA out of memory. Tried to allocate 2.00 GiB.", [{"name": "first", "set": {}}, {"name": "last"}]
+    recorded(
+        studio.runs, "old", [ErrorEvent(message=said, remedy="r"), StatusEvent(state="failed", step=40)], stages=stages
+    )
+    answer = window.call("retry", run="old")
+    given = {"train.checkpointing": "full", "parallel.offload_blocks": 0}
+    assert answer == (
+        "The settings of old, with stages.first.train.checkpointing=full, stages.first.parallel.offload_blocks=0."
+    )
+    window.call("state")
+    assert studio.draft().values == {"stages": [{"name": "first", "set": given}, {"name": "last", "set": {}}]}
+
+
 @pytest.mark.parametrize("retry", ["<b>=1", "train=5", "no override", "train.steps=many", "stages=[]]"])
 def test_a_strangers_suggestion_that_is_none_is_refused(window: Window, studio: Studio, retry: str):
     failed = [ErrorEvent(message="m", remedy="r", retry=(retry,)), StatusEvent(state="failed", step=40)]
