@@ -173,21 +173,21 @@ STRANGE = ("a pipe", "endless", "a link to itself")
 # Where nothing has to be said: text that may be anything, a field that is not needed, or what only a command reads.
 FINE = {
     "harmed/config.yaml": {"a field missing"},
-    "harmed/launch.json": {"a later field"},
-    "harmed/events.jsonl": {"empty", "a field missing", "a later field", "half", "deep"},
+    "harmed/launch.json": {"a later field", "format 2"},
+    "harmed/events.jsonl": {"empty", "a field missing", "a later field", "format 2", "half", "deep"},
     "harmed/ranks/rank0.jsonl": {"empty", "a later field", "half", "deep"},
     "harmed/logs/launch-1.log": set(list(DAMAGES)[:11]),
     "harmed/checkpoints/step-000002/manifest.json": set(DAMAGES) - {"format 2"},
-    "harmed/samples/1.png": {"a field missing", "a later field", "wrong types"},
+    "harmed/samples/1.png": {"a field missing", "a later field", "format 2", "wrong types"},
     "harmed/export/adapter.safetensors": set(DAMAGES),
     "harmed/.identity": set(DAMAGES),
     "queue/settings.json": {"a field missing", "a later field"},
     "queue/waiting/000004.json": {"a field missing", "a later field"},
     "queue/taken/000002.json": {"a field missing", "a later field"},
-    "drafts/draft.json": {"a later field"},
-    "drafts/captions.jsonl": {"empty", "a later field"},
+    "drafts/draft.json": {"a later field", "format 2"},
+    "drafts/captions.jsonl": {"empty", "a later field", "format 2"},
     "tags.json": {"a field missing", "a later field"},
-    "presets/harmed-preset.yaml": {"a field missing", "a later field", "wrong types", "half"},
+    "presets/harmed-preset.yaml": {"a field missing", "a later field", "format 2", "wrong types", "half"},
 }
 
 
