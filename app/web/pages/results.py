@@ -86,7 +86,9 @@ def _drawing(studio: Studio, run: RunDir, drawing: Drawing) -> dict[str, Any]:
     }
 
 
-def upload_question(studio: Studio, run: str, repo: str, is_private: bool, overwrites: bool) -> dict[str, str]:
+def upload_question(
+    studio: Studio, results: Results, run: str, repo: str, is_private: bool, overwrites: bool
+) -> dict[str, str]:
     """Return what would be uploaded, who would see it, and the model card."""
     found = studio.run(run)
     return {
