@@ -302,7 +302,7 @@ def test_an_upload_is_asked_first_with_its_files_and_its_card_and_what_comes_is_
     assert link.get_attribute("href") == f"{site.hub.url}/ada/fox"
     assert link.get_attribute("target") == "_blank"
     [export] = site.run.export.glob("*.safetensors")
-    samples = {f"images/{file.name}": file.read_bytes() for file in site.run.samples.glob("step-000002-*.png")}
+    samples = {f"samples/{file.name}": file.read_bytes() for file in site.run.samples.glob("step-000002-*.png")}
     assert len(samples) == 2
     repository = site.hub.repositories["ada/fox"]
     assert repository.private
