@@ -226,7 +226,7 @@ def test_what_was_painted_is_there_again_after_the_browser_closed_the_dialog(own
     dialog.evaluate("dialog => dialog.close()")
     expect(dialog).to_have_count(0)
     dialog = open_mask(data)
-    dialog.get_by_text("did not save is here again").wait_for()
+    dialog.get_by_text("Your unsaved painting is here again").wait_for()
     save(data)
     assert levels(own_data.with_name("own-masks") / "00.png").min() == 255
 
