@@ -124,7 +124,7 @@ class DoraKind(LoraKind):
         return {**tensors, "magnitude": tensors["magnitude"] - row_lengths(weight())}
 
     def merge(self, weight: Tensor, tensors: Tensors, scale: float) -> None:
-        weight += self.update(tensors, scale).flatten(1)
+        super().merge(weight, tensors, scale)
         magnitude = tensors["magnitude"].detach().float()
         weight *= (magnitude / weight.norm(dim=1).clamp_min(SHORTEST)).view(-1, 1)
 
@@ -147,7 +147,7 @@ class DoraKind(LoraKind):
 
         ComfyUI divides by ||W|| + eps where the definition, peft and LyCORIS divide by ||W + dW||. The correction is
         right for a row of zeros in W too. No other code depends on this. Comfy-Org/ComfyUI pull request 15458 fixes
-        ComfyUI: then this file's `dora_scale` is wrong, and `formats.DORA_CONVENTION` in its metadata says which files
+        ComfyUI: then this file's `dora_scale` is wrong, and `writer.DORA_CONVENTION` in its metadata says which files
         are affected.
         """
         rows = weight.float().flatten(1)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import overload
 
 from pydantic import TypeAdapter
 
@@ -110,6 +111,10 @@ def tells_speed(cfg: RunConfig, strategy: str) -> bool:
     return only_computes and cfg.train.precision == "bf16"
 
 
+@overload
+def calibrate(cache: Path, card: Card) -> tuple[Card, Reserve]: ...
+@overload
+def calibrate(cache: Path, card: Card | None) -> tuple[Card | None, Reserve]: ...
 def calibrate(cache: Path, card: Card | None) -> tuple[Card | None, Reserve]:
     """Return the GPU with the speed of steps that were measured on its kind, and the memory of allocator and driver.
 

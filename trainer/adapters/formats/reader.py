@@ -213,7 +213,7 @@ class _Group:
 
     @property
     def is_corrected(self) -> bool:
-        """Whether tensors are stored in ComfyUI's convention (`formats.DORA_CONVENTION`)."""
+        """Whether tensors are stored in ComfyUI's convention (`writer.DORA_CONVENTION`)."""
         follows = self.stored.metadata.get(DORA_CONVENTION) == "comfyui"
         return follows and self.reader.may_be_corrected(self.tensors)
 

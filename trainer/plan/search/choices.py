@@ -87,6 +87,11 @@ def is_same(one: Any, other: Any) -> bool:
     return one == other and isinstance(one, float) == isinstance(other, float)
 
 
+def merged(*parts: Choice) -> dict[str, Any]:
+    """Return all choices as one; the later of two of one field counts."""
+    return {field: value for part in parts for field, value in part.items()}
+
+
 def allowed(choices: Iterable[Choice], cfg: RunConfig, fixed: Set[str]) -> Ladder:
     """Return the choices that leave fixed fields as they are.
 

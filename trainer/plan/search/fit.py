@@ -21,9 +21,9 @@ from trainer.plan.calibration import calibrate
 from trainer.plan.hardware import Card
 from trainer.plan.memory import MemoryPlan, least_of, plan_of
 from trainer.plan.search import choices
-from trainer.plan.search.choices import Choice, Ladder, is_same
+from trainer.plan.search.choices import Choice, Ladder, is_same, merged
 from trainer.plan.search.decide import TIGHT
-from trainer.plan.search.fixes import written
+from trainer.plan.search.fixes import assigned
 from trainer.plan.search.ladder import EFFECT_OF, nothing_left
 from trainer.plan.simulate.phases import CAPTIONS
 from trainer.plan.simulate.sizes import input_of, rank_of
@@ -85,7 +85,7 @@ class Faster:
     lack: str
 
     def __str__(self) -> str:
-        return f"{_assigned(self.changes)} would take {self.seconds:.3g} s, but {self.lack}"
+        return f"{assigned(self.changes)} would take {self.seconds:.3g} s, but {self.lack}"
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Proposal:
         return self.hours(steps) * self.plan.ranks * per_gpu_hour
 
     def __str__(self) -> str:
-        return _assigned({field: now for field, (_, now) in self.changes.items()}) or "nothing changed"
+        return assigned({field: now for field, (_, now) in self.changes.items()}) or "nothing changed"
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _remedy_sentence(now: Mapping[str, Any], target: Target, changing: Sequence[
         )
         ways.append(f"allow it with --keep {','.join(names) or repr('')}")
     result = ", which changes the result" if any(field in changing and field != "sample.size" for field in now) else ""
-    return f"would fit with {_assigned(now)}{result}: {', and '.join(ways)}"
+    return f"would fit with {assigned(now)}{result}: {', and '.join(ways)}"
 
 
 class _Search:
@@ -224,8 +224,7 @@ class _Search:
 
     def __init__(self, cfg: RunConfig, target: Target, cache: Path) -> None:
         self.cfg, self.target, self.cache = cfg, target, cache
-        card, self.reserve = calibrate(cache, target.card)
-        self.card = card or target.card
+        self.card, self.reserve = calibrate(cache, target.card)
         self.fixed = target.given | target.kept - {"quantize.format"}
         self._models: dict[str, Model | None] = {}
         self._configs: dict[str, RunConfig | None] = {}
@@ -249,10 +248,10 @@ class _Search:
             return None
         if self._can_fit({}):
             return {}
-        if not self._can_fit(_merged(*(values[-1] for values in found))):
+        if not self._can_fit(merged(*(values[-1] for values in found))):
             return None
         several = (fields for count in range(1, len(found) + 1) for fields in itertools.combinations(found, count))
-        changes = (_merged(*parts) for fields in several for parts in itertools.product(*fields))
+        changes = (merged(*parts) for fields in several for parts in itertools.product(*fields))
         return next(filter(self._can_fit, changes), None)
 
     def _can_fit(self, lowered: Choice) -> bool:
@@ -261,7 +260,7 @@ class _Search:
         for num_devices in {part["parallel.devices"]: None for part in (parts[0], parts[-1])}:
             for point in self._points_of(lowered, num_devices, only_least=True):
                 for ladder in self._rungs:
-                    if any(self.fits(_merged(point, more, ladder[-1])) for more in self._offloads(point)[::-1]):
+                    if any(self.fits(merged(point, more, ladder[-1])) for more in self._offloads(point)[::-1]):
                         return True
         return False
 
@@ -299,7 +298,7 @@ class _Search:
         for ladder in self._rungs:
             end = len(ladder)
             for more in self._offloads(point):
-                rungs: Sequence[Choice] = [_merged(point, more, rung) for rung in ladder[:end]]
+                rungs: Sequence[Choice] = [merged(point, more, rung) for rung in ladder[:end]]
                 if not rungs or self._least(rungs[0]) is None:
                     continue
                 so_far = best.get(self._way(rungs[0]))
@@ -335,10 +334,10 @@ class _Search:
         Of points that may be as fast, those with the least memory are taken first: what they reach leaves out others.
         """
         smallest = itertools.product(self._offloads(point)[::-1], self._rungs)
-        bounds = (self._least(_merged(point, more, ladder[-1])) for more, ladder in smallest)
+        bounds = (self._least(merged(point, more, ladder[-1])) for more, ladder in smallest)
         if not any(bound and not self._is_too_much(bound[1]) for bound in bounds):
             return None
-        found = (self._least(_merged(point, more, self._rungs[0][0])) for more in self._offloads(point))
+        found = (self._least(merged(point, more, self._rungs[0][0])) for more in self._offloads(point))
         least = min(filter(None, found), default=None)
         return least and (float(f"{least[0]:.6g}") * (1 - TIES), least[1])
 
@@ -360,7 +359,7 @@ class _Search:
             sizes[-1:] if only_least else sizes,
             ahead[-1:] if only_least else ahead,
         ):
-            yield _merged({"parallel.devices": num_devices}, spread, base, size, gathered, lowered)
+            yield merged({"parallel.devices": num_devices}, spread, base, size, gathered, lowered)
 
     def _allowed(self, found: Sequence[Choice]) -> Ladder:
         """Return the choices that leave fixed fields as they are; the config's own where none does."""
@@ -535,11 +534,3 @@ def _offloaded(changes: Choice) -> str:
     if changes["parallel.cpu_offload"]:
         return "everything"
     return "a part" if changes["parallel.offload_blocks"] else "nothing"
-
-
-def _assigned(changes: Choice) -> str:
-    return " ".join(f"{field}={written(value)}" for field, value in changes.items())
-
-
-def _merged(*parts: Choice) -> dict[str, Any]:
-    return {field: value for part in parts for field, value in part.items()}

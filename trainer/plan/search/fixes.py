@@ -32,11 +32,16 @@ def written(value: Any) -> str:
     return shlex.quote(json.dumps(value) if isinstance(value, bool | dict | None) else str(value))
 
 
+def assigned(changes: Mapping[str, Any]) -> str:
+    """Write {field: value} as `key=value` of a command line."""
+    return " ".join(f"{field}={written(value)}" for field, value in changes.items())
+
+
 def largest(cfg: RunConfig, card: Card, cache: Path) -> dict[str, int]:
     """Return {field: largest value with which the run fits, other fields unchanged}, without fields that have none."""
     fields = [*_size_field(cfg), "train.micro_batch"]
     fields += ["adapter.rank"] if isinstance(cfg.adapter, RankAdapter) else []
-    card, reserve = _calibrated(cache, card)
+    card, reserve = calibrate(cache, card)
 
     def fits(field: str) -> Callable[[int], bool]:
         def check(value: int) -> bool:
@@ -66,11 +71,6 @@ def planned(cfg: RunConfig, card: Card | None, cache: Path, reserve: Reserve | N
     if reserve is None:
         card, reserve = calibrate(cache, card)
     return plan_of(cfg, model, card, reserve) if model else None
-
-
-def _calibrated(cache: Path, card: Card) -> tuple[Card, Reserve]:
-    found, reserve = calibrate(cache, card)
-    return found or card, reserve
 
 
 def _size_field(cfg: RunConfig) -> list[str]:

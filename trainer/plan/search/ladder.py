@@ -23,9 +23,9 @@ from trainer.config.sections import NoAdapter
 from trainer.plan.calibration import calibrate
 from trainer.plan.hardware import Card
 from trainer.plan.memory import MemoryPlan, Time, plan_of
-from trainer.plan.search.choices import Choice, Ladder, is_same, micro_batches, reductions, value_of
+from trainer.plan.search.choices import Choice, Ladder, is_same, merged, micro_batches, reductions, value_of
 from trainer.plan.search.decide import TIGHT, decided, is_open, thriftiest
-from trainer.plan.search.fixes import changed, planned, written
+from trainer.plan.search.fixes import assigned, changed, planned
 from trainer.plan.simulate.phases import CAPTIONS, EXPORT, SAMPLING, TRAINING, Phase
 from trainer.plan.simulate.sizes import BITS
 from trainer.plan.store import known_model
@@ -112,7 +112,7 @@ class Rung:
         return IN_WORDS[self.effect]
 
     def __str__(self) -> str:
-        return " ".join(f"{field}={written(value)}" for field, value in self.changes.items())
+        return assigned(self.changes)
 
 
 def ways_to_fit(cfg: RunConfig, card: Card, cache: Path, now: MemoryPlan | None = None) -> list[Rung]:
@@ -245,8 +245,8 @@ class _Search:
         self, cfg: RunConfig, card: Card, cache: Path, now: MemoryPlan, part: str | None, limit: float
     ) -> None:
         self._cfg, self._now, self._part, self._limit = cfg, now, part, limit
-        found, self._reserve = calibrate(cache, card)
-        self._card, self._cache = found or card, cache
+        self._card, self._reserve = calibrate(cache, card)
+        self._cache = cache
         # What is decided leaves as much room as is missing.
         lift = max(0, math.ceil(TIGHT * card.memory - limit))
         self._raised = replace(self._reserve, context=self._reserve.context + lift)
@@ -310,7 +310,7 @@ class _Search:
 
     def _reaches(self, ladders: Sequence[Ladder]) -> bool:
         """Whether the last choices of all ladders bring the need below the limit."""
-        return any(self._fits(_merged(some)) for some, _ in self._deepest(ladders))
+        return any(self._fits(merged(*some)) for some, _ in self._deepest(ladders))
 
     def least(self, effect: Effect) -> Rung | None:
         """Return the changes up to an effect that need the least; None where they save nothing."""
@@ -327,7 +327,7 @@ class _Search:
         return [ladder for one, ladder in kinds if EFFECTS.index(one) <= most]
 
     def _first_fitting(self, ladders: Sequence[Ladder]) -> Rung | None:
-        for choice in map(_merged, itertools.product(*ladders)):
+        for choice in itertools.starmap(merged, itertools.product(*ladders)):
             if plan := self._fits(choice):
                 return self._rung(choice, plan)
         return None
@@ -357,7 +357,7 @@ class _Search:
             fewer = self._thrifty(rest)
             if fewer and self._need(fewer) <= enough:
                 kept, plan = rest, fewer
-        return _merged(kept), plan
+        return merged(*kept), plan
 
     def _deepest(self, ladders: Sequence[Ladder]) -> list[tuple[list[Choice], MemoryPlan]]:
         """Return the last choices of all ladders with their plan, with blocks or everything offloaded."""
@@ -368,13 +368,13 @@ class _Search:
         """Return the last choice of each ladder that is valid with those before, and recorded."""
         found: list[Choice] = []
         for ladder in ladders:
-            valid = (one for one in ladder[::-1] if self._plan(_merged([*found, one]), thriftiest_only=True))
+            valid = (one for one in ladder[::-1] if self._plan(merged(*found, one), thriftiest_only=True))
             found += itertools.islice(valid, 1)
         return found
 
     def _thrifty(self, parts: Sequence[Choice]) -> MemoryPlan | None:
         """Return the plan of changes that need the least; None where another part of the run outgrows the GPU."""
-        plan = self._plan(_merged(parts), thriftiest_only=True)
+        plan = self._plan(merged(*parts), thriftiest_only=True)
         return plan if plan and plan.need <= max(TIGHT * self._card.memory, self._now.need) else None
 
     def _plan(self, choice: Choice, thriftiest_only: bool = False) -> MemoryPlan | None:
@@ -402,10 +402,6 @@ def _options(ladders: Sequence[Ladder]) -> Iterator[tuple[Choice, ...]]:
     for count in range(len(ladders) + 1):
         for some in itertools.combinations(ladders, count):
             yield from itertools.product(*some)
-
-
-def _merged(parts: Sequence[Choice]) -> Choice:
-    return {field: value for part in parts for field, value in part.items()}
 
 
 def _seconds(rung: Rung) -> float:
