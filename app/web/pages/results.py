@@ -23,9 +23,10 @@ MOST_DRAWINGS = 12
 
 def calls(studio: Studio) -> Calls:
     """Return the functions of the script."""
-    functions: list[Callable[..., Any]] = [draw, drawings, upload_question, start_upload, upload_state, stop]
+    functions: list[Callable[..., Any]] = [draw, drawings, start_upload, upload_state, stop]
     results = Results()
-    return {f"result_{function.__name__}": partial(function, studio, results) for function in functions}
+    calls = {f"result_{function.__name__}": partial(function, studio, results) for function in functions}
+    return calls | {"result_upload_question": partial(upload_question, studio)}
 
 
 def draw(
@@ -86,9 +87,7 @@ def _drawing(studio: Studio, run: RunDir, drawing: Drawing) -> dict[str, Any]:
     }
 
 
-def upload_question(
-    studio: Studio, results: Results, run: str, repo: str, is_private: bool, overwrites: bool
-) -> dict[str, str]:
+def upload_question(studio: Studio, run: str, repo: str, is_private: bool, overwrites: bool) -> dict[str, str]:
     """Return what would be uploaded, who would see it, and the model card."""
     found = studio.run(run)
     return {

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_type_hints
 
 import pytest
 
+from app.studio import Studio
 from app.web.answers import MOST_DEPTH, server_functions
+from app.web.panels import PANELS
 from trainer.system.errors import InputError
 
 
@@ -93,3 +99,12 @@ def test_a_fault_of_the_program_is_named_without_what_it_holds_and_shown_in_the_
 ):
     assert ANSWERS["fail"]({}) == {"error": "fail: KeyError, a fault of ShardStudio; its terminal says where"}
     assert "KeyError: 'secret'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.__name__.rpartition(".")[2])
+def test_a_panel_gives_its_functions_first_what_they_take_first(panel: ModuleType, tmp_path: Path):
+    for name, function in panel.calls(Studio(tmp_path)).items():
+        if isinstance(function, partial):
+            kinds = get_type_hints(function.func)
+            taken = zip(signature(function.func).parameters, function.args, strict=False)
+            assert all(isinstance(value, kinds[parameter]) for parameter, value in taken), name
