@@ -67,7 +67,7 @@ def pip(*arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    """The source distribution is built from a copy: setuptools leaves its own files beside the sources."""
+    """The source distribution is built from a copy: setuptools leaves its own files next to the sources."""
     assert Version(metadata.version("setuptools")) >= Version("77"), "pip install -e '.[test]' brings a newer one"
     root = tmp_path_factory.mktemp("wheel")
     copy = root / "checkout"

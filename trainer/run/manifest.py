@@ -118,7 +118,7 @@ def damaged(checkpoint: Path, found: str) -> InputError:
 def defect(checkpoint: Path) -> str | None:
     """Return why a checkpoint is not complete, from its manifest and the sizes of its files; None if it is complete.
 
-    Raises FormatError: another version wrote it, and nobody may take it for damaged.
+    Raises FormatError: another version wrote it. It is not damaged.
     """
     try:
         facts = manifest_of(checkpoint)

@@ -1,7 +1,7 @@
 """Prompts for the samples to come, requested while a run trains. Imports no torch.
 
 A request is a file in the run's `requests/`, which rank 0 reads when it next generates samples. It becomes a
-PromptsEvent, and is no part of the run's config.
+PromptsEvent; the run's config stays as it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def request_prompts(run: RunDir, prompts: Sequence[str]) -> None:
         prompts: The prompts; [trigger] is replaced as in `sample.prompts`.
 
     Raises:
-        InputError: There is no prompt, one is empty, or the run cannot sample from them; nothing is requested.
+        InputError: The list is empty, a prompt is empty, or the run cannot sample from them; nothing is requested.
         OSError: The request cannot be written.
     """
     check_prompts(stages.current(run, run.config()).config, prompts)

@@ -21,7 +21,7 @@ class SampleKind:
     """A kind of sample.
 
     Attributes:
-        name: In drawings and in what the page's scripts are told.
+        name: Its name in the files of drawings and in answers to the page's scripts.
         suffix: Of the file.
         mime: Media type of the file.
         is_text: Whether it is read. All others have a picture, but for those that are only heard.
@@ -51,7 +51,7 @@ KINDS = (IMAGE, TEXT, CLIP, SOUND)
 
 
 def kind_of(path: str) -> SampleKind:
-    """Return the kind of a sample by its file's name. In a stranger's run folder anything else is no readable image."""
+    """Return the kind of a sample by its file's name; IMAGE for another name, as a stranger's folder may have."""
     suffix = PurePosixPath(path).suffix
     return next((kind for kind in KINDS if kind.suffix == suffix), IMAGE)
 

@@ -199,7 +199,7 @@ class ZImage(ImageFamily):
         cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
-        """Generate an image. `cfg.guidance` is 1 more than the pipeline's `guidance_scale`: 0 is no guidance."""
+        """Generate an image. `cfg.guidance` is the pipeline's `guidance_scale` plus 1, whose 0 means no guidance."""
         device = device_of(encoder)
         width, height = (2 * (side // self.size_multiple) for side in cfg.size)
         prompts = [
