@@ -152,8 +152,13 @@ def test_a_change_during_a_search_is_said_to_be_one(panel: Page):
     panel.locator("#fit .proposal").first.wait_for()
 
 
-def test_a_fix_that_offloads_all_blocks_is_not_taken_for_one_block(panel: Page, draft: Path):
-    panel.locator(".fix", has_text="parallel.offload_blocks=1.0").click()
+def test_a_fix_lets_the_plan_offload_and_all_blocks_are_not_taken_for_one_block(panel: Page, draft: Path):
+    panel.locator(".fix", has_text="parallel.offload_blocks=auto").click()
+    verdict_is(panel, "fits")
+    assert values(draft)["parallel.offload_blocks"] == "auto"
+    open_group(panel, "Hardware")
+    write_over(panel, "field-parallel-offload_blocks", "1.0")
+    settled(panel)
     verdict_is(panel, "fits")
     assert repr(values(draft)["parallel.offload_blocks"]) == "1.0"
 
