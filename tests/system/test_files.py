@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
+import subprocess
+import sys
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -244,3 +247,15 @@ def test_a_file_of_an_open_folder_is_replaced_whole_and_keeps_its_permissions(tm
     assert (tmp_path / "moved" / "a").read_bytes() == b"new"
     assert (tmp_path / "moved" / "a").stat().st_mode & 0o777 == 0o640
     assert sorted(file.name for file in (tmp_path / "moved").iterdir()) == ["a", "b"]
+
+
+def test_a_process_that_is_killed_while_it_tries_a_folder_leaves_no_file_there(tmp_path: Path):
+    script = f"""
+import os, signal
+from pathlib import Path
+from trainer.system import files
+os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+files.write_problem(Path({str(tmp_path)!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False)
+    assert (done.returncode, list(tmp_path.iterdir())) == (-signal.SIGKILL, [])

@@ -220,18 +220,13 @@ def write_problem(folder: Path) -> OSError | None:
 
     The free space that a file system states does not count quotas.
     """
-    page = folder / f".{os.getpid()}-{threading.get_ident()}.page"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
-        with open(os.open(page, flags, 0o600), "wb") as stream:
-            stream.write(bytes(PAGE_BYTES))
-            stream.flush()
-            os.fsync(stream.fileno())
+        with tempfile.TemporaryFile(dir=folder) as page:  # without a name: a process that is killed leaves nothing
+            page.write(bytes(PAGE_BYTES))
+            page.flush()
+            os.fsync(page.fileno())
     except OSError as error:
         return error
-    finally:
-        with suppress(OSError):
-            page.unlink()
     return None
 
 
