@@ -20,10 +20,10 @@ from trainer.export.export import export
 from trainer.models import families
 from trainer.models.base import FLOW_FIELDS
 from trainer.models.build import encoder_loader
+from trainer.models.objectives import flow_matching
 from trainer.models.objectives.base import Batch, Example
 from trainer.models.objectives.flow_matching import Shift, draw_sigma
 from trainer.models.objectives.kinds import fields_of
-from trainer.models.parts.image import flow_matching
 from trainer.parallel.fsdp_rules import check_calls
 from trainer.parallel.parallelize import blocks_of
 from trainer.rng import SampleRng

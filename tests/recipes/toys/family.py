@@ -22,8 +22,9 @@ from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.config.size import Size
 from trainer.models.base import ImageFamily, LoadModule, TextLength
 from trainer.models.objectives.base import Batch, Example, Loss
+from trainer.models.objectives.flow_matching import flow_loss
 from trainer.models.parts.folder import open_folder, write_model_index, write_random, write_tiny
-from trainer.models.parts.image.flow_matching import denoise, euler_scheduler, flow_loss, write_euler_scheduler
+from trainer.models.parts.image.euler import denoise, euler_scheduler, write_euler_scheduler
 from trainer.models.parts.image.images import device_of, pack, unpack
 from trainer.models.parts.image.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
 from trainer.parallel.parallelize import ShardSpec

@@ -63,7 +63,7 @@ from trainer.models.parts.bagel.bagel_sequences import (
     size_within,
 )
 from trainer.models.parts.folder import ModelFolder, check_architecture, fill_random, open_folder, write_tiny
-from trainer.models.parts.image.flow_matching import denoise, euler_scheduler, spaced_sigmas
+from trainer.models.parts.image.euler import denoise, euler_scheduler, spaced_sigmas
 from trainer.models.parts.image.images import device_of, pixels_of
 from trainer.models.parts.image.ldm_names import vae_layout
 from trainer.models.parts.image.text_encoder import (

@@ -23,6 +23,7 @@ from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.config.size import Size
 from trainer.models.base import FLOW_FIELDS, ImageFamily, LoadModule, TextLength
 from trainer.models.objectives.base import Batch, Example, Loss
+from trainer.models.objectives.flow_matching import flow_loss
 from trainer.models.parts.folder import check_architecture, open_folder, write_model_index, write_random, write_tiny
 from trainer.models.parts.image.clip import (
     CLIP_L,
@@ -34,10 +35,9 @@ from trainer.models.parts.image.clip import (
     write_tiny_clip,
     write_tiny_clip_tokenizer,
 )
-from trainer.models.parts.image.flow_matching import (
+from trainer.models.parts.image.euler import (
     denoise,
     euler_scheduler,
-    flow_loss,
     linear_mu_of,
     spaced_sigmas,
     write_euler_scheduler,

@@ -30,13 +30,12 @@ from trainer.models.base import (
     references_of,
 )
 from trainer.models.objectives.base import Batch, Example, Loss
-from trainer.models.objectives.flow_matching import empirical_mu
+from trainer.models.objectives.flow_matching import empirical_mu, flow_loss
 from trainer.models.parts.chat.chat_template import rendered
 from trainer.models.parts.folder import check_architecture, open_folder, write_model_index, write_random, write_tiny
-from trainer.models.parts.image.flow_matching import (
+from trainer.models.parts.image.euler import (
     denoise,
     euler_scheduler,
-    flow_loss,
     guidance_inputs,
     guided,
     spaced_sigmas,

@@ -25,17 +25,10 @@ from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.config.size import Size
 from trainer.models.base import ImageFamily, LoadModule, TextLength, references_of
 from trainer.models.objectives.base import Batch, Example, Loss
-from trainer.models.objectives.flow_matching import Shift
+from trainer.models.objectives.flow_matching import Shift, flow_loss
 from trainer.models.parts.chat.chat_template import rendered
 from trainer.models.parts.folder import check_architecture, open_folder, write_random, write_tiny
-from trainer.models.parts.image.flow_matching import (
-    denoise,
-    euler_scheduler,
-    flow_loss,
-    guidance_inputs,
-    guided,
-    spaced_sigmas,
-)
+from trainer.models.parts.image.euler import denoise, euler_scheduler, guidance_inputs, guided, spaced_sigmas
 from trainer.models.parts.image.images import device_of, pack, unpack
 from trainer.models.parts.image.packed_vae import (
     PACKED_VAE,

@@ -61,7 +61,7 @@ from trainer.models.parts.image.diffusion import (
     read_schedule,
     sampler_name,
 )
-from trainer.models.parts.image.flow_matching import guidance_inputs, guided
+from trainer.models.parts.image.euler import guidance_inputs, guided
 from trainer.models.parts.image.images import device_of
 from trainer.models.parts.image.ldm_names import clip_layout, open_clip_layout, unet_layout, vae_key, vae_layout
 from trainer.models.parts.image.text_encoder import load_tokenizer, text_lengths

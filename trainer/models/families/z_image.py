@@ -26,7 +26,7 @@ from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.config.size import Size
 from trainer.models.base import ImageFamily, LoadModule, TextLength
 from trainer.models.objectives.base import Batch, Example, Loss
-from trainer.models.objectives.flow_matching import Shift
+from trainer.models.objectives.flow_matching import Shift, flow_loss
 from trainer.models.parts.chat.chat_template import rendered
 from trainer.models.parts.folder import (
     check_architecture,
@@ -36,10 +36,9 @@ from trainer.models.parts.folder import (
     write_random,
     write_tiny,
 )
-from trainer.models.parts.image.flow_matching import (
+from trainer.models.parts.image.euler import (
     denoise,
     euler_scheduler,
-    flow_loss,
     guidance_inputs,
     guided,
     linear_mu_of,

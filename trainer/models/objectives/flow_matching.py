@@ -1,4 +1,4 @@
-"""Flow matching: timestep densities, timestep shift, noisy latents and their target.
+"""Flow matching: timestep densities, timestep shift, noisy latents, their target and the loss.
 
 `sigma` in [0, 1] is the share of noise, 0 = data and 1 = noise.
 """
@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trainer.config.sections import ObjectiveConfig
-from trainer.models.objectives.base import per_item
+from trainer.models.objectives.base import Batch, Loss, per_item, squared_error, total_loss
 from trainer.rng import SampleRng
 
 
@@ -147,3 +148,28 @@ def add_noise(latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
 def velocity(latents: Tensor, noise: Tensor) -> Tensor:
     """The target of flow matching: the direction from data to noise, d add_noise / d sigma."""
     return noise - latents
+
+
+def flow_loss(
+    objective: ObjectiveConfig,
+    shift: Shift,
+    batch: Batch,
+    num_tokens: int,
+    rng: SampleRng,
+    predict: Callable[[Tensor, Tensor], Tensor],
+) -> Loss:
+    """The error of the predicted velocity at one timestep per item.
+
+    Args:
+        objective: The section of the config.
+        shift: The family's shift.
+        batch: "latents" (B, ..., h, w), "weight" (B,) and optionally "mask" (B, h, w).
+        num_tokens: Tokens per image, for the shift.
+        rng: Random numbers of the items.
+        predict: (noisy latents, sigma (B,)) -> velocity, in the shape of the latents.
+    """
+    latents = batch["latents"]
+    sigma = draw_sigma(objective, shift, num_tokens, rng)
+    noise = rng.normal("noise", latents.shape[1:])
+    prediction = predict(add_noise(latents, noise, sigma), sigma)
+    return total_loss(squared_error(prediction, velocity(latents, noise), batch.get("mask")), batch["weight"])

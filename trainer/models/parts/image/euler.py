@@ -1,4 +1,4 @@
-"""Flow matching: the loss, and sampling with Euler's method. sigma 0 = data, 1 = noise."""
+"""Sampling of flow matching with Euler's method, and classifier-free guidance. sigma 0 = data, 1 = noise."""
 
 from __future__ import annotations
 
@@ -10,35 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.config.sections import ObjectiveConfig
-from trainer.models.objectives.base import Batch, Example, Loss, squared_error, total_loss
-from trainer.models.objectives.flow_matching import Shift, ShiftLine, add_noise, draw_sigma, velocity
-from trainer.rng import SampleRng
-
-
-def flow_loss(
-    objective: ObjectiveConfig,
-    shift: Shift,
-    batch: Batch,
-    num_tokens: int,
-    rng: SampleRng,
-    predict: Callable[[Tensor, Tensor], Tensor],
-) -> Loss:
-    """The error of the predicted velocity at one timestep per item.
-
-    Args:
-        objective: The section of the config.
-        shift: The family's shift.
-        batch: "latents" (B, ..., h, w), "weight" (B,) and optionally "mask" (B, h, w).
-        num_tokens: Tokens per image, for the shift.
-        rng: Random numbers of the items.
-        predict: (noisy latents, sigma (B,)) -> velocity, in the shape of the latents.
-    """
-    latents = batch["latents"]
-    sigma = draw_sigma(objective, shift, num_tokens, rng)
-    noise = rng.normal("noise", latents.shape[1:])
-    prediction = predict(add_noise(latents, noise, sigma), sigma)
-    return total_loss(squared_error(prediction, velocity(latents, noise), batch.get("mask")), batch["weight"])
+from trainer.models.objectives.base import Example
+from trainer.models.objectives.flow_matching import ShiftLine
 
 
 def euler_scheduler(
