@@ -13,10 +13,11 @@ from typing import Any
 import psutil
 import pytest
 from playwright.sync_api import Page
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.app.browser import TRAINED_WITHIN_S, Server, state_is, until, watch
 from tests.runs import make_pictures, run_config
+from trainer.data.cache import ExampleCache
 from trainer.launcher import torchrun
 from trainer.run import process as processes
 from trainer.run.events import AnyEvent, EventReader, StatusEvent, StepEvent
@@ -79,10 +80,11 @@ def starve(process: psutil.Process, handle: torchrun.RunHandle) -> None:
 def poison(cache: Path, copy: Path) -> Path:
     """A copy of the cache whose latents are not numbers."""
     shutil.copytree(cache, copy)
-    for file in copy.rglob("*.safetensors"):
+    examples = ExampleCache(copy / "examples")
+    for file in examples.folder.rglob("*.safetensors"):
         tensors = load_file(file)
         if "latents" in tensors:
-            save_file(tensors | {"latents": tensors["latents"] * float("nan")}, file)
+            examples.write(file.stem, tensors | {"latents": tensors["latents"] * float("nan")})
     return copy
 
 
