@@ -6,6 +6,7 @@ the report is in a sandbox without scripts.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,6 +17,7 @@ from app.runs import samples
 from app.runs.monitor import explained
 from app.studio import Studio
 from app.web import upload_routes
+from trainer.launcher.remedy import with_remedy
 from trainer.run.folder import RunDir
 from trainer.run.samples import kind_of
 from trainer.system.errors import InputError
@@ -76,5 +78,5 @@ def _fresh_report(run: RunDir) -> Path:
     file, events = run.report, run.events_file
     changed = events.stat().st_mtime_ns if events.exists() else 0
     if file.is_symlink() or not file.is_file() or file.stat().st_mtime_ns < changed:
-        write_report(run)
+        write_report(run, partial(with_remedy, run))
     return file

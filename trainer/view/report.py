@@ -9,7 +9,7 @@ import base64
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -52,22 +52,30 @@ MOST_FILES = 20_000
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
 
 
-def write_report(run: RunDir) -> Path:
-    """Write `report.html` of a run in any state, replacing an earlier report. Returns its path."""
+def write_report(run: RunDir, explain: Callable[[ErrorEvent], ErrorEvent] = lambda error: error) -> Path:
+    """Write `report.html` of a run in any state, replacing an earlier report. Returns its path.
+
+    Args:
+        run: The run.
+        explain: Returns the error that a run failed with, with the remedy that the launcher knows for it.
+    """
     events = EventReader(run.events_file).read()
-    files.replace(run.report, _page(run, events))
+    files.replace(run.report, _page(run, events, explain))
     return run.report
 
 
-def _page(run: RunDir, events: Sequence[AnyEvent]) -> str:
+def _page(run: RunDir, events: Sequence[AnyEvent], explain: Callable[[ErrorEvent], ErrorEvent]) -> str:
     cfg, steps = run.config(), latest_steps(events)
+    failed = last_state(events) == "failed"
+    last = next((event for event in reversed(events) if failed and isinstance(event, ErrorEvent)), None)
+    messages = [event for event in events if isinstance(event, WarningEvent | ErrorEvent)]
     memory, problems = _memory(run, cfg.parallel.world_size)
     return render(
         "report.html",
         name=run.path.name,
         headline=_headline(cfg),
         facts=_facts(run, cfg, events),
-        messages=[event for event in events if isinstance(event, WarningEvent | ErrorEvent)],
+        messages=[explain(last) if last and event is last else event for event in messages],
         samples=_samples(run, events),
         charts=_charts(cfg, events, memory),
         problems=problems,
