@@ -19,7 +19,9 @@ from app.form.draft import Draft
 from app.runs import run_table
 from app.studio import Studio
 from trainer.config.load import ConfigError, load_config, load_config_text
+from trainer.run.folder import FORMAT
 from trainer.system.errors import InputError
+from trainer.system.files import write_folder_format
 
 TAGGER = """
 from pathlib import Path; from app.runs import run_table; import sys
@@ -209,6 +211,7 @@ def sentences(argv: Sequence[str], cwd: Path) -> tuple[int, str]:
 def test_the_command_line_names_a_damaged_file_and_ends_with_code_2(tmp_path: Path, content: str):
     run = tmp_path / "runs" / "a"
     (run / "logs").mkdir(parents=True)
+    write_folder_format(run, FORMAT)
     (run / "config.yaml").write_text(content)
     for mode in ("--resume", "--export"):
         code, said = sentences([mode, str(run)], tmp_path)
