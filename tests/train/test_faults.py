@@ -16,13 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.checkpoint.test_save_and_restore import make_state
 from tests.commands import Started, launch_py, preset_folder
 from tests.runs import alone
 from trainer.checkpoint.restore import StoredWeights
 from trainer.checkpoint.save import Checkpointer
+from trainer.data.cache import ExampleCache
 from trainer.launcher.commands import SILENT_S
 from trainer.run.events import AnyEvent, CheckpointEvent, ErrorEvent, EventReader, StepEvent, WarningEvent, latest_steps
 from trainer.run.folder import RunDir
@@ -114,10 +115,11 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_through_a_full_disk_until_ct
 
 def mix_up(examples: Path) -> None:
     """Put embeddings of another width in the place of all cached ones."""
+    cache = ExampleCache(examples)
     for file in examples.rglob("*.safetensors"):
         tensors = load_file(file)
         if "prompt_embeds" in tensors:
-            save_file({"prompt_embeds": tensors["prompt_embeds"][:, :-1].contiguous()}, file)
+            cache.write(file.stem, {"prompt_embeds": tensors["prompt_embeds"][:, :-1].contiguous()})
 
 
 @pytest.mark.slow
