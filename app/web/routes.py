@@ -6,7 +6,6 @@ the report is in a sandbox without scripts.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -78,5 +77,5 @@ def _fresh_report(run: RunDir) -> Path:
     file, events = run.report, run.events_file
     changed = events.stat().st_mtime_ns if events.exists() else 0
     if file.is_symlink() or not file.is_file() or file.stat().st_mtime_ns < changed:
-        write_report(run, partial(with_remedy, run))
+        write_report(run, with_remedy)
     return file

@@ -69,9 +69,9 @@ def record(run: RunDir, *events) -> None:
             writer.write(event)
 
 
-def page(run: RunDir, *explain: Callable[[ErrorEvent], ErrorEvent]) -> ElementTree.Element:
+def page(run: RunDir, *add_remedy: Callable[[RunDir, ErrorEvent], ErrorEvent]) -> ElementTree.Element:
     """The report, parsed: it is well-formed but for the void tags of HTML."""
-    text = write_report(run, *explain).read_text(encoding="utf-8").removeprefix("<!doctype html>")
+    text = write_report(run, *add_remedy).read_text(encoding="utf-8").removeprefix("<!doctype html>")
     for void in ("meta", "img", "br"):
         pieces = text.split(f"<{void}")
         text = f"<{void}".join([pieces[0], *(piece.replace(">", "/>", 1) for piece in pieces[1:])])
@@ -200,17 +200,17 @@ def test_a_failed_run_says_why_in_its_report(run):
     assert text_of(page(run).find(".//p[@class='error']")) == "Error, rank 1, step 7: RuntimeError: <boom>rest"
 
 
-def test_the_report_explains_the_error_that_ended_the_run_and_no_earlier_one(run):
-    def explain(error):
+def test_the_report_adds_the_remedy_of_the_error_that_ended_the_run_and_of_no_earlier_one(run):
+    def add_remedy(run, error):
         return replace(error, remedy=f"{error.remedy}; sleep")
 
     retried = ErrorEvent(step=3, message="out of memory", remedy="rest")
     record(run, retried, StatusEvent(state="starting"), ErrorEvent(step=7, message="out of memory", remedy="rest"))
     record(run, StatusEvent(state="failed"))
-    told = [text_of(one) for one in page(run, explain).findall(".//p[@class='error']")]
-    assert told == ["Error, step 3: out of memoryrest", "Error, step 7: out of memoryrest; sleep"]
+    shown = [(error.text, error.find("br").tail) for error in page(run, add_remedy).findall(".//p[@class='error']")]
+    assert shown == [("Error, step 3: out of memory", "rest"), ("Error, step 7: out of memory", "rest; sleep")]
     record(run, StatusEvent(state="starting"), StatusEvent(state="finished"))
-    assert "sleep" not in text_of(page(run, explain))
+    assert "sleep" not in text_of(page(run, add_remedy))
 
 
 def test_a_run_that_never_started_has_a_report_without_charts(run):

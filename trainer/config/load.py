@@ -550,9 +550,9 @@ def _stage_field(key: str, reader: _ConfigReader) -> tuple[int, str] | None:
     """Return the index of a stage and its field for a key such as `stages.chat.train.steps`; None for another key."""
     stages = reader.values.get(("stages",))
     for index, stage in enumerate(stages if isinstance(stages, list) else ()):
-        above = f"stages.{stage.get('name')}." if isinstance(stage, dict) else key
+        above = f"stages.{stage.get('name')}." if isinstance(stage, dict) else ""
         field = key.removeprefix(above)
-        if key.startswith(above) and (here := slot(_override_loc(field))) and not here.sections:
+        if field != key and (here := slot(_override_loc(field))) and not here.sections:
             return index, field
     return None
 

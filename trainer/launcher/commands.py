@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Self
@@ -385,7 +384,7 @@ def _conclude(run: RunDir, events: Sequence[MessageEvent]) -> int:
     """Write the report, print how the run ended, and return the exit code. `events` are those since the start."""
     from trainer.view.report import write_report
 
-    _attempt(run.report, lambda: write_report(run, partial(with_remedy, run)))
+    _attempt(run.report, lambda: write_report(run, with_remedy))
     state = process.status(run)
     if state == "failed":
         errors = [event for event in events if isinstance(event, ErrorEvent)] or [failure.diagnose(run, events)]

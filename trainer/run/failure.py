@@ -313,9 +313,9 @@ def remedy_for(message: str) -> str:
 def _retry(message: str, run: RunDir) -> tuple[str, ...]:
     """Return the change to try next, as `key=value`. What saves memory is found by the plan, which this room is below:
     `trainer.plan.search.ladder` says it."""
-    cfg, at = run.config(), run.current_stage
     if not re.search("FloatingPointError", message):
         return ()
+    cfg, at = run.config(), run.current_stage
     return of_stage(cfg, at, [f"optim.lr={stage_configs(cfg)[at].optim.lr / 10:g}"])
 
 

@@ -50,32 +50,39 @@ SAMPLE_COLUMNS = 8
 MOST_FILES = 20_000
 """Files of a folder that are counted: storage may be slow."""
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
+AddRemedy = Callable[[RunDir, ErrorEvent], ErrorEvent]
 
 
-def write_report(run: RunDir, explain: Callable[[ErrorEvent], ErrorEvent] = lambda error: error) -> Path:
+def write_report(run: RunDir, add_remedy: AddRemedy = lambda run, error: error) -> Path:
     """Write `report.html` of a run in any state, replacing an earlier report. Returns its path.
 
     Args:
         run: The run.
-        explain: Returns the error that a run failed with, with the remedy that the launcher knows for it.
+        add_remedy: Returns the error that ended a failed run with what to do about it, as the launcher knows it.
     """
     events = EventReader(run.events_file).read()
-    files.replace(run.report, _page(run, events, explain))
+    files.replace(run.report, _page(run, events, _messages(run, events, add_remedy)))
     return run.report
 
 
-def _page(run: RunDir, events: Sequence[AnyEvent], explain: Callable[[ErrorEvent], ErrorEvent]) -> str:
-    cfg, steps = run.config(), latest_steps(events)
-    failed = last_state(events) == "failed"
-    last = next((event for event in reversed(events) if failed and isinstance(event, ErrorEvent)), None)
+def _messages(run: RunDir, events: Sequence[AnyEvent], add_remedy: AddRemedy) -> list[WarningEvent | ErrorEvent]:
+    """Return the warnings and errors. Only the error that ended a failed run needs a remedy."""
     messages = [event for event in events if isinstance(event, WarningEvent | ErrorEvent)]
+    errors = [event for event in messages if isinstance(event, ErrorEvent)]
+    if last_state(events) != "failed" or not errors:
+        return messages
+    return [add_remedy(run, errors[-1]) if event is errors[-1] else event for event in messages]
+
+
+def _page(run: RunDir, events: Sequence[AnyEvent], messages: Sequence[WarningEvent | ErrorEvent]) -> str:
+    cfg, steps = run.config(), latest_steps(events)
     memory, problems = _memory(run, cfg.parallel.world_size)
     return render(
         "report.html",
         name=run.path.name,
         headline=_headline(cfg),
         facts=_facts(run, cfg, events),
-        messages=[explain(last) if last and event is last else event for event in messages],
+        messages=messages,
         samples=_samples(run, events),
         charts=_charts(cfg, events, memory),
         problems=problems,
