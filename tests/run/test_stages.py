@@ -27,6 +27,7 @@ from tests.runs import (
     text_config,
     train,
 )
+from trainer.config import yaml12
 from trainer.config.load import ConfigError, dump_config, load_config, stage_config
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig
@@ -494,6 +495,35 @@ def test_after_a_loss_that_is_not_finite_the_rate_of_the_stage_that_failed_is_lo
     assert diagnose(run, []).retry == ("stages.pretrain.optim.lr=0.0001",)
     weights_of(run.stage_folders[0]).mkdir()
     assert diagnose(run, []).retry == ("stages.tune.optim.lr=0.002",)
+    run.config_file.write_text("train: 5\n")
+    found = diagnose(run, [])
+    assert (found.message[:18], found.retry) == ("FloatingPointError", ())
+
+
+def test_a_stage_that_has_ended_keeps_its_steps_whatever_its_config_says_now(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, loaded(tmp_path), at=tmp_path / "run")
+    weights_of(run.stage_folders[0]).mkdir()
+    (run.stage_folders[0] / "ended-0").write_text("7")
+    stages.write_handover(weights_of(run.stage_folders[0]), {"model.path": "model"})
+    later = load_config(run.config_file, ["stages.pretrain.train.steps=2"]).config
+    assert stages.current(run, later).before == stages.current(run, run.config()).before == 7
+
+
+def test_an_override_of_a_whole_field_with_free_keys_replaces_all_of_it(tmp_path: Path) -> None:
+    loaded(tmp_path)
+    given = [f"stages.tune.adapter.rank_pattern{one}" for one in ("={to_q: 4}", ".to_k=8", "={to_v: 2}")]
+    cfg = load_config(tmp_path / "preset.yaml", given).config
+    assert stage_config(cfg, 1).adapter.rank_pattern == {"to_v": 2}
+
+
+def test_an_override_hides_no_mistake_in_the_file(tmp_path: Path) -> None:
+    loaded(tmp_path)
+    preset = tmp_path / "preset.yaml"
+    tree = yaml12.parse(preset.read_text()).value
+    tree["stages"][1]["set"] = 5
+    preset.write_text(yaml12.dump(tree))
+    with pytest.raises(ConfigError, match=r"stages\[1\]\.set: needs"):
+        load_config(preset, ["stages.tune.train.steps=4"])
 
 
 def test_later_stages_are_checked_with_the_model_that_the_current_one_was_given(tmp_path: Path) -> None:

@@ -234,9 +234,12 @@ class _ConfigReader:
         if self._is_unwritable(loc, value):
             return
         stage = self.values[("stages",)][index]
-        own = stage.get("set")
-        changed = _stage_resolved({"set": {field: value}}, Path.cwd())["set"]
-        stage["set"] = (own if isinstance(own, dict) else {}) | changed
+        own = {} if stage.get("set") is None else stage["set"]
+        if not isinstance(own, dict):  # it is reported with the other mistakes of the file
+            return
+        # A field with free keys is replaced whole, as in a run without stages.
+        others = {key: one for key, one in own.items() if key != field and not str(key).startswith(f"{field}.")}
+        stage["set"] = others | _stage_resolved({"set": {field: value}}, Path.cwd())["set"]
 
     def record_origins(self, origins: Mapping[Loc, Origin]) -> None:
         """Record where locations were given."""
