@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from trainer.run import stages
 from trainer.run.events import ErrorEvent, EventWriter, RankLine, StatusEvent
 from trainer.run.folder import RunDir
 from trainer.system.amounts import GIB
+from trainer.system.errors import InputError
 from trainer.system.gpus import Gpu
 from trainer.system.installation import PRESETS
 
@@ -73,6 +75,24 @@ def test_a_damaged_run_keeps_its_remedy(tmp_path: Path) -> None:
     run.config_file.write_text("train: 5\n")
     error = ErrorEvent(message=SAID, remedy="save memory")
     assert with_remedy(run, error, []) == error
+
+
+def test_an_amount_that_no_machine_has_is_not_read_from_a_strangers_message(tmp_path: Path) -> None:
+    run = failed(tmp_path, "qwen3-1.7b-base-to-chat-2x24gb", 5, "data.length=512")
+    usual = with_remedy(run, ErrorEvent(message=SAID, remedy="save memory"), [])
+    huge = SAID.replace("2.00", "9" * 400)
+    assert huge != SAID
+    assert with_remedy(run, ErrorEvent(message=huge, remedy="save memory"), []).retry != ()
+    assert usual.retry != ()
+
+
+def test_stages_that_are_not_those_of_the_config_keep_the_remedy(tmp_path: Path) -> None:
+    run = failed(tmp_path, "qwen3-1.7b-base-to-chat-2x24gb", 5, "data.length=512")
+    shutil.rmtree(run.path / "stages")
+    error = ErrorEvent(message=SAID, remedy="save memory")
+    assert with_remedy(run, error, []) == error
+    with pytest.raises(InputError, match=r"has 0 folders, but config\.yaml 3 stages"):
+        stages.current(run, run.config())
 
 
 def in_last_stage(run: RunDir) -> RunDir:

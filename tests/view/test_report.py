@@ -213,6 +213,13 @@ def test_the_report_adds_the_remedy_of_the_error_that_ended_the_run_and_of_no_ea
     assert "sleep" not in text_of(page(run, add_remedy))
 
 
+def test_a_start_that_failed_without_a_word_has_not_the_remedy_of_the_start_before(run):
+    record(run, ErrorEvent(step=3, message="out of memory", remedy="rest"), StatusEvent(state="failed"))
+    record(run, StatusEvent(state="starting"), StatusEvent(state="failed"))
+    report = page(run, lambda run, error: replace(error, remedy="sleep"))
+    assert [error.find("br").tail for error in report.findall(".//p[@class='error']")] == ["rest"]
+
+
 def test_a_run_that_never_started_has_a_report_without_charts(run):
     report = page(run)
     assert report.find(".//svg") is None

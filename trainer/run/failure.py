@@ -19,6 +19,7 @@ from trainer.config.load import stage_configs
 from trainer.run.events import AnyEvent, ErrorEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.run.stages import of_stage
+from trainer.system.errors import InputError
 from trainer.system.files import opened, write_problem
 
 MOST_DIGITS = 10
@@ -315,13 +316,17 @@ def _retry(message: str, run: RunDir) -> tuple[str, ...]:
     `trainer.plan.search.ladder` says it."""
     if not re.search("FloatingPointError", message):
         return ()
-    cfg, at = run.config(), run.current_stage
-    return of_stage(cfg, at, [f"optim.lr={stage_configs(cfg)[at].optim.lr / 10:g}"])
+    try:
+        cfg, at = run.config(), run.current_stage
+        return of_stage(cfg, at, [f"optim.lr={stage_configs(cfg)[at].optim.lr / 10:g}"])
+    except (InputError, IndexError):  # a damaged config, or one of other stages, which a resume names
+        return ()
 
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_TRIED = re.compile(rf"(?i:tried to allocate) (\d+(?:\.\d+)?) ({'|'.join(_UNITS)})")
-_FREE = re.compile(rf"of which (\d+(?:\.\d+)?) ({'|'.join(_UNITS)}) is free")
+_AMOUNT = rf"(\d{{1,18}}(?:\.\d+)?) ({'|'.join(_UNITS)})"
+_TRIED = re.compile(rf"(?i:tried to allocate) {_AMOUNT}")
+_FREE = re.compile(rf"of which {_AMOUNT} is free")
 
 
 def missing_memory(message: str) -> float | None:

@@ -16,6 +16,7 @@ from trainer.config.sections import ModelConfig
 from trainer.run.folder import RunDir, weights_of
 from trainer.run.manifest import complete, newest_step
 from trainer.system import files
+from trainer.system.errors import InputError
 
 HANDOVER = "handover.json"
 _FIELDS: TypeAdapter[dict[str, str | None]] = TypeAdapter(dict[str, str | None])
@@ -55,10 +56,16 @@ class Stage:
 
 
 def current(run: RunDir, cfg: RunConfig) -> Stage:
-    """Return the current stage of a run, or its last one once all are done. `cfg` is the config of the run."""
+    """Return the current stage of a run, or its last one once all are done. `cfg` is the config of the run.
+
+    Raises InputError where the run's folders are not those of the config's stages.
+    """
     if not cfg.stages:
         return Stage(1, 1, "", cfg, 0, run.path)
     folders, at = run.stage_folders, run.current_stage
+    if at >= min(len(folders), len(cfg.stages)):
+        found = f"has {len(folders)} folders, but config.yaml {len(cfg.stages)} stages"
+        raise InputError(f"{run.path}/stages: {found}; restore the folder")
     given = [f"{field}={json.dumps(value)}" for field, value in _taken_over(folders, at).items()]
     config = stage_config(cfg, at, given)
     before = sum(_steps_of(cfg, number, folders[number]) for number in range(at))
@@ -89,11 +96,14 @@ def before_handover(cfg: RunConfig, at: int, model: ModelConfig | None = None) -
 
 
 def _steps_of(cfg: RunConfig, at: int, folder: Path) -> int:
-    """Optimizer steps of a stage that has ended. Those of epochs are in its mark, or in its newest checkpoint."""
-    if (steps := cfg.stage_steps[at]) is not None:
-        return steps
+    """Optimizer steps of a stage that has ended: those in its mark, for the config may have changed since.
+
+    Without a mark they are those of the config, or for epochs of its newest checkpoint.
+    """
     with suppress(FileNotFoundError, ValueError):
         return int(files.read(folder / "ended-0"))
+    if (steps := cfg.stage_steps[at]) is not None:
+        return steps
     return newest_step(folder / "checkpoints")
 
 
