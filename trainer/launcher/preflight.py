@@ -112,6 +112,7 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     run.guard()
     process.require_ended(run)
     loaded = load_config(run.config_file, overrides)
+    loaded.refuse(list(_too_late(loaded.config, run)))
     saved = manifest.newest(run.checkpoints)
     if saved:
         stage, progress = stages.current(run, loaded.config), manifest.progress_of(saved)
@@ -149,6 +150,14 @@ def _check_changes(loaded: ConfigFile, config: RunConfig, saved: Progress) -> No
     """Raise InputError for every changed field that must equal the saved one. `config` is that of the current stage."""
     changed = config_changes.changes(saved.config, config.model_dump(mode="json")) if saved.config else []
     loaded.refuse(list(config_changes.refused(changed, saved.step)))
+
+
+def _too_late(cfg: RunConfig, run: RunDir) -> Iterator[Problem]:
+    """A problem for every field that changes in a stage which has ended: nothing would follow it."""
+    ended = slice(run.current_stage)
+    for at, (stage, former) in enumerate(zip(cfg.stages[ended], run.config().stages[ended], strict=True)):
+        for field in [key for key in stage.set if stage.set[key] != former.set.get(key)]:
+            yield Problem(f"stages[{at}].set.{field}", f"stage {stage.name} has ended; leave the change out")
 
 
 def _too_short(loaded: ConfigFile, run: RunDir, stage: stages.Stage, saved: Progress) -> Iterator[Problem]:
