@@ -509,13 +509,20 @@ def test_a_stage_that_has_ended_keeps_its_steps_whatever_its_config_says_now(tmp
     assert stages.current(run, later).before == stages.current(run, run.config()).before == 7
 
 
-def test_an_override_of_a_stage_that_has_ended_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ("stages.pretrain.optim.lr=0.5", "optim.lr"),
+        ("stages.pretrain.sample.prompts=[a cat]", "sample.prompts"),
+        ("stages=[{name: pretrain}]", "optim.lr"),
+    ],
+)
+def test_an_override_of_a_stage_that_has_ended_is_refused(tmp_path: Path, change: str, field: str) -> None:
     run = RunDir.create(tmp_path, loaded(tmp_path), at=tmp_path / "run")
-    change = "stages.pretrain.optim.lr=0.5"
     weights_of(run.stage_folders[0]).mkdir()
     with pytest.raises(ConfigError) as caught:
         preflight.continued_run(run, [change])
-    assert str(caught.value) == ("command line: stages[0].set.optim.lr: stage pretrain has ended; leave the change out")
+    assert f"stages[0].set.{field}: stage pretrain has ended; leave the change out" in str(caught.value)
 
 
 def test_an_override_of_a_whole_field_with_free_keys_replaces_all_of_it(tmp_path: Path) -> None:

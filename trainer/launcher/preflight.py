@@ -154,10 +154,11 @@ def _check_changes(loaded: ConfigFile, config: RunConfig, saved: Progress) -> No
 
 def _too_late(cfg: RunConfig, run: RunDir) -> Iterator[Problem]:
     """A problem for every field that changes in a stage which has ended: nothing would follow it."""
-    ended = slice(run.current_stage)
-    for at, (stage, former) in enumerate(zip(cfg.stages[ended], run.config().stages[ended], strict=True)):
-        for field in [key for key in stage.set if stage.set[key] != former.set.get(key)]:
-            yield Problem(f"stages[{at}].set.{field}", f"stage {stage.name} has ended; leave the change out")
+    before = run.config().stages[: run.current_stage]
+    for at, (stage, former) in enumerate(zip(cfg.stages, before, strict=False)):
+        for field in sorted(stage.set.keys() | former.set.keys()):
+            if stage.set.get(field) != former.set.get(field):
+                yield Problem(f"stages[{at}].set.{field}", f"stage {stage.name} has ended; leave the change out")
 
 
 def _too_short(loaded: ConfigFile, run: RunDir, stage: stages.Stage, saved: Progress) -> Iterator[Problem]:
