@@ -525,6 +525,19 @@ def test_an_override_of_a_stage_that_has_ended_is_refused(tmp_path: Path, change
     assert f"stages[0].set.{field}: stage pretrain has ended; leave the change out" in str(caught.value)
 
 
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_an_override_mends_a_value_that_is_wrong_in_the_config_of_a_run(tmp_path: Path, has_ended: bool) -> None:
+    staged_folder(tmp_path)
+    run = RunDir.create(tmp_path, loaded(tmp_path), at=tmp_path / "run")
+    if has_ended:
+        weights_of(run.stage_folders[0]).mkdir()
+        stages.write_handover(weights_of(run.stage_folders[0]), {})
+    tree = yaml12.parse(run.config_file.read_text()).value
+    tree["train"]["batch_size"] = 0
+    run.config_file.write_text(yaml12.dump(tree))
+    assert preflight.continued_run(run, ["train.batch_size=2"]).config.train.batch_size == 2
+
+
 def test_an_override_of_a_whole_field_with_free_keys_replaces_all_of_it(tmp_path: Path) -> None:
     loaded(tmp_path)
     given = [f"stages.tune.adapter.rank_pattern{one}" for one in ("={to_q: 4}", ".to_k=8", "={to_v: 2}")]

@@ -154,7 +154,13 @@ def _check_changes(loaded: ConfigFile, config: RunConfig, saved: Progress) -> No
 
 def _too_late(cfg: RunConfig, run: RunDir) -> Iterator[Problem]:
     """A problem for every field that changes in a stage which has ended: nothing would follow it."""
-    before = run.config().stages[: run.current_stage]
+    ended = run.current_stage
+    if not ended:
+        return
+    try:
+        before = run.config().stages[:ended]
+    except InputError:  # something else in it is wrong, which this change mends
+        return
     for at, (stage, former) in enumerate(zip(cfg.stages, before, strict=False)):
         for field in sorted(stage.set.keys() | former.set.keys()):
             if stage.set.get(field) != former.set.get(field):
