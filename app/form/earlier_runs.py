@@ -21,7 +21,7 @@ from app.runs.monitor import find_runs
 from trainer.config import families
 from trainer.config.load import stage_configs
 from trainer.config.schema import RunConfig
-from trainer.run.events import AnyEvent, EventReader, StatusEvent, StepEvent, is_start
+from trainer.run.events import AnyEvent, EventReader, StatusEvent, StepEvent, since_start
 from trainer.run.folder import RunDir
 from trainer.run.process import Launch
 from trainer.system.errors import InputError
@@ -247,14 +247,13 @@ def _end(tail: Sequence[AnyEvent], last: StepEvent) -> float:
     return max(0.0, tail[-1].time - last.time - sum(s for at, s in _samplings(tail) if at >= last.time))
 
 
-def _ends(file: Path) -> tuple[list[AnyEvent], list[AnyEvent]]:
+def _ends(file: Path) -> tuple[Sequence[AnyEvent], Sequence[AnyEvent]]:
     """The first events, and the last ones since the last start."""
     size = os.stat(file).st_size
     start = max(0, size - TAIL_BYTES)
     tail = EventReader(file, start).read()  # a line that is cut off at its beginning is skipped
     head = EventReader(file, at_most=HEAD_BYTES).read() if start else tail
-    restarts = [at for at, event in enumerate(tail) if is_start(event)]
-    return head, tail[restarts[-1] :] if restarts else tail
+    return head, since_start(tail)
 
 
 def _samplings(events: Sequence[AnyEvent]) -> list[tuple[float, float]]:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Generic, Literal, Self, TypeVar
@@ -310,6 +310,12 @@ class RankLine:
 def is_start(event: AnyEvent) -> bool:
     """Return whether the ranks are started here, for the first time or again."""
     return isinstance(event, StatusEvent) and event.state == "starting"
+
+
+def since_start(events: Sequence[AnyEvent]) -> Sequence[AnyEvent]:
+    """Return the events since the latest start; all of them where there was none."""
+    starts = [at for at, event in enumerate(events) if is_start(event)]
+    return events[starts[-1] :] if starts else events
 
 
 class EventWriter:

@@ -16,7 +16,6 @@ import socket
 import stat
 import subprocess
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -28,14 +27,13 @@ from pydantic import TypeAdapter
 from trainer.run import compiler
 from trainer.run.events import (
     ENDS,
-    AnyEvent,
     ErrorEvent,
     EventReader,
     EventWriter,
     State,
     StatusEvent,
-    is_start,
     last_state,
+    since_start,
 )
 from trainer.run.failure import diagnose, launches, output_file
 from trainer.run.folder import RunDir
@@ -380,7 +378,7 @@ def remove_deleted(runs: Path) -> None:
 def record_mistake(run: RunDir, rank: int, message: str) -> None:
     """Record a mistake in the user's input: one ErrorEvent with exit code 2, from the first rank that finds it."""
     with run.locked():
-        events = _since_start(EventReader(run.events_file).read())
+        events = since_start(EventReader(run.events_file).read())
         if not any(isinstance(event, ErrorEvent) for event in events):
             with EventWriter(run.events_file) as writer:
                 writer.write(ErrorEvent(message=message, rank=rank, exit_code=2))
@@ -399,7 +397,7 @@ def record_end(run: RunDir) -> None:
         end_orphans(run, next((module for module in LEADERS if module in launch.argv[:3]), TORCHRUN))
         with contextlib.suppress(OSError):  # read-only disk: the next start removes them, or reports why it cannot
             remove_stores(run)
-        events = _since_start(EventReader(run.events_file).read())
+        events = since_start(EventReader(run.events_file).read())
         end = last_state(events)
         if end in ("finished", "stopped"):
             return
@@ -462,8 +460,3 @@ def argv_of(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
         return []
-
-
-def _since_start(events: Sequence[AnyEvent]) -> Sequence[AnyEvent]:
-    starts = [at for at, event in enumerate(events) if is_start(event)]
-    return events[starts[-1] :] if starts else events

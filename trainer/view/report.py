@@ -30,9 +30,9 @@ from trainer.run.events import (
     ValidationEvent,
     WarningEvent,
     by_prompt,
-    is_start,
     last_state,
     latest_steps,
+    since_start,
 )
 from trainer.run.folder import RunDir
 from trainer.run.length import RunLength
@@ -69,8 +69,7 @@ def write_report(run: RunDir, add_remedy: AddRemedy = lambda run, error: error) 
 def _messages(run: RunDir, events: Sequence[AnyEvent], add_remedy: AddRemedy) -> list[WarningEvent | ErrorEvent]:
     """Return the warnings and errors. Only the error that ended a failed run needs a remedy."""
     messages = [event for event in events if isinstance(event, WarningEvent | ErrorEvent)]
-    last_start = max((place for place, event in enumerate(events) if is_start(event)), default=0)
-    errors = [event for event in events[last_start:] if isinstance(event, ErrorEvent)]
+    errors = [event for event in since_start(events) if isinstance(event, ErrorEvent)]
     if last_state(events) != "failed" or not errors:
         return messages
     return [add_remedy(run, errors[-1]) if event is errors[-1] else event for event in messages]
