@@ -1,4 +1,4 @@
-"""A copy of the code in which a recipe is carried out, and the files that the recipe names."""
+"""A copy of the code in which a recipe is carried out, and the files that the recipe names. See DECISIONS 215."""
 
 from __future__ import annotations
 
