@@ -1,6 +1,6 @@
 """Optimizers, learning rates and the moving average, all on sharded parameters.
 
-A new optimizer is an entry of `_MAKERS` here; `trainer/README.md` has the recipe.
+A new optimizer is an entry of `_MAKERS` here; `trainer/RECIPES.md` has the recipe.
 """
 
 from __future__ import annotations
