@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from tests.readme import ROOT, documents
+from tests.rooms import ROOMS
 
 CITATION = re.compile(r"DECISIONS (\d+(?:(?:, | and )\d+)*)")
 """A citation of one decision or several, as `See DECISIONS 12, 34.`"""
@@ -22,6 +23,7 @@ MOST_BYTES = {
 }
 """Limits of documents; a room's README has MOST_OF_A_ROOM."""
 MOST_OF_A_ROOM = 8_000
+MANY = 10
 TOP_LEVEL = {
     *(".ci", ".gitignore", ".pre-commit-config.yaml", "Makefile", "pyproject.toml", "requirements.lock", "launch.py"),
     *("CHANGELOG.md", "CONTRIBUTING.md", "DECISIONS.md", "LICENSE", "README.md", "SECURITY.md"),
@@ -52,6 +54,13 @@ def anchors(document: Path) -> set[str]:
     """Return the anchors of a document's headings, as GitHub makes them."""
     headings = re.findall(r"(?m)^#+ (.+)$", document.read_text(encoding="utf-8"))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def neighbours(room: str) -> str:
+    """Return the sentence of a room's README about its imports, from the list that the code is held to."""
+    users = [user for user, imported in ROOMS.items() if room in imported.split()]
+    both = [", ".join(f"`{name}`" for name in names) or "nothing" for names in (users, ROOMS[room].split())]
+    return f"Imported by {'most rooms' if len(users) > MANY else both[0]}. Imports {both[1]}."
 
 
 def test_a_citation_names_one_decision_or_several() -> None:
@@ -88,6 +97,12 @@ def test_links_between_documents_lead_to_a_file_and_a_heading() -> None:
             if not target.exists() or (anchor and anchor not in anchors(target)):
                 broken.append(f"{document.relative_to(ROOT)}: {link}")
     assert broken == []
+
+
+def test_a_room_says_who_imports_it_and_what_it_imports() -> None:
+    files = {room: ROOT / ("app" if room == "app" else f"trainer/{room}") / "README.md" for room in ROOMS}
+    texts = {room: " ".join(file.read_text(encoding="utf-8").split()) for room, file in files.items() if file.exists()}
+    assert [neighbours(room) for room, text in texts.items() if neighbours(room) not in text] == []
 
 
 def test_every_command_of_trust_exists() -> None:
