@@ -73,7 +73,8 @@ def test_every_number_of_a_decision_exists_once() -> None:
 
 def test_every_citation_names_a_decision_that_exists() -> None:
     known = {*decisions()}
-    cited = ((file, number) for file in code() for number in numbers_in(file.read_text(encoding="utf-8")))
+    files = [*code(), *documents()]
+    cited = ((file, number) for file in files for number in numbers_in(file.read_text(encoding="utf-8")))
     assert [f"{file.relative_to(ROOT)}: {number}" for file, number in cited if number not in known] == []
 
 
