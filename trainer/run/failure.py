@@ -1,4 +1,4 @@
-"""Diagnose why a run failed, from the output and error files of torchrun and its ranks. See DECISIONS 95, 154."""
+"""Diagnose why a run failed, from the output and error files of torchrun and its ranks. See DECISIONS 95."""
 
 from __future__ import annotations
 

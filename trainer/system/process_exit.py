@@ -21,7 +21,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     torch's threads live longer than `main`. One that asks for the interpreter while Python finalizes it aborts the
     process, and so does a `FileStore` that is destroyed on a disk it cannot write: torchrun would call a rank that has
     finished failed. What a user may rely on happens as always: an error is printed, threads that are no daemons are
-    waited for, exit handlers run, output is flushed.
+    waited for, exit handlers run, output is flushed. See DECISIONS 154.
     """
     code = 1
     try:
