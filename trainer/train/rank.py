@@ -146,13 +146,14 @@ def _train_on(
         from trainer.run.manifest import newest_step
         from trainer.train.loop import Trainer
         from trainer.train.rehearsal import check_rows
+        from trainer.train.setup import stop_requested
 
         cfg, run = attached.config, attached.run
         families.get(cfg.model.family)
     try:
         untrained = stages.remaining(run, attached.stage) if world.rank == 0 else []
-        stop_requested = partial(_stop_requested, run, world, preemption)
-        check_rows(untrained, RankContext(cfg, world, attached.cache, emit, stop_requested))
+        is_stopping = partial(stop_requested, run, world, preemption, os.getppid())
+        check_rows(untrained, RankContext(cfg, world, attached.cache, emit, is_stopping))
         trainer = Trainer(cfg, run, world, attached.cache, emit, preemption, attached.stage.before)
     except StopRequested:
         return _End("stopped", newest_step(run.checkpoints), {})
@@ -170,10 +171,6 @@ def _train_on(
         raise
     finally:
         trainer.close()
-
-
-def _stop_requested(run: RunDir, world: World, preemption: Preemption) -> bool:
-    return bool(preemption) or (world.rank == 0 and run.requested("stop"))
 
 
 def _hand_over(stage: Stage, run: RunDir, weights: Mapping[str, Tensor]) -> None:
