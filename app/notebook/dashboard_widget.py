@@ -138,19 +138,19 @@ class Dashboard:
             self._fill(self.loss, chart("Loss", self._follower.lines("Loss")))
             self._curves = view.curves
         if view.samples != self._samples:
-            self._fill(self.samples, self._newest(view))
+            newest = sorted(view.samples, key=lambda sample: (-sample.step, sample.index))[:NUM_SAMPLES]
+            self._fill(self.samples, html.newest(html.figure(self._small(sample), sample) for sample in newest))
             self._samples = view.samples
-        self._fill(self.warnings, self._warnings())
+        warnings = [event for event in self._follower.events() if isinstance(event, WarningEvent)]
+        lines = dict.fromkeys(f"Warning, step {event.step}: {event.message}" for event in reversed(warnings))
+        items = Markup().join(map(Markup("<li>{}</li>").format, list(lines)[:NUM_WARNINGS]))
+        self._fill(self.warnings, Markup("<ul>{}</ul>").format(items) if items else Markup())
         for button in self.buttons.values():
             button.disabled = not view.is_running
 
     def _fill(self, place: widgets.HTML, content: Markup) -> None:
         self._content[place] = content
         place.value = content
-
-    def _newest(self, view: RunView) -> Markup:
-        newest = sorted(view.samples, key=lambda sample: (-sample.step, sample.index))[:NUM_SAMPLES]
-        return html.newest(html.figure(self._small(sample), sample) for sample in newest)
 
     def _small(self, sample: SampleEvent) -> Markup:
         if sample.kind.is_text:
@@ -163,12 +163,6 @@ class Dashboard:
             return html.missing(str(error))
         data = base64.b64encode(small.read_bytes()).decode()
         return Markup('<img alt="{}" src="data:image/webp;base64,{}">').format(sample.prompt, data)
-
-    def _warnings(self) -> Markup:
-        warnings = [event for event in self._follower.events() if isinstance(event, WarningEvent)]
-        lines = dict.fromkeys(f"Warning, step {event.step}: {event.message}" for event in reversed(warnings))
-        items = Markup().join(map(Markup("<li>{}</li>").format, list(lines)[:NUM_WARNINGS]))
-        return Markup("<ul>{}</ul>").format(items) if items else Markup()
 
     def _static_output(self) -> dict[str, str]:
         """Everything that is shown, as an output that works without a kernel."""

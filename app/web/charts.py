@@ -52,7 +52,10 @@ def _packed(line: Line, grids: list[dict[str, Any]], most_points: int) -> dict[s
     last of each mean: smoothed with the decay raised to the counts, it is what the steps themselves would give.
     """
     steps, values = [step for step, _ in line.points], [value for _, value in line.points]
-    edges = _edges(len(steps), most_points)
+    # Where each mean begins, and the end of the last one. Means are of equally many steps but for the last.
+    count = len(steps)
+    stride = max(1, math.ceil(count / most_points))
+    edges = [*range(0, count, stride), count]
     ends = [end - 1 for end in edges[1:]]
     grid = {
         "step": [round(steps[at], 6) for at in ends],
@@ -70,12 +73,6 @@ def _packed(line: Line, grids: list[dict[str, Any]], most_points: int) -> dict[s
         "low": [_short(min(few)) if few else None for few in finite],
         "high": [_short(max(few)) if few else None for few in finite],
     }
-
-
-def _edges(count: int, most_points: int) -> list[int]:
-    """Return where each mean begins, and the end of the last one. Means are of equally many steps but for the last."""
-    stride = max(1, math.ceil(count / most_points))
-    return [*range(0, count, stride), count]
 
 
 def _short(value: float) -> float | None:
