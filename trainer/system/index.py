@@ -2,7 +2,7 @@
 
 The file is never the only copy of anything: whatever is wrong with it, only time is lost, and a sentence says so once.
 It may lie in a stranger's folder: links are refused, no trigger or view is run, and no journal is followed, because
-sqlite deletes files that one names.
+sqlite deletes files that one names. See DECISIONS 216.
 """
 
 from __future__ import annotations
