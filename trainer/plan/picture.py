@@ -17,7 +17,10 @@ from trainer.plan.memory import MemoryPlan
 from trainer.plan.simulate.phases import by_kind
 from trainer.plan.simulate.timeline import Point
 from trainer.system.amounts import GIB
-from trainer.view.colors import ALL_TOKENS, MEMORY_KINDS
+from trainer.view.chart import Axis
+from trainer.view.colors import MEMORY_KINDS
+from trainer.view.render import VIEW
+from trainer.view.svg import Shape, dot, path, rect, text
 
 NUM_BARS = 320
 """Most parts of the computing that are drawn."""
@@ -41,21 +44,6 @@ SMALLEST_SHOWN = 1 / 500
 """A kind of memory with less than this share of the peak is too low to be seen, and not in the legend."""
 OUT_OF_SIGHT = 2.5
 """A card or reserve that would make the picture higher than this multiple of the rest is not drawn."""
-_TOKENS = ("--panel", "--line", "--ink", "--ink2", "--ink3", "--bad", *(f"--{kind}" for kind in MEMORY_KINDS))
-STYLE = f"""
-.step-memory {{ color-scheme: light dark; display: block; width: 100%;
-  {" ".join(f"{name}: light-dark({', '.join(ALL_TOKENS[name])});" for name in _TOKENS)} }}
-.step-memory text {{ font: 12px system-ui, sans-serif; fill: var(--ink3); }}
-.step-memory .peak {{ font-weight: 600; fill: var(--ink); }}
-.step-memory :is(.grid, .span, .card, .mark) {{ fill: none; }}
-.step-memory .grid {{ stroke: var(--line); }} .step-memory .span {{ stroke: var(--ink3); }}
-.step-memory .card {{ stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 6 3; }}
-.step-memory .mark {{ stroke: var(--ink); stroke-dasharray: 2 2; }}
-.step-memory .dot {{ fill: var(--ink); stroke: var(--panel); stroke-width: 1.5; }}
-.step-memory .band {{ fill: var(--reserve); opacity: .3; }}
-.step-memory .tip {{ fill: transparent; }} .step-memory .tip:hover {{ fill: var(--ink); opacity: .12; }}
-{" ".join(f".step-memory .{kind} {{ fill: var(--{kind}); }}" for kind in MEMORY_KINDS)}
-"""
 
 
 @dataclass(frozen=True)
@@ -187,8 +175,8 @@ def draw(points: Sequence[Point], limit: Limit) -> Markup:
     found = outline(points)
     peak = found.fullest.peak
     seen = limit.seen(peak)
-    axes = _Axes.of(max(peak + seen.reserve, seen.memory or 0.0))
-    parts = (
+    axes = _Axes(1.06 * max(peak + seen.reserve, seen.memory or 0.0, 1.0))
+    shapes = (
         *axes.grid(),
         *_legend(found, limit, seen),
         *_areas(found, axes),
@@ -197,47 +185,30 @@ def draw(points: Sequence[Point], limit: Limit) -> Markup:
         *_tooltips(found),
         *_peak(found, axes),
     )
-    return Markup(
-        '<svg class="step-memory" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        'aria-label="{sentence}"><style>{style}</style>{parts}</svg>'
-    ).format(
-        width=WIDTH,
-        height=HEIGHT,
-        sentence=sentence(found, limit),
-        style=Markup(STYLE),
-        parts=Markup().join(parts),
-    )
+    return VIEW.part("chart.html", "step_memory", (WIDTH, HEIGHT), sentence(found, limit), shapes)
 
 
 @dataclass(frozen=True)
 class _Axes:
-    """top: bytes at the upper edge.  tick: bytes between two lines."""
+    """top: bytes at the upper edge."""
 
     top: float
-    tick: float
-
-    @classmethod
-    def of(cls, highest: float) -> _Axes:
-        top = 1.06 * max(highest, 1.0)
-        step = top / MOST_TICKS / GIB
-        power = 10.0 ** math.floor(math.log10(step))
-        nice = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step)
-        return cls(top, nice * GIB)
 
     def y(self, num_bytes: float) -> float:
         return HEIGHT - BOTTOM - num_bytes / self.top * (HEIGHT - TOP - BOTTOM)
 
-    def grid(self) -> Iterator[Markup]:
+    def grid(self) -> Iterator[Shape]:
         """Yield the lines and numbers of both axes, and their names."""
-        digits = max(0, -math.floor(math.log10(self.tick / GIB) + 1e-9))
-        for number in range(int(self.top / self.tick) + 1):
-            y = self.y(number * self.tick)
-            yield _path("grid", f"M{LEFT} {y:.1f}H{WIDTH - RIGHT}")
-            yield _text(LEFT - 6, y + 4, f"{number * self.tick / GIB:.{digits}f}", "end")
+        marks = Axis(0.0, self.top / GIB).marks(MOST_TICKS)
+        digits = max(0, -math.floor(math.log10(marks[1]) + 1e-9))
+        for mark in marks:
+            y = self.y(mark * GIB)
+            yield path("grid", f"M{LEFT} {y:.1f}H{WIDTH - RIGHT}")
+            yield text(LEFT - 6, y + 4, f"{mark:.{digits}f}", "end")
         for share in (0, 25, 50, 75, 100):
-            yield _text(_x(share / 100), HEIGHT - BOTTOM + 15, f"{share} %", "middle" if share else "start")
-        yield _text(LEFT, HEIGHT - 6, "share of the step\u2019s computing")
-        yield _text(LEFT - 6, TOP - 10, "GiB", "end")
+            yield text(_x(share / 100), HEIGHT - BOTTOM + 15, f"{share} %", "middle" if share else "start")
+        yield text(LEFT, HEIGHT - 6, "share of the step\u2019s computing")
+        yield text(LEFT - 6, TOP - 10, "GiB", "end")
 
 
 def _x(share: float) -> float:
@@ -251,14 +222,14 @@ def _edges(bar: Bar) -> tuple[float, float]:
     return _x(bar.start), _x(bar.end)
 
 
-def _areas(found: Outline, axes: _Axes) -> Iterator[Markup]:
+def _areas(found: Outline, axes: _Axes) -> Iterator[Shape]:
     """Yield the area of each kind with all kinds below it, the highest first: those below are drawn over it."""
     *computing, optimizer = found.bars
     for at in reversed(range(len(MEMORY_KINDS))):
         if not any(bar.kinds[at] for bar in found.bars):
             continue
         paths = "".join(_steps(bars, at, axes) for bars in (computing, [optimizer]) if bars)
-        yield _path(MEMORY_KINDS[at], paths)
+        yield path(MEMORY_KINDS[at], paths)
 
 
 def _steps(bars: Sequence[Bar], at: int, axes: _Axes) -> str:
@@ -270,30 +241,30 @@ def _steps(bars: Sequence[Bar], at: int, axes: _Axes) -> str:
     return f"M{_edges(bars[0])[0]:.1f} {HEIGHT - BOTTOM}{''.join(lines)}V{HEIGHT - BOTTOM}Z"
 
 
-def _names_of_spans(found: Outline) -> Iterator[Markup]:
+def _names_of_spans(found: Outline) -> Iterator[Shape]:
     """Yield the names of the spans below the axis, each with a line over its width."""
     y = HEIGHT - BOTTOM + 34
     for span in found.spans:
         start, end = _x(span.start) + 1, _x(span.end) - 1
-        yield _path("span", f"M{start:.1f} {y - 13}H{end:.1f}")
-        yield _text((start + end) / 2, y, span.name, "middle")
-    yield _path("span", f"M{WIDTH - RIGHT - STUB} {y - 13}H{WIDTH - RIGHT}")
-    yield _text(WIDTH - RIGHT, HEIGHT - 6, OPTIMIZER, "end")
+        yield path("span", f"M{start:.1f} {y - 13}H{end:.1f}")
+        yield text((start + end) / 2, y, span.name, "middle")
+    yield path("span", f"M{WIDTH - RIGHT - STUB} {y - 13}H{WIDTH - RIGHT}")
+    yield text(WIDTH - RIGHT, HEIGHT - 6, OPTIMIZER, "end")
 
 
-def _reserve_and_card(found: Outline, limit: Limit, axes: _Axes) -> Iterator[Markup]:
+def _reserve_and_card(found: Outline, limit: Limit, axes: _Axes) -> Iterator[Shape]:
     """Yield the reserve on top of the peak, and the line of the card's memory where it is in the picture."""
     peak = found.fullest.peak
     if limit.reserve:
         top, bottom = axes.y(peak + limit.reserve), axes.y(peak)
-        text = f"{_gib(peak + limit.reserve)} with the reserve: gaps of the allocator, CUDA\u2019s context"
-        yield _rect("band", (LEFT, top), (WIDTH - RIGHT, bottom), text)
+        words = f"{_gib(peak + limit.reserve)} with the reserve: gaps of the allocator, CUDA\u2019s context"
+        yield rect("band", (LEFT, top), (WIDTH - RIGHT, bottom), words)
     if limit.memory:
         y = axes.y(limit.memory)
-        yield _path("card", f"M{LEFT} {y:.1f}H{WIDTH - RIGHT}")
+        yield path("card", f"M{LEFT} {y:.1f}H{WIDTH - RIGHT}")
 
 
-def _legend(found: Outline, limit: Limit, seen: Limit) -> Iterator[Markup]:
+def _legend(found: Outline, limit: Limit, seen: Limit) -> Iterator[Shape]:
     """Yield the kinds that are in the picture, and the card."""
     least = found.fullest.peak * SMALLEST_SHOWN
     shown = [kind for at, kind in enumerate(MEMORY_KINDS[:-1]) if max(bar.kinds[at] for bar in found.bars) >= least]
@@ -301,17 +272,17 @@ def _legend(found: Outline, limit: Limit, seen: Limit) -> Iterator[Markup]:
     x = float(LEFT)
     for kind in shown:
         look = "band" if kind == "reserve" else kind
-        yield _rect(look, (x, 7), (x + 10, 17))
-        yield _text(x + 15, 16, KIND_WORDS[kind])
+        yield rect(look, (x, 7), (x + 10, 17))
+        yield text(x + 15, 16, KIND_WORDS[kind])
         x += 28 + 6.2 * len(KIND_WORDS[kind])
     if seen.memory:
-        yield _path("card", f"M{x:.0f} 12h14")
-        yield _text(x + 19, 16, f"{seen.card}, {_gib(seen.memory)}")
+        yield path("card", f"M{x:.0f} 12h14")
+        yield text(x + 19, 16, f"{seen.card}, {_gib(seen.memory)}")
     elif limit.memory:
-        yield _text(WIDTH - RIGHT, 16, f"of {_gib(limit.memory)}, {limit.card}", "end")
+        yield text(WIDTH - RIGHT, 16, f"of {_gib(limit.memory)}, {limit.card}", "end")
 
 
-def _tooltips(found: Outline) -> Iterator[Markup]:
+def _tooltips(found: Outline) -> Iterator[Shape]:
     """Yield what the pointer shows of each bar, over its whole height."""
     for bar in found.bars:
         start, end = _edges(bar)
@@ -320,35 +291,20 @@ def _tooltips(found: Outline) -> Iterator[Markup]:
             for kind, size in zip(MEMORY_KINDS, bar.kinds, strict=True)
             if size >= GIB / 200
         )
-        text = f"{bar.words}: {_gib(bar.peak)} ({parts}), {bar.after / GIB:.2f} after it"
-        yield _rect("tip", (start, TOP), (end, HEIGHT - BOTTOM), text)
+        words = f"{bar.words}: {_gib(bar.peak)} ({parts}), {bar.after / GIB:.2f} after it"
+        yield rect("tip", (start, TOP), (end, HEIGHT - BOTTOM), words)
 
 
-def _peak(found: Outline, axes: _Axes) -> Iterator[Markup]:
+def _peak(found: Outline, axes: _Axes) -> Iterator[Shape]:
     """Yield a mark at the peak and its name above the picture."""
     most = found.fullest
     x, y = sum(_edges(most)) / 2, axes.y(most.peak)
-    text = f"{_gib(most.peak)}: {most.words}"
-    half = 3.4 * len(text)
+    words = f"{_gib(most.peak)}: {most.words}"
+    half = 3.4 * len(words)
     anchor = "start" if x - half < LEFT else "end" if x + half > WIDTH - RIGHT else "middle"
-    yield _path("mark", f"M{x:.1f} {TOP - 14}V{y:.1f}")
-    yield Markup('<circle class="dot" cx="{:.1f}" cy="{:.1f}" r="3.5"/>').format(x, y)
-    yield _text(x, TOP - 19, text, anchor, "peak")
-
-
-def _path(kind: str, lines: str) -> Markup:
-    return Markup('<path class="{}" d="{}"/>').format(kind, lines)
-
-
-def _rect(kind: str, corner: tuple[float, float], opposite: tuple[float, float], title: str = "") -> Markup:
-    (left, top), (right, bottom) = corner, opposite
-    return Markup('<rect class="{}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}">{}</rect>').format(
-        kind, left, top, right - left, bottom - top, Markup("<title>{}</title>").format(title) if title else ""
-    )
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", kind: str = "label") -> Markup:
-    return Markup('<text class="{}" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(kind, x, y, anchor, text)
+    yield path("mark", f"M{x:.1f} {TOP - 14}V{y:.1f}")
+    yield dot("dot", x, y, 3.5)
+    yield text(x, TOP - 19, words, anchor, "peak")
 
 
 def _gib(num_bytes: float) -> str:
