@@ -1,5 +1,5 @@
 """HTML from templates. What a run, a file or a user wrote is always escaped: `autoescape` is on, and no template may
-switch it off (`tests/test_architecture.py`). No torch.
+switch it off (`tests/test_architecture.py`; DECISIONS 130). No torch.
 
 A page is one file of HTML, which loads nothing from a server and holds no scripts.
 """
