@@ -14,7 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from trainer.plan.memory import MemoryPlan, verdict
-from trainer.plan.picture import Limit, draw
+from trainer.plan.picture import Limit, draw, outline
 from trainer.plan.simulate.phases import Phase, by_kind, memory_kind, moment
 from trainer.plan.simulate.timeline import Point
 from trainer.system import files
@@ -102,7 +102,7 @@ def _shown(one: Section) -> dict[str, Any]:
         "title": one.title,
         "mood": (plan.verdict or "").replace(" ", "-"),
         "verdict": verdict(plan),
-        "picture": draw(one.points, limit),
+        "picture": draw(outline(one.points), limit),
         "explained": _explained(plan, limit),
         "largest": [vars(item) | {"kind": memory_kind(item.name)} for item in fullest.items if item.size >= GIB / 100],
         "need": fullest.need,
