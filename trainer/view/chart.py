@@ -1,6 +1,7 @@
 """A chart as data: its lines, how they are smoothed and thinned, its axes and their marks. No torch.
 
-`svg.py` draws it for files that load no script; the page gets it as JSON, and `app/web/assets/charts.js` draws that.
+`svg.py` draws it for files that load no script; the page gets it as JSON, and `app/web/assets/charts.js` draws that
+(DECISIONS 219).
 """
 
 from __future__ import annotations
