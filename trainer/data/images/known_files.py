@@ -26,14 +26,7 @@ FORMAT = 1
 """Version of the stored headers: raise it when `read_header` finds something else in the same file."""
 HEADERS, DIGESTS = f"header {FORMAT} {PIL.__version__}", "digest"
 """Kinds of records in the index, by path."""
-FOLDER = "images"
-"""In the cache that runs share."""
 T = TypeVar("T")
-
-
-def index_of(cache: Path) -> Index:
-    """Return the index of all that is remembered of images. cache: the folder that runs share."""
-    return Index(cache / FOLDER)
 
 
 class Known(NamedTuple, Generic[T]):
