@@ -57,7 +57,7 @@ class FileMemory(Generic[T]):
         self._index, self._kind, self._read = index, kind, read
         self._rows: TypeAdapter[tuple[Stamp, T]] = TypeAdapter(tuple[Stamp, values])  # type: ignore[valid-type]
         self._new: dict[str, Known[T]] = {}
-        self._unsaved: set[str] = set()
+        self._unsaved: dict[str, Known[T]] = {}  # in the order of the readings, which is that of the next start
 
     def known(self, path: Path, stamp: Stamp | None = None) -> Known[T] | None:
         """What was read of a file in its present state; None where nothing was. Raises OSError for a missing file."""
@@ -80,13 +80,13 @@ class FileMemory(Generic[T]):
         """Remember what was read, here or on another rank, of the file in its present state."""
         self._new[str(path)] = known
         if known.is_safe:
-            self._unsaved.add(str(path))
+            self._unsaved[str(path)] = known
 
     def save(self) -> None:
         """Keep what was read since the last call."""
         if self._index is not None and self._unsaved:
-            new = ((path, self._new[path]) for path in self._unsaved)
-            self._index.put(self._kind, {path: self._rows.dump_json(known[:2]) for path, known in new})
+            rows = {path: self._rows.dump_json(known[:2]) for path, known in self._unsaved.items()}
+            self._index.put(self._kind, rows)
         self._unsaved.clear()
 
 
