@@ -107,18 +107,7 @@ def test_a_cache_that_is_a_link_itself_and_links_within_it_are_used(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "place",
-    (
-        "venv",
-        ".cache",
-        "flux",
-        "models/flux",
-        "models/tiny-sd",
-        "base/sdxl",
-        "images",
-        "rows",
-        "plans/a.txt",
-    ),
+    "place", ("venv", ".cache", "flux", "models/flux", "models/tiny-sd", "base/sdxl", "images", "rows", "plans/a.txt")
 )
 def test_links_of_names_that_no_run_uses_are_left_alone(
     tmp_path: Path, preset: ConfigFile, home: Path, place: str
