@@ -190,11 +190,7 @@ KINDS: list[tuple[str, Callable[[], bytes], str]] = [
     ("a.parquet", lambda: b"PAR1" + bytes(99), "a.parquet: a table, which is not taken here"),
     ("a.svg", lambda: b"<?xml version='1.0'?><svg onload='x()'/>", "a.svg: HTML, SVG or other markup"),
     ("html.png", lambda: b" \n<!doctype html><script>x()</script>", "html.png: HTML, SVG or other markup"),
-    (
-        "script.png",
-        lambda: b"#!/bin/sh\nid\n",
-        "script.png: not an image; expected bmp jfif",
-    ),
+    ("script.png", lambda: b"#!/bin/sh\nid\n", "script.png: not an image; expected bmp jfif"),
     ("words.png", lambda: b"BMW and other words", "words.png: cannot be read"),
     ("a.png", lambda: b"", "a.png: empty"),
     ("cut.png", lambda: encoded(size=(400, 400), mode="L", colour=1)[:-40], "cut.png: cannot be read"),
@@ -205,11 +201,7 @@ KINDS: list[tuple[str, Callable[[], bytes], str]] = [
     ("bomb.png", lambda: huge_png(40_000, 40_000), "bomb.png: cannot be read (1600.0 megapixels are more than 268.4"),
     ("float.tif", lambda: encoded("TIFF", mode="F"), "float.tif: cannot be read (its pixels have 32 bits"),
     ("long.txt", lambda: b"a" * (MAX_CAPTION + 1), f"long.txt: {MAX_CAPTION + 1} bytes are too many for a caption"),
-    (
-        "latin.txt",
-        lambda: "caf\u00e9".encode("latin-1"),
-        "latin.txt: byte 3 (0xe9) is not UTF-8",
-    ),
+    ("latin.txt", lambda: "caf\u00e9".encode("latin-1"), "latin.txt: byte 3 (0xe9) is not UTF-8"),
     ("zero.txt", lambda: b"a\0b", "zero.txt: holds the character NUL"),
     ("rows.jsonl", lambda: b"{}", "rows.jsonl: of .jsonl files only metadata.jsonl holds captions"),
 ]
