@@ -16,7 +16,7 @@ from app.form import draft as form
 from app.form.draft import Checked
 from app.form.plan_preview import PlanPreview
 from trainer.config import families
-from trainer.config.fields import Slot, all_names, label, slot, unit
+from trainer.config.fields import all_names, label, slot, unit
 from trainer.config.load import COMMAND_LINE, dump_config, load_config_text, similar_name
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ADAPTERS
@@ -40,13 +40,15 @@ def _field(name: str) -> dict[str, Any]:
     spec = slot(tuple(name.split(".")))
     assert spec is not None, name
     bounds = {limit.symbol: limit.bound for limit in spec.limits}
+    # "int" or "float" for a field that takes nothing but a number, else "".
+    options = [option for option in spec.options if option in (int, float)]
     return {
         "label": label(name),
         "help": spec.help.replace("`", ""),  # shown as plain text
         "unit": unit(name),
         "words": " ".join((spec.keywords, *spec.words)),
         "kind": form.kind_of(name),
-        "number": _number(spec),
+        "number": options[0].__name__ if len(options) == len(spec.options) == 1 else "",
         "min": bounds.get(">=", bounds.get(">")),
         "max": bounds.get("<=", bounds.get("<")),
         "path": spec.path,
@@ -54,12 +56,6 @@ def _field(name: str) -> dict[str, Any]:
         "is_front": name in form.MOST_USED,
         "suggested": list(spec.words) if form.kind_of(name) == "text" else [],
     }
-
-
-def _number(spec: Slot) -> str:
-    """ "int" or "float" for a field that takes nothing but a number, else ""."""
-    options = [option for option in spec.options if option in (int, float)]
-    return options[0].__name__ if len(options) == len(spec.options) == 1 else ""
 
 
 FIELDS: Mapping[str, Mapping[str, Any]] = {name: _field(name) for name in all_names() if name != "stages"}
@@ -187,7 +183,11 @@ def plan(
         "steps": 0 if None in steps else sum(number or 0 for number in steps),
         "length": str(RunLength(cfg)),
         "fixes": [
-            {"text": str(fix), "changes": _typed(fix.changes), "effect": "" if fix.effect == "same" else fix.in_words}
+            {
+                "text": str(fix),
+                "changes": {name: form.as_typed(name, value) for name, value in fix.changes.items()},
+                "effect": "" if fix.effect == "same" else fix.in_words,
+            }
             for fix in preview.fixes
         ],
     }
@@ -215,10 +215,6 @@ def plan(
         "speed": found.time.origin if found.time else "",
         "whole": list(whole) if whole else None,
     }
-
-
-def _typed(changes: Mapping[str, Any]) -> dict[str, str | bool]:
-    return {name: form.as_typed(name, value) for name, value in changes.items()}
 
 
 def step(found: MemoryPlan, drawn: Outline, cfg: RunConfig) -> dict[str, str]:
