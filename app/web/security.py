@@ -209,6 +209,7 @@ class Guard:
         token: str,
         login: Login | None = None,
         uploads_closed: str = "",
+        page_end: str = "",
     ) -> None:
         """Wrap `app`.
 
@@ -219,8 +220,10 @@ class Guard:
             token: Token in the printed address, used when `login` is None.
             login: Check of user and password.
             uploads_closed: Why no images are taken; "" where they are.
+            page_end: Markup that is added at the end of the page.
         """
         self._app = app
+        self._page_end = page_end.encode()
         self._uploads_closed = uploads_closed
         known = tuple(names)
         self._hosts = frozenset([*map(literal, LOCAL), *(name.host for name in known)])
@@ -252,7 +255,7 @@ class Guard:
             await answer(scope, receive, send)
         elif (scope["method"], scope["path"]) == ("GET", "/"):
             uncompressed = [header for header in scope["headers"] if header[0] != b"accept-encoding"]
-            await self._app({**scope, "headers": uncompressed}, receive, _Page(send).send)
+            await self._app({**scope, "headers": uncompressed}, receive, _Page(send, self._page_end).send)
         else:
             await self._app(scope, receive, send)
 
@@ -364,10 +367,11 @@ class _Marked:
 
 
 class _Page:
-    """Sends the page itself once it is complete, with a policy that lists the hashes of its scripts."""
+    """Sends the page itself once it is complete, with our scripts and a policy that lists the hashes of inline ones."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, end: bytes) -> None:
         self._send = send
+        self._end = end
         self._start: Message = {}
         self._body = b""
 
@@ -378,8 +382,12 @@ class _Page:
         self._body += message.get("body", b"")
         if message.get("more_body", False):
             return
+        before, tag, after = self._body.rpartition(b"</body>")
+        self._body = before + self._end + tag + after
         digests = (hashlib.sha256(script).digest() for script in INLINE_SCRIPT.findall(self._body))
         hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-        MutableHeaders(scope=self._start)["content-security-policy"] = PAGE_POLICY.format(scripts=hashes)
+        headers = MutableHeaders(scope=self._start)
+        headers["content-security-policy"] = PAGE_POLICY.format(scripts=hashes)
+        headers["content-length"] = str(len(self._body))
         await self._send(self._start)
         await self._send({"type": "http.response.body", "body": self._body})

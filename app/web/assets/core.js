@@ -1,11 +1,21 @@
 // What every screen of the page uses: elements, requests to the server, the address, formats, shortcuts.
-'use strict';
-const studio = (window.studio = { screens: {}, facts: {}, keys: [] });
+
+/** {name: screen}, by the first part of its address. The order is that of the rail. */
+export const screens = {};
+/** {name: tab} of the screen of a run. */
+export const runTabs = {};
+/** What the server says once, in the page itself. */
+export const facts = JSON.parse(document.querySelector('#facts')?.textContent ?? '{}');
+/** Every shortcut, in the order in which they were registered. */
+export const shortcuts = [];
+/** Name of the screen that is shown. */
+export let shown = '';
+export const setShown = name => { shown = name; };
 
 // --- elements -------------------------------------------------------------------------------------------------------
 
 /** Make an element. `kind` is "tag.class.class#id". Children are elements, texts or null; text is never read as HTML. */
-studio.h = function (kind, properties, ...children) {
+export function h(kind, properties, ...children) {
   const [, tag, rest] = /^([a-z0-9]+)(.*)$/.exec(kind);
   const element = document.createElement(tag);
   for (const part of rest.match(/[.#][^.#]+/g) || []) {
@@ -22,25 +32,25 @@ studio.h = function (kind, properties, ...children) {
   }
   element.append(...children.flat(9).filter(child => child !== null && child !== undefined && child !== false));
   return element;
-};
+}
 
 /** The element of a sample, as `samples_images` answers it: a text, a picture, or the name of what is only heard. */
-studio.sample = (answer, alt) => answer.text !== undefined ? studio.h('pre.written', {}, answer.text)
-  : answer.src ? studio.h('img.image', { src: answer.src, alt, loading: 'lazy', decoding: 'async' }) : studio.h('div.missing.none', { title: alt }, answer.file);
+export const sample = (answer, alt) => answer.text !== undefined ? h('pre.written', {}, answer.text)
+  : answer.src ? h('img.image', { src: answer.src, alt, loading: 'lazy', decoding: 'async' }) : h('div.missing.none', { title: alt }, answer.file);
 
 /** What the lightbox plays of a sample; undefined for one without a duration. */
-studio.played = (run, answer) => answer.played && answer.file && { type: answer.played, src: ['', 'runs', run, 'samples', answer.file].map(encodeURIComponent).join('/') };
+export const played = (run, answer) => answer.played && answer.file && { type: answer.played, src: ['', 'runs', run, 'samples', answer.file].map(encodeURIComponent).join('/') };
 
 /** Make an SVG element. */
-studio.svg = function (tag, attributes, ...children) {
+export function svg(tag, attributes, ...children) {
   const element = document.createElementNS('http://www.w3.org/2000/svg', tag);
   for (const [name, value] of Object.entries(attributes || {})) element.setAttribute(name, value);
   element.append(...children);
   return element;
-};
+}
 
 /** Replace the children of an element, unless `key` says that they are there already. The keyboard's focus stays. */
-studio.fill = function (element, key, make) {
+export function fill(element, key, make) {
   const text = JSON.stringify(key) ?? '';
   if (element.dataset.key === text) return false;
   element.dataset.key = text;
@@ -49,7 +59,7 @@ studio.fill = function (element, key, make) {
   element.replaceChildren(...[make()].flat(9).filter(Boolean));
   if (focused) alike(element, who)[at]?.focus({ preventScroll: true });
   return true;
-};
+}
 
 /** What an element is known by when it is drawn anew. */
 const identity = ({ tagName, id, type, value, dataset, textContent }) =>
@@ -57,27 +67,25 @@ const identity = ({ tagName, id, type, value, dataset, textContent }) =>
 const alike = (element, who) => [...element.querySelectorAll('a, button, input, select, textarea, summary, [tabindex]')].filter(other => identity(other) === who);
 
 /** Give the keyboard's focus to the first of these that is seen, where what had it is gone, hidden or disabled. */
-studio.refocus = function (...places) {
+export function refocus(...places) {
   const isSeen = element => element && element !== document.body && !element.disabled && element.getClientRects().length > 0;
   if (!isSeen(document.activeElement)) places.find(isSeen)?.focus();
-};
+}
 
 /** Change the text of an element only when it differs, so that a selection in it stays. */
-studio.say = function (element, text) {
+export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
-};
-
-const { h } = studio;
+}
 
 /** A sentence about a failure, read aloud at once. */
-studio.alert = text => h('div.notice.bad', { role: 'alert' }, h('p', {}, text));
-studio.note = text => h('div.notice', { role: 'status' }, h('p', {}, text));
+export const alert = text => h('div.notice.bad', { role: 'alert' }, h('p', {}, text));
+export const note = text => h('div.notice', { role: 'status' }, h('p', {}, text));
 
 /** A word with its explanation behind it, from the glossary. */
-studio.term = word => h('dfn', { tabIndex: 0, title: studio.facts.glossary[word.toLowerCase()] || '' }, word);
+export const term = word => h('dfn', { tabIndex: 0, title: facts.glossary[word.toLowerCase()] || '' }, word);
 
 /** Ask a question in a dialog. Resolves to the index of the answer, or -1 when it was dismissed. */
-studio.ask = function (title, text, answers, kind = '') {
+export function ask(title, text, answers, kind = '') {
   return new Promise(resolve => {
     const before = document.activeElement;
     const done = index => { dialog.remove(); before?.focus(); resolve(index); };
@@ -89,40 +97,40 @@ studio.ask = function (title, text, answers, kind = '') {
     dialog.showModal();
     (kind === 'stop' ? buttons[0] : buttons.at(-1)).focus(); // Enter never deletes what was not read
   });
-};
+}
 
 /** Show a short sentence at the foot of the window. */
-studio.toast = function (text, isBad = false) {
+export function toast(text, isBad = false) {
   const element = h(isBad ? 'div.toast.bad' : 'div.toast', { role: isBad ? 'alert' : 'status' }, text);
   document.querySelector('#toasts').append(element);
   setTimeout(() => element.remove(), isBad ? 9000 : 4000);
-};
+}
 
 // --- requests -------------------------------------------------------------------------------------------------------
 
 /** What the server refused, as a sentence; `lost` when it did not answer at all. */
-studio.Refused = class extends Error {
+export class Refused extends Error {
   constructor(sentence, lost = false) { super(sentence); this.lost = lost; }
-};
+}
 
 const MOST_SENT = 4e6; // bytes of a body that security.Guard lets in, less what is around it
 const NO_ANSWER = 'The page’s server does not answer. Is ShardStudio still running in its terminal?';
 /** Call a function of the server. Throws `Refused`, at once while the server is known to hang: what is sent then would be done later, unasked. */
-studio.call = async function (name, values = {}) {
-  if (JSON.stringify(values).length > MOST_SENT) throw new studio.Refused('This is too long to be sent: shorten it to 4 million characters.');
-  if (isHanging) throw new studio.Refused(NO_ANSWER, true);
+export async function call(name, values = {}) {
+  if (JSON.stringify(values).length > MOST_SENT) throw new Refused('This is too long to be sent: shorten it to 4 million characters.');
+  if (isHanging) throw new Refused(NO_ANSWER, true);
   const answer = await sent(name, values);
-  if (!answer) { // gradio's client gives undefined where nothing came, and for a refusal by status
+  if (!answer) {
     const reason = await closed();
-    studio.reached(false, reason || '');
-    throw new studio.Refused(reason || NO_ANSWER, true);
+    reached(false, reason || '');
+    throw new Refused(reason || NO_ANSWER, true);
   }
   numAnswers++;
   isHanging = false;
-  studio.reached(true);
-  if (answer.error !== undefined) throw new studio.Refused(answer.error);
+  reached(true);
+  if (answer.error !== undefined) throw new Refused(answer.error);
   return answer.value;
-};
+}
 
 // A server that hangs closes no connection, and some answers take long: after a while the server is asked a question that it answers at once.
 // No call is given up: when the server goes on, it answers what it was sent.
@@ -130,10 +138,14 @@ const SLOW_AFTER_MS = 4000, PROBED_FOR_MS = 8000, PROBED_AGAIN_MS = 2000;
 const slow = new Set(); // calls that wait for so long
 let isHanging = false, isProbing = false, numAnswers = 0;
 
-/** What the server answers to a call; undefined without an answer. */
+/** What the server answers to a call; undefined without an answer, and for a refusal by status. */
 async function sent(name, values) {
   const own = {}, timer = setTimeout(() => { slow.add(own); probe(); }, SLOW_AFTER_MS);
-  try { return await studio.server[name](values); } catch { return undefined; } finally { clearTimeout(timer); slow.delete(own); }
+  try {
+    const headers = { 'content-type': 'application/json' };
+    const answer = await fetch(`/calls/${name}`, { method: 'POST', headers, body: JSON.stringify(values) });
+    return answer.ok ? await answer.json() : undefined;
+  } catch { return undefined; } finally { clearTimeout(timer); slow.delete(own); }
 }
 
 /** Ask whether the server is there for as long as a call waits, and show what it says. */
@@ -144,7 +156,7 @@ async function probe() {
     const before = numAnswers, reason = await closed();
     if (slow.size && before === numAnswers) {
       isHanging = reason === null;
-      studio.reached(reason === '', reason || '');
+      reached(reason === '', reason || '');
     }
     await new Promise(resolve => setTimeout(resolve, PROBED_AGAIN_MS));
   }
@@ -155,29 +167,29 @@ async function probe() {
  * Ask for what a place shows. Undefined when it was refused, or when the place shows something else meanwhile
  * (`isStill()` is false). `complain` is given the sentence of a refusal, and "" when there was none.
  */
-studio.fetched = async function (name, values, isStill, complain) {
+export async function fetched(name, values, isStill, complain) {
   let answer;
   try {
-    answer = await studio.call(name, values);
+    answer = await call(name, values);
   } catch (error) {
-    if (!(error instanceof studio.Refused)) throw error;
+    if (!(error instanceof Refused)) throw error;
     if (isStill() && !error.lost) complain(error.message);
     return undefined;
   }
   if (!isStill()) return undefined;
   complain('');
   return answer;
-};
+}
 
 /** Show or hide the bar that says that the server does not answer. `closed` is why it does not answer this browser. */
-studio.reached = function (is, closed = '') {
+export function reached(is, closed = '') {
   const bar = document.querySelector('#lost');
   bar.hidden = is;
   if (is) return;
   const how = closed.startsWith('Log in') ? ['You are logged out. ', h('a', { href: '/', target: '_blank' }, 'Log in again'), ' in another tab.'] : closed;
-  studio.fill(bar, closed, () => (closed ? ['This page was closed. ', how, ' What you typed is kept here, and this tab goes on then.']
+  fill(bar, closed, () => (closed ? ['This page was closed. ', how, ' What you typed is kept here, and this tab goes on then.']
     : 'The page’s server does not answer. What you typed is kept here; running jobs go on. Trying again …'));
-};
+}
 
 /** Why the server lets this browser in no longer: after another token or password. "" where it does, null where it does not answer. */
 async function closed() {
@@ -188,48 +200,48 @@ async function closed() {
 }
 
 /** Do something on a click and say at a place near it what came of it; the button waits meanwhile. */
-studio.act = async function (button, place, action) {
+export async function act(button, place, action) {
   const hadFocus = document.activeElement === button, who = identity(button), at = alike(document.body, who).indexOf(button);
   button.disabled = true;
   try {
     const sentence = await action();
-    place.replaceChildren(...(sentence ? [studio.note(sentence)] : []));
+    place.replaceChildren(...(sentence ? [note(sentence)] : []));
   } catch (error) {
-    if (!(error instanceof studio.Refused)) throw error;
-    place.replaceChildren(studio.alert(error.message));
+    if (!(error instanceof Refused)) throw error;
+    place.replaceChildren(alert(error.message));
   } finally {
     button.disabled = false;
-    if (hadFocus) studio.refocus(button, alike(document.body, who)[at]); // a disabled one loses it, and it may have been drawn anew
+    if (hadFocus) refocus(button, alike(document.body, who)[at]); // a disabled one loses it, and it may have been drawn anew
   }
-};
+}
 
 // --- address --------------------------------------------------------------------------------------------------------
 
 /** The parts of the address: ["runs", "NAME", "samples"]. */
-studio.place = () => {
+export const place = () => {
   const parts = location.hash.replace(/^#\/?/, '').split('/').filter(Boolean);
   try { return parts.length ? parts.map(decodeURIComponent) : ['new']; } catch { return ['new']; }
 };
-studio.link = (...parts) => '#/' + parts.map(encodeURIComponent).join('/');
-studio.go = (...parts) => { location.hash = studio.link(...parts); };
+export const link = (...parts) => '#/' + parts.map(encodeURIComponent).join('/');
+export const go = (...parts) => { location.hash = link(...parts); };
 
 // --- formats --------------------------------------------------------------------------------------------------------
 
-studio.count = number => Number(number).toLocaleString('en-US');
-studio.counted = (number, one, many = one + 's') => `${studio.count(number)} ${number === 1 ? one : many}`;
-studio.short = value => {
+export const count = number => Number(number).toLocaleString('en-US');
+export const counted = (number, one, many = one + 's') => `${count(number)} ${number === 1 ? one : many}`;
+export const short = value => {
   const rounded = Number(value.toPrecision(4));
   if (rounded && (Math.abs(rounded) < 1e-3 || Math.abs(rounded) >= 1e7)) return rounded.toExponential();
   return rounded.toLocaleString('en-US', { maximumFractionDigits: 6 });
 };
-studio.gib = bytes => `${(bytes / 2 ** 30).toFixed(bytes < 2 ** 30 ? 2 : 1)} GiB`;
-studio.size = bytes => {
+export const gib = bytes => `${(bytes / 2 ** 30).toFixed(bytes < 2 ** 30 ? 2 : 1)} GiB`;
+export const size = bytes => {
   for (const [unit, one] of [['GB', 1e9], ['MB', 1e6], ['kB', 1e3]]) {
     if (bytes >= one) return `${(bytes / one).toFixed(bytes < 10 * one ? 1 : 0)} ${unit}`;
   }
   return `${bytes} B`;
 };
-studio.duration = seconds => {
+export const duration = seconds => {
   if (!Number.isFinite(seconds)) return '–';
   const s = Math.max(0, Math.round(seconds));
   if (s < 60) return `${s} s`;
@@ -237,7 +249,7 @@ studio.duration = seconds => {
   if (s < 172800) return `${Math.floor(s / 3600)} h ${Math.floor(s / 60) % 60} min`;
   return `${Math.floor(s / 86400)} d ${Math.floor(s / 3600) % 24} h`;
 };
-studio.when = unix => {
+export const when = unix => {
   if (!unix) return '–';
   const date = new Date(unix * 1e3), today = new Date(), time = date.toTimeString().slice(0, 5);
   if (date.toDateString() === today.toDateString()) return time;
@@ -245,9 +257,9 @@ studio.when = unix => {
   return `${day} ${time}`;
 };
 /** Copy a text. Resolves to whether it was: without https browsers refuse, except on the same machine. */
-studio.copy = async text => await navigator.clipboard?.writeText(text).then(() => true, () => false) ?? false;
+export const copy = async text => await navigator.clipboard?.writeText(text).then(() => true, () => false) ?? false;
 /** What the browser remembers; nothing where it may not. */
-studio.kept = (name, value) => {
+export const kept = (name, value) => {
   try {
     if (value === undefined) return localStorage.getItem(`studio-${name}`);
     localStorage.setItem(`studio-${name}`, value);
@@ -259,12 +271,12 @@ studio.kept = (name, value) => {
 
 const night = matchMedia('(prefers-color-scheme: dark)');
 /** Choose "light", "dark" or "" for what the system says. */
-studio.setTheme = function (theme) {
-  studio.kept('theme', theme);
+export function setTheme(theme) {
+  kept('theme', theme);
   applyTheme();
-};
+}
 function applyTheme() {
-  const theme = studio.kept('theme') || '', isDark = theme ? theme === 'dark' : night.matches;
+  const theme = kept('theme') || '', isDark = theme ? theme === 'dark' : night.matches;
   document.documentElement.dataset.theme = isDark ? 'dark' : 'light';
   document.documentElement.dataset.choice = theme || 'system';
   document.documentElement.classList.toggle('dark', isDark);
@@ -278,15 +290,15 @@ applyTheme();
 
 /** Register a shortcut. `keys` is what a person presses ("g r", "Ctrl Enter", "?"); `screen` limits it to one screen or,
  * as in "run samples", to one of its tabs. An action that returns false leaves the key to the browser. */
-studio.shortcut = (keys, text, action, screen = '') => studio.keys.push({ keys, text, action, screen });
+export const shortcut = (keys, text, action, screen = '') => shortcuts.push({ keys, text, action, screen });
 let pressed = '';
 addEventListener('keydown', event => {
   const isTyping = event.target.closest?.('input:not([type=checkbox], [type=radio], [type=range]), textarea, select, [contenteditable]');
   const name = `${event.ctrlKey || event.metaKey ? 'Ctrl ' : ''}${event.key === ' ' ? 'Space' : event.key}`;
   if ((isTyping && !name.startsWith('Ctrl ')) || document.querySelector('dialog[open]') || event.altKey) return;
-  const sequence = pressed ? `${pressed} ${name}` : name, places = ['', studio.shown, `${studio.shown} ${studio.place()[2]}`];
-  const found = studio.keys.filter(key => places.includes(key.screen)).find(key => key.keys === sequence || key.keys === name);
-  pressed = studio.keys.some(key => key.keys.startsWith(name + ' ')) && !found ? name : '';
+  const sequence = pressed ? `${pressed} ${name}` : name, places = ['', shown, `${shown} ${place()[2]}`];
+  const found = shortcuts.filter(key => places.includes(key.screen)).find(key => key.keys === sequence || key.keys === name);
+  pressed = shortcuts.some(key => key.keys.startsWith(name + ' ')) && !found ? name : '';
   if (!found) return;
   if (found.action(event) !== false) event.preventDefault();
 });
