@@ -56,10 +56,11 @@ HEADERS = {
     "content-security-policy": "default-src 'none'; img-src 'self'; style-src 'unsafe-inline'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'self'",
 }
-# gradio makes functions of `js_on_load` and of templates (unsafe-eval), sets styles of elements (unsafe-inline), and
-# has a <base> of its own. Handlers in markup, `javascript:` and scripts without a known hash never run.
+# gradio sets styles of elements (unsafe-inline) and has a <base> of its own. It makes functions of texts (unsafe-eval)
+# only for gr.HTML and for `js=` of events: the page has neither. Handlers in markup, `javascript:`, texts that become
+# functions and scripts without a known hash never run.
 PAGE_POLICY = (
-    "default-src 'self'; script-src 'self' 'unsafe-eval' {scripts}; style-src 'self' 'unsafe-inline'; "
+    "default-src 'self'; script-src 'self' {scripts}; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; frame-src 'none'; worker-src 'self' blob:; "
     "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'"
 )

@@ -135,6 +135,7 @@ def test_a_script_that_got_in_by_a_forgotten_escape_is_not_run(browser: Browser,
         page.locator("#link").click()
         page.wait_for_timeout(SETTLED_MS / 4)
         assert page.evaluate("window.taken") is None
+        page.evaluate("setTimeout('window.taken = 5')")
         page.evaluate(
             "document.body.append(Object.assign(document.createElement('script'), {text: 'window.taken = 4'}))"
         )
