@@ -1,4 +1,5 @@
 // The panel "Caption with a model" of the screen Data: what a model is asked, how far it is, undo.
+// @ts-check
 import * as studio from './core.js';
 import { h, fill, say, call, counted } from './core.js';
 
@@ -7,7 +8,9 @@ const WHICH = [['missing', 'Images without a caption'], ['model', 'Also captions
 const STORED = [['none', '16 bits'], ['fp8', 'fp8'], ['int8', 'int8'], ['nf4', '4 bits (nf4)']];
 const DEVICES = [['auto', 'GPU, if there is one'], ['cuda', 'GPU'], ['cpu', 'Processor']];
 const NO_WORDS = { starting: 'Starting …', loading: 'Loading the model …' };
-let root = null, refreshCards = null, state = null, seen = '', isAsking = false, isOwed = false, wasFilled = false, shownImage = '', key = '';
+/** @type {HTMLElement} */
+let root;
+let refreshCards = /** @type {any} */ (null), state = /** @type {any} */ (null), seen = '', isAsking = false, isOwed = false, wasFilled = false, shownImage = '', key = '';
 const parts = {};
 
 // --- the form -----------------------------------------------------------------------------------------------------

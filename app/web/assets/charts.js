@@ -1,5 +1,6 @@
 // Line charts: `chart(container, {title, ylabel, small})` returns `{set(text)}`, where text is charts.chart_json's.
 // All charts of a screen have one crosshair, one zoom, one smoothing and one x axis: `page` and `settings`.
+// @ts-check
 import * as studio from './core.js';
 import { h, svg } from './core.js';
 
@@ -9,7 +10,7 @@ const LEAST_SPAN = 1e-8; // of values, relative to them: less is rounding, since
 const pages = new WeakMap(), all = new Set(), settings = kept();
 
 function kept() {
-  try { return JSON.parse(studio.kept('charts')) ?? {}; } catch { return {}; } // of another version
+  try { return JSON.parse(studio.kept('charts') ?? '{}') ?? {}; } catch { return {}; } // of another version
 }
 function keep(changes) {
   Object.assign(settings, changes);
@@ -48,7 +49,7 @@ function tickLabel(value, step) {
 const digitsOf = value => -Math.floor(Math.log10(value) + 1e-9);
 function linearTicks(low, high, most, least = 0) {
   const raw = Math.max((high - low) / most, least), power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map(factor => factor * power).find(found => found >= raw * (1 - 1e-9));
+  const step = [1, 2, 5, 10].map(factor => factor * power).find(found => found >= raw * (1 - 1e-9)) ?? 10 * power;
   const found = [], first = Math.ceil(low / step - 1e-9);
   for (let k = 0; k <= MOST_TICKS && (first + k) * step <= high + step * 1e-9; k++) found.push({ at: (first + k) * step, step });
   return found;
@@ -100,7 +101,7 @@ export function chart(container, { title, ylabel = title.toLowerCase(), small = 
   const find = name => figure.querySelector(name), room = container.closest('.page') || document.body;
   if (!pages.has(room)) pages.set(room, { members: new Set(), at: null, range: null, source: null });
   const page = pages.get(room);
-  let chart = null, scale = null, isWaiting = false;
+  let chart = /** @type {any} */ (null), scale = /** @type {any} */ (null), isWaiting = false;
   const means = new Map();
   const everywhere = act => page.members.forEach(act);
   container.append(figure);
@@ -171,10 +172,10 @@ export function chart(container, { title, ylabel = title.toLowerCase(), small = 
     find('.reset').disabled = !page.range;
     if (!chart || !canvas.clientWidth) return;
     canvas.dataset.n = chart.lines.reduce((sum, line) => sum + line.values.filter(value => value !== null).length, 0);
-    canvas.dataset.last = chart.lines.length ? fullRange()[1] : '';
+    canvas.dataset.last = chart.lines.length ? String(fullRange()[1]) : '';
     const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
     canvas.width = width * ratio; canvas.height = height * ratio;
-    const pen = canvas.getContext('2d'); pen.scale(ratio, ratio);
+    const pen = /** @type {CanvasRenderingContext2D} */ (canvas.getContext('2d')); pen.scale(ratio, ratio);
     const log = isLog(), range = chart.lines.length ? xRange() : null, span = range && yRange(range, log);
     scale = null;
     if (span) {
@@ -315,7 +316,7 @@ export function chart(container, { title, ylabel = title.toLowerCase(), small = 
     });
     readout.hidden = figure.classList.contains('small') && chart.lines.length < 2 && !document.fullscreenElement;
     readout.replaceChildren(...rows);
-    const main = chart.lines[0], shown = paths(main).at(-1)[1], own = indexAt(main.grid.step, grid.step[at]);
+    const main = chart.lines[0], shown = paths(main).at(-1)?.[1], own = indexAt(main.grid.step, grid.step[at]);
     find('.now').textContent = small && own >= 0 ? number(shown[own], 3, ylabel) : '';
   }
   function item(label, value, note = '', index = null, kind = '') {
@@ -355,7 +356,7 @@ export function chart(container, { title, ylabel = title.toLowerCase(), small = 
     return grid.step[after > 0 && x - at[after - 1] < at[after] - x ? after - 1 : after];
   }
   const inside = pixel => Math.min(Math.max(pixel, scale.left), scale.right);
-  let from = null;
+  let from = /** @type {any} */ (null);
   canvas.addEventListener('pointerdown', event => {
     if (!scale || event.button) return;
     from = inside(event.offsetX);
@@ -446,7 +447,7 @@ export function chart(container, { title, ylabel = title.toLowerCase(), small = 
     const ratio = window.devicePixelRatio || 1, head = 44, style = getComputedStyle(figure);
     const sheet = document.createElement('canvas');
     sheet.width = canvas.width; sheet.height = canvas.height + head * ratio;
-    const pen = sheet.getContext('2d');
+    const pen = /** @type {CanvasRenderingContext2D} */ (sheet.getContext('2d'));
     pen.fillStyle = style.getPropertyValue('--panel').trim() || '#ffffff'; pen.fillRect(0, 0, sheet.width, sheet.height);
     pen.drawImage(canvas, 0, head * ratio);
     pen.scale(ratio, ratio); pen.fillStyle = scale?.ink ?? '#17181c';
@@ -478,7 +479,7 @@ export function chart(container, { title, ylabel = title.toLowerCase(), small = 
     find('.smoothing').hidden = !smooth.length;
     const decays = new Set(smooth.map(decayOf)), [decay] = decays;
     if (decays.size && document.activeElement !== slider) slider.value = decay;
-    slider.style.setProperty('--p', `${slider.value / slider.max * 100}%`);
+    slider.style.setProperty('--p', `${Number(slider.value) / Number(slider.max) * 100}%`);
     find('.smoothing b').textContent = decays.size > 1 ? 'by run' : decay?.toFixed(2) ?? '';
     slider.setAttribute('aria-valuetext', find('.smoothing b').textContent);
     logBox.checked = isLog();

@@ -1,4 +1,5 @@
 // The screen Data: the draft's images with captions that are saved as they are typed, and what is to be looked at.
+// @ts-check
 import * as studio from './core.js';
 import { h, fill, say, call, link, counted } from './core.js';
 import { captioning } from './captioning.js';
@@ -10,8 +11,15 @@ import { upload as uploads } from './upload.js';
 
 const SAVED_AFTER_MS = 500, SEARCHED_AFTER_MS = 250, FRESH_AFTER_MS = 400, RETRY_EVERY_S = 2, LOADS = 3;
 const SHOWS = [['all', 'All'], ['uncaptioned', 'No caption'], ['problems', 'Problems'], ['held_out', 'Held out']];
-let root = null, data = null, asked = 0, isOther = false, isOwed = false, page = 0, filter = { show: 'all', search: '', mark: '' };
+/** @type {HTMLElement} */
+let root;
+let data = /** @type {any} */ (null), asked = 0, isOther = false, isOwed = false, page = 0, filter = { show: 'all', search: '', mark: '' };
 const cards = new Map(), addresses = new Map(), stamps = new Map(), timers = new Map(), saving = new Map();
+/**
+ * The element of an id.
+ * @param {string} id
+ * @returns {any}
+ */
 const $ = id => root.querySelector(`#${id}`);
 
 // --- captions that are not saved yet ------------------------------------------------------------------------------
@@ -117,9 +125,12 @@ async function settle() {
   await saveAll();
 }
 
+/** {name: the timer of what is done later} */
+const delayed = /** @type {Record<string, number>} */ ({});
+
 function later(name, ms, action) {
-  clearTimeout(later[name]);
-  later[name] = setTimeout(action, ms);
+  clearTimeout(delayed[name]);
+  delayed[name] = setTimeout(action, ms);
 }
 
 // --- images -------------------------------------------------------------------------------------------------------
@@ -203,8 +214,8 @@ function updateCard(card, fresh) {
   looks.pair(card, fresh);
   card.box.disabled = fresh.is_fixed || (!!fresh.problem && fresh.saved === null && !!shape);
   card.box.title = fresh.is_fixed ? 'Captions of a table are edited in its file.' : '';
-  if (isTyping) { if (card.box !== document.activeElement) card.box.value = pending.get(image).text; }
-  else if (!before || card.box !== document.activeElement || card.box.value.trim() === before.caption) { if (card.box.value.trim() !== fresh.caption) card.box.value = fresh.caption; }
+  if (isTyping) { if (card.box !== studio.focused()) card.box.value = pending.get(image).text; }
+  else if (!before || card.box !== studio.focused() || card.box.value.trim() === before.caption) { if (card.box.value.trim() !== fresh.caption) card.box.value = fresh.caption; }
   say(card.name, name);
   card.name.title = image;
   fill(card.frame, [shape, name, stamp, flaw, fresh.problem, data.background], () => {
@@ -316,7 +327,7 @@ function drawFilters() {
     title: `in ${counted(count, 'caption')}`, onclick: () => searchFor(filter.search === word ? '' : word) }, word, ' ', h('span.dim', {}, studio.count(count))))
     : h('p.dim', {}, counts ? 'No captions yet.' : 'Not counted for so many images.'));
   fill($('marked'), filter.mark, () => filter.mark ? h('button.chip', { type: 'button', 'aria-pressed': 'true', title: 'Show all images', onclick: () => choose({ mark: '' }) }, 'Only those of “Look closer” ✕') : []);
-  const count = data.num_replaceable, button = $('data-replace'), undo = $('data-undo'), focused = document.activeElement;
+  const count = data.num_replaceable, button = $('data-replace'), undo = $('data-undo'), focused = studio.focused();
   button.disabled = !filter.search || !count;
   say(button, filter.search ? `Replace in ${counted(count, 'caption')}` : 'Replace');
   say($('replace-help'), filter.search ? `“${filter.search}” is in ${counted(count, 'caption')}, written like this.` : 'Write the text to replace into the search field.');
@@ -331,7 +342,7 @@ function drawFilters() {
   $('data-pages').hidden = numPages < 2;
   box.closest('label').hidden = numPages < 3;
   box.max = numPages;
-  if (box !== document.activeElement) box.value = page + 1;
+  if (box !== studio.focused()) box.value = page + 1;
 }
 
 function drawIssues() {
@@ -429,7 +440,7 @@ async function choose(changes, toPage = 0) {
 
 /** Put a word into the search, as if it was typed. */
 function searchFor(word) {
-  clearTimeout(later.search);
+  clearTimeout(delayed.search);
   $('data-search').value = word;
   choose({ search: word });
 }

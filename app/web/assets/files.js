@@ -1,4 +1,5 @@
 // The tab Files of a run: exports with their checks, checkpoints, the report and the folder.
+// @ts-check
 import * as studio from './core.js';
 import { h } from './core.js';
 
@@ -8,7 +9,7 @@ const KIND_HELP = { adapter: 'A small file that is loaded on top of the base mod
 const FORMATS = { auto: 'Automatic', diffusers: 'diffusers', comfyui: 'ComfyUI', kohya: 'kohya', lycoris: 'LyCORIS', peft: 'PEFT', single_file: 'Single file' };
 const FORMAT_HELP = { auto: 'Loads in diffusers and in ComfyUI; two files where one cannot do both. Language models: for peft and transformers.' };
 const parts = {}, sums = new Map();
-let name = '', data = null, made = '';
+let name = '', data = /** @type {any} */ (null), made = '';
 
 async function refresh() {
   const asked = name;
@@ -154,7 +155,7 @@ async function removeAfterQuestion(button, one, place) {
 
 async function copyFolder() {
   if (await studio.copy(data.folder)) return studio.toast('Copied.');
-  getSelection().selectAllChildren(parts.folder);
+  getSelection()?.selectAllChildren(parts.folder);
   return studio.toast('It is selected; press Ctrl C to copy it.');
 }
 

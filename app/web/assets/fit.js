@@ -1,4 +1,5 @@
 // The button that finds the fastest settings that fit the GPUs, on the screen New run, and what it found.
+// @ts-check
 import * as studio from './core.js';
 import { h, fill, say } from './core.js';
 
@@ -10,7 +11,7 @@ const ASK_AGAIN_MS = 300;
  * Returns the element, and `draw`, which takes what the server offers.
  */
 export function fitter(form) {
-  let offer = null, found = null, allow = [], numAsked = 0, taken = null, isChanging = false;
+  let offer = /** @type {any} */ (null), found = /** @type {any} */ (null), allow = [], numAsked = 0, taken = /** @type {any} */ (null), isChanging = false;
   const button = h('button.btn.s#fit-search', { type: 'button', 'aria-describedby': 'fit-why', onclick: () => search([]) });
   const why = h('p.sm.dim#fit-why'), said = h('div#fit-said', { role: 'status' }), box = h('div#fit-found');
   const element = h('div#fit', { hidden: true }, button, why, said, box);
@@ -18,7 +19,7 @@ export function fitter(form) {
 
   /** Ask until the search is over. What was found for another form is not shown: `is_changed` says that there is one. */
   async function search(allowed) {
-    const number = ++numAsked, hadFocus = box.contains(document.activeElement);
+    const number = ++numAsked, hadFocus = box.contains(studio.focused());
     [found, allow] = [null, allowed];
     said.replaceChildren(h('p.sm.dim', {}, 'Searching …'));
     try {

@@ -1,4 +1,5 @@
 // The screen New run. The server keeps the draft: what is typed is sent there, and its answer is shown.
+// @ts-check
 import * as studio from './core.js';
 import { h, fill, say, call, link } from './core.js';
 import { fitter as newFitter } from './fit.js';
@@ -7,10 +8,18 @@ import { look as looks } from './look.js';
 import { stepPicture } from './step.js';
 
 const TYPING_PAUSE_MS = 250, PATH_PAUSE_MS = 500, AGAIN_MS = 2000, MOST_SUGGESTED = 8;
+const FIELDS_OF_STEP = { 'step-1': ['model.path'], 'step-2': ['data.path', 'data.trigger', 'data.validation'], 'step-3': ['adapter.type', 'sample.prompts'] };
 const KIND_WORDS = { weights: 'weights', optimizer: 'optimizer', gathered: 'gathered blocks', activations: 'activations', reserve: 'reserve' };
-let root = null, state = null, models = [], inputs = {}, target = '', wantsAll = false, chosenGpus = null;
-let pending = {}, sent = {}, answered = {}, isSending = false, isLost = false, numAnswers = 0, timer = 0, typingPath = '', shownThumbnails = '', wantsStep = false, step = null, numStepsAsked = 0, wrongLines = [], replaced = '', lookedFor = '', fitter = null;
+/** @type {HTMLElement} */
+let root;
+let state = /** @type {any} */ (null), models = [], inputs = {}, target = '', wantsAll = false, chosenGpus = /** @type {any} */ (null);
+let pending = {}, sent = {}, answered = {}, isSending = false, isLost = false, numAnswers = 0, timer = 0, typingPath = '', shownThumbnails = '', wantsStep = false, step = /** @type {any} */ (null), numStepsAsked = 0, wrongLines = [], replaced = '', lookedFor = '', fitter = /** @type {any} */ (null);
 const field = name => studio.facts.form.fields[name];
+/**
+ * The element of an id.
+ * @param {string} id
+ * @returns {any}
+ */
 const $ = id => root.querySelector(`#${id}`);
 
 // --- what is typed ------------------------------------------------------------------------------------------------
@@ -162,7 +171,7 @@ function wrapped(name, facts, control) {
     control.value = String(next);
     edited(name, control.value);
   };
-  const buttons = [['−', 'less', false], ['+', 'more', true]].map(([sign, word, up]) =>
+  const buttons = /** @type {[string, string, boolean][]} */ ([['−', 'less', false], ['+', 'more', true]]).map(([sign, word, up]) =>
     h('button', { type: 'button', tabIndex: -1, 'aria-label': `${facts.label}: ${word}`, onclick: () => step(up) }, sign));
   return h('span.stepper', {}, h('span.unit', {}, control), buttons);
 }
@@ -185,7 +194,7 @@ function showRow(name) {
     input.removeAttribute('data-value');
   }
   if (input.placeholder !== undefined) input.placeholder = now.placeholder || '';
-  const isFocused = document.activeElement === input, isTyped = name in pending || name in sent || (isFocused && (name in answered || now.value === shown.sent));
+  const isFocused = studio.focused() === input, isTyped = name in pending || name in sent || (isFocused && (name in answered || now.value === shown.sent));
   if (!isTyped) showValue(shown, now.value);
   shown.sent = now.value;
 }
@@ -251,7 +260,7 @@ function shareOf(model) {
 
 /** The line about the chosen model. Its button stays the same element while numbers change, so that a press is not lost. */
 function drawFacts(own) {
-  const found = state.downloads[own?.path], hadFocus = document.activeElement?.id === 'download';
+  const found = state.downloads[own?.path], hadFocus = studio.focused()?.id === 'download';
   const isNew = fill($('model-facts'), [own, found && (isRunning(own) ? 'running' : [found.state, found.message])], () => own ? modelFacts(own) : []);
   if (isNew && hadFocus) $('download')?.focus();
   const bar = $('download-bar');
@@ -384,7 +393,7 @@ async function browse() {
     h('div.row-end', {}, h('button.btn', { type: 'button', onclick: () => dialog.close() }, 'Cancel'), choose));
   const open = async path => {
     let found;
-    try { found = await call('new_browse', { path }); } catch (refused) { error.replaceChildren(studio.alert(refused.message)); return; }
+    try { found = await call('new_browse', { path }); } catch (refused) { error.replaceChildren(studio.alert(String(/** @type {any} */ (refused).message))); return; }
     error.replaceChildren();
     dialog.dataset.path = found.path;
     here.textContent = found.path;
@@ -413,7 +422,7 @@ function drawMethods() {
       onchange: () => edited('adapter.type', kind, 0) }), h('span', {}, h('b', {}, name), h('span.sm', {}, line)))));
   say($('method-error'), now.error || '');
   const rank = Number(state.rows['adapter.rank']?.value) || 0, slider = $('rank-slider');
-  if (rank && document.activeElement !== slider) { slider.value = Math.log2(rank); paint(slider); }
+  if (rank && studio.focused() !== slider) { slider.value = Math.log2(rank); paint(slider); }
 }
 
 // --- more ---------------------------------------------------------------------------------------------------------
@@ -499,7 +508,7 @@ function drawStart() {
   });
   fill($('warnings'), [warnings, problem], () => [...(problem ? [h('p.notice.bad', { role: 'alert' }, problem)] : []), ...warnings.map(text => h('p.notice.warn', {}, text))]);
   say($('phone-note'), errors.length ? `waits for ${errors.length}` : waiting || 'Ready');
-  for (const [id, fields] of [['step-1', ['model.path']], ['step-2', ['data.path', 'data.trigger', 'data.validation']], ['step-3', ['adapter.type', 'sample.prompts']]]) {
+  for (const [id, fields] of Object.entries(FIELDS_OF_STEP)) {
     $(id).classList.toggle('no', errors.some(error => fields.includes(error.field)));
   }
 }
@@ -752,7 +761,7 @@ async function loadModels() {
 function cards() {
   const path = inputOf('data.path', field('data.path'), idOf('data.path'));
   const slider = h('input#rank-slider', { type: 'range', min: 0, max: 8, step: 1, 'aria-label': 'Rank', oninput: () => {
-    inputs['adapter.rank'].input.value = String(2 ** slider.value); paint(slider); edited('adapter.rank', inputs['adapter.rank'].input.value); } });
+    inputs['adapter.rank'].input.value = String(2 ** Number(slider.value)); paint(slider); edited('adapter.rank', inputs['adapter.rank'].input.value); } });
   const rank = row('adapter.rank');
   rank.querySelector('.stepper').after(slider);
   return [

@@ -1,13 +1,14 @@
 // The frame: the rail with the pages, the live job at its foot, and the screen that the address names.
+// @ts-check
 import * as studio from './core.js';
 import { h, svg } from './core.js';
 
 /** [name, screen] of the screens that the rail leads to, in the order in which they were registered. */
-const pages = () => Object.entries(studio.screens).filter(([, screen]) => screen.rail);
+const pages = () => /** @type {[string, any][]} */ (Object.entries(studio.screens)).filter(([, screen]) => screen.rail);
 const LIVE_EVERY_S = 2, THEMES = [['', 'System'], ['light', 'Light'], ['dark', 'Dark']];
 const KEYS = { ArrowLeft: '←', ArrowRight: '→' };
 const ENDED = { finished: 'has finished', failed: 'has failed', stopped: 'was stopped' };
-let live = null, known = {}, built = {};
+let live = /** @type {any} */ (null), known = {}, built = {};
 
 const icon = (path, size = 20) => svg('svg', { viewBox: '0 0 20 20', width: size, height: size, 'aria-hidden': 'true', class: 'icon' }, svg('path', { d: path }));
 
@@ -39,29 +40,32 @@ function showShortcuts() {
 }
 
 /** Which screen an address belongs to: one run has another screen than all runs. Undefined for an address that leads nowhere. */
-function screenOf([first, second]) {
+function screenOf(place) {
+  const [first, second] = place;
   if (first === 'runs' && second) return 'run';
   return first !== 'run' && Object.hasOwn(studio.screens, first) ? first : undefined;
 }
 
 const scrolled = new Map(); // {address: how far its screen was scrolled when it was left}
+let last = ''; // the screen that was shown
 let here = ''; // the address that is shown; the browser scrolls for the next one before it is
 
 /** Show another screen from its top, and one that was left as it was. */
 function scroll(name, place) {
   const [, run] = name === 'run' ? place : [], now = JSON.stringify([name, run]);
-  if (scroll.last !== undefined && scroll.last !== now) scrollTo(0, scrolled.get(location.hash) || 0);
-  scroll.last = now;
+  if (last && last !== now) scrollTo(0, scrolled.get(location.hash) || 0);
+  last = now;
   here = location.hash;
 }
 
 async function route() {
-  const place = studio.place(), name = screenOf(place), screen = studio.screens[name];
-  if (!screen) {
+  const place = studio.place(), name = screenOf(place);
+  if (!name) {
     studio.toast(`No page has the address ${location.hash.slice(0, 80)}.`, true);
     history.replaceState(null, '', studio.link('new'));
     return route();
   }
+  const screen = studio.screens[name];
   for (const dialog of document.querySelectorAll('dialog[open]')) dialog.close(); // it is about what was shown before
   studio.setShown(name);
   document.documentElement.dataset.screen = name;

@@ -1,5 +1,6 @@
 // A closer look at the images of the screen Data: the crop of one with its focus point, near copies and what differs from
 // the others, and the images before an edit next to those after it.
+// @ts-check
 import * as studio from './core.js';
 import { h, fill, say, call, counted } from './core.js';
 
@@ -7,15 +8,17 @@ const MOVED_AFTER_MS = 300, STEP = 0.01, FAR = 0.1;
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 const LISTS = [['blurred', 'Blurred'], ['flat', 'Low contrast'], ['enlarged', 'Enlarged'], ['failed', 'Not readable']];
 const percent = share => `${100 * share}%`, rounded = share => `${Math.round(100 * share)} %`;
-let page = null, root = null, state = null, pair = null, shownKey = '', hinted = '', isAsking = false;
+/** @type {HTMLElement} */
+let root;
+let page = /** @type {any} */ (null), state = /** @type {any} */ (null), pair = /** @type {any} */ (null), shownKey = '', hinted = '', isAsking = false;
 const parts = {};
 
 // --- the crop of one image ----------------------------------------------------------------------------------------
 
 /** Show how an image is cropped, and let a click or the arrow keys move what stays in the middle. */
 async function crop(image, name) {
-  const before = document.activeElement;
-  let now = null, point = [0.5, 0.5], chosen = 0, timer = 0, isChanged = false, saving = Promise.resolve();
+  const before = studio.focused();
+  let now = /** @type {any} */ (null), point = [0.5, 0.5], chosen = 0, timer = 0, isChanged = false, saving = Promise.resolve();
   const picture = h('img', { alt: '', draggable: false }), frame = h('span.kept'), cross = h('span.cross'), inner = h('span.whole', {}, picture);
   const stage = h('div.stage', { tabIndex: 0, role: 'group', onclick: clicked, onkeydown: pressed }, inner, frame, cross);
   const sizes = h('div.seg', { role: 'group', 'aria-label': 'Size' }), words = h('p', { role: 'status' }), help = h('p.dim.sm'), message = h('div');
@@ -97,7 +100,7 @@ async function crop(image, name) {
     const place = (element, styles) => Object.assign(element.style, styles);
     const aspect = now.width * all[0] / (now.height * all[1]);
     place(stage, { aspectRatio: String(aspect), background: now.fit === 'pad' ? now.background : 'none' });
-    stage.style.setProperty('--aspect', aspect);
+    stage.style.setProperty('--aspect', String(aspect));
     place(inner, box([0, 0], [1, 1]));
     place(frame, box(one.start, one.kept));
     frame.classList.toggle('out', !!one.is_left_out);
@@ -111,7 +114,7 @@ async function crop(image, name) {
     undo.disabled = !now.undo;
     undo.title = now.undo ? `The last change was to ${now.undo}` : '';
     stage.classList.toggle('fixed', !!now.fixed);
-    drawCross(low, all);
+    drawCross();
   }
 
   function drawCross() {

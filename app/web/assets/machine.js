@@ -1,9 +1,17 @@
 // The screen Machine: what it is good for, GPUs with their load, the disk, versions, and checks with remedies.
+// @ts-check
 import * as studio from './core.js';
 import { h, fill, say, call } from './core.js';
 
 const WORDS = { ok: ['ok', 'ok'], warn: ['warn', 'warning'], fail: ['bad', 'error'] }, RANK = { fail: 0, warn: 1, ok: 2 };
-let root = null, found = null;
+/** @type {HTMLElement} */
+let root;
+let found = /** @type {any} */ (null);
+/**
+ * The element of an id.
+ * @param {string} id
+ * @returns {any}
+ */
 const $ = id => root.querySelector(`#${id}`);
 
 /** A bar with its figure in words behind it. `share` in percent, null where it is not known; from `full` on it has another colour. */

@@ -1,12 +1,13 @@
 // The dialog Mask of the screen Data: which part of an image counts in the loss, painted over the image. Nothing is
 // written before Save, and what is not saved is there again when the dialog is opened the next time.
+// @ts-check
 import * as studio from './core.js';
-import { h, fill, say, call } from './core.js';
+import { h, say, call } from './core.js';
 
 const MOST_UNDO = 256 * 2 ** 20; // bytes of levels
 const MOST_ZOOM = 16, ZOOM = 1.25, SIZE = 1.2, MOST_SIZE = 800, LEARNED_AFTER_MS = 150;
 const SHADE = 'rgb(214, 26, 84)';
-let current = null, refresh = () => {}; // the dialog that is open, and what draws the screen again
+let current = /** @type {any} */ (null), refresh = () => {}; // the dialog that is open, and what draws the screen again
 
 /** {image: {levels, digest}} of masks that were painted and not saved. */
 const unsaved = new Map();
@@ -57,7 +58,7 @@ const canvas = (width, height) => Object.assign(document.createElement('canvas')
 async function levelsOf(src, width, height) {
   const levels = new Uint8Array(width * height);
   if (!src) return levels;
-  const context = canvas(width, height).getContext('2d', { willReadFrequently: true });
+  const context = /** @type {CanvasRenderingContext2D} */ (canvas(width, height).getContext('2d', { willReadFrequently: true }));
   context.drawImage(await loaded(src), 0, 0, width, height);
   const { data } = context.getImageData(0, 0, width, height);
   for (let at = 0; at < levels.length; at++) levels[at] = data[4 * at];
@@ -68,6 +69,9 @@ async function levelsOf(src, width, height) {
 
 /** What is painted, as the alpha of a canvas, with everything that can be undone. `changed` is called with the rectangle [x, y, width, height] of each change. */
 class Painting {
+  /** @type {any} */ now; /** @type {any} */ before; /** @type {any} */ width; /** @type {any} */ height;
+  /** @type {any} */ changed; /** @type {any} */ stroke; /** @type {any} */ past; /** @type {any} */ future;
+
   constructor(width, height, levels, changed) {
     Object.assign(this, { width, height, changed, past: [], future: [] });
     // `now` is painted on; `before` is the same without the stroke that is being painted.
@@ -113,6 +117,7 @@ class Painting {
     this.changed(part);
   }
 
+  /** @param {number[]} part */
   inside([x, y, width, height]) {
     const left = Math.max(0, x), top = Math.max(0, y), right = Math.min(this.width, x + width), bottom = Math.min(this.height, y + height);
     return right > left && bottom > top ? [left, top, right - left, bottom - top] : null;
@@ -164,6 +169,11 @@ class Painting {
   }
 }
 
+/**
+ * The rectangle around two.
+ * @param {number[]} one
+ * @param {number[]} other
+ */
 function around([x, y, width, height], [left, top, wide, high]) {
   const fromX = Math.min(x, left), fromY = Math.min(y, top);
   return [fromX, fromY, Math.max(x + width, left + wide) - fromX, Math.max(y + height, top + high) - fromY];
@@ -176,6 +186,20 @@ const MODEL = 'facebook/sam2.1-hiera-tiny', FOUND = [0, 190, 255], LEAST_BOX = 6
 
 /** The dialog for one image. found: what the server says about it. */
 class Dialog {
+  /** @type {any} */ digest; /** @type {any} */ numFormer; /** @type {any} */ size; /** @type {any} */ shade;
+  /** @type {any} */ context; /** @type {any} */ offer; /** @type {any} */ painting; /** @type {any} */ tools;
+  /** @type {any} */ sizes; /** @type {any} */ sized; /** @type {any} */ shading; /** @type {any} */ undoes;
+  /** @type {any} */ redoes; /** @type {any} */ formers; /** @type {any} */ removes; /** @type {any} */ saves;
+  /** @type {any} */ zoomed; /** @type {any} */ cursor; /** @type {any} */ state; /** @type {any} */ message;
+  /** @type {any} */ stage; /** @type {any} */ view; /** @type {any} */ name; /** @type {any} */ model;
+  /** @type {any} */ takes; /** @type {any} */ objects; /** @type {any} */ box; /** @type {any} */ opener;
+  /** @type {any} */ watch; /** @type {any} */ zoom; /** @type {any} */ dirty; /** @type {any} */ frame;
+  /** @type {any} */ later; /** @type {any} */ offered; /** @type {any} */ isLooking; /** @type {any} */ isSaving;
+  /** @type {any} */ tool; /** @type {any} */ spot; /** @type {any} */ found; /** @type {any} */ pointers;
+  /** @type {any} */ stroke; /** @type {any} */ mark; /** @type {any} */ isHeld; /** @type {any} */ points;
+  /** @type {any} */ asked; /** @type {any} */ area; /** @type {any} */ offeredImage; /** @type {any} */ image;
+  /** @type {any} */ isDone; /** @type {any} */ brought;
+
   constructor(image, name, found, levels) {
     Object.assign(this, { image, name, found, tool: 'brush', zoom: 1, pointers: new Map(), spot: null, isSaving: false, points: [], area: null, offered: null, asked: 0 });
     this.digest = found.digest;
@@ -231,7 +255,7 @@ class Dialog {
   }
 
   open() {
-    this.opener = document.activeElement;
+    this.opener = studio.focused();
     current = this;
     document.body.append(this.box);
     this.box.showModal();

@@ -1,9 +1,17 @@
 // The screen Queue: runs that wait for their GPUs, and those that the queue has started.
+// @ts-check
 import * as studio from './core.js';
 import { h, fill, say, call, link } from './core.js';
 
 const STATES = { finished: 'ok', failed: 'bad', stopped: 'warn', training: 'acc', starting: 'acc', created: '', deleted: '' };
-let root = null, state = null, numActs = 0, isLost = false;
+/** @type {HTMLElement} */
+let root;
+let state = /** @type {any} */ (null), numActs = 0, isLost = false;
+/**
+ * The element of an id.
+ * @param {string} id
+ * @returns {any}
+ */
 const $ = id => root.querySelector(`#${id}`);
 
 function show(found) {
@@ -42,7 +50,7 @@ async function remove(row) {
 
 /** The waiting run whose row has the keyboard, and its place. */
 function chosen() {
-  const key = document.activeElement?.closest('#waiting tr[data-key]')?.dataset.key;
+  const key = studio.focused()?.closest('#waiting tr[data-key]')?.dataset.key;
   const at = state ? state.waiting.findIndex(row => row.key === key) : -1;
   return [state?.waiting[at], at];
 }

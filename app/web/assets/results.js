@@ -1,4 +1,5 @@
 // What is done with a run's result: a drawing with it, an upload to the hub. Each is a dialog.
+// @ts-check
 import * as studio from './core.js';
 import { h, call, fill } from './core.js';
 
@@ -17,7 +18,7 @@ const closeButton = () => h('button.btn', { type: 'button', onclick: event => ev
 /** Ask again every second while a dialog is open, until the answer says that nothing runs. */
 async function follow(element, question, show) {
   while (element.isConnected) {
-    let answer = null;
+    let answer = /** @type {any} */ (null);
     try { answer = await question(); } catch (error) {
       if (!(error instanceof studio.Refused) || !error.lost) throw error; // the page's server may come back
     }
@@ -112,7 +113,7 @@ export async function upload(run) {
   const isPrivate = h('input#upload-private', { type: 'checkbox', checked: true }), overwrites = h('input#upload-overwrites', { type: 'checkbox' });
   const place = h('div'), question = h('div#upload-question'), state = h('div#upload-state', { role: 'status' });
   const values = () => ({ run, repo: repo.value.trim(), is_private: isPrivate.checked, overwrites: overwrites.checked });
-  let shown = null; // what the question is about
+  let shown = /** @type {any} */ (null); // what the question is about
   const forget = () => { shown = null; agree.hidden = true; question.replaceChildren(); };
   const show = found => fill(state, found, () => found.is_running ? running('Uploading.', run, 'upload') : !found.text ? [] : found.failed ? studio.alert(found.text)
     : found.is_stopped ? studio.note(`${found.text} The repository may have been made; it has either all files or none.`)

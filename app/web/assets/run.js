@@ -1,4 +1,5 @@
 // The screen of one run: state, figures and buttons, newest samples, charts, memory, events, log and notes.
+// @ts-check
 import * as studio from './core.js';
 import { h } from './core.js';
 import { chart as newChart } from './charts.js';
@@ -10,7 +11,7 @@ const WORDS = { created: 'not started', encoding: 'encoding', stuck: 'no sign of
 const MOODS = { training: 'ok', finished: 'ok', failed: 'bad', stopped: 'warn', stuck: 'warn', created: '' };
 const parts = {}, charts = {}, chartCards = {};
 const unsaved = new Map(); // notes that could not be saved before another run was opened: {run: {text, version}}
-let name = '', tab = '', data = {}, known = {}, isGone = false, log = null, strip = null, saving = null, turn = Promise.resolve();
+let name = '', tab = '', data = {}, known = {}, isGone = false, log = /** @type {any} */ (null), strip = /** @type {any} */ (null), saving = /** @type {any} */ (null), turn = Promise.resolve();
 
 // --- what there is --------------------------------------------------------------------------------------------------
 
@@ -352,7 +353,7 @@ function editPrompts() {
     dialog.close();
     await refresh();
   }) }, 'Use these from now on');
-  const more = h('button.btn.s', { type: 'button', onclick: () => { add(''); rows.lastElementChild.firstElementChild.focus(); } }, 'Add a prompt');
+  const more = h('button.btn.s', { type: 'button', onclick: () => { add(''); rows.querySelector(':scope > :last-child > *').focus(); } }, 'Add a prompt');
   const dialog = h('dialog.dialog#prompts', { 'aria-label': 'Prompts of the samples to come', onclose: () => dialog.remove() }, h('h2', {}, 'Prompts of the samples to come'),
     h('p', {}, 'They hold for the rest of this run. Its config and the samples so far stay as they are.'), rows,
     more, place,

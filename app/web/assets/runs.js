@@ -1,4 +1,5 @@
 // The screens Runs, a table of all runs, and compare, two to five of them next to each other.
+// @ts-check
 import * as studio from './core.js';
 import { h, svg } from './core.js';
 import { chart as newChart } from './charts.js';
@@ -13,8 +14,8 @@ const MOODS = { finished: '', stopped: 'warn', failed: 'bad', damaged: 'bad', cr
 const COLUMNS = [['name', 'Run', 1], ['state', 'State', 1], ['loss', 'Loss', 1], ['best', 'Best validation', 1], ['duration', 'Duration', -1],
   ['size', 'Size', -1], ['started', 'Started', -1]];
 const NO_IMAGE = {}, rows = new Map(), images = new Map(), chosen = new Set();
-let root, token = '', answer = null, group = 'all', words = '', sort = ['started', -1], shown = CHUNK, editing = '';
-let loading = null, isFetching = false, numTicks = 0;
+let root, token = '', answer = /** @type {any} */ (null), group = 'all', words = '', sort = /** @type {[string, number]} */ (['started', -1]), shown = CHUNK, editing = '';
+let loading = /** @type {any} */ (null), isFetching = false, numTicks = 0;
 const lines = new Map(), drawn = new Map(), wanted = new Set();
 
 // --- what is known ------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ function found() {
   const list = [...rows.values()].filter(row => (group === 'all' || groupOf(row) === group) && parts.every(part => row.search.includes(part)));
   const compared = (a, b) => (a < b ? -direction : a > b ? direction : 0);
   return list.map(row => [value(row), row]).sort(([a, one], [b, other]) =>
-    (a === null) - (b === null) || compared(a, b) || other.launched - one.launched || (one.name < other.name ? -1 : 1)).map(([, row]) => row);
+    Number(a === null) - Number(b === null) || compared(a, b) || other.launched - one.launched || (one.name < other.name ? -1 : 1)).map(([, row]) => row);
 }
 
 // --- the table ----------------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ function more() {
 
 function draw() {
   const list = found(), part = list.slice(0, shown), body = at('tbody');
-  const focused = document.activeElement, place = focused.closest('#runs tr');
+  const focused = studio.focused(), place = focused.closest('#runs tr');
   drawHead(list);
   const kept = new Set(part.map(lineOf));
   for (const line of [...body.children]) if (!kept.has(line)) line.remove();
@@ -176,7 +177,7 @@ function drawHead(list) {
     if (isOn) head.setAttribute('aria-sort', sort[1] > 0 ? 'ascending' : 'descending'); else head.removeAttribute('aria-sort');
     studio.say(head.querySelector('i'), isOn ? (sort[1] > 0 ? ' ↑' : ' ↓') : '');
   }
-  at('#runs-sort').value = JSON.stringify([sort[0], COLUMNS.find(([key]) => key === sort[0])[2]]);
+  at('#runs-sort').value = JSON.stringify([sort[0], COLUMNS.find(([key]) => key === sort[0])?.[2]]);
   const numChosen = list.filter(row => chosen.has(row.name)).length, box = at('#runs-all');
   box.checked = numChosen > 0 && numChosen === list.length;
   box.indeterminate = numChosen > 0 && numChosen < list.length;
@@ -366,7 +367,7 @@ async function resume() {
 async function tagChosen() {
   const list = chosenRows(), box = h('input#runs-new-tag', { type: 'text', 'aria-label': 'Tag', placeholder: 'tag, another' });
   const asked = studio.ask(`Tag ${studio.counted(list.length, 'run')}`, box, ['Add', 'Cancel']);
-  box.addEventListener('keydown', event => event.key === 'Enter' && box.closest('dialog').querySelector('.btn.main').click());
+  box.addEventListener('keydown', event => event.key === 'Enter' && box.closest('dialog')?.querySelector('.btn.main').click());
   box.focus();
   if (await asked || !box.value.trim()) return;
   await studio.call('runs_tag', { runs: list.map(row => row.name), added: box.value });
@@ -463,11 +464,11 @@ function results(runs) {
   const bests = runs.map(run => run.best?.[0] ?? Infinity), lowest = new Set(bests).size > 1 ? Math.min(...bests) : null;
   const best = (run, index) => (run.best ? [h('b', {}, studio.short(run.best[0])), bests[index] === lowest ? [' ', h('span.tag.ok', {}, 'lowest')] : null,
     h('small', {}, `step ${studio.count(run.best[1])}`)] : '–');
-  const rows = [['Best validation loss', best], ['Loss, smoothed', run => (run.loss === null ? '–' : studio.short(run.loss))],
+  const rows = /** @type {[string, (run: any, index: number) => any][]} */ ([['Best validation loss', best], ['Loss, smoothed', run => (run.loss === null ? '–' : studio.short(run.loss))],
     ['State', run => `${run.state}, ${run.step === run.num_steps ? studio.counted(run.step, 'step') : `${studio.count(run.step)} of ${run.num_steps ? `${studio.count(run.num_steps)} steps` : run.length}`}`],
     ['Duration', run => (run.duration_s ? studio.duration(run.duration_s) : '–')],
     ['Speed', run => (run.speed === null ? '–' : `${studio.short(run.speed)} ${run.unit} a second`)],
-    ['Peak memory of a rank', run => (run.peak ? studio.gib(run.peak) : '–')]];
+    ['Peak memory of a rank', run => (run.peak ? studio.gib(run.peak) : '–')]]);
   return table('Results', runs, rows.map(([label, value]) => h('tr', {}, h('th', { scope: 'row' }, label), runs.map((run, index) => h('td', {}, value(run, index))))));
 }
 

@@ -1,11 +1,12 @@
 // The tab Samples of a run: all steps on a scrubber, a row per prompt, and two steps of one prompt side by side.
+// @ts-check
 import * as studio from './core.js';
 import { h, svg } from './core.js';
 import { lightbox } from './lightbox.js';
 
 const PER_REQUEST = 4, PLAY_EVERY_MS = 300, SETTLED_MS = 250, TICK_EVERY_PX = 5, MOST_KEPT = 2000;
 const parts = {}, cards = new Map(), answers = new Map();
-let name = '', data = null, steps = [], missing = new Set(), chosen = 0, left = 0, inPair = false, pairRow = 0;
+let name = '', data = /** @type {any} */ (null), steps = [], missing = new Set(), chosen = 0, left = 0, inPair = false, pairRow = 0;
 let timer = 0, movedAt = 0, isLoading = false;
 
 const last = () => steps.length - 1;
@@ -134,7 +135,7 @@ function drawScrub() {
   studio.say(parts.number, studio.count(step));
   studio.say(parts.of, `of ${data.num_steps ? studio.counted(data.num_steps, 'step') : data.length}`);
   setRange(parts.range, chosen, last(), `${stepWord(step)}${missing.has(step) ? ', a file is missing' : ''}`);
-  const focused = document.activeElement;
+  const focused = studio.focused();
   parts.before.disabled = chosen === 0;
   parts.after.disabled = chosen === last();
   if ([parts.before, parts.after].includes(focused) && focused.disabled) parts.range.focus();
@@ -153,7 +154,7 @@ function setRange(range, value, max, text) {
 }
 
 function ticks() {
-  const width = 1000, x = at => (last() ? at / last() * width : 0).toFixed(1), every = Math.ceil(steps.length * TICK_EVERY_PX / (parts.ticks.clientWidth || 500));
+  const width = 1000, x = at => Number((last() ? at / last() * width : 0).toFixed(1)), every = Math.ceil(steps.length * TICK_EVERY_PX / (parts.ticks.clientWidth || 500));
   const path = indices => [...new Set(indices.map(x))].map(at => `M${at} 0V10`).join('');
   const all = steps.map((_, at) => at), some = all.filter(at => at % every === 0 || at === last());
   const labels = [...new Set([0, 1, 2, 3, 4].map(part => Math.round(part * last() / 4)))];
@@ -194,7 +195,7 @@ function columns(row) {
 }
 
 function drawRow(card, row) {
-  const shown = columns(row), focused = document.activeElement;
+  const shown = columns(row), focused = studio.focused();
   studio.say(card.note, noteOf(row));
   card.strip.style.setProperty('--columns', String(shown.length));
   card.strip.classList.toggle('texts', row.kind === 'text');
@@ -398,7 +399,7 @@ function build(root) {
   parts.rows = h('div#samples-rows');
   parts.settings = h('p#samples-settings');
   parts.watcher = new IntersectionObserver(entries => {
-    for (const entry of entries) { const card = cards.get(entry.target.dataset.key); if (card) card.isVisible = entry.isIntersecting; }
+    for (const entry of entries) { const card = cards.get(/** @type {HTMLElement} */ (entry.target).dataset.key); if (card) card.isVisible = entry.isIntersecting; }
     load();
   }, { rootMargin: '200px' });
   const key = (...names) => names.map(one => h('kbd', {}, one));

@@ -1,4 +1,5 @@
 // The memory over one training step, as a picture with a sentence below it.
+// @ts-check
 import * as studio from './core.js';
 import { h, svg } from './core.js';
 
@@ -17,7 +18,7 @@ function area(found, count, parts, y) {
 }
 
 function grid(top, y) {
-  const least = top / MOST_TICKS / GIB, power = 10 ** Math.floor(Math.log10(least)), tick = power * [1, 2, 5, 10].find(factor => factor * power >= least);
+  const least = top / MOST_TICKS / GIB, power = 10 ** Math.floor(Math.log10(least)), tick = power * ([1, 2, 5, 10].find(factor => factor * power >= least) ?? 10);
   const lines = [];
   for (let size = 0; size * GIB <= top; size += tick)
     lines.push(svg('path', { class: 'grid', d: `M${LEFT} ${y(size * GIB).toFixed(1)}H${WIDTH - RIGHT}` }), text(LEFT - 4, y(size * GIB) + 3, 'end', size.toFixed(Math.max(0, -Math.floor(Math.log10(tick) + 1e-9)))));

@@ -1,5 +1,6 @@
 // Uploads on the screen Data: images and captions are sent in chunks, go on after a lost connection and a reload, and what
 // was refused is named. Also deleted images, which can be restored.
+// @ts-check
 import * as studio from './core.js';
 import { h, fill, say, call, counted } from './core.js';
 
@@ -7,8 +8,15 @@ const AT_ONCE = 3, TRIED_AGAIN_MS = 1500, LONGEST_PAUSE_MS = 5000, UNDO_SHOWN_MS
 const NAMES_AT_ONCE = 2000, SAMPLES = 16, SAMPLE = 65536; // what tells files of one name, size and time apart: up to a megabyte of each
 const SYSTEM_FILES = /^(\..*|thumbs\.db|desktop\.ini)$/i;
 const NEW = 'new:'; // before the path of a folder that a new one is made in
-let hooks = null, state = null, root = null, batch = null, isRunning = false, asked = 0, drawn = 0, focusOn = null;
+/** @type {HTMLElement} */
+let root;
+let hooks = /** @type {any} */ (null), state = /** @type {any} */ (null), batch = /** @type {any} */ (null), isRunning = false, asked = 0, drawn = 0, focusOn = /** @type {any} */ (null);
 const waiting = [], results = [];
+/**
+ * The element of an id.
+ * @param {string} id
+ * @returns {any}
+ */
 const $ = id => root.querySelector(`#${id}`);
 
 // --- what the browser remembers of an upload that a reload interrupted ---------------------------------------------
@@ -162,7 +170,7 @@ async function untilAnswered(batch, action) {
       batch.trouble = '';
       return;
     } catch (error) {
-      if (batch.isCancelled || !error.lost) throw error;
+      if (batch.isCancelled || !(error instanceof studio.Refused && error.lost)) throw error;
     }
     batch.trouble = 'The server does not answer. Trying again …';
     drawSoon();
@@ -216,7 +224,7 @@ async function send(batch, item) {
 
 /** The image that a caption of the same selection belongs to: first that of exactly its name, then one that is not refused. */
 function imageOf(batch, caption) {
-  const rank = item => 2 * (item.exact === caption.exact) + (item.state !== 'refused');
+  const rank = item => 2 * Number(item.exact === caption.exact) + Number(item.state !== 'refused');
   return batch.items.filter(item => item.phase === 0 && item.stem === caption.stem).sort((one, other) => rank(other) - rank(one))[0];
 }
 
@@ -248,10 +256,10 @@ async function mark(file) {
 const hex = buffer => [...new Uint8Array(buffer)].map(byte => byte.toString(16).padStart(2, '0')).join('');
 
 /** Wait while the upload is paused. */
-const gate = batch => new Promise(resolve => {
+const gate = batch => /** @type {Promise<void>} */ (new Promise(resolve => {
   const look = () => { if (!batch.isPaused || batch.isCancelled) resolve(); else setTimeout(look, 100); };
   look();
-});
+}));
 
 async function cancel() {
   if (!batch) return;
