@@ -5,7 +5,8 @@ import * as studio from './core.js';
 import { h, svg } from './core.js';
 
 const DASHES = [[], [8, 4], [2, 4], [12, 4, 2, 4], [8, 4], [2, 4], [4, 4]];
-const COLORS = 7, LABEL = 11, FAINT = 0.25, NEAR_ZERO = 0.35, LEAST_DRAG = 8, LEAST_MOVE = 0.5, FAR = 1e5, MOST_TICKS = 100;
+const COLORS = 7, LABEL = 11, FAINT = 0.25, NEAR_ZERO = 0.35, LEAST_DRAG = 8, LEAST_MOVE = 0.5, FAR = 1e5,
+  MOST_TICKS = 100;
 const LEAST_SPAN = 1e-8; // of values, relative to them: less is rounding, since they come with 7 digits
 const pages = new WeakMap(), all = new Set(), settings = kept();
 
@@ -51,7 +52,8 @@ function linearTicks(low, high, most, least = 0) {
   const raw = Math.max((high - low) / most, least), power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map(factor => factor * power).find(found => found >= raw * (1 - 1e-9)) ?? 10 * power;
   const found = [], first = Math.ceil(low / step - 1e-9);
-  for (let k = 0; k <= MOST_TICKS && (first + k) * step <= high + step * 1e-9; k++) found.push({ at: (first + k) * step, step });
+  for (let k = 0; k <= MOST_TICKS
+    && (first + k) * step <= high + step * 1e-9; k++) found.push({ at: (first + k) * step, step });
   return found;
 }
 function logTicks(low, high, most) {
@@ -81,15 +83,19 @@ function indexAt(steps, step) {  // of the last that is not after step; -1 befor
 /** The elements of a chart, empty. */
 function skeleton(slider, logBox) {
   const button = (kind, text, properties) => h(`button.btn.s.${kind}`, { type: 'button', ...properties }, text);
-  const parts = { canvas: h('canvas', { role: 'img', tabIndex: 0 }), readout: h('ul.readout'), cross: h('i.cross'), chosen: h('i.chosen') };
-  const frame = svg('svg', { viewBox: '0 0 12 12', 'aria-hidden': 'true' }, svg('path', { d: 'M1 4V1h3M8 1h3v3M11 8v3H8M4 11H1V8' }));
+  const parts = { canvas: h('canvas', { role: 'img', tabIndex: 0 }), readout: h('ul.readout'), cross: h('i.cross'),
+    chosen: h('i.chosen') };
+  const frame = svg('svg', { viewBox: '0 0 12 12', 'aria-hidden': 'true' },
+    svg('path', { d: 'M1 4V1h3M8 1h3v3M11 8v3H8M4 11H1V8' }));
   const area = h('div.area', {}, parts.canvas, parts.cross, parts.chosen);
   parts.figure = h('figure.chart', {}, h('figcaption', {}, h('h2'), h('b.now'), h('div.tools', {},
     h('label.smoothing', {}, 'Smoothing ', h('span.slider', {}, slider), h('b')), h('label.log', {}, logBox, 'log'),
     h('span.seg.axes', { role: 'group', 'aria-label': 'X axis' }, ['step', 'minutes'].map(axis =>
       h('button', { type: 'button', data: { axis } }, axis === 'step' ? 'step' : 'time'))),
-    button('reset', 'Reset', { title: 'Also: double click' }), button('csv', 'CSV', { title: 'Download the data of the chart' }),
-    button('png', 'PNG', { title: 'Download as an image' }), button('full', frame, { title: 'Full screen', 'aria-label': 'Full screen' }))),
+    button('reset', 'Reset', { title: 'Also: double click' }),
+    button('csv', 'CSV', { title: 'Download the data of the chart' }),
+    button('png', 'PNG', { title: 'Download as an image' }),
+    button('full', frame, { title: 'Full screen', 'aria-label': 'Full screen' }))),
   parts.readout, area, h('p.sr', { role: 'status' }));
   return parts;
 }
@@ -114,7 +120,8 @@ export function chart(container, { title, ylabel = title.toLowerCase(), small = 
   function mean(line) {
     const decay = decayOf(line), known = means.get(line);
     if (known?.decay === decay) return known.values;
-    const last = line.values.findLastIndex(value => value !== null);  // a loss that is not a number any more has no mean
+    // a loss that is not a number any more has no mean
+    const last = line.values.findLastIndex(value => value !== null);
     const values = smoothed(line.values, decay, line.counts).map((value, at) => (at > last ? null : value));
     means.set(line, { decay, values });
     return values;
@@ -325,7 +332,8 @@ export function chart(container, { title, ylabel = title.toLowerCase(), small = 
       const mark = document.createElement('i');
       mark.className = kind;
       mark.style.setProperty('--color', kind === 'dots' ? 'var(--ink)' : `var(--line-${index % COLORS})`);
-      if (kind !== 'raw' && kind !== 'dots' && DASHES[index % COLORS].length) mark.style.setProperty('--dash', 'dashed');
+      if (kind !== 'raw' && kind !== 'dots' && DASHES[index % COLORS].length) mark.style.setProperty('--dash',
+        'dashed');
       row.append(mark);
     }
     strong.textContent = value;
@@ -352,7 +360,8 @@ export function chart(container, { title, ylabel = title.toLowerCase(), small = 
     zoom(Math.max(full[0], middle - half), Math.min(full[1], middle + half));
   }
   function stepAt(pixel) {
-    const grid = longest(), at = grid[axisName()], x = scale.back(pixel), after = Math.min(firstAt(at, x), at.length - 1);
+    const grid = longest(), at = grid[axisName()], x = scale.back(pixel),
+      after = Math.min(firstAt(at, x), at.length - 1);
     return grid.step[after > 0 && x - at[after - 1] < at[after] - x ? after - 1 : after];
   }
   const inside = pixel => Math.min(Math.max(pixel, scale.left), scale.right);
@@ -366,8 +375,9 @@ export function chart(container, { title, ylabel = title.toLowerCase(), small = 
     if (!scale) return;
     if (from !== null) {
       const to = inside(event.offsetX);
-      Object.assign(chosen.style, { visibility: 'visible', top: `${scale.top}px`, height: `${scale.bottom - scale.top}px`,
-        transform: `translateX(${Math.min(from, to)}px)`, width: `${Math.abs(from - to)}px` });
+      Object.assign(chosen.style,
+        { visibility: 'visible', top: `${scale.top}px`, height: `${scale.bottom - scale.top}px`,
+          transform: `translateX(${Math.min(from, to)}px)`, width: `${Math.abs(from - to)}px` });
     }
     moveTo(stepAt(inside(event.offsetX)));
   });
@@ -448,7 +458,8 @@ export function chart(container, { title, ylabel = title.toLowerCase(), small = 
     const sheet = document.createElement('canvas');
     sheet.width = canvas.width; sheet.height = canvas.height + head * ratio;
     const pen = /** @type {CanvasRenderingContext2D} */ (sheet.getContext('2d'));
-    pen.fillStyle = style.getPropertyValue('--panel').trim() || '#ffffff'; pen.fillRect(0, 0, sheet.width, sheet.height);
+    pen.fillStyle = style.getPropertyValue('--panel').trim() || '#ffffff';
+    pen.fillRect(0, 0, sheet.width, sheet.height);
     pen.drawImage(canvas, 0, head * ratio);
     pen.scale(ratio, ratio); pen.fillStyle = scale?.ink ?? '#17181c';
     pen.font = `600 14px ${style.fontFamily}`;

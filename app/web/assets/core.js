@@ -63,14 +63,16 @@ export function h(kind, properties, ...children) {
  * @param {string} alt
  */
 export const sample = (answer, alt) => answer.text !== undefined ? h('pre.written', {}, answer.text)
-  : answer.src ? h('img.image', { src: answer.src, alt, loading: 'lazy', decoding: 'async' }) : h('div.missing.none', { title: alt }, answer.file);
+  : answer.src ? h('img.image', { src: answer.src, alt, loading: 'lazy', decoding: 'async' })
+  : h('div.missing.none', { title: alt }, answer.file);
 
 /**
  * What the lightbox plays of a sample; undefined for one without a duration.
  * @param {string} run
  * @param {import('./types.d.ts').Answer} answer
  */
-export const played = (run, answer) => answer.played && answer.file && { type: answer.played, src: ['', 'runs', run, 'samples', answer.file].map(encodeURIComponent).join('/') };
+export const played = (run, answer) => answer.played && answer.file
+  && { type: answer.played, src: ['', 'runs', run, 'samples', answer.file].map(encodeURIComponent).join('/') };
 
 /**
  * Make an SVG element.
@@ -115,7 +117,9 @@ const identity = ({ tagName, id, type, value, dataset, textContent }) =>
  * @param {string} who
  * @returns {HTMLElement[]}
  */
-const alike = (element, who) => [...element.querySelectorAll('a, button, input, select, textarea, summary, [tabindex]')].filter(other => identity(other) === who);
+const alike = (element, who) =>
+  [...element.querySelectorAll('a, button, input, select, textarea, summary, [tabindex]')].filter(
+    other => identity(other) === who);
 
 /** The element with the keyboard's focus. */
 export const focused = () => /** @type {any} */ (document.activeElement);
@@ -126,7 +130,8 @@ export const focused = () => /** @type {any} */ (document.activeElement);
  */
 export function refocus(...places) {
   /** @param {any} element */
-  const isSeen = element => element && element !== document.body && !element.disabled && element.getClientRects().length > 0;
+  const isSeen = element => element && element !== document.body && !element.disabled
+    && element.getClientRects().length > 0;
   if (!isSeen(focused())) places.find(isSeen)?.focus();
 }
 
@@ -167,7 +172,8 @@ export function ask(title, text, answers, kind = '') {
     /** @param {number} index */
     const done = index => { dialog.remove(); before?.focus(); resolve(index); };
     const buttons = answers.map((answer, index) =>
-      h(index ? 'button.btn' : `button.btn.main${kind && '.' + kind}`, { type: 'button', onclick: () => done(index) }, answer));
+      h(index ? 'button.btn' : `button.btn.main${kind && '.' + kind}`, { type: 'button', onclick: () => done(index) },
+        answer));
     const dialog = h('dialog.dialog', { 'aria-label': title, onclose: () => done(-1) },
       h('h2', {}, title), h('p', {}, text), h('div.row-end', {}, buttons.reverse()));
     document.body.append(dialog);
@@ -208,7 +214,8 @@ const NO_ANSWER = 'The page’s server does not answer. Is ShardStudio still run
  * @throws {Refused} At once while the server is known to hang: what is sent then would be done later, unasked.
  */
 export async function call(name, values = {}) {
-  if (JSON.stringify(values).length > MOST_SENT) throw new Refused('This is too long to be sent: shorten it to 4 million characters.');
+  if (JSON.stringify(values).length > MOST_SENT)
+    throw new Refused('This is too long to be sent: shorten it to 4 million characters.');
   if (isHanging) throw new Refused(NO_ANSWER, true);
   const answer = await sent(name, values);
   if (!answer) {
@@ -223,7 +230,8 @@ export async function call(name, values = {}) {
   return answer.value;
 }
 
-// A server that hangs closes no connection, and some answers take long: after a while the server is asked a question that it answers at once.
+// A server that hangs closes no connection, and some answers take long: after a while the server is asked a question
+// that it answers at once.
 // No call is given up: when the server goes on, it answers what it was sent.
 const SLOW_AFTER_MS = 4000, PROBED_FOR_MS = 8000, PROBED_AGAIN_MS = 2000;
 const slow = new Set(); // calls that wait for so long
@@ -290,12 +298,17 @@ export function reached(is, closed = '') {
   const bar = document.querySelector('#lost');
   bar.hidden = is;
   if (is) return;
-  const how = closed.startsWith('Log in') ? ['You are logged out. ', h('a', { href: '/', target: '_blank' }, 'Log in again'), ' in another tab.'] : closed;
-  fill(bar, closed, () => (closed ? ['This page was closed. ', how, ' What you typed is kept here, and this tab goes on then.']
-    : 'The page’s server does not answer. What you typed is kept here; running jobs go on. Trying again …'));
+  const how = closed.startsWith('Log in')
+    ? ['You are logged out. ', h('a', { href: '/', target: '_blank' }, 'Log in again'), ' in another tab.'] : closed;
+  fill(bar, closed,
+    () => (closed ? ['This page was closed. ', how, ' What you typed is kept here, and this tab goes on then.']
+      : 'The page’s server does not answer. What you typed is kept here; running jobs go on. Trying again …'));
 }
 
-/** Why the server lets this browser in no longer: after another token or password. "" where it does, null where it does not answer. */
+/**
+ * Why the server lets this browser in no longer: after another token or password. "" where it does, null where it does
+ * not answer.
+ */
 async function closed() {
   try {
     const answer = await fetch('/open', { cache: 'no-store', signal: AbortSignal.timeout(PROBED_FOR_MS) });
@@ -310,7 +323,8 @@ async function closed() {
  * @param {() => Promise<string | null | undefined | void>} action
  */
 export async function act(button, place, action) {
-  const hadFocus = document.activeElement === button, who = identity(button), at = alike(document.body, who).indexOf(button);
+  const hadFocus = document.activeElement === button, who = identity(button),
+    at = alike(document.body, who).indexOf(button);
   button.disabled = true;
   try {
     const sentence = await action();
@@ -320,7 +334,8 @@ export async function act(button, place, action) {
     place.replaceChildren(alert(error.message));
   } finally {
     button.disabled = false;
-    if (hadFocus) refocus(button, alike(document.body, who)[at]); // a disabled one loses it, and it may have been drawn anew
+    // a disabled one loses it, and it may have been drawn anew
+    if (hadFocus) refocus(button, alike(document.body, who)[at]);
   }
 }
 
@@ -378,7 +393,8 @@ export const when = unix => {
   if (!unix) return '–';
   const date = new Date(unix * 1e3), today = new Date(), time = date.toTimeString().slice(0, 5);
   if (date.toDateString() === today.toDateString()) return time;
-  const day = `${date.getFullYear()}-${String(date.getMonth() + 1).padStart(2, '0')}-${String(date.getDate()).padStart(2, '0')}`;
+  const day = `${date.getFullYear()}-${String(date.getMonth() + 1).padStart(2, '0')}-${String(date.getDate())
+    .padStart(2, '0')}`;
   return `${day} ${time}`;
 };
 /**
@@ -433,11 +449,13 @@ applyTheme();
 export const shortcut = (keys, text, action, screen = '') => shortcuts.push({ keys, text, action, screen });
 let pressed = '';
 addEventListener('keydown', event => {
-  const isTyping = /** @type {Element} */ (event.target).closest?.('input:not([type=checkbox], [type=radio], [type=range]), textarea, select, [contenteditable]');
+  const isTyping = /** @type {Element} */ (event.target)
+    .closest?.('input:not([type=checkbox], [type=radio], [type=range]), textarea, select, [contenteditable]');
   const name = `${event.ctrlKey || event.metaKey ? 'Ctrl ' : ''}${event.key === ' ' ? 'Space' : event.key}`;
   if ((isTyping && !name.startsWith('Ctrl ')) || document.querySelector('dialog[open]') || event.altKey) return;
   const sequence = pressed ? `${pressed} ${name}` : name, places = ['', shown, `${shown} ${place()[2]}`];
-  const found = shortcuts.filter(key => places.includes(key.screen)).find(key => key.keys === sequence || key.keys === name);
+  const found = shortcuts.filter(key => places.includes(key.screen))
+    .find(key => key.keys === sequence || key.keys === name);
   pressed = shortcuts.some(key => key.keys.startsWith(name + ' ')) && !found ? name : '';
   if (!found) return;
   if (found.action(event) !== false) event.preventDefault();

@@ -4,10 +4,16 @@ import * as studio from './core.js';
 import { h } from './core.js';
 
 const KINDS = { adapter: 'Adapter', merged: 'Merged model', full: 'Full model' };
-const KIND_HELP = { adapter: 'A small file that is loaded on top of the base model.', merged: 'The base model with the adapter in it: as large as the base model.',
+const KIND_HELP = { adapter: 'A small file that is loaded on top of the base model.',
+  merged: 'The base model with the adapter in it: as large as the base model.',
   full: 'All weights of the model.' };
-const FORMATS = { auto: 'Automatic', diffusers: 'diffusers', comfyui: 'ComfyUI', kohya: 'kohya', lycoris: 'LyCORIS', peft: 'PEFT', single_file: 'Single file' };
-const FORMAT_HELP = { auto: 'Loads in diffusers and in ComfyUI; two files where one cannot do both. Language models: for peft and transformers.' };
+const FORMATS = { auto: 'Automatic', diffusers: 'diffusers', comfyui: 'ComfyUI', kohya: 'kohya', lycoris: 'LyCORIS',
+  peft: 'PEFT', single_file: 'Single file' };
+const FORMAT_HELP =
+  {
+    auto:
+      'Loads in diffusers and in ComfyUI; two files where one cannot do both. Language models: for peft and ' +
+      'transformers.' };
 const parts = {}, sums = new Map();
 let name = '', data = /** @type {any} */ (null), made = '';
 
@@ -55,8 +61,12 @@ const wanted = () => ({ what: parts.what.value, format: parts.format.value, dtyp
 function drawExport() {
   const { text, is_going: isGoing, is_failed: isFailed } = data.export;
   parts.start.disabled = isGoing || !data.step;
-  studio.say(parts.source, data.step ? `From the newest checkpoint, step ${studio.count(data.step)}.` : 'There is no complete checkpoint to export yet.');
-  if (text) studio.fill(parts.state, data.export, () => (isFailed ? studio.alert(text) : h(isGoing ? 'div.notice' : 'div.notice.ok', { role: 'status' }, h('p', {}, text))));
+  studio.say(parts.source,
+    data.step ? `From the newest checkpoint, step ${studio.count(data.step)}.`
+      : 'There is no complete checkpoint to export yet.');
+  if (text) studio.fill(parts.state, data.export,
+    () => (isFailed ? studio.alert(text)
+      : h(isGoing ? 'div.notice' : 'div.notice.ok', { role: 'status' }, h('p', {}, text))));
 }
 
 async function start() {
@@ -71,13 +81,17 @@ async function start() {
   }
 }
 
-// --- exported files ---------------------------------------------------------------------------------------------------
+// --- exported files
+// ---------------------------------------------------------------------------------------------------
 
 function drawExported() {
   const { files, unfinished } = data;
   studio.fill(parts.files, [files, unfinished, [...sums], name], () => {
-    if (!files.length && !unfinished.length) return h('p.dim', {}, 'No exports yet. A run exports when it ends; a checkpoint can be exported above at any time.');
-    return [unfinished.map(unfinishedNote), files.length ? table(['File', 'Content', 'Size', 'Written', 'Check', ''], files.map(fileRow)) : null];
+    if (!files.length && !unfinished.length)
+      return h('p.dim', {},
+        'No exports yet. A run exports when it ends; a checkpoint can be exported above at any time.');
+    return [unfinished.map(unfinishedNote),
+      files.length ? table(['File', 'Content', 'Size', 'Written', 'Check', ''], files.map(fileRow)) : null];
   });
 }
 
@@ -85,21 +99,31 @@ function unfinishedNote(one) {
   const size = studio.size(one.size);
   return h(one.is_writing ? 'div.notice' : 'div.notice.warn', {}, h('p', {}, one.is_writing
     ? `${one.name} is being written: ${size} so far. It is listed once it is complete and verified.`
-    : `An export of ${one.name} was interrupted at ${studio.when(one.written)} (${size}). It is not offered; the next export replaces it.`));
+    : `An export of ${one.name} was interrupted at ${studio.when(
+      one.written)} (${size}). It is not offered; the next export replaces it.`));
 }
 
-const table = (heads, rows) => h('div.scroll', {}, h('table.wide', {}, h('thead', {}, h('tr', {}, heads.map(head => h('th', { scope: 'col' }, head || h('span.sr', {}, 'Actions'))))), h('tbody', {}, rows)));
+const table = (heads, rows) =>
+  h('div.scroll', {}, h('table.wide', {},
+    h('thead', {}, h('tr', {}, heads.map(head => h('th', { scope: 'col' }, head || h('span.sr', {}, 'Actions'))))),
+    h('tbody', {}, rows)));
 const cell = (label, ...children) => h('td', { data: { label } }, ...children);
 
 function fileRow(file) {
-  const content = [KINDS[file.what] || file.what, FORMATS[file.format] || file.format, file.dtype].filter(Boolean).join(' · ');
-  const check = file.check ? h(file.is_verified ? 'span.verified' : 'span.unverified', {}, file.check) : h('span.dim', {}, 'no record of a check');
+  const content = [KINDS[file.what] || file.what, FORMATS[file.format] || file.format, file.dtype].filter(Boolean)
+    .join(' · ');
+  const check = file.check ? h(file.is_verified ? 'span.verified' : 'span.unverified', {}, file.check)
+    : h('span.dim', {}, 'no record of a check');
   const place = h('div.answer'), sum = sums.get(sumKey(file));
-  const download = h('button.btn.s.download', { type: 'button', onclick: event => save(event.target, file, place) }, file.is_being_replaced ? 'Download the old file' : 'Download');
-  const checksum = h('button.btn.s.checksum', { type: 'button', onclick: event => digest(event.target, file, place) }, 'Checksum');
+  const download = h('button.btn.s.download', { type: 'button', onclick: event => save(event.target, file, place) },
+    file.is_being_replaced ? 'Download the old file' : 'Download');
+  const checksum = h('button.btn.s.checksum', { type: 'button', onclick: event => digest(event.target, file, place) },
+    'Checksum');
   return h('tr', { data: { file: file.name } }, h('th', { scope: 'row' }, file.name),
     cell('Content', content || '–'), cell('Size', studio.size(file.size)), cell('Written', studio.when(file.written)),
-    cell('Check', check, file.is_being_replaced ? h('p.replaced', {}, `A newer file of this name is being written; this is the one of ${studio.when(file.written)}.`) : null,
+    cell('Check', check, file.is_being_replaced
+      ? h('p.replaced', {},
+        `A newer file of this name is being written; this is the one of ${studio.when(file.written)}.`) : null,
       sum ? h('p.sum', {}, `SHA-256 ${sum}`) : null, place),
     h('td.actions', {}, download, checksum));
 }
@@ -108,7 +132,8 @@ const sumKey = file => JSON.stringify([name, file.name, file.written, file.size]
 
 const save = (button, file, place) => studio.act(button, place, async () => {
   const address = await studio.call('files_offer', { name, file: file.name });
-  h('a', { href: address.split('/').map(encodeURIComponent).join('/').replace('%3D', '='), download: file.name.split('/').at(-1) }).click();
+  h('a', { href: address.split('/').map(encodeURIComponent).join('/').replace('%3D', '='),
+    download: file.name.split('/').at(-1) }).click();
   return '';
 });
 
@@ -119,23 +144,30 @@ const digest = (button, file, place) => studio.act(button, place, async () => {
   return '';
 });
 
-// --- checkpoints --------------------------------------------------------------------------------------------------------
+// --- checkpoints
+// --------------------------------------------------------------------------------------------------------
 
 function drawCheckpoints() {
   const { checkpoints } = data, total = checkpoints.reduce((sum, one) => sum + one.size, 0);
-  studio.say(parts.total, checkpoints.length ? `${studio.counted(checkpoints.length, 'checkpoint')}, ${studio.size(total)}` : '');
+  studio.say(parts.total, checkpoints.length
+    ? `${studio.counted(checkpoints.length, 'checkpoint')}, ${studio.size(total)}` : '');
   studio.fill(parts.checkpoints, [checkpoints, name], () => {
-    if (!checkpoints.length) return h('p.dim', {}, 'None yet. A run saves them every checkpoint.every steps, when it is stopped, and at its end.');
+    if (!checkpoints.length)
+      return h('p.dim', {},
+        'None yet. A run saves them every checkpoint.every steps, when it is stopped, and at its end.');
     return table(['Step', 'Size', 'Saved', 'Validation loss', ''], checkpoints.map(checkpointRow));
   });
 }
 
 function checkpointRow(one) {
   const place = h('div.answer'), title = `step ${studio.count(one.step)}`;
-  const remove = h('button.btn.s.delete', { type: 'button', disabled: Boolean(one.refusal), title: one.refusal, 'aria-label': `Delete the checkpoint of ${title}`,
-    onclick: event => removeAfterQuestion(event.target, one, place) }, 'Delete');
+  const remove = h('button.btn.s.delete',
+    { type: 'button', disabled: Boolean(one.refusal), title: one.refusal,
+      'aria-label': `Delete the checkpoint of ${title}`,
+      onclick: event => removeAfterQuestion(event.target, one, place) }, 'Delete');
   return h('tr', { data: { checkpoint: one.name } },
-    h('th', { scope: 'row' }, one.stage ? `${one.stage}, ` : '', studio.count(one.step), one.problem ? h('p.unverified', {}, `not complete: ${one.problem}`) : null),
+    h('th', { scope: 'row' }, one.stage ? `${one.stage}, ` : '', studio.count(one.step),
+      one.problem ? h('p.unverified', {}, `not complete: ${one.problem}`) : null),
     cell('Size', studio.size(one.size)), cell('Saved', studio.when(one.saved)),
     cell('Validation loss', one.validation_loss === null ? '–' : studio.short(one.validation_loss)),
     h('td.actions', {}, one.refusal ? h('span.dim.sm', {}, one.refusal) : null, remove, place));
@@ -143,15 +175,20 @@ function checkpointRow(one) {
 
 async function removeAfterQuestion(button, one, place) {
   const asked = name, title = `Delete the checkpoint of step ${studio.count(one.step)}?`;
-  const answer = await studio.ask(title, `${one.consequence} It frees ${studio.size(one.size)}. This cannot be undone.`, ['Delete', 'Keep it'], 'stop');
+  const answer = await studio.ask(title, `${one.consequence} It frees ${studio.size(one.size)}. This cannot be undone.`,
+    ['Delete', 'Keep it'], 'stop');
   if (answer !== 0) return;
-  await studio.act(button, place, async () => { await studio.call('files_delete_checkpoint', { name: asked, checkpoint: one.name }); return ''; });
+  await studio.act(button, place, async () => {
+    await studio.call('files_delete_checkpoint', { name: asked, checkpoint: one.name });
+    return '';
+  });
   if (place.hasChildNodes()) return;
   await refresh();
   studio.refocus(...parts.checkpoints.querySelectorAll('.delete'), parts.report);
 }
 
-// --- folder and report ----------------------------------------------------------------------------------------------------
+// --- folder and report
+// ----------------------------------------------------------------------------------------------------
 
 async function copyFolder() {
   if (await studio.copy(data.folder)) return studio.toast('Copied.');
@@ -170,19 +207,25 @@ function buildExport() {
   parts.source = h('span.dim.sm#files-source');
   parts.state = h('div#files-state');
   return h('section.card', { 'aria-label': 'Export' }, h('div.ttl', {}, h('h2', {}, 'Export'), parts.source),
-    h('div.export', {}, list('what', 'Content', parts.whatHelp), list('format', 'Format', parts.formatHelp), list('dtype', 'Precision'), parts.start), parts.state);
+    h('div.export', {}, list('what', 'Content', parts.whatHelp), list('format', 'Format', parts.formatHelp),
+      list('dtype', 'Precision'), parts.start), parts.state);
 }
 
 function build(root) {
-  Object.assign(parts, { message: h('div#files-message'), files: h('div#files-exported'), checkpoints: h('div#files-checkpoints'), total: h('span.dim'), folder: h('code#files-folder') });
+  Object.assign(parts, { message: h('div#files-message'), files: h('div#files-exported'),
+    checkpoints: h('div#files-checkpoints'), total: h('span.dim'), folder: h('code#files-folder') });
   parts.report = h('a.btn#files-report', { target: '_blank', rel: 'noopener' }, 'Open the report');
   parts.body = h('div.stack', { hidden: true }, buildExport(),
     h('section.card', { 'aria-label': 'Exported files' }, h('div.ttl', {}, h('h2', {}, 'Exported files')), parts.files),
-    h('section.card', { 'aria-label': 'Checkpoints' }, h('div.ttl', {}, h('h2', {}, 'Checkpoints'), parts.total), parts.checkpoints),
+    h('section.card', { 'aria-label': 'Checkpoints' }, h('div.ttl', {}, h('h2', {}, 'Checkpoints'), parts.total),
+      parts.checkpoints),
     h('section.card', { 'aria-label': 'Run folder' }, h('div.ttl', {}, h('h2', {}, 'Run folder')),
       h('div.folder', {}, parts.folder, h('button.btn.s#files-copy', { type: 'button', onclick: copyFolder }, 'Copy')),
-      h('p.dim.sm', {}, 'Config, events, logs, samples, checkpoints and exports of the run: copy this folder to keep all of it.'),
-      h('div.folder', {}, parts.report, h('span.dim.sm', {}, 'Figures, charts, samples and config in one page, report.html, which can be sent or archived.'))));
+      h('p.dim.sm', {},
+        'Config, events, logs, samples, checkpoints and exports of the run: copy this folder to keep all of it.'),
+      h('div.folder', {}, parts.report,
+        h('span.dim.sm', {},
+          'Figures, charts, samples and config in one page, report.html, which can be sent or archived.'))));
   root.append(parts.message, parts.body);
 }
 
@@ -191,7 +234,10 @@ async function show(run) {
     name = run;
     data = null;
     parts.body.hidden = true;
-    for (const part of [parts.state, parts.files, parts.checkpoints]) { part.replaceChildren(); delete part.dataset.key; }
+    for (const part of [parts.state, parts.files, parts.checkpoints]) {
+      part.replaceChildren();
+      delete part.dataset.key;
+    }
   }
   await refresh();
 }

@@ -8,15 +8,20 @@ const pages = () => /** @type {[string, any][]} */ (Object.entries(studio.screen
 const LIVE_EVERY_S = 2, THEMES = [['', 'System'], ['light', 'Light'], ['dark', 'Dark']];
 const KEYS = { ArrowLeft: '←', ArrowRight: '→' };
 const ENDED = { finished: 'has finished', failed: 'has failed', stopped: 'was stopped' };
-let live = /** @type {any} */ (null), known = {}, built = {};
+let live = /** @type {any} */ (null);
+const known = /** @type {Record<string, string>} */ ({}), built = /** @type {Record<string, HTMLElement>} */ ({});
 
-const icon = (path, size = 20) => svg('svg', { viewBox: '0 0 20 20', width: size, height: size, 'aria-hidden': 'true', class: 'icon' }, svg('path', { d: path }));
+const icon = (path, size = 20) =>
+  svg('svg', { viewBox: '0 0 20 20', width: size, height: size, 'aria-hidden': 'true', class: 'icon' },
+    svg('path', { d: path }));
 
 function brand() {
   const mark = svg('svg', { viewBox: '0 0 24 24', width: 24, height: 24, 'aria-hidden': 'true', class: 'mark' },
-    ...[['M12 2 20.5 7 12 12z', 1], ['M12 2 3.5 7l8.5 5z', 0.55], ['M3.5 9v8l7.5 5v-8.5z', 0.75], ['M20.5 9v8L13 22v-8.5z', 0.9]].map(
+    ...[['M12 2 20.5 7 12 12z', 1], ['M12 2 3.5 7l8.5 5z', 0.55], ['M3.5 9v8l7.5 5v-8.5z', 0.75],
+      ['M20.5 9v8L13 22v-8.5z', 0.9]].map(
       ([d, opacity]) => svg('path', { d, opacity })));
-  return h('a.brand', { href: studio.link('new'), 'aria-label': 'ShardStudio, new run' }, mark, h('span', {}, 'ShardStudio'));
+  return h('a.brand', { href: studio.link('new'), 'aria-label': 'ShardStudio, new run' }, mark,
+    h('span', {}, 'ShardStudio'));
 }
 
 function rail() {
@@ -24,22 +29,30 @@ function rail() {
     icon(rail.icon), h('span', {}, title), h('b', { hidden: true }));
   const themes = h('div.seg.themes', { role: 'group', 'aria-label': 'Light or dark' }, THEMES.map(([name, title]) =>
     h('button', { type: 'button', data: { theme: name || 'system' }, onclick: () => studio.setTheme(name) }, title)));
-  const swap = h('button.btn.ghost.swap', { type: 'button', 'aria-label': 'Switch between light and dark', title: 'Light or dark',
-    onclick: () => studio.setTheme(document.documentElement.dataset.theme === 'dark' ? 'light' : 'dark') }, '◐');
-  const help = h('button.btn.ghost.s.help-key', { type: 'button', title: 'Keyboard shortcuts', onclick: showShortcuts }, 'Shortcuts ', h('kbd', {}, '?'));
-  return h('nav.rail#rail', { 'aria-label': 'Pages' }, brand(), pages().map(link), h('div.grow'), h('a.job#job', { hidden: true }), help, themes, swap);
+  const swap = h('button.btn.ghost.swap',
+    { type: 'button', 'aria-label': 'Switch between light and dark', title: 'Light or dark',
+      onclick: () => studio.setTheme(document.documentElement.dataset.theme === 'dark' ? 'light' : 'dark') }, '◐');
+  const help = h('button.btn.ghost.s.help-key', { type: 'button', title: 'Keyboard shortcuts', onclick: showShortcuts },
+    'Shortcuts ', h('kbd', {}, '?'));
+  return h('nav.rail#rail', { 'aria-label': 'Pages' }, brand(), pages().map(link), h('div.grow'),
+    h('a.job#job', { hidden: true }), help, themes, swap);
 }
 
 function showShortcuts() {
-  const rows = studio.shortcuts.map(key => h('tr', {}, h('td', {}, key.keys.split(' ').map(k => h('kbd', {}, KEYS[k] || k))),
-    h('td', {}, key.text, key.screen ? h('span.dim', {}, ` (${key.screen})`) : null)));
-  const dialog = h('dialog.dialog', { 'aria-label': 'Keyboard shortcuts', onclose: () => dialog.remove() }, h('h2', {}, 'Keyboard shortcuts'),
+  const rows = studio.shortcuts.map(
+    key => h('tr', {}, h('td', {}, key.keys.split(' ').map(k => h('kbd', {}, KEYS[k] || k))),
+      h('td', {}, key.text, key.screen ? h('span.dim', {}, ` (${key.screen})`) : null)));
+  const dialog = h('dialog.dialog', { 'aria-label': 'Keyboard shortcuts', onclose: () => dialog.remove() },
+    h('h2', {}, 'Keyboard shortcuts'),
     h('table', {}, h('tbody', {}, rows)), h('form.row-end', { method: 'dialog' }, h('button.btn', {}, 'Close')));
   document.body.append(dialog);
   dialog.showModal();
 }
 
-/** Which screen an address belongs to: one run has another screen than all runs. Undefined for an address that leads nowhere. */
+/**
+ * Which screen an address belongs to: one run has another screen than all runs. Undefined for an address that leads
+ * nowhere.
+ */
 function screenOf(place) {
   const [first, second] = place;
   if (first === 'runs' && second) return 'run';
@@ -70,7 +83,8 @@ async function route() {
   studio.setShown(name);
   document.documentElement.dataset.screen = name;
   for (const [page] of pages()) {
-    const link = document.querySelector(`#nav-${page}`), isOn = page === (name === 'run' || name === 'compare' ? 'runs' : name);
+    const link = document.querySelector(`#nav-${page}`),
+      isOn = page === (name === 'run' || name === 'compare' ? 'runs' : name);
     link.classList.toggle('on', isOn);
     if (isOn) link.setAttribute('aria-current', 'page'); else link.removeAttribute('aria-current');
   }
@@ -113,12 +127,14 @@ function drawJob() {
   const left = run.eta_s === null ? run.state : `${studio.duration(run.eta_s)} left`;
   place.href = studio.link('runs', run.name);
   place.dataset.run = run.name;
-  place.setAttribute('aria-label', `${run.state}: ${run.title}, step ${run.step} of ${run.num_steps || run.length}, ${left}`);
+  place.setAttribute('aria-label',
+    `${run.state}: ${run.title}, step ${run.step} of ${run.num_steps || run.length}, ${left}`);
   place.style.setProperty('--share', `${share}%`);
   studio.fill(place, [run, more], () => [
     h('span.job-name', {}, h('i.dot'), h('b', {}, run.title), more ? h('span.tag', {}, `+${more}`) : null),
     h('span.bar', {}, h('i', { style: { width: `${share}%` } })),
-    h('span.job-facts', {}, h('span', {}, `${studio.count(run.step)} / ${run.num_steps ? studio.count(run.num_steps) : run.length}`), h('span', {}, left)),
+    h('span.job-facts', {}, h('span', {},
+      `${studio.count(run.step)} / ${run.num_steps ? studio.count(run.num_steps) : run.length}`), h('span', {}, left)),
     h('span.job-share', {}, `${Math.round(share)} %`)]);
 }
 
@@ -155,7 +171,8 @@ function mount(element) {
   element.replaceChildren(h('div#studio', {},
     h('div#lost', { role: 'alert', hidden: true }),
     rail(), h('main#pages', {}), h('div#toasts')));
-  if (studio.facts.unwritable) document.querySelector('#pages').prepend(h('div#unwritable', {}, studio.alert(studio.facts.unwritable)));
+  if (studio.facts.unwritable) document.querySelector('#pages')
+    .prepend(h('div#unwritable', {}, studio.alert(studio.facts.unwritable)));
   for (const [name, { title, rail: { key } }] of pages()) studio.shortcut(`g ${key}`, title, () => studio.go(name));
   studio.shortcut('?', 'Show the shortcuts', showShortcuts);
   addEventListener('hashchange', route);
@@ -163,8 +180,10 @@ function mount(element) {
   route();
   every(LIVE_EVERY_S, beat, mayNotify)(); // a notice is for whoever looks elsewhere
   every(LIVE_EVERY_S, async () => { await studio.screens[studio.shown].tick?.(studio.place()); });
-  new MutationObserver(() => document.body.classList.contains('dark') === (document.documentElement.dataset.theme === 'dark')
-    || studio.setTheme(studio.kept('theme') || '')).observe(document.body, { attributes: true, attributeFilter: ['class'] });
+  new MutationObserver(() =>
+    document.body.classList.contains('dark') === (document.documentElement.dataset.theme === 'dark')
+    || studio.setTheme(studio.kept('theme') || ''))
+    .observe(document.body, { attributes: true, attributeFilter: ['class'] });
 }
 
 /** Wait for gradio's element. When the document is parsed, all scripts in it have registered their screens. */

@@ -1,16 +1,23 @@
 // Samples in full size, over the page: `lightbox(items, index)`. An item has a `title`, a `text` below it, and one
-// of `src` (an address), `load` (returns one later, or null), `written` (a sample that is text) and `played` ({ src, type } of
+// of `src` (an address), `load` (returns one later, or null), `written` (a sample that is text) and `played` ({ src,
+// type } of
 // one with a duration; `src` of the item is its poster).
 // @ts-check
 import * as studio from './core.js';
 import { h } from './core.js';
 
 export function lightbox(items, index = 0) {
-  const before = studio.focused(), image = h('img', { alt: '' }), written = h('pre.written', { tabIndex: 0 }), player = h('video', { controls: true, loop: true });
+  const before = studio.focused(), image = h('img', { alt: '' }), written = h('pre.written', { tabIndex: 0 }),
+    player = h('video', { controls: true, loop: true });
   const title = h('b'), text = h('p'), problem = h('div.missing', {}, 'missing');
   const step = by => () => show((index + by + items.length) % items.length);
-  const arrow = (name, sign, by) => h('button.btn', { type: 'button', title: name, 'aria-label': name, hidden: items.length < 2, onclick: step(by) }, sign);
-  const dialog = h('dialog.lightbox#lightbox', { 'aria-label': 'Sample in full size', onclose: () => { dialog.remove(); before?.focus?.(); },
+  const arrow = (name, sign, by) =>
+    h('button.btn', { type: 'button', title: name, 'aria-label': name, hidden: items.length < 2, onclick: step(by) },
+      sign);
+  const dialog = h('dialog.lightbox#lightbox', { 'aria-label': 'Sample in full size', onclose: () => {
+    dialog.remove();
+    before?.focus?.();
+  },
     onclick: event => event.target === dialog && dialog.close(),
     onkeydown: event => {
       const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];

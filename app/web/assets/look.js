@@ -1,4 +1,5 @@
-// A closer look at the images of the screen Data: the crop of one with its focus point, near copies and what differs from
+// A closer look at the images of the screen Data: the crop of one with its focus point, near copies and what differs
+// from
 // the others, and the images before an edit next to those after it.
 // @ts-check
 import * as studio from './core.js';
@@ -10,7 +11,8 @@ const LISTS = [['blurred', 'Blurred'], ['flat', 'Low contrast'], ['enlarged', 'E
 const percent = share => `${100 * share}%`, rounded = share => `${Math.round(100 * share)} %`;
 /** @type {HTMLElement} */
 let root;
-let page = /** @type {any} */ (null), state = /** @type {any} */ (null), pair = /** @type {any} */ (null), shownKey = '', hinted = '', isAsking = false;
+let page = /** @type {any} */ (null), state = /** @type {any} */ (null), pair = /** @type {any} */ (null),
+  shownKey = '', hinted = '', isAsking = false;
 const parts = {};
 
 // --- the crop of one image ----------------------------------------------------------------------------------------
@@ -18,14 +20,23 @@ const parts = {};
 /** Show how an image is cropped, and let a click or the arrow keys move what stays in the middle. */
 async function crop(image, name) {
   const before = studio.focused();
-  let now = /** @type {any} */ (null), point = [0.5, 0.5], chosen = 0, timer = 0, isChanged = false, saving = Promise.resolve();
-  const picture = h('img', { alt: '', draggable: false }), frame = h('span.kept'), cross = h('span.cross'), inner = h('span.whole', {}, picture);
-  const stage = h('div.stage', { tabIndex: 0, role: 'group', onclick: clicked, onkeydown: pressed }, inner, frame, cross);
-  const sizes = h('div.seg', { role: 'group', 'aria-label': 'Size' }), words = h('p', { role: 'status' }), help = h('p.dim.sm'), message = h('div');
-  const middle = h('button.btn', { type: 'button', onclick: () => { clearTimeout(timer); save(null); } }, 'Back to the middle');
+  let now = /** @type {any} */ (null), point = [0.5, 0.5], chosen = 0, timer = 0, isChanged = false,
+    saving = Promise.resolve();
+  const picture = h('img', { alt: '', draggable: false }), frame = h('span.kept'), cross = h('span.cross'),
+    inner = h('span.whole', {}, picture);
+  const stage = h('div.stage', { tabIndex: 0, role: 'group', onclick: clicked, onkeydown: pressed }, inner, frame,
+    cross);
+  const sizes = h('div.seg', { role: 'group', 'aria-label': 'Size' }), words = h('p', { role: 'status' }),
+    help = h('p.dim.sm'), message = h('div');
+  const middle = h('button.btn', { type: 'button', onclick: () => {
+    clearTimeout(timer);
+    save(null);
+  } }, 'Back to the middle');
   const undo = h('button.btn', { type: 'button', onclick: takeBack }, 'Undo');
   const close = h('button.btn.main', { type: 'button', onclick: () => dialog.close() }, 'Close');
-  const dialog = h('dialog.dialog#crop', { 'aria-label': `Crop of ${name}`, onclose: ended }, h('h2', {}, 'Crop'), h('p.dim.sm.name', {}, name), h('div.view', {}, stage), sizes, words, help, message, h('div.row-end', {}, undo, middle, close));
+  const dialog = h('dialog.dialog#crop', { 'aria-label': `Crop of ${name}`, onclose: ended }, h('h2', {}, 'Crop'),
+    h('p.dim.sm.name', {}, name), h('div.view', {}, stage), sizes, words, help, message,
+    h('div.row-end', {}, undo, middle, close));
 
   function ended() {
     dialog.remove();
@@ -95,8 +106,11 @@ async function crop(image, name) {
 
   function draw() {
     const one = now.frames[chosen] || { start: [0, 0], kept: [1, 1] };
-    const low = one.start.map(start => Math.min(0, start)), all = one.kept.map((kept, side) => Math.max(1, one.start[side] + kept) - low[side]);
-    const box = (start, kept) => ({ left: percent((start[0] - low[0]) / all[0]), top: percent((start[1] - low[1]) / all[1]), width: percent(kept[0] / all[0]), height: percent(kept[1] / all[1]) });
+    const low = one.start.map(start => Math.min(0, start)),
+      all = one.kept.map((kept, side) => Math.max(1, one.start[side] + kept) - low[side]);
+    const box = (start, kept) =>
+      ({ left: percent((start[0] - low[0]) / all[0]), top: percent((start[1] - low[1]) / all[1]),
+        width: percent(kept[0] / all[0]), height: percent(kept[1] / all[1]) });
     const place = (element, styles) => Object.assign(element.style, styles);
     const aspect = now.width * all[0] / (now.height * all[1]);
     place(stage, { aspectRatio: String(aspect), background: now.fit === 'pad' ? now.background : 'none' });
@@ -106,10 +120,19 @@ async function crop(image, name) {
     frame.classList.toggle('out', !!one.is_left_out);
     frame.classList.toggle('all', one.kept.every(kept => kept >= 1));
     if (!picture.getAttribute('src')) picture.src = now.address;
-    fill(sizes, [now.frames.map(({ size }) => size), chosen], () => now.frames.map(({ size, is_left_out }, at) => h(is_left_out ? 'button.out' : 'button', { type: 'button', 'aria-pressed': String(at === chosen), onclick: () => { chosen = at; draw(); } }, size.join(' × '))));
+    fill(sizes, [now.frames.map(({ size }) => size), chosen],
+      () => now.frames.map(({ size, is_left_out }, at) =>
+        h(is_left_out ? 'button.out' : 'button',
+          { type: 'button', 'aria-pressed': String(at === chosen), onclick: () => {
+            chosen = at;
+            draw();
+          } }, size.join(' × '))));
     sizes.hidden = now.frames.length < 2;
     say(words, now.frames.length ? described(one) : 'It is not known at which sizes this image is trained.');
-    say(help, now.fixed || 'Click on what shall stay in the middle, or move it with the arrow keys. It is saved at once, in metadata.jsonl of the folder.');
+    say(help,
+      now.fixed
+        || 'Click on what shall stay in the middle, or move it with the arrow keys. It is saved at once, in ' +
+          'metadata.jsonl of the folder.');
     middle.disabled = !!now.fixed || !now.is_set;
     undo.disabled = !now.undo;
     undo.title = now.undo ? `The last change was to ${now.undo}` : '';
@@ -119,18 +142,27 @@ async function crop(image, name) {
 
   function drawCross() {
     const one = now.frames[chosen] || { start: [0, 0], kept: [1, 1] };
-    const low = one.start.map(start => Math.min(0, start)), all = one.kept.map((kept, side) => Math.max(1, one.start[side] + kept) - low[side]);
+    const low = one.start.map(start => Math.min(0, start)),
+      all = one.kept.map((kept, side) => Math.max(1, one.start[side] + kept) - low[side]);
     cross.hidden = !!now.fixed;
-    Object.assign(cross.style, { left: percent((point[0] - low[0]) / all[0]), top: percent((point[1] - low[1]) / all[1]) });
-    stage.setAttribute('aria-label', now.fixed ? `Crop of ${name}` : `Focus point, ${rounded(point[0])} from the left, ${rounded(point[1])} from the top. The arrow keys move it.`);
+    Object.assign(cross.style,
+      { left: percent((point[0] - low[0]) / all[0]), top: percent((point[1] - low[1]) / all[1]) });
+    stage.setAttribute('aria-label',
+      now.fixed ? `Crop of ${name}`
+        : `Focus point, ${rounded(point[0])} from the left, ${rounded(
+          point[1])} from the top. The arrow keys move it.`);
   }
 
   function described({ size, scale, cut, kept, is_left_out }) {
     const scaled = `${size.join(' × ')}: scaled × ${scale.toFixed(2)}${scale > 1.005 ? ' (enlarged)' : ''}`;
-    if (is_left_out) return `${scaled}, ${rounded(cut)} would be cut off. Left out: data.most_cropped allows ${rounded(now.most_cropped)}.`;
+    if (is_left_out)
+      return `${scaled}, ${rounded(cut)} would be cut off. Left out: data.most_cropped allows ${rounded(
+        now.most_cropped)}.`;
     if (now.fit !== 'pad') return `${scaled}, ${cut >= 0.005 ? `${rounded(cut)} cut off` : 'nothing cut off'}.`;
     const border = Math.max(...kept) - 1;
-    return `${scaled}, ${border >= 0.005 ? `borders of ${rounded(border / (1 + border) / 2)} on each side, in ${now.background}` : 'no borders'}; nothing cut off.`;
+    return `${scaled}, ${border >= 0.005
+      ? `borders of ${rounded(border / (1 + border) / 2)} on each side, in ${now.background}`
+      : 'no borders'}; nothing cut off.`;
   }
 
   document.body.append(dialog);
@@ -157,7 +189,8 @@ function draw() {
   parts.help.hidden = !!state;
   if (isRunning) {
     const { num_done, num_images } = state;
-    say(parts.count, num_done < num_images ? `${studio.count(num_done)} of ${counted(num_images, 'image')}` : 'Comparing …');
+    say(parts.count, num_done < num_images ? `${studio.count(num_done)} of ${counted(num_images, 'image')}`
+      : 'Comparing …');
     parts.bar.firstChild.style.width = percent(num_done / num_images);
     parts.bar.setAttribute('aria-valuenow', String(num_done));
     parts.bar.setAttribute('aria-valuemax', String(num_images));
@@ -166,28 +199,52 @@ function draw() {
 }
 
 function results(mark) {
-  const marks = [['leaks', 'Held-out copies', state.num_leaks], ['copies', 'Copies', state.num_groups], ...LISTS.map(([name, word]) => [name, word, state.lists[name].count])].filter(([, , count]) => count);
-  const ended = state.is_complete ? '' : `Stopped after ${studio.count(state.num_done)} of ${counted(state.num_images, 'image')}; what was seen is remembered. `;
+  const marks = [['leaks', 'Held-out copies', state.num_leaks], ['copies', 'Copies', state.num_groups],
+    ...LISTS.map(([name, word]) => [name, word, state.lists[name].count])].filter(([, , count]) => count);
+  const ended = state.is_complete ? ''
+    : `Stopped after ${studio.count(state.num_done)} of ${counted(state.num_images,
+      'image')}; what was seen is remembered. `;
   return [
     state.problem ? studio.alert(state.problem) : null,
-    state.is_outdated ? h('p.notice.warn', {}, 'Images were added or removed since. Look again: only the new ones are read.') : null,
-    state.num_leaks ? h('p.notice.bad', { role: 'alert' }, `${counted(state.num_leaks, 'group')} of copies ${state.num_leaks === 1 ? 'has' : 'have'} an image that is held out and one that is trained on: the validation loss then shows what was memorized.`) : null,
-    h('p.dim.sm', { role: 'status' }, `${ended}${marks.length ? '' : 'No near copies, nothing blurred, flat or enlarged. '}${counted(state.num_done, 'image')} in ${studio.duration(state.seconds)}.`),
-    marks.length ? h('div.chips', { role: 'group', 'aria-label': 'Show only' }, marks.map(([name, word, count]) => chip(name, `${word} ${studio.count(count)}`, mark))) : null,
+    state.is_outdated ? h('p.notice.warn', {},
+      'Images were added or removed since. Look again: only the new ones are read.') : null,
+    state.num_leaks ? h('p.notice.bad', { role: 'alert' },
+      `${counted(state.num_leaks, 'group')} of copies ${state.num_leaks === 1 ? 'has' : 'have'} an image that is ` +
+      'held out and one that is trained on: the validation loss then shows what was memorized.') : null,
+    h('p.dim.sm', { role: 'status' },
+      `${ended}${marks.length ? ''
+        : 'No near copies, nothing blurred, flat or enlarged. '}${counted(state.num_done,
+          'image')} in ${studio.duration(state.seconds)}.`),
+    marks.length ? h('div.chips', { role: 'group', 'aria-label': 'Show only' },
+      marks.map(([name, word, count]) => chip(name, `${word} ${studio.count(count)}`, mark))) : null,
     state.failure ? h('p.sm.wrong', {}, state.failure) : null,
-    state.groups.map((group, number) => h('div.group', { data: { group: number } }, h('div.line', {}, h('b', {}, group.leaks ? h('span.tag.bad', {}, 'held out') : null, ` ${counted(group.count, 'image')} alike`), chip(String(number), 'Show', mark)),
-      h('div.alike', {}, group.images.map(one => tile(one, group.images))), group.count > group.images.length ? h('p.dim.sm', {}, `and ${studio.count(group.count - group.images.length)} more`) : null)),
-    state.num_groups > state.groups.length ? h('p.dim.sm', {}, `and ${counted(state.num_groups - state.groups.length, 'group')} more`) : null,
-    LISTS.filter(([name]) => name !== 'failed' && state.lists[name].count).map(([name, word]) => h('details', { data: { list: name } }, h('summary', {}, `${word}: ${counted(state.lists[name].count, 'image')}`),
-      h('div.alike', {}, state.lists[name].images.map(one => tile(one, state.lists[name].images)))))];
+    state.groups.map((group, number) =>
+      h('div.group', { data: { group: number } },
+        h('div.line', {}, h('b', {}, group.leaks ? h('span.tag.bad', {}, 'held out') : null,
+          ` ${counted(group.count, 'image')} alike`), chip(String(number), 'Show', mark)),
+        h('div.alike', {}, group.images.map(one => tile(one, group.images))),
+        group.count > group.images.length
+          ? h('p.dim.sm', {}, `and ${studio.count(group.count - group.images.length)} more`) : null)),
+    state.num_groups > state.groups.length
+      ? h('p.dim.sm', {}, `and ${counted(state.num_groups - state.groups.length, 'group')} more`) : null,
+    LISTS.filter(([name]) => name !== 'failed' && state.lists[name].count)
+      .map(([name, word]) => h('details', { data: { list: name } },
+        h('summary', {}, `${word}: ${counted(state.lists[name].count, 'image')}`),
+        h('div.alike', {}, state.lists[name].images.map(one => tile(one, state.lists[name].images)))))];
 }
 
-const chip = (name, text, mark) => h('button.chip', { type: 'button', data: { mark: name }, 'aria-pressed': String(mark === name), onclick: () => page.choose(mark === name ? '' : name) }, text);
+const chip = (name, text, mark) =>
+  h('button.chip', { type: 'button', data: { mark: name }, 'aria-pressed': String(mark === name),
+    onclick: () => page.choose(mark === name ? '' : name) }, text);
 
 function tile(one, all) {
-  const picture = h('img.image', { alt: '', loading: 'lazy' }), role = [one.is_mirrored ? 'mirrored' : '', one.is_held_out ? 'held out' : one.is_own === false ? 'regularization' : ''].filter(Boolean).join(', ');
+  const picture = h('img.image', { alt: '', loading: 'lazy' }),
+    role = [one.is_mirrored ? 'mirrored' : '',
+      one.is_held_out ? 'held out' : one.is_own === false ? 'regularization' : ''].filter(Boolean).join(', ');
   setTimeout(() => page.load(one.image, picture));
-  return h('button.one', { type: 'button', 'aria-label': `Enlarge ${one.name}`, title: one.name, onclick: () => page.enlarge(one.image, all) }, picture, h('span.sm.dim', {}, one.name), role ? h(one.is_held_out ? 'span.sm.role.acc' : 'span.sm.role', {}, role) : null);
+  return h('button.one', { type: 'button', 'aria-label': `Enlarge ${one.name}`, title: one.name,
+    onclick: () => page.enlarge(one.image, all) }, picture, h('span.sm.dim', {}, one.name),
+    role ? h(one.is_held_out ? 'span.sm.role.acc' : 'span.sm.role', {}, role) : null);
 }
 
 async function ask() {
@@ -218,7 +275,9 @@ async function end(button) {
 
 // --- edit pairs ---------------------------------------------------------------------------------------------------
 
-const question = ({ name, num_matched, num_images }) => `The folder “${name}” has an image of the same name for ${studio.count(num_matched)} of ${counted(num_images, 'image')}. Are those the images before an edit?`;
+const question = ({ name, num_matched, num_images }) =>
+  `The folder “${name}” has an image of the same name for ${studio.count(num_matched)} of ${counted(num_images,
+    'image')}. Are those the images before an edit?`;
 
 async function askPair() {
   try { pair = await call('look_suggestion'); } catch (error) {
@@ -226,7 +285,10 @@ async function askPair() {
     pair = null;
   }
   parts.pair.hidden = !pair;
-  fill(parts.pair, pair, () => !pair ? [] : [h('p', {}, question(pair)), h('button.btn.s#use-pairs', { type: 'button', onclick: event => usePair(event.currentTarget) }, 'Train edits of them')]);
+  fill(parts.pair, pair, () => !pair ? []
+    : [h('p', {}, question(pair)),
+      h('button.btn.s#use-pairs', { type: 'button', onclick: event => usePair(event.currentTarget) },
+        'Train edits of them')]);
 }
 
 async function usePair(button) {
@@ -245,24 +307,35 @@ export const look = {
   /** Make the panel "Look closer". */
   panel() {
     parts.said = h('div', { 'aria-live': 'polite' });
-    parts.help = h('p.dim.sm', {}, 'Reads every image once, on one core: finds near copies, also mirrored and held-out ones, and images that are blurred, flat or enlarged.');
-    parts.start = h('button.btn.s#look-start', { type: 'button', onclick: event => begin(event.currentTarget) }, 'Look at all images');
+    parts.help = h('p.dim.sm', {},
+      'Reads every image once, on one core: finds near copies, also mirrored and held-out ones, and images that ' +
+      'are blurred, flat or enlarged.');
+    parts.start = h('button.btn.s#look-start', { type: 'button', onclick: event => begin(event.currentTarget) },
+      'Look at all images');
     parts.stop = h('button.btn.s#look-stop', { type: 'button', onclick: event => end(event.currentTarget) }, 'Stop');
     parts.bar = h('div.bar', { role: 'progressbar', 'aria-label': 'Images looked at', 'aria-valuemin': '0' }, h('i'));
-    parts.now = h('div', { hidden: true }, h('div.line', {}, (parts.count = h('b', { role: 'status' })), parts.stop), parts.bar);
+    parts.now = h('div', { hidden: true }, h('div.line', {}, (parts.count = h('b', { role: 'status' })), parts.stop),
+      parts.bar);
     parts.found = h('div#look-found');
-    root = h('section.card#card-look', { 'aria-labelledby': 'h-look', hidden: true }, h('div.ttl', {}, h('h2#h-look', {}, 'Look closer'), h('span.grow'), parts.start), parts.help, parts.now, parts.said, parts.found);
+    root = h('section.card#card-look', { 'aria-labelledby': 'h-look', hidden: true },
+      h('div.ttl', {}, h('h2#h-look', {}, 'Look closer'), h('span.grow'), parts.start), parts.help, parts.now,
+      parts.said, parts.found);
     return root;
   },
   /** The button of a card that opens its crop. */
-  cropButton: card => h('button.look', { type: 'button', title: 'Crop and focus point of the image', onclick: () => crop(card.data.image, card.data.name) }, 'Crop'),
+  cropButton: card => h('button.look',
+    { type: 'button', title: 'Crop and focus point of the image',
+      onclick: () => crop(card.data.image, card.data.name) }, 'Crop'),
   /** Show the images that a card's image is made from in front of it. */
   pair(card, { references, name }) {
     card.element.classList.toggle('edit', !!references.length);
     fill(card.sources, [references, name], () => references.length ? [references.map((one, at) => {
       const picture = h('img', { alt: '' });
       setTimeout(() => page.load(one.image, picture));
-      return h('button.before', { type: 'button', 'aria-label': `Enlarge ${one.name}, before the edit`, title: one.name, onclick: () => page.enlarge(one.image, references) }, picture, h('span.tag', {}, references.length > 1 ? `before ${at + 1}` : 'before'));
+      return h('button.before',
+        { type: 'button', 'aria-label': `Enlarge ${one.name}, before the edit`, title: one.name,
+          onclick: () => page.enlarge(one.image, references) }, picture,
+          h('span.tag', {}, references.length > 1 ? `before ${at + 1}` : 'before'));
     }), h('span.arrow', { 'aria-hidden': 'true' }, '→')] : []);
   },
   /** Show the borders around the image of a card, where it is trained with some. */
@@ -270,16 +343,25 @@ export const look = {
     if (!kept.some(share => share > 1)) return;
     const aspect = width * kept[0] / (height * kept[1]);
     button.classList.add('padded');
-    const inside = { '--left': percent(-start[0] / kept[0]), '--top': percent(-start[1] / kept[1]), '--width': percent(1 / kept[0]), '--height': percent(1 / kept[1]) };
-    for (const [name, value] of Object.entries({ 'aspect-ratio': String(aspect), '--aspect': aspect, background, ...inside })) button.style.setProperty(name, value);
+    const inside = { '--left': percent(-start[0] / kept[0]), '--top': percent(-start[1] / kept[1]),
+      '--width': percent(1 / kept[0]), '--height': percent(1 / kept[1]) };
+    for (const [name, value] of Object.entries(
+      { 'aspect-ratio': String(aspect), '--aspect': aspect, background, ...inside })) button.style.setProperty(name,
+      value);
   },
-  /** Suggest the folder before an edit in New run. key: what the answer depends on; nothing is asked while its last item is empty. */
+  /**
+   * Suggest the folder before an edit in New run. key: what the answer depends on; nothing is asked while its last item
+   * is empty.
+   */
   async hint(place, key, use) {
     const text = JSON.stringify(key);
     if (hinted === text) return;
     hinted = text;
     const found = key.at(-1) ? await call('look_suggestion').catch(() => null) : null;
-    if (hinted === text) fill(place, found, () => found ? [h('p.notice', {}, question(found), ' ', h('button.btn.s', { type: 'button', onclick: () => use(found.folder) }, 'Train edits of them'))] : []);
+    if (hinted === text) fill(place, found,
+      () => found
+        ? [h('p.notice', {}, question(found), ' ',
+          h('button.btn.s', { type: 'button', onclick: () => use(found.folder) }, 'Train edits of them'))] : []);
   },
   /** The screen shows this answer. */
   shown(data) {

@@ -15,7 +15,10 @@ addEventListener('beforeunload', event => { if (unsaved.size || current?.isChang
 
 // --- PNG ------------------------------------------------------------------------------------------------------------
 
-const CRC = Uint32Array.from({ length: 256 }, (_, number) => { for (let bit = 0; bit < 8; bit++) number = number & 1 ? 0xedb88320 ^ (number >>> 1) : number >>> 1; return number; });
+const CRC = Uint32Array.from({ length: 256 }, (_, number) => {
+  for (let bit = 0; bit < 8; bit++) number = number & 1 ? 0xedb88320 ^ (number >>> 1) : number >>> 1;
+  return number;
+});
 
 function chunk(type, body) {
   const bytes = new Uint8Array(12 + body.length), view = new DataView(bytes.buffer);
@@ -38,7 +41,8 @@ async function encoded(levels, width, height) {
   sizes.setUint32(0, width);
   sizes.setUint32(4, height);
   head[8] = 8;
-  const packed = new Uint8Array(await new Response(new Blob([rows]).stream().pipeThrough(new CompressionStream('deflate'))).arrayBuffer());
+  const packed = new Uint8Array(
+    await new Response(new Blob([rows]).stream().pipeThrough(new CompressionStream('deflate'))).arrayBuffer());
   const png = [[137, 80, 78, 71, 13, 10, 26, 10], chunk('IHDR', head), chunk('IDAT', packed), chunk('IEND', [])];
   const bytes = new Uint8Array(await new Blob(png.map(part => Uint8Array.from(part))).arrayBuffer()), letters = [];
   for (let at = 0; at < bytes.length; at += 32768) letters.push(String.fromCharCode(...bytes.subarray(at, at + 32768)));
@@ -58,7 +62,8 @@ const canvas = (width, height) => Object.assign(document.createElement('canvas')
 async function levelsOf(src, width, height) {
   const levels = new Uint8Array(width * height);
   if (!src) return levels;
-  const context = /** @type {CanvasRenderingContext2D} */ (canvas(width, height).getContext('2d', { willReadFrequently: true }));
+  const context = /** @type {CanvasRenderingContext2D} */ (canvas(width, height)
+    .getContext('2d', { willReadFrequently: true }));
   context.drawImage(await loaded(src), 0, 0, width, height);
   const { data } = context.getImageData(0, 0, width, height);
   for (let at = 0; at < levels.length; at++) levels[at] = data[4 * at];
@@ -67,7 +72,10 @@ async function levelsOf(src, width, height) {
 
 // --- painting -------------------------------------------------------------------------------------------------------
 
-/** What is painted, as the alpha of a canvas, with everything that can be undone. `changed` is called with the rectangle [x, y, width, height] of each change. */
+/**
+ * What is painted, as the alpha of a canvas, with everything that can be undone. `changed` is called with the rectangle
+ * [x, y, width, height] of each change.
+ */
 class Painting {
   /** @type {any} */ now; /** @type {any} */ before; /** @type {any} */ width; /** @type {any} */ height;
   /** @type {any} */ changed; /** @type {any} */ stroke; /** @type {any} */ past; /** @type {any} */ future;
@@ -110,8 +118,10 @@ class Painting {
       context.lineTo(toX, toY);
       context.stroke();
     }
-    const edge = radius + 2, left = Math.floor(Math.min(fromX, toX) - edge), top = Math.floor(Math.min(fromY, toY) - edge);
-    const part = this.inside([left, top, Math.ceil(Math.max(fromX, toX) + edge) - left, Math.ceil(Math.max(fromY, toY) + edge) - top]);
+    const edge = radius + 2, left = Math.floor(Math.min(fromX, toX) - edge),
+      top = Math.floor(Math.min(fromY, toY) - edge);
+    const part = this.inside(
+      [left, top, Math.ceil(Math.max(fromX, toX) + edge) - left, Math.ceil(Math.max(fromY, toY) + edge) - top]);
     if (!part) return;
     this.stroke = this.stroke ? around(this.stroke, part) : part;
     this.changed(part);
@@ -119,7 +129,8 @@ class Painting {
 
   /** @param {number[]} part */
   inside([x, y, width, height]) {
-    const left = Math.max(0, x), top = Math.max(0, y), right = Math.min(this.width, x + width), bottom = Math.min(this.height, y + height);
+    const left = Math.max(0, x), top = Math.max(0, y), right = Math.min(this.width, x + width),
+      bottom = Math.min(this.height, y + height);
     return right > left && bottom > top ? [left, top, right - left, bottom - top] : null;
   }
 
@@ -182,7 +193,8 @@ function around([x, y, width, height], [left, top, wide, high]) {
 // --- the dialog -----------------------------------------------------------------------------------------------------
 
 const TOOLS = [['brush', 'Brush', 'b'], ['erase', 'Erase', 'e'], ['object', 'Object', 'o']];
-const MODEL = 'facebook/sam2.1-hiera-tiny', FOUND = [0, 190, 255], LEAST_BOX = 6; // pixels of the window that a box is wide
+const MODEL = 'facebook/sam2.1-hiera-tiny', FOUND = [0, 190, 255];
+const LEAST_BOX = 6; // pixels of the window that a box is wide
 
 /** The dialog for one image. found: what the server says about it. */
 class Dialog {
@@ -201,7 +213,8 @@ class Dialog {
   /** @type {any} */ isDone; /** @type {any} */ brought;
 
   constructor(image, name, found, levels) {
-    Object.assign(this, { image, name, found, tool: 'brush', zoom: 1, pointers: new Map(), spot: null, isSaving: false, points: [], area: null, offered: null, asked: 0 });
+    Object.assign(this, { image, name, found, tool: 'brush', zoom: 1, pointers: new Map(), spot: null, isSaving: false,
+      points: [], area: null, offered: null, asked: 0 });
     this.digest = found.digest;
     this.numFormer = found.num_former;
     this.size = Math.max(4, Math.round(Math.max(found.width, found.height) / 16));
@@ -222,13 +235,18 @@ class Dialog {
   get isChanged() { return this.painting.past.length > 0; }
 
   build() {
-    const { found } = this, button = (name, key, action) => h('button.btn.s', { type: 'button', title: key ? `Key ${key}` : null, onclick: action }, name);
-    const range = (name, value, low, high, change) => h('input', { type: 'range', 'aria-label': name, min: low, max: high, value, oninput: event => change(Number(event.target.value)) });
-    this.tools = h('span.seg', { role: 'group', 'aria-label': 'Tool' }, TOOLS.map(([tool, word, key]) => h('button', { type: 'button', data: { tool }, title: `Key ${key}`, onclick: () => this.choose(tool) }, word)));
+    const { found } = this, button = (name, key, action) =>
+      h('button.btn.s', { type: 'button', title: key ? `Key ${key}` : null, onclick: action }, name);
+    const range = (name, value, low, high, change) =>
+      h('input', { type: 'range', 'aria-label': name, min: low, max: high, value,
+        oninput: event => change(Number(event.target.value)) });
+    this.tools = h('span.seg', { role: 'group', 'aria-label': 'Tool' },
+      TOOLS.map(([tool, word, key]) =>
+        h('button', { type: 'button', data: { tool }, title: `Key ${key}`, onclick: () => this.choose(tool) }, word)));
     this.sizes = range('Brush size', 0, 0, 100, share => this.resize(MOST_SIZE ** (share / 100)));
     this.sized = h('span.sized');
-    this.shading = range('Shade', 55, 0, 100, share => { this.shade.style.opacity = share / 100; });
-    this.shade.style.opacity = 0.55;
+    this.shading = range('Shade', 55, 0, 100, share => { this.shade.style.opacity = String(share / 100); });
+    this.shade.style.opacity = '0.55';
     this.undoes = button('Undo', 'Ctrl Z', () => this.painting.undo());
     this.redoes = button('Redo', 'Ctrl Y', () => this.painting.redo());
     this.formers = button('Former mask', '', () => this.bring());
@@ -238,20 +256,43 @@ class Dialog {
     this.cursor = h('div.cursor', { hidden: true });
     this.state = h('span', { role: 'status' });
     this.message = h('div', { 'aria-live': 'polite' });
-    this.stage = h('div.stage', {}, h('img', { src: found.image, alt: '', draggable: false }), this.shade, this.offer, this.cursor);
-    this.view = h('div.view', { tabIndex: 0, role: 'application', 'aria-label': `Mask of ${this.name}. Arrow keys move the brush, Enter paints, Shift with an arrow key paints a line.` }, this.stage);
-    this.model = h('input', { type: 'text', 'aria-label': 'Model', value: studio.kept('mask-model') || MODEL, spellcheck: false, onchange: () => studio.kept('mask-model', this.model.value) });
-    this.takes = [button('Add', 'Enter', () => this.take(true)), button('Take away', 'Delete', () => this.take(false)), button('Drop', 'Backspace', () => this.drop())];
-    this.objects = h('div.row', { hidden: true }, h('label', { title: 'A folder of transformers with a SAM 2 model, or a hub id that was downloaded' }, 'Model', this.model), this.takes,
-      h('span.dim', {}, 'Click the object, or draw a box around it; right-click or Alt-click what does not belong to it.'));
+    this.stage = h('div.stage', {}, h('img', { src: found.image, alt: '', draggable: false }), this.shade, this.offer,
+      this.cursor);
+    this.view = h('div.view',
+      { tabIndex: 0, role: 'application',
+        'aria-label':
+          `Mask of ${this.name}. Arrow keys move the brush, Enter paints, Shift with an arrow key paints a line.` },
+          this.stage);
+    this.model =
+      h('input', { type: 'text', 'aria-label': 'Model', value: studio.kept('mask-model') || MODEL, spellcheck: false,
+        onchange: () => studio.kept('mask-model', this.model.value) });
+    this.takes = [button('Add', 'Enter', () => this.take(true)), button('Take away', 'Delete', () => this.take(false)),
+      button('Drop', 'Backspace', () => this.drop())];
+    this.objects = h('div.row', { hidden: true },
+      h('label', { title: 'A folder of transformers with a SAM 2 model, or a hub id that was downloaded' }, 'Model',
+        this.model), this.takes,
+      h('span.dim', {},
+        'Click the object, or draw a box around it; right-click or Alt-click what does not belong to it.'));
     this.listen();
-    this.box = h('dialog.dialog.mask#mask', { 'aria-label': `Mask of ${this.name}`, onclose: () => this.closed(), oncancel: event => { event.preventDefault(); this.close(); }, onkeydown: event => this.key(event) },
-      h('div.row', {}, h('h2', {}, `Mask of ${this.name}`), h('span.dim', {}, found.size.join(' × ')), h('span.grow'), h('button.btn', { type: 'button', onclick: () => this.close() }, 'Close'), this.saves),
-      h('div.row', {}, this.tools, h('label', { title: 'Keys [ and ]' }, 'Size', this.sizes, this.sized), h('label', {}, 'Shade', this.shading),
-        button('Invert', 'i', () => this.painting.apply(level => 255 - level)), button('Fill', 'f', () => this.painting.apply(() => 255)), button('Clear', 'x', () => this.painting.apply(() => 0)),
-        this.undoes, this.redoes, h('span.grow'), button('−', '-', () => this.zoomBy(1 / ZOOM)), this.zoomed, button('+', '+', () => this.zoomBy(ZOOM))),
-      this.objects, this.message, this.view, h('div.row.foot', {}, this.state, h('span.grow'), this.formers, this.removes));
-    for (const one of this.box.querySelectorAll('.row .btn.s')) if (['−', '+'].includes(one.textContent)) one.setAttribute('aria-label', one.textContent === '+' ? 'Zoom in' : 'Zoom out');
+    this.box = h('dialog.dialog.mask#mask',
+      { 'aria-label': `Mask of ${this.name}`, onclose: () => this.closed(), oncancel: event => {
+        event.preventDefault();
+        this.close();
+      }, onkeydown: event => this.key(event) },
+      h('div.row', {}, h('h2', {}, `Mask of ${this.name}`), h('span.dim', {}, found.size.join(' × ')), h('span.grow'),
+        h('button.btn', { type: 'button', onclick: () => this.close() }, 'Close'), this.saves),
+      h('div.row', {}, this.tools, h('label', { title: 'Keys [ and ]' }, 'Size', this.sizes, this.sized),
+        h('label', {}, 'Shade', this.shading),
+        button('Invert', 'i', () => this.painting.apply(level => 255 - level)),
+        button('Fill', 'f', () => this.painting.apply(() => 255)),
+        button('Clear', 'x', () => this.painting.apply(() => 0)),
+        this.undoes, this.redoes, h('span.grow'), button('−', '-', () => this.zoomBy(1 / ZOOM)), this.zoomed,
+        button('+', '+', () => this.zoomBy(ZOOM))),
+      this.objects, this.message, this.view,
+      h('div.row.foot', {}, this.state, h('span.grow'), this.formers, this.removes));
+    for (const one of this.box.querySelectorAll('.row .btn.s'))
+      if (['−', '+'].includes(one.textContent)) one.setAttribute('aria-label',
+        one.textContent === '+' ? 'Zoom in' : 'Zoom out');
   }
 
   open() {
@@ -268,7 +309,9 @@ class Dialog {
     this.watch.observe(this.view);
   }
 
-  tell(text, isBad = false) { this.message?.replaceChildren(...(text ? [(isBad ? studio.alert : studio.note)(text)] : [])); }
+  tell(text, isBad = false) {
+    this.message?.replaceChildren(...(text ? [(isBad ? studio.alert : studio.note)(text)] : []));
+  }
 
   // drawing
 
@@ -299,9 +342,12 @@ class Dialog {
   /** Say how much is in the loss. */
   look() {
     const { found, painting } = this, levels = painting.levels();
-    const share = levels.reduce((sum, level) => sum + level, 0) / levels.length / 255, learned = share ? Math.max(1, Math.round(100 * share)) : 0;
+    const share = levels.reduce((sum, level) => sum + level, 0) / levels.length / 255,
+      learned = share ? Math.max(1, Math.round(100 * share)) : 0;
     const outside = `the shaded rest with ${found.background} (data.mask_background)`;
-    say(this.state, !share && !found.background ? 'Nothing is painted yet: paint the part that is to be in the loss.' : `${learned} % is in the loss with weight 1, ${outside}.${found.is_set ? '' : ` Save makes ${found.file.replace(/\/[^/]*$/, '')} this run’s mask folder.`}`);
+    say(this.state, !share && !found.background ? 'Nothing is painted yet: paint the part that is to be in the loss.'
+      : `${learned} % is in the loss with weight 1, ${outside}.${found.is_set ? ''
+        : ` Save makes ${found.file.replace(/\/[^/]*$/, '')} this run’s mask folder.`}`);
     this.box.dataset.learned = share.toFixed(4);
   }
 
@@ -314,7 +360,8 @@ class Dialog {
     this.formers.hidden = !this.numFormer;
     this.removes.hidden = !this.digest;
     this.saves.disabled = this.isSaving || !(this.isChanged || (this.digest && !found.is_set));
-    if (this.box.open && !document.querySelector('dialog[open]:not(#mask)')) studio.refocus(this.view); // a button that is disabled loses the focus
+    // a button that is disabled loses the focus
+    if (this.box.open && !document.querySelector('dialog[open]:not(#mask)')) studio.refocus(this.view);
   }
 
   choose(tool) {
@@ -336,17 +383,22 @@ class Dialog {
     this.spot = at;
     const { width, height } = this.found;
     this.cursor.hidden = !at || this.tool === 'object';
-    if (at) Object.assign(this.cursor.style, { left: `${100 * at[0] / width}%`, top: `${100 * at[1] / height}%`, width: `${100 * this.size / width}%`, height: `${100 * this.size / height}%` });
+    if (at) Object.assign(this.cursor.style,
+      { left: `${100 * at[0] / width}%`, top: `${100 * at[1] / height}%`, width: `${100 * this.size / width}%`,
+        height: `${100 * this.size / height}%` });
   }
 
   // zoom
 
   zoomTo(zoom, [clientX, clientY] = this.middle()) {
     const { view, stage, found } = this, before = stage.getBoundingClientRect();
-    const shareX = (clientX - before.left) / (before.width || 1), shareY = (clientY - before.top) / (before.height || 1);
+    const shareX = (clientX - before.left) / (before.width || 1),
+      shareY = (clientY - before.top) / (before.height || 1);
     this.zoom = Math.min(MOST_ZOOM, Math.max(1, zoom));
     const fit = Math.min(view.clientWidth / found.width, view.clientHeight / found.height);
-    Object.assign(stage.style, { width: `${Math.floor(found.width * fit * this.zoom)}px`, height: `${Math.floor(found.height * fit * this.zoom)}px` });
+    Object.assign(stage.style,
+      { width: `${Math.floor(found.width * fit * this.zoom)}px`,
+        height: `${Math.floor(found.height * fit * this.zoom)}px` });
     stage.classList.toggle('pixels', fit * this.zoom > 3);
     const after = stage.getBoundingClientRect();
     view.scrollLeft += after.left + shareX * after.width - clientX;
@@ -355,7 +407,10 @@ class Dialog {
   }
 
   zoomBy(factor, at) { this.zoomTo(this.zoom * factor, at); }
-  middle() { const box = this.view.getBoundingClientRect(); return [box.left + box.width / 2, box.top + box.height / 2]; }
+  middle() {
+    const box = this.view.getBoundingClientRect();
+    return [box.left + box.width / 2, box.top + box.height / 2];
+  }
 
   // pointers and keys
 
@@ -371,7 +426,10 @@ class Dialog {
     for (const name of ['pointerup', 'pointercancel']) view.addEventListener(name, event => this.up(event));
     view.addEventListener('pointerleave', event => { if (!this.pointers.has(event.pointerId)) this.hover(null); });
     view.addEventListener('contextmenu', event => event.preventDefault());
-    view.addEventListener('wheel', event => { event.preventDefault(); this.zoomBy(Math.exp(-event.deltaY / 400), [event.clientX, event.clientY]); }, { passive: false });
+    view.addEventListener('wheel', event => {
+      event.preventDefault();
+      this.zoomBy(Math.exp(-event.deltaY / 400), [event.clientX, event.clientY]);
+    }, { passive: false });
   }
 
   down(event) {
@@ -379,7 +437,8 @@ class Dialog {
     this.view.focus({ preventScroll: true });
     this.view.setPointerCapture(event.pointerId);
     this.pointers.set(event.pointerId, event);
-    if (this.pointers.size > 1) { this.painting.drop(); this.stroke = this.mark = null; return; } // two fingers move and zoom
+    // two fingers move and zoom
+    if (this.pointers.size > 1) { this.painting.drop(); this.stroke = this.mark = null; return; }
     if (event.button === 1 || this.isHeld) return; // the image is dragged
     if (this.tool === 'object') { this.mark = event; return; }
     this.stroke = { last: this.at(event), isErasing: this.tool === 'erase' || event.button === 2 };
@@ -411,8 +470,11 @@ class Dialog {
 
   /** The box from where the pointer went down; null while it is too small to be meant. */
   boxTo(event) {
-    const from = this.at(this.mark), to = this.at(event), isSmall = Math.max(Math.abs(event.clientX - this.mark.clientX), Math.abs(event.clientY - this.mark.clientY)) < LEAST_BOX;
-    return isSmall ? null : [0, 1].map(side => Math.min(from[side], to[side])).concat([0, 1].map(side => Math.max(from[side], to[side])));
+    const from = this.at(this.mark), to = this.at(event),
+      isSmall = Math.max(Math.abs(event.clientX - this.mark.clientX),
+        Math.abs(event.clientY - this.mark.clientY)) < LEAST_BOX;
+    return isSmall ? null : [0, 1].map(side => Math.min(from[side], to[side]))
+      .concat([0, 1].map(side => Math.max(from[side], to[side])));
   }
 
   /** A click was made, or a box was drawn: ask the model. */
@@ -449,7 +511,9 @@ class Dialog {
 
   /** Show what the model proposes, the clicks, and a box. */
   drawOffer(area = this.area) {
-    const context = this.offer.getContext('2d'), { width, height } = this.found, dot = Math.max(2, Math.max(width, height) / 200);
+    const context = /** @type {CanvasRenderingContext2D} */ (this.offer.getContext('2d'));
+    const { width, height } = this.found,
+      dot = Math.max(2, Math.max(width, height) / 200);
     context.clearRect(0, 0, width, height);
     if (this.offered) context.putImageData(this.offeredImage, 0, 0);
     Object.assign(context, { lineWidth: dot / 2, strokeStyle: '#fff' });
@@ -490,20 +554,34 @@ class Dialog {
   }
 
   pinch(event, before) {
-    const other = [...this.pointers.values()].find(one => one.pointerId !== event.pointerId), far = one => Math.hypot(one.clientX - other.clientX, one.clientY - other.clientY);
-    this.pan({ clientX: before.clientX / 2, clientY: before.clientY / 2 }, { clientX: event.clientX / 2, clientY: event.clientY / 2 });
-    this.zoomBy(far(event) / (far(before) || 1), [(event.clientX + other.clientX) / 2, (event.clientY + other.clientY) / 2]);
+    const other = [...this.pointers.values()].find(one => one.pointerId !== event.pointerId),
+      far = one => Math.hypot(one.clientX - other.clientX, one.clientY - other.clientY);
+    this.pan({ clientX: before.clientX / 2, clientY: before.clientY / 2 },
+      { clientX: event.clientX / 2, clientY: event.clientY / 2 });
+    this.zoomBy(far(event) / (far(before) || 1),
+      [(event.clientX + other.clientX) / 2, (event.clientY + other.clientY) / 2]);
   }
 
   key(event) {
     if (event.target.type === 'text' || (event.key === 'Enter' && event.target !== this.view)) return;
-    const name = `${event.ctrlKey || event.metaKey ? 'Ctrl ' : ''}${event.key.length === 1 ? event.key.toLowerCase() : event.key}`, { painting } = this;
-    if (event.key === ' ' && event.target === this.view) { event.preventDefault(); this.isHeld = true; addEventListener('keyup', () => { this.isHeld = false; }, { once: true }); return; }
+    const name = `${event.ctrlKey || event.metaKey ? 'Ctrl ' : ''}${event.key.length === 1 ? event.key.toLowerCase()
+      : event.key}`, { painting } = this;
+    if (event.key === ' ' && event.target === this.view) {
+      event.preventDefault();
+      this.isHeld = true;
+      addEventListener('keyup', () => { this.isHeld = false; }, { once: true });
+      return;
+    }
     const act = event.shiftKey && name === 'Ctrl z' ? () => painting.redo() : {
-      ...(this.offered ? { Enter: () => this.take(true), Delete: () => this.take(false), Backspace: () => this.drop() } : {}),
-      b: () => this.choose('brush'), o: () => this.choose('object'), e: () => this.choose('erase'), i: () => painting.apply(level => 255 - level), f: () => painting.apply(() => 255), x: () => painting.apply(() => 0),
-      '[': () => this.resize(Math.min(this.size - 1, this.size / SIZE)), ']': () => this.resize(Math.max(this.size + 1, this.size * SIZE)),
-      '+': () => this.zoomBy(ZOOM), '=': () => this.zoomBy(ZOOM), '-': () => this.zoomBy(1 / ZOOM), 0: () => this.zoomTo(1),
+      ...(this.offered ? { Enter: () => this.take(true), Delete: () => this.take(false), Backspace: () => this.drop() }
+        : {}),
+      b: () => this.choose('brush'), o: () => this.choose('object'), e: () => this.choose('erase'),
+      i: () => painting.apply(level => 255 - level), f: () => painting.apply(() => 255),
+      x: () => painting.apply(() => 0),
+      '[': () => this.resize(Math.min(this.size - 1, this.size / SIZE)),
+      ']': () => this.resize(Math.max(this.size + 1, this.size * SIZE)),
+      '+': () => this.zoomBy(ZOOM), '=': () => this.zoomBy(ZOOM), '-': () => this.zoomBy(1 / ZOOM),
+      0: () => this.zoomTo(1),
       'Ctrl z': () => painting.undo(), 'Ctrl y': () => painting.redo(), 'Ctrl s': () => this.save(),
     }[name] ?? (event.target === this.view ? this.moveKey(event) : undefined);
     if (!act) return;
@@ -513,11 +591,13 @@ class Dialog {
 
   /** What an arrow key or Enter does to the spot of the keyboard. */
   moveKey(event) {
-    const by = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key], { width, height } = this.found;
+    const by = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key],
+      { width, height } = this.found;
     if (!by && event.key !== 'Enter') return undefined;
     return () => {
       const from = this.spot ?? [width / 2, height / 2], step = Math.max(1, this.size / 4);
-      const to = by ? [Math.min(width, Math.max(0, from[0] + step * by[0])), Math.min(height, Math.max(0, from[1] + step * by[1]))] : from;
+      const to = by ? [Math.min(width, Math.max(0, from[0] + step * by[0])),
+        Math.min(height, Math.max(0, from[1] + step * by[1]))] : from;
       this.hover(to);
       if (by && !event.shiftKey) return;
       this.painting.line(from, to, this.size, this.tool === 'erase');
@@ -549,7 +629,9 @@ class Dialog {
   }
 
   async remove() {
-    if (await studio.ask('Remove this mask?', 'The whole image is in the loss then. The mask can be brought back here with Former mask.', ['Remove', 'Keep'], 'stop') !== 0) return;
+    if (await studio.ask('Remove this mask?',
+      'The whole image is in the loss then. The mask can be brought back here with Former mask.', ['Remove', 'Keep'],
+      'stop') !== 0) return;
     await this.send(null, 'Mask removed.');
   }
 
@@ -568,10 +650,24 @@ class Dialog {
 
   /** Another program has changed the mask since it was loaded. */
   conflict(changed) {
-    const mine = () => { this.digest = changed.digest; this.numFormer = changed.num_former; this.tell('Save replaces that mask now; it is kept as a former mask.'); this.enable(); };
-    const theirs = async () => { const levels = await levelsOf(changed.mask, this.found.width, this.found.height); mine(); this.painting.apply((_, at) => levels[at]); this.tell('This is the mask of the file. Undo brings back yours.'); };
-    this.message.replaceChildren(h('div.notice.warn', { role: 'alert' }, h('p', {}, changed.digest ? 'Not saved: the mask was changed meanwhile.' : 'Not saved: the mask was removed meanwhile.'),
-      h('button.btn.s', { type: 'button', onclick: mine }, 'Use mine'), ' ', h('button.btn.s', { type: 'button', onclick: theirs }, 'Use the file’s')));
+    const mine = () => {
+      this.digest = changed.digest;
+      this.numFormer = changed.num_former;
+      this.tell('Save replaces that mask now; it is kept as a former mask.');
+      this.enable();
+    };
+    const theirs = async () => {
+      const levels = await levelsOf(changed.mask, this.found.width, this.found.height);
+      mine();
+      this.painting.apply((_, at) => levels[at]);
+      this.tell('This is the mask of the file. Undo brings back yours.');
+    };
+    this.message.replaceChildren(
+      h('div.notice.warn', { role: 'alert' },
+        h('p', {}, changed.digest ? 'Not saved: the mask was changed meanwhile.'
+          : 'Not saved: the mask was removed meanwhile.'),
+        h('button.btn.s', { type: 'button', onclick: mine }, 'Use mine'), ' ',
+        h('button.btn.s', { type: 'button', onclick: theirs }, 'Use the file’s')));
   }
 
   /** Bring back a former mask, each time an older one. Undo takes it away again. */
@@ -586,14 +682,17 @@ class Dialog {
 
   async close() {
     this.painting.end();
-    if (this.isChanged && await studio.ask('Discard what you painted?', 'The mask is not saved.', ['Go on painting', 'Discard']) !== 1) return;
+    if (this.isChanged && await studio.ask('Discard what you painted?', 'The mask is not saved.',
+      ['Go on painting', 'Discard']) !== 1) return;
     this.isDone = true;
     unsaved.delete(this.image);
     this.box.close();
   }
 
   closed() {
-    if (!this.isDone && this.isChanged) unsaved.set(this.image, { levels: this.painting.levels(), digest: this.digest }); // the browser closed it
+    // the browser closed it
+    if (!this.isDone && this.isChanged) unsaved.set(this.image,
+      { levels: this.painting.levels(), digest: this.digest });
     current = null;
     clearTimeout(this.later);
     this.watch.disconnect();
@@ -613,7 +712,8 @@ async function open(image, name, button) {
   } finally { button.disabled = false; }
 }
 
-// --- cards ------------------------------------------------------------------------------------------------------------
+// --- cards
+// ------------------------------------------------------------------------------------------------------------
 
 /** {image: [stamp, address]} of what is drawn over a card. */
 const overlays = new Map();
@@ -625,7 +725,10 @@ async function cover(card) {
   if (!place || !mask || !isShown) { cover?.remove(); return; }
   if (!cover) place.append(cover = h('img.mk', { alt: '' }));
   if (overlays.get(image)?.[0] !== mask) {
-    const src = await call('mask_overlay', { image }).catch(error => { if (!(error instanceof studio.Refused)) throw error; return ''; });
+    const src = await call('mask_overlay', { image }).catch(error => {
+      if (!(error instanceof studio.Refused)) throw error;
+      return '';
+    });
     overlays.set(image, [mask, src]);
   }
   if (overlays.get(image)[1]) cover.src = overlays.get(image)[1]; else cover.remove();
@@ -639,7 +742,9 @@ export const mask = {
 
   /** The button of a card. */
   button(card) {
-    return h('button.mask-open', { type: 'button', hidden: true, onclick: event => open(card.data.image, card.data.name, event.currentTarget) }, 'Mask');
+    return h('button.mask-open',
+      { type: 'button', hidden: true, onclick: event => open(card.data.image, card.data.name, event.currentTarget) },
+      'Mask');
   },
 
   update(card) {
@@ -654,7 +759,11 @@ export const mask = {
 
   /** What shows and hides the masks of all cards. */
   toggle() {
-    const box = h('input#data-masks', { type: 'checkbox', checked: isShown, onchange: () => { isShown = box.checked; studio.kept('masks', isShown ? 'on' : 'off'); for (const card of shown) cover(card); } });
+    const box = h('input#data-masks', { type: 'checkbox', checked: isShown, onchange: () => {
+      isShown = box.checked;
+      studio.kept('masks', isShown ? 'on' : 'off');
+      for (const card of shown) cover(card);
+    } });
     return h('label.crop.sm', { title: 'Darken what masks leave out' }, box, 'Masks');
   },
 };

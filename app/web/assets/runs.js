@@ -7,14 +7,17 @@ import { lightbox } from './lightbox.js';
 
 const MOST_COMPARED = 5, CHUNK = 60, IMAGES_AT_ONCE = 8;
 const ENDS = ['finished', 'stopped', 'failed'], QUIET = ['created', 'unread', 'damaged'];
-const GROUPS = [['all', 'All'], ['running', 'Running'], ['finished', 'Finished'], ['stopped', 'Stopped'], ['failed', 'Failed'],
+const GROUPS = [['all', 'All'], ['running', 'Running'], ['finished', 'Finished'], ['stopped', 'Stopped'],
+  ['failed', 'Failed'],
   ['created', 'Not started'], ['damaged', 'Damaged']];
 const WORDS = { created: 'not started', unread: 'being read' };
 const MOODS = { finished: '', stopped: 'warn', failed: 'bad', damaged: 'bad', created: '', unread: '' };
-const COLUMNS = [['name', 'Run', 1], ['state', 'State', 1], ['loss', 'Loss', 1], ['best', 'Best validation', 1], ['duration', 'Duration', -1],
+const COLUMNS = [['name', 'Run', 1], ['state', 'State', 1], ['loss', 'Loss', 1], ['best', 'Best validation', 1],
+  ['duration', 'Duration', -1],
   ['size', 'Size', -1], ['started', 'Started', -1]];
 const NO_IMAGE = {}, rows = new Map(), images = new Map(), chosen = new Set();
-let root, token = '', answer = /** @type {any} */ (null), group = 'all', words = '', sort = /** @type {[string, number]} */ (['started', -1]), shown = CHUNK, editing = '';
+let root, token = '', answer = /** @type {any} */ (null), group = 'all', words = '',
+  sort = /** @type {[string, number]} */ (['started', -1]), shown = CHUNK, editing = '';
 let loading = /** @type {any} */ (null), isFetching = false, numTicks = 0;
 const lines = new Map(), drawn = new Map(), wanted = new Set();
 
@@ -24,8 +27,10 @@ const groupOf = row => (ENDS.includes(row.state) || QUIET.includes(row.state) ? 
 const isRunning = row => groupOf(row) === 'running';
 const textOf = row => [row.name, row.model, row.adapter, row.state, ...row.tags].join(' ').toLowerCase();
 const VALUES = {
-  name: row => row.title.toLowerCase(), state: row => GROUPS.findIndex(([name]) => name === groupOf(row)), loss: row => row.loss,
-  best: row => row.best && row.best[0], duration: row => row.duration_s, size: row => row.size, started: row => row.started || row.launched,
+  name: row => row.title.toLowerCase(), state: row => GROUPS.findIndex(([name]) => name === groupOf(row)),
+  loss: row => row.loss,
+  best: row => row.best && row.best[0], duration: row => row.duration_s, size: row => row.size,
+  started: row => row.started || row.launched,
 };
 
 /** Ask for what changed, until all runs are read. */
@@ -33,10 +38,14 @@ function load() {
   return (loading ??= read().finally(() => { loading = null; }));
 }
 
-/** Ask at every tick while something runs or is being read, and at every second one otherwise: an answer costs the server 10 ms. */
+/**
+ * Ask at every tick while something runs or is being read, and at every second one otherwise: an answer costs the
+ * server 10 ms.
+ */
 function tick() {
   numTicks++;
-  const isQuiet = answer && ![...rows.values()].some(row => isRunning(row) || row.state === 'unread' || row.size === null);
+  const isQuiet = answer && ![...rows.values()].some(row => isRunning(row) || row.state === 'unread'
+    || row.size === null);
   return isQuiet && numTicks % 2 ? null : load();
 }
 
@@ -74,10 +83,12 @@ function take(changes) {
 
 function found() {
   const [key, direction] = sort, value = VALUES[key], parts = words.split(/\s+/).filter(Boolean);
-  const list = [...rows.values()].filter(row => (group === 'all' || groupOf(row) === group) && parts.every(part => row.search.includes(part)));
+  const list = [...rows.values()].filter(row => (group === 'all' || groupOf(row) === group)
+    && parts.every(part => row.search.includes(part)));
   const compared = (a, b) => (a < b ? -direction : a > b ? direction : 0);
   return list.map(row => [value(row), row]).sort(([a, one], [b, other]) =>
-    Number(a === null) - Number(b === null) || compared(a, b) || other.launched - one.launched || (one.name < other.name ? -1 : 1)).map(([, row]) => row);
+    Number(a === null) - Number(b === null) || compared(a, b) || other.launched - one.launched
+      || (one.name < other.name ? -1 : 1)).map(([, row]) => row);
 }
 
 // --- the table ----------------------------------------------------------------------------------------------------
@@ -87,27 +98,36 @@ const say = (selector, text) => studio.fill(at(selector), text, () => (text ? st
 
 function build(section) {
   root = section;
-  const filter = h('input#runs-filter', { type: 'search', placeholder: 'Filter: name, model, adapter, tag', 'aria-label': 'Filter the runs',
-    oninput: event => { words = event.target.value.trim().toLowerCase(); again(); } });
+  const filter = h('input#runs-filter',
+    { type: 'search', placeholder: 'Filter: name, model, adapter, tag', 'aria-label': 'Filter the runs',
+      oninput: event => { words = event.target.value.trim().toLowerCase(); again(); } });
   const order = h('select#runs-sort', { onchange: event => setSort(...JSON.parse(event.target.value)) },
-    COLUMNS.map(([key, title, direction]) => h('option', { value: JSON.stringify([key, direction]) }, key === 'started' ? 'Newest' : title)));
+    COLUMNS.map(([key, title, direction]) =>
+      h('option', { value: JSON.stringify([key, direction]) }, key === 'started' ? 'Newest' : title)));
   const heads = COLUMNS.map(([key, title, direction]) => h(`th.c-${key}`, { scope: 'col', data: { sort: key } },
-    h('button', { type: 'button', onclick: () => setSort(key, sort[0] === key ? -sort[1] : direction) }, title, h('i', { 'aria-hidden': 'true' }))));
-  const all = h('input#runs-all', { type: 'checkbox', 'aria-label': 'Choose all runs that are shown', onchange: event => {
-    for (const row of found()) if (event.target.checked) chosen.add(row.name); else chosen.delete(row.name);
-    draw();
-  } });
+    h('button', { type: 'button', onclick: () => setSort(key, sort[0] === key ? -sort[1] : direction) }, title,
+      h('i', { 'aria-hidden': 'true' }))));
+  const all = h('input#runs-all',
+    { type: 'checkbox', 'aria-label': 'Choose all runs that are shown', onchange: event => {
+      for (const row of found()) if (event.target.checked) chosen.add(row.name); else chosen.delete(row.name);
+      draw();
+    } });
   root.append(
-    h('div.head', {}, h('h1', {}, 'Runs'), h('span.dim#runs-count'), h('span.grow'), h('a.btn.main', { href: studio.link('new') }, 'New run')),
+    h('div.head', {}, h('h1', {}, 'Runs'), h('span.dim#runs-count'), h('span.grow'),
+      h('a.btn.main', { href: studio.link('new') }, 'New run')),
     h('div#runs-problem'),
-    h('div.bar2', {}, filter, h('div.seg#runs-groups', { role: 'group', 'aria-label': 'State' }), h('span.grow'), h('label.by', {}, 'Sort by ', order)),
+    h('div.bar2', {}, filter, h('div.seg#runs-groups', { role: 'group', 'aria-label': 'State' }), h('span.grow'),
+      h('label.by', {}, 'Sort by ', order)),
     h('div.card.list#runs-card', {},
-      h('table#runs', {}, h('thead', {}, h('tr', {}, h('th.c-check', { scope: 'col' }, all), h('th.c-image', { scope: 'col' }, h('span.sr', {}, 'Last sample')), heads)),
+      h('table#runs', {}, h('thead', {},
+        h('tr', {}, h('th.c-check', { scope: 'col' }, all),
+          h('th.c-image', { scope: 'col' }, h('span.sr', {}, 'Last sample')), heads)),
         h('tbody', { onclick: open, onchange: choose })),
       h('div#runs-empty')),
     h('div#runs-more', { hidden: true }, h('button.btn', { type: 'button', onclick: more }, 'Show more')),
     bar());
-  new IntersectionObserver(entries => entries.some(entry => entry.isIntersecting) && more(), { rootMargin: '600px' }).observe(at('#runs-more'));
+  new IntersectionObserver(entries => entries.some(entry => entry.isIntersecting) && more(), { rootMargin: '600px' })
+    .observe(at('#runs-more'));
   studio.shortcut('/', 'Filter the runs', () => filter.focus(), 'runs');
   studio.shortcut('c', 'Compare the chosen runs', compare, 'runs');
   studio.shortcut('Escape', 'Choose none', () => { chosen.clear(); draw(); }, 'runs');
@@ -148,16 +168,24 @@ function draw() {
   }
   at('#runs').hidden = !part.length;
   at('#runs-more').hidden = part.length === list.length;
-  studio.fill(at('#runs-empty'), [part.length > 0, rows.size > 0, answer === null], () => (part.length ? null : empty()));
+  studio.fill(at('#runs-empty'), [part.length > 0, rows.size > 0, answer === null],
+    () => (part.length ? null : empty()));
   drawBar();
-  if (place) studio.refocus(focused, ...(place.getClientRects().length ? [] : [at('#runs-all'), at('#runs-filter')])); // its row may have moved or gone
+  // its row may have moved or gone
+  if (place) studio.refocus(focused, ...(place.getClientRects().length ? [] : [at('#runs-all'), at('#runs-filter')]));
   loadImages();
 }
 
 function empty() {
-  if (rows.size) return h('div.empty', {}, h('h2', {}, 'No run matches'), h('p', {}, 'Change the filter, or show all runs.'),
-    h('button.btn', { type: 'button', onclick: () => { words = at('#runs-filter').value = ''; group = 'all'; again(); } }, 'Show all'));
-  return h('div.empty', {}, h('h2', {}, 'No runs yet'), h('p', {}, 'Your runs appear here, with last sample, loss and best validation loss.'),
+  if (rows.size) return h('div.empty', {}, h('h2', {}, 'No run matches'),
+    h('p', {}, 'Change the filter, or show all runs.'),
+    h('button.btn', { type: 'button', onclick: () => {
+      words = at('#runs-filter').value = '';
+      group = 'all';
+      again();
+    } }, 'Show all'));
+  return h('div.empty', {}, h('h2', {}, 'No runs yet'),
+    h('p', {}, 'Your runs appear here, with last sample, loss and best validation loss.'),
     h('a.btn.main', { href: studio.link('new') }, 'New run'));
 }
 
@@ -166,15 +194,23 @@ function drawHead(list) {
   for (const row of all) if (groupOf(row) in counts) counts[groupOf(row)]++;
   counts.all = all.length;
   const size = all.reduce((sum, row) => sum + (row.size || 0), 0), free = answer?.free;
-  studio.say(at('#runs-count'), all.length ? `${studio.counted(all.length, 'run')}${size ? `, ${studio.size(size)}` : ''}${free ? ` · ${studio.size(free)} free` : ''}` : '');
+  studio.say(at('#runs-count'),
+    all.length ? `${studio.counted(all.length, 'run')}${size ? `, ${studio.size(size)}` : ''}${free
+      ? ` · ${studio.size(free)} free` : ''}` : '');
   if (answer) say('#runs-problem', answer.problem);
   const groups = GROUPS.filter(([name], index) => index < 5 || counts[name] || name === group);
-  studio.fill(at('#runs-groups'), [group, groups.map(([name]) => counts[name])], () => groups.map(([name, title]) => h('button', { type: 'button',
-    data: { group: name }, 'aria-pressed': String(name === group), onclick: () => { group = name; again(); at(`[data-group=${name}]`).focus(); } },
-    `${title} ${studio.count(counts[name])}`)));
+  studio.fill(at('#runs-groups'), [group, groups.map(([name]) => counts[name])],
+    () => groups.map(([name, title]) => h('button', { type: 'button',
+      data: { group: name }, 'aria-pressed': String(name === group), onclick: () => {
+        group = name;
+        again();
+        at(`[data-group=${name}]`).focus();
+      } },
+      `${title} ${studio.count(counts[name])}`)));
   for (const head of root.querySelectorAll('th[data-sort]')) {
     const isOn = head.dataset.sort === sort[0];
-    if (isOn) head.setAttribute('aria-sort', sort[1] > 0 ? 'ascending' : 'descending'); else head.removeAttribute('aria-sort');
+    if (isOn) head.setAttribute('aria-sort', sort[1] > 0 ? 'ascending' : 'descending');
+    else head.removeAttribute('aria-sort');
     studio.say(head.querySelector('i'), isOn ? (sort[1] > 0 ? ' ↑' : ' ↓') : '');
   }
   at('#runs-sort').value = JSON.stringify([sort[0], COLUMNS.find(([key]) => key === sort[0])?.[2]]);
@@ -188,10 +224,12 @@ function drawHead(list) {
 function lineOf(row) {
   let line = lines.get(row.name);
   if (!line) {
-    line = h('tr', { data: { run: row.name } }, ['check', 'image', ...COLUMNS.map(([key]) => key)].map(key => h(`td.c-${key}`)));
+    line = h('tr', { data: { run: row.name } },
+      ['check', 'image', ...COLUMNS.map(([key]) => key)].map(key => h(`td.c-${key}`)));
     lines.set(row.name, line);
   }
-  const isChosen = chosen.has(row.name), thumbnail = images.get(row.name) || NO_IMAGE, state = [row, isChosen, thumbnail];
+  const isChosen = chosen.has(row.name), thumbnail = images.get(row.name) || NO_IMAGE,
+    state = [row, isChosen, thumbnail];
   if (drawn.get(row.name)?.every((value, index) => value === state[index])) return line;
   drawn.set(row.name, state);
   const cell = index => line.children[index];
@@ -203,11 +241,16 @@ function lineOf(row) {
   studio.fill(cell(1), [row.text, thumbnail.url], () => image(row, thumbnail));
   if (editing !== row.name) studio.fill(cell(2), [row.model, row.adapter, row.tags, row.problem], () => naming(row));
   studio.fill(cell(3), [row.state, row.step, row.length, row.is_stuck, row.reason], () => progress(row));
-  studio.fill(cell(4), [row.curve, row.loss], () => [curve(row), h('small', {}, row.loss === null ? '' : studio.short(row.loss))]);
-  studio.fill(cell(5), row.best, () => [h('b', {}, row.best ? studio.short(row.best[0]) : '–'), row.best ? h('small', {}, `step ${studio.count(row.best[1])}`) : null]);
+  studio.fill(cell(4), [row.curve, row.loss],
+    () => [curve(row), h('small', {}, row.loss === null ? '' : studio.short(row.loss))]);
+  studio.fill(cell(5), row.best,
+    () => [h('b', {}, row.best ? studio.short(row.best[0]) : '–'),
+      row.best ? h('small', {}, `step ${studio.count(row.best[1])}`) : null]);
   const size = row.size === null ? '…' : studio.size(row.size);
-  studio.fill(cell(6), [Math.round(row.duration_s), row.eta_s && Math.round(row.eta_s), size], () => [h('span', {}, row.duration_s ? studio.duration(row.duration_s) : '–'),
-    row.eta_s === null ? null : h('small', {}, `${studio.duration(row.eta_s)} left`), h('small.size', { 'aria-hidden': 'true' }, size)]);
+  studio.fill(cell(6), [Math.round(row.duration_s), row.eta_s && Math.round(row.eta_s), size],
+    () => [h('span', {}, row.duration_s ? studio.duration(row.duration_s) : '–'),
+      row.eta_s === null ? null : h('small', {}, `${studio.duration(row.eta_s)} left`),
+      h('small.size', { 'aria-hidden': 'true' }, size)]);
   studio.fill(cell(7), size, () => size);
   studio.fill(cell(8), row.started, () => studio.when(row.started).split(' ').map(part => [h('span', {}, part), ' ']));
   return line;
@@ -228,14 +271,18 @@ function naming(row) {
 
 function tags(row) {
   return h('span.tags', {}, row.tags.map(tag => h('span.tag', {}, h('span.word', { title: tag }, tag),
-    h('button.x', { type: 'button', 'aria-label': `Remove the tag ${tag} from ${row.title}`, title: 'Remove', onclick: () => change(row, { removed: tag }) }, '×'))),
-  h('button.tag.add', { type: 'button', 'aria-label': `Add a tag to ${row.title}`, title: 'Add a tag', onclick: () => edit(row) }, '+'));
+    h('button.x', { type: 'button', 'aria-label': `Remove the tag ${tag} from ${row.title}`, title: 'Remove',
+      onclick: () => change(row, { removed: tag }) }, '×'))),
+  h('button.tag.add', { type: 'button', 'aria-label': `Add a tag to ${row.title}`, title: 'Add a tag',
+    onclick: () => edit(row) }, '+'));
 }
 
 function progress(row) {
   const word = WORDS[row.state] || row.state;
-  const steps = !row.length ? null : row.state === 'finished' ? studio.counted(row.step, 'step') : `${studio.count(row.step)} / ${row.num_steps ? studio.count(row.num_steps) : row.length}`;
-  return [h(`span.tag${isRunning(row) ? (row.is_stuck ? '.warn' : '.ok') : MOODS[row.state] && `.${MOODS[row.state]}`}`, {}, row.is_stuck ? `${word}, silent` : word),
+  const steps = !row.length ? null : row.state === 'finished' ? studio.counted(row.step, 'step')
+    : `${studio.count(row.step)} / ${row.num_steps ? studio.count(row.num_steps) : row.length}`;
+  return [h(`span.tag${isRunning(row) ? (row.is_stuck ? '.warn' : '.ok') : MOODS[row.state] && `.${MOODS[row.state]}`}`,
+    {}, row.is_stuck ? `${word}, silent` : word),
     steps ? h('small', {}, steps) : null, row.reason ? h('small.why', { title: row.reason }, row.reason) : null];
 }
 
@@ -243,8 +290,11 @@ function progress(row) {
 function curve({ curve: values, num_steps: numSteps }) {
   if (values.length < 2) return null;
   const low = Math.min(...values), high = Math.max(...values), parts = Math.min(40, numSteps);
-  const points = values.map((value, index) => `${(2 + 96 * index / Math.max(1, parts - 1)).toFixed(1)},${(26 - 24 * (value - low) / (high - low || 1)).toFixed(1)}`);
-  return svg('svg', { viewBox: '0 0 100 28', width: 100, height: 28, 'aria-hidden': 'true', class: 'spark' }, svg('polyline', { points: points.join(' ') }));
+  const points = values.map(
+    (value, index) => `${(2 + 96 * index / Math.max(1, parts - 1))
+      .toFixed(1)},${(26 - 24 * (value - low) / (high - low || 1)).toFixed(1)}`);
+  return svg('svg', { viewBox: '0 0 100 28', width: 100, height: 28, 'aria-hidden': 'true', class: 'spark' },
+    svg('polyline', { points: points.join(' ') }));
 }
 
 /** Fetch thumbnails of the rows that are drawn, a few at a time, first rows first. */
@@ -285,7 +335,8 @@ function choose(event) {
 // --- tags ---------------------------------------------------------------------------------------------------------
 
 function edit(row) {
-  const place = lines.get(row.name).querySelector('.tags'), known = [...new Set([...rows.values()].flatMap(other => other.tags))].sort();
+  const place = lines.get(row.name).querySelector('.tags'),
+    known = [...new Set([...rows.values()].flatMap(other => other.tags))].sort();
   const close = (added, isBack) => {
     if (editing !== row.name) return; // closed by a key: its blur comes when it is taken out
     editing = '';
@@ -296,13 +347,14 @@ function edit(row) {
     if (added.trim() && rows.has(row.name)) change(row, { added });
   };
   const list = h('datalist#runs-tags', {}, known.map(tag => h('option', { value: tag })));
-  const box = h('input.tag-box', { type: 'text', 'aria-label': `New tag of ${row.title}`, placeholder: 'tag, another', list: 'runs-tags',
-    onkeydown: event => {
-      if (event.key !== 'Enter' && event.key !== 'Escape') return;
-      event.preventDefault(); // the button that gets the focus would take it for a click
-      close(event.key === 'Enter' ? event.target.value : '', true);
-    },
-    onblur: event => close(event.target.value, false) });
+  const box = h('input.tag-box',
+    { type: 'text', 'aria-label': `New tag of ${row.title}`, placeholder: 'tag, another', list: 'runs-tags',
+      onkeydown: event => {
+        if (event.key !== 'Enter' && event.key !== 'Escape') return;
+        event.preventDefault(); // the button that gets the focus would take it for a click
+        close(event.key === 'Enter' ? event.target.value : '', true);
+      },
+      onblur: event => close(event.target.value, false) });
   editing = row.name;
   place.querySelector('.add').replaceWith(box, list);
   box.focus();
@@ -322,18 +374,28 @@ async function change(row, values) {
 // --- the bar of chosen runs ---------------------------------------------------------------------------------------
 
 function bar() {
-  const button = (id, text, action) => h(`button.btn#${id}`, { type: 'button', onclick: event => studio.act(event.target, at('#runs-message'), action).then(drawBar) }, text);
-  return h('div.chosen#runs-bar', { role: 'region', 'aria-label': 'Chosen runs', hidden: true }, h('div#runs-message'), h('div.row', {},
-    h('span#runs-chosen', { role: 'status' }), h('button.btn.main#runs-compare', { type: 'button', onclick: compare }, 'Compare'),
-    button('runs-tag', 'Tag …', tagChosen), button('runs-copy', 'Copy to a new run', copy), button('runs-resume', 'Resume', resume),
-    button('runs-delete', 'Delete …', remove),
-    h('button.btn.ghost#runs-none', { type: 'button', 'aria-label': 'Choose none', title: 'Choose none', onclick: () => { chosen.clear(); draw(); } }, '×')));
+  const button = (id, text, action) =>
+    h(`button.btn#${id}`, { type: 'button',
+      onclick: event => studio.act(event.target, at('#runs-message'), action).then(drawBar) }, text);
+  return h('div.chosen#runs-bar', { role: 'region', 'aria-label': 'Chosen runs', hidden: true }, h('div#runs-message'),
+    h('div.row', {},
+      h('span#runs-chosen', { role: 'status' }),
+      h('button.btn.main#runs-compare', { type: 'button', onclick: compare }, 'Compare'),
+      button('runs-tag', 'Tag …', tagChosen), button('runs-copy', 'Copy to a new run', copy),
+      button('runs-resume', 'Resume', resume),
+      button('runs-delete', 'Delete …', remove),
+      h('button.btn.ghost#runs-none',
+        { type: 'button', 'aria-label': 'Choose none', title: 'Choose none', onclick: () => {
+          chosen.clear();
+          draw();
+        } }, '×')));
 }
 
 const chosenRows = () => [...chosen].map(name => rows.get(name)).filter(Boolean);
 
 function drawBar() {
-  const list = chosenRows(), [one] = list, visible = new Set(found().map(row => row.name)), numHidden = list.filter(row => !visible.has(row.name)).length;
+  const list = chosenRows(), [one] = list, visible = new Set(found().map(row => row.name)),
+    numHidden = list.filter(row => !visible.has(row.name)).length;
   const wasShown = !at('#runs-bar').hidden;
   at('#runs-bar').hidden = !list.length;
   if (!list.length) at('#runs-message').replaceChildren();
@@ -350,7 +412,8 @@ function drawBar() {
 
 function compare() {
   const names = chosenRows().map(row => row.name);
-  if (names.length >= 2 && names.length <= MOST_COMPARED) location.hash = `#/compare/${names.map(encodeURIComponent).map(encodeURIComponent).join(',')}`;
+  if (names.length >= 2 && names.length <= MOST_COMPARED) location.hash =
+    `#/compare/${names.map(encodeURIComponent).map(encodeURIComponent).join(',')}`;
 }
 
 async function copy() {
@@ -365,9 +428,11 @@ async function resume() {
 }
 
 async function tagChosen() {
-  const list = chosenRows(), box = h('input#runs-new-tag', { type: 'text', 'aria-label': 'Tag', placeholder: 'tag, another' });
+  const list = chosenRows(),
+    box = h('input#runs-new-tag', { type: 'text', 'aria-label': 'Tag', placeholder: 'tag, another' });
   const asked = studio.ask(`Tag ${studio.counted(list.length, 'run')}`, box, ['Add', 'Cancel']);
-  box.addEventListener('keydown', event => event.key === 'Enter' && box.closest('dialog')?.querySelector('.btn.main').click());
+  box.addEventListener('keydown',
+    event => event.key === 'Enter' && box.closest('dialog')?.querySelector('.btn.main').click());
   box.focus();
   if (await asked || !box.value.trim()) return;
   await studio.call('runs_tag', { runs: list.map(row => row.name), added: box.value });
@@ -375,10 +440,14 @@ async function tagChosen() {
 }
 
 async function remove() {
-  const list = chosenRows(), sizes = list.map(row => row.size), total = sizes.reduce((sum, size) => sum + (size || 0), 0);
-  const names = list.slice(0, 8).map(row => row.name).join(', ') + (list.length > 8 ? ` and ${list.length - 8} more` : '');
+  const list = chosenRows(), sizes = list.map(row => row.size),
+    total = sizes.reduce((sum, size) => sum + (size || 0), 0);
+  const names = list.slice(0, 8).map(row => row.name)
+    .join(', ') + (list.length > 8 ? ` and ${list.length - 8} more` : '');
   const size = sizes.includes(null) ? `at least ${studio.size(total)}` : studio.size(total);
-  const text = [h('b', {}, names), h('br'), `Deleted: ${size}, with all checkpoints, samples, exports and logs of ${list.length === 1 ? 'this run' : 'these runs'}. `
+  const text = [h('b', {}, names), h('br'),
+    `Deleted: ${size}, with all checkpoints, samples, exports and logs of ${list.length === 1 ? 'this run'
+      : 'these runs'}. `
     + 'This cannot be undone.', h('br'), 'Kept: your images and captions, the model, presets, and other runs.'];
   const title = list.length === 1 ? `Delete ${list[0].title}?` : `Delete ${studio.count(list.length)} runs?`;
   if (await studio.ask(title, text, ['Delete permanently', 'Cancel'], 'stop')) return '';
@@ -389,7 +458,8 @@ async function remove() {
   return '';
 }
 
-studio.screens.runs = { rail: { key: 'r', icon: 'M3 5.5h14M3 10h14M3 14.5h9' }, title: 'Runs', build, show: load, tick };
+studio.screens.runs = { rail: { key: 'r', icon: 'M3 5.5h14M3 10h14M3 14.5h9' }, title: 'Runs', build, show: load,
+  tick };
 
 // --- comparison ---------------------------------------------------------------------------------------------------
 
@@ -398,15 +468,18 @@ let page, chart, known = '', names = '', hasFailed = false;
 function buildComparison(section) {
   page = section;
   const copied = event => studio.act(event.target, page.querySelector('#compare-message'), async () => {
-    if (!await studio.copy(location.href)) return 'The browser lets no page copy here: copy the address from its address bar.';
+    if (!await studio.copy(location.href))
+      return 'The browser lets no page copy here: copy the address from its address bar.';
     studio.toast('The address is copied.');
     return '';
   });
   section.append(
     h('div.head', {}, h('h1', {}, 'Comparison'), h('span.dim#compare-count'), h('span.grow'),
-      h('button.btn#compare-link', { type: 'button', onclick: copied }, 'Copy link'), h('a.btn', { href: studio.link('runs') }, 'Back to Runs')),
+      h('button.btn#compare-link', { type: 'button', onclick: copied }, 'Copy link'),
+      h('a.btn', { href: studio.link('runs') }, 'Back to Runs')),
     h('div#compare-message'), h('div#compare-problems'),
-    h('div.two', {}, h('div', {}, h('div.card#compare-loss'), h('div.card#compare-results')), h('div.card#compare-settings')), h('div.card#compare-samples'));
+    h('div.two', {}, h('div', {}, h('div.card#compare-loss'), h('div.card#compare-results')),
+      h('div.card#compare-settings')), h('div.card#compare-samples'));
 }
 
 /** A name of the address, which is encoded once more where it has a comma or the like. */
@@ -436,9 +509,13 @@ function drawComparison(found) {
   known = found.key;
   const part = name => page.querySelector(`#compare-${name}`), { runs } = found, isEnough = runs.length > 1;
   studio.say(page.querySelector('h1'), isEnough ? `Comparison of ${runs.length} runs` : 'Comparison');
-  studio.say(part('count'), isEnough ? (found.settings.length ? `${studio.counted(found.settings.length, 'setting')} ${found.settings.length === 1 ? 'differs' : 'differ'}` : 'equal settings') : '');
+  studio.say(part('count'),
+    isEnough ? (found.settings.length
+      ? `${studio.counted(found.settings.length, 'setting')} ${found.settings.length === 1 ? 'differs' : 'differ'}`
+      : 'equal settings') : '');
   studio.fill(part('problems'), [found.problems, isEnough], () => [...found.problems.map(studio.alert),
-    isEnough ? null : h('div.card.empty', {}, h('h2', {}, 'Choose at least two runs'), h('p', {}, `Mark 2 to ${MOST_COMPARED} runs in the table and press Compare.`),
+    isEnough ? null : h('div.card.empty', {}, h('h2', {}, 'Choose at least two runs'),
+      h('p', {}, `Mark 2 to ${MOST_COMPARED} runs in the table and press Compare.`),
       h('a.btn.main', { href: studio.link('runs') }, 'Choose runs'))]);
   for (const name of ['results', 'loss', 'settings', 'samples']) part(name).hidden = !isEnough;
   if (!isEnough) return;
@@ -455,48 +532,68 @@ function drawLoss(container, content) {
 }
 
 function table(title, runs, rows) {
-  const head = runs.map(run => h('th', { scope: 'col' }, h('a', { href: studio.link('runs', run.name), title: run.name }, run.label)));
+  const head = runs.map(run =>
+    h('th', { scope: 'col' }, h('a', { href: studio.link('runs', run.name), title: run.name }, run.label)));
   return [h('div.ttl', {}, h('h2', {}, title)), h('div.scroll', { tabIndex: 0, role: 'region', 'aria-label': title },
     h('table.wide', {}, h('thead', {}, h('tr', {}, h('td'), head)), h('tbody', {}, rows)))];
 }
 
 function results(runs) {
-  const bests = runs.map(run => run.best?.[0] ?? Infinity), lowest = new Set(bests).size > 1 ? Math.min(...bests) : null;
-  const best = (run, index) => (run.best ? [h('b', {}, studio.short(run.best[0])), bests[index] === lowest ? [' ', h('span.tag.ok', {}, 'lowest')] : null,
-    h('small', {}, `step ${studio.count(run.best[1])}`)] : '–');
-  const rows = /** @type {[string, (run: any, index: number) => any][]} */ ([['Best validation loss', best], ['Loss, smoothed', run => (run.loss === null ? '–' : studio.short(run.loss))],
-    ['State', run => `${run.state}, ${run.step === run.num_steps ? studio.counted(run.step, 'step') : `${studio.count(run.step)} of ${run.num_steps ? `${studio.count(run.num_steps)} steps` : run.length}`}`],
-    ['Duration', run => (run.duration_s ? studio.duration(run.duration_s) : '–')],
-    ['Speed', run => (run.speed === null ? '–' : `${studio.short(run.speed)} ${run.unit} a second`)],
-    ['Peak memory of a rank', run => (run.peak ? studio.gib(run.peak) : '–')]]);
-  return table('Results', runs, rows.map(([label, value]) => h('tr', {}, h('th', { scope: 'row' }, label), runs.map((run, index) => h('td', {}, value(run, index))))));
+  const bests = runs.map(run => run.best?.[0] ?? Infinity),
+    lowest = new Set(bests).size > 1 ? Math.min(...bests) : null;
+  const best = (run, index) =>
+    (run.best ? [h('b', {}, studio.short(run.best[0])),
+      bests[index] === lowest ? [' ', h('span.tag.ok', {}, 'lowest')] : null,
+      h('small', {}, `step ${studio.count(run.best[1])}`)] : '–');
+  const rows = /** @type {[string, (run: any, index: number) => any][]} */ (
+    [['Best validation loss', best], ['Loss, smoothed', run => (run.loss === null ? '–' : studio.short(run.loss))],
+      ['State',
+        run => `${run.state}, ${run.step === run.num_steps ? studio.counted(run.step, 'step')
+          : `${studio.count(run.step)} of ${run.num_steps ? `${studio.count(run.num_steps)} steps` : run.length}`}`],
+      ['Duration', run => (run.duration_s ? studio.duration(run.duration_s) : '–')],
+      ['Speed', run => (run.speed === null ? '–' : `${studio.short(run.speed)} ${run.unit} a second`)],
+      ['Peak memory of a rank', run => (run.peak ? studio.gib(run.peak) : '–')]]);
+  return table('Results', runs,
+    rows.map(([label, value]) =>
+      h('tr', {}, h('th', { scope: 'row' }, label), runs.map((run, index) => h('td', {}, value(run, index))))));
 }
 
 function settings(runs, list) {
   return table('What differs', runs, list.length ? list.map(setting => h('tr', { data: { field: setting.field } },
-    h('th', { scope: 'row' }, setting.label, h('span.key', {}, setting.field)), setting.values.map(value => h('td', {}, h('div.value', {}, value)))))
+    h('th', { scope: 'row' }, setting.label, h('span.key', {}, setting.field)),
+    setting.values.map(value => h('td', {}, h('div.value', {}, value)))))
     : h('tr', {}, h('td.dim', { colSpan: runs.length + 1 }, 'All settings are equal.')));
 }
 
 function samples(runs, rows) {
-  const title = h('div.ttl', {}, h('h2', {}, 'Samples of the same prompt'), h('span.dim', {}, 'the last of each run; [trigger] stands for each run’s own word'));
-  if (!rows.length) return [title, h('p.dim', {}, 'These runs have no prompt in common. Give them equal prompts under Sampling to compare their samples.')];
+  const title = h('div.ttl', {}, h('h2', {}, 'Samples of the same prompt'),
+    h('span.dim', {}, 'the last of each run; [trigger] stands for each run’s own word'));
+  if (!rows.length) return [title,
+    h('p.dim', {},
+      'These runs have no prompt in common. Give them equal prompts under Sampling to compare their samples.')];
   return [title, h('div.scroll', { tabIndex: 0, role: 'region', 'aria-label': 'Samples' }, h('table.pairs', {},
     h('thead', {}, h('tr', {}, h('td'), runs.map(run => h('th', { scope: 'col' }, run.label)))),
-    h('tbody', {}, rows.map(row => h('tr', {}, h('th', { scope: 'row' }, row.prompt), row.cells.map((cell, index) => h('td', {}, sample(cell, runs[index], pairOf(row.cells, runs)))))))))];
+    h('tbody', {},
+      rows.map(row => h('tr', {}, h('th', { scope: 'row' }, row.prompt),
+        row.cells.map((cell, index) => h('td', {}, sample(cell, runs[index], pairOf(row.cells, runs)))))))))];
 }
 
 function sample(cell, run, pair) {
   if (!cell) return h('span.missing', {}, 'no sample');
   const caption = h('small', {}, `step ${studio.count(cell.step)}`);
-  if (cell.text !== undefined) return [h('pre.written', { tabIndex: 0, 'aria-label': `Sample of ${run.label}` }, cell.text), caption];
+  if (cell.text !== undefined)
+    return [h('pre.written', { tabIndex: 0, 'aria-label': `Sample of ${run.label}` }, cell.text), caption];
   if (cell.problem) return [h('span.missing', { title: cell.problem }, 'file is missing'), caption];
-  return [h('button.zoom', { type: 'button', title: 'Full size', onclick: () => lightbox(pair, pair.findIndex(item => item.src === cell.full)) },
+  return [h('button.zoom',
+    { type: 'button', title: 'Full size',
+      onclick: () => lightbox(pair, pair.findIndex(item => item.src === cell.full)) },
     h('img.image', { src: cell.small, alt: `${cell.prompt}, ${run.label}`, loading: 'lazy' })), caption];
 }
 
 /** What the lightbox shows of one prompt: the samples of all runs. */
-const pairOf = (cells, runs) => cells.map((cell, index) => cell && cell.full && { title: runs[index].label, text: `${cell.prompt} · step ${studio.count(cell.step)}`, src: cell.full })
+const pairOf = (cells, runs) =>
+  cells.map((cell, index) => cell && cell.full
+    && { title: runs[index].label, text: `${cell.prompt} · step ${studio.count(cell.step)}`, src: cell.full })
   .filter(Boolean);
 
 studio.screens.compare = { title: 'Comparison', build: buildComparison, show: showComparison, tick: showComparison };

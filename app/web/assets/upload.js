@@ -1,16 +1,20 @@
-// Uploads on the screen Data: images and captions are sent in chunks, go on after a lost connection and a reload, and what
+// Uploads on the screen Data: images and captions are sent in chunks, go on after a lost connection and a reload, and
+// what
 // was refused is named. Also deleted images, which can be restored.
 // @ts-check
 import * as studio from './core.js';
 import { h, fill, say, call, counted } from './core.js';
 
-const AT_ONCE = 3, TRIED_AGAIN_MS = 1500, LONGEST_PAUSE_MS = 5000, UNDO_SHOWN_MS = 12000, MOST_LISTED = 500, DRAWN_EVERY_MS = 100;
-const NAMES_AT_ONCE = 2000, SAMPLES = 16, SAMPLE = 65536; // what tells files of one name, size and time apart: up to a megabyte of each
+const AT_ONCE = 3, TRIED_AGAIN_MS = 1500, LONGEST_PAUSE_MS = 5000, UNDO_SHOWN_MS = 12000, MOST_LISTED = 500,
+  DRAWN_EVERY_MS = 100;
+// what tells files of one name, size and time apart: up to a megabyte of each
+const NAMES_AT_ONCE = 2000, SAMPLES = 16, SAMPLE = 65536;
 const SYSTEM_FILES = /^(\..*|thumbs\.db|desktop\.ini)$/i;
 const NEW = 'new:'; // before the path of a folder that a new one is made in
 /** @type {HTMLElement} */
 let root;
-let hooks = /** @type {any} */ (null), state = /** @type {any} */ (null), batch = /** @type {any} */ (null), isRunning = false, asked = 0, drawn = 0, focusOn = /** @type {any} */ (null);
+let hooks = /** @type {any} */ (null), state = /** @type {any} */ (null), batch = /** @type {any} */ (null),
+  isRunning = false, asked = 0, drawn = 0, focusOn = /** @type {any} */ (null);
 const waiting = [], results = [];
 /**
  * The element of an id.
@@ -24,22 +28,30 @@ const $ = id => root.querySelector(`#${id}`);
 function left() {
   try { return JSON.parse(studio.kept('upload') || 'null'); } catch { return null; }
 }
-const remember = () => studio.kept('upload', batch ? JSON.stringify({ folder: batch.folder, total: batch.items.length, done: batch.items.filter(isOver).length }) : '');
+const remember = () => studio.kept('upload',
+  batch ? JSON.stringify({ folder: batch.folder, total: batch.items.length, done: batch.items.filter(isOver).length })
+    : '');
 
 // --- choosing files -----------------------------------------------------------------------------------------------
 
 const isOver = item => ['added', 'there', 'refused'].includes(item.state);
-const parts = name => { const at = name.lastIndexOf('.'); return at > 0 ? [name.slice(0, at), name.slice(at).toLowerCase()] : [name, '']; };
+const parts = name => {
+  const at = name.lastIndexOf('.');
+  return at > 0 ? [name.slice(0, at), name.slice(at).toLowerCase()] : [name, ''];
+};
 
 function itemOf(file, path) {
-  const name = file.name.normalize(), [stem, suffix] = parts(name), above = path.slice(0, path.length - file.name.length);
+  const name = file.name.normalize(), [stem, suffix] = parts(name),
+    above = path.slice(0, path.length - file.name.length);
   const phase = name.toLowerCase() === 'metadata.jsonl' ? 2 : suffix === '.txt' ? 1 : 0;
-  return { file, path, phase, stem: (above + stem).toLowerCase(), exact: above + stem, above, given: name, size: file.size, state: 'waiting', sent: 0, name: '', why: '' };
+  return { file, path, phase, stem: (above + stem).toLowerCase(), exact: above + stem, above, given: name,
+    size: file.size, state: 'waiting', sent: 0, name: '', why: '' };
 }
 
 /** All files of what was dropped, also those in folders. The entries must be read at once: later the drop is empty. */
 async function dropped(transfer) {
-  const entries = [...transfer.items].filter(item => item.kind === 'file').map(item => item.webkitGetAsEntry?.() || item.getAsFile());
+  const entries = [...transfer.items].filter(item => item.kind === 'file')
+    .map(item => item.webkitGetAsEntry?.() || item.getAsFile());
   const files = [], closed = [];
   const read = async entry => {
     try { await readOne(entry); } catch (error) {
@@ -49,7 +61,8 @@ async function dropped(transfer) {
   };
   const readOne = async entry => {
     if (entry instanceof File) files.push([entry, entry.name]);
-    else if (entry?.isFile) files.push([await new Promise((good, bad) => entry.file(good, bad)), entry.fullPath.replace(/^\//, '')]);
+    else if (entry?.isFile) files.push(
+      [await new Promise((good, bad) => entry.file(good, bad)), entry.fullPath.replace(/^\//, '')]);
     else if (entry?.isDirectory && !SYSTEM_FILES.test(entry.name)) {
       const reader = entry.createReader();
       for (;;) { // a browser gives a hundred at a time
@@ -69,7 +82,8 @@ async function add(files) {
   if (!items.length) { if (files.length) studio.toast('There are no images in it.', true); return; }
   const folder = await destination();
   if (!folder) return;
-  waiting.push({ folder, items, isPaused: false, isCancelled: false, trouble: '', abort: new AbortController(), bytes: items.reduce((sum, item) => sum + item.size, 0) });
+  waiting.push({ folder, items, isPaused: false, isCancelled: false, trouble: '', abort: new AbortController(),
+    bytes: items.reduce((sum, item) => sum + item.size, 0) });
   if (!isRunning) run(); else drawSoon();
 }
 
@@ -95,8 +109,12 @@ async function destination() {
 /** Say that what belonged to the images of the former folder is no longer in the form. */
 function sayLeft({ labels, edits }) {
   const undo = async () => { await call('new_edit', { edits }); return 'It is in the form again.'; };
-  fill($('upload-behind'), [labels, edits], () => [h('p.notice', { role: 'status' }, `Left behind, as it belongs to the images of the former folder: ${labels.join(', ')}. `,
-    h('button.btn.s', { type: 'button', onclick: event => studio.act(event.currentTarget, $('upload-behind'), undo) }, 'Undo'))]);
+  fill($('upload-behind'), [labels, edits],
+    () =>
+      [h('p.notice', { role: 'status' },
+        `Left behind, as it belongs to the images of the former folder: ${labels.join(', ')}. `,
+        h('button.btn.s', { type: 'button',
+          onclick: event => studio.act(event.currentTarget, $('upload-behind'), undo) }, 'Undo'))]);
 }
 
 function refused(error) {
@@ -118,7 +136,9 @@ async function run() {
       draw();
       for (const phase of [0, 1, 2]) { // images first: their captions follow the names that they get
         const items = now.items.filter(item => item.phase === phase);
-        await Promise.all(Array.from({ length: AT_ONCE }, async () => { while (items.length && !now.isCancelled) await sendOne(now, items.shift()); }));
+        await Promise.all(Array.from({ length: AT_ONCE }, async () => {
+          while (items.length && !now.isCancelled) await sendOne(now, items.shift());
+        }));
       }
       await findMasks(now);
       batch = null;
@@ -133,7 +153,8 @@ async function run() {
 
 /** Find the new images that have a mask already: that of a deleted image stays, and would be trained with unseen. */
 async function findMasks(batch) {
-  const isNew = item => item.state === 'added' || (batch.goesOn && item.state === 'there'); // added before the page was loaded again
+  // added before the page was loaded again
+  const isNew = item => item.state === 'added' || (batch.goesOn && item.state === 'there');
   const images = batch.items.filter(item => item.phase === 0 && isNew(item));
   const ask = async part => {
     const masks = await call('upload_masked', { folder: batch.folder, names: part.map(item => item.name) });
@@ -149,18 +170,27 @@ async function findMasks(batch) {
 
 /** Say what became of a selection. */
 function conclude({ items }) {
-  const numOf = kind => items.filter(item => item.state === kind).length, numLeft = items.filter(item => !isOver(item)).length;
-  const sentence = [`${counted(numOf('added'), 'file')} added`, numOf('there') && `${studio.count(numOf('there'))} there already`, numOf('refused') && `${studio.count(numOf('refused'))} not taken`,
+  const numOf = kind => items.filter(item => item.state === kind).length,
+    numLeft = items.filter(item => !isOver(item)).length;
+  const sentence = [`${counted(numOf('added'), 'file')} added`,
+    numOf('there') && `${studio.count(numOf('there'))} there already`,
+    numOf('refused') && `${studio.count(numOf('refused'))} not taken`,
     numLeft && `${studio.count(numLeft)} not sent`].filter(Boolean).join(', ') + '.';
   const numFolders = new Set(items.map(item => item.above)).size;
-  if (numFolders > 1) $('upload-message').append(h('p.notice', { role: 'status' }, `The files of ${numFolders} folders are in one folder now. Were some of them masks, or images before an edit? Move those into a folder of their own.`));
+  if (numFolders > 1) $('upload-message')
+    .append(h('p.notice', { role: 'status' },
+      `The files of ${numFolders} folders are in one folder now. Were some of them masks, or images before an ` +
+      `edit? Move those into a folder of their own.`));
   results.push(...items.filter(item => item.state === 'refused' || item.note || item.mask));
   remember();
   draw(sentence);
   if (studio.shown !== 'data') studio.toast(`Upload: ${sentence}`);
 }
 
-/** Do something once more, until the server answers or the selection is cancelled. It waits while the selection is paused. */
+/**
+ * Do something once more, until the server answers or the selection is cancelled. It waits while the selection is
+ * paused.
+ */
 async function untilAnswered(batch, action) {
   for (let pause = TRIED_AGAIN_MS; ; pause = Math.min(2 * pause, LONGEST_PAUSE_MS)) {
     await gate(batch);
@@ -199,10 +229,16 @@ async function sendOne(batch, item) {
 async function send(batch, item) {
   const { file } = item, image = item.phase === 1 ? imageOf(batch, item) : null;
   if (image?.state === 'refused') throw new studio.Refused('not sent, because its image was refused');
-  const renamed = item.phase === 2 && batch.items.find(other => other.phase === 0 && other.name && other.name !== other.given);
-  if (renamed) throw new studio.Refused(`not sent, because ${renamed.path} is called ${renamed.name} now; correct its row and choose this file again`);
+  const renamed = item.phase === 2
+    && batch.items.find(other => other.phase === 0 && other.name && other.name !== other.given);
+  if (renamed)
+    throw new studio.Refused(
+      `not sent, because ${renamed.path} is called ${renamed.name} now; correct its row and choose this file again`);
   const head = item.phase ? '' : hex(await bytes(file.slice(0, studio.facts.upload.head)));
-  const begun = await call('upload_begin', { folder: batch.folder, name: file.name, size: file.size, identity: `${item.path.slice(-1000)} ${file.lastModified} ${item.mark ||= await mark(file)}`, image: image?.name || '', head });
+  const begun = await call('upload_begin',
+    { folder: batch.folder, name: file.name, size: file.size,
+      identity: `${item.path.slice(-1000)} ${file.lastModified} ${item.mark ||= await mark(file)}`,
+      image: image?.name || '', head });
   item.id = begun.id;
   if (!begun.placed) {
     let at = begun.received;
@@ -222,10 +258,14 @@ async function send(batch, item) {
   if (item.state === 'added' && placed.name !== item.given) item.note = `is called ${placed.name} here`;
 }
 
-/** The image that a caption of the same selection belongs to: first that of exactly its name, then one that is not refused. */
+/**
+ * The image that a caption of the same selection belongs to: first that of exactly its name, then one that is not
+ * refused.
+ */
 function imageOf(batch, caption) {
   const rank = item => 2 * Number(item.exact === caption.exact) + Number(item.state !== 'refused');
-  return batch.items.filter(item => item.phase === 0 && item.stem === caption.stem).sort((one, other) => rank(other) - rank(one))[0];
+  return batch.items.filter(item => item.phase === 0 && item.stem === caption.stem)
+    .sort((one, other) => rank(other) - rank(one))[0];
 }
 
 /** Send one chunk, and return the number of bytes that the server has. */
@@ -238,18 +278,26 @@ async function sendChunk(batch, { id, file }, at) {
   } catch { throw new studio.Refused('no answer', true); }
   try { found = JSON.parse(found); } catch { /* a sentence of the guard */ }
   if (Number.isInteger(found.received)) return found.received;
-  if ([401, 404, 502, 503, 504].includes(answer.status)) { studio.reached(answer.status === 404, answer.status === 401 ? found : ''); throw new studio.Refused('again', true); }
-  throw new studio.Refused(found.error || (typeof found === 'string' && found.length < 300 ? found : `refused with status ${answer.status}`));
+  if ([401, 404, 502, 503, 504].includes(answer.status)) {
+    studio.reached(answer.status === 404, answer.status === 401 ? found : '');
+    throw new studio.Refused('again', true);
+  }
+  throw new studio.Refused(found.error
+    || (typeof found === 'string' && found.length < 300 ? found : `refused with status ${answer.status}`));
 }
 
 async function bytes(blob) {
-  try { return await blob.arrayBuffer(); } catch { throw new studio.Refused('cannot be read; it was moved, changed or removed: choose it again'); }
+  try { return await blob.arrayBuffer(); } catch {
+    throw new studio.Refused('cannot be read; it was moved, changed or removed: choose it again');
+  }
 }
 /** A number made of samples of a file, the whole of a small one: unpacked archives give all their files one time. */
 async function mark(file) {
   const step = Math.max(SAMPLE, Math.ceil(file.size / SAMPLES));
   let hash = 0x811c9dc5; // FNV-1a
-  for (let at = 0; at < file.size; at += step) for (const byte of new Uint8Array(await bytes(file.slice(at, at + SAMPLE)))) hash = Math.imul(hash ^ byte, 0x01000193) >>> 0;
+  for (let at = 0; at < file.size; at += step)
+    for (const byte of new Uint8Array(await bytes(file.slice(at, at + SAMPLE)))) hash =
+      Math.imul(hash ^ byte, 0x01000193) >>> 0;
   return hash.toString(16);
 }
 
@@ -268,7 +316,8 @@ async function cancel() {
   waiting.length = 0;
   now.abort.abort();
   for (const id of begun) {
-    try { await call('upload_cancel', { id }); } catch (error) { if (!(error instanceof studio.Refused)) throw error; } // removed after a week else
+    // removed after a week else
+    try { await call('upload_cancel', { id }); } catch (error) { if (!(error instanceof studio.Refused)) throw error; }
   }
 }
 
@@ -285,16 +334,21 @@ function draw(sentence = '') {
   const items = batch?.items || [], over = items.filter(isOver).length, isBusy = !!batch;
   $('upload-going').hidden = !isBusy;
   if (batch) {
-    const sent = items.reduce((sum, item) => sum + (isOver(item) ? item.size : item.sent), 0), current = items.filter(item => item.state === 'sending').at(0);
+    const sent = items.reduce((sum, item) => sum + (isOver(item) ? item.size : item.sent), 0),
+      current = items.filter(item => item.state === 'sending').at(0);
     const share = batch.bytes ? Math.min(1, sent / batch.bytes) : 1;
     $('upload-bar').style.setProperty('--share', `${100 * share}%`);
     $('upload-bar').setAttribute('aria-valuenow', Math.round(100 * share));
     say($('upload-count'), `${studio.count(over)} of ${counted(items.length, 'file')}`);
-    say($('upload-size'), `${studio.size(sent)} of ${studio.size(batch.bytes)}${waiting.length ? `, ${counted(waiting.length, 'selection')} after it` : ''}`);
+    say($('upload-size'),
+      `${studio.size(sent)} of ${studio.size(batch.bytes)}${waiting.length
+        ? `, ${counted(waiting.length, 'selection')} after it` : ''}`);
     say($('upload-current'), batch.isPaused ? 'Paused.' : batch.trouble || current?.path || '');
     say($('upload-pause'), batch.isPaused ? 'Resume' : 'Pause');
     const tenths = Math.floor(10 * share);
-    if (batch.tenths !== tenths || batch.spoken !== batch.trouble) say($('upload-spoken'), batch.trouble || `${over} of ${items.length} files are sent.`); // not every chunk is read aloud
+    // not every chunk is read aloud
+    if (batch.tenths !== tenths || batch.spoken !== batch.trouble) say($('upload-spoken'),
+      batch.trouble || `${over} of ${items.length} files are sent.`);
     Object.assign(batch, { tenths, spoken: batch.trouble });
   } else if (sentence) say($('upload-spoken'), sentence);
   if (sentence) say($('upload-done'), sentence);
@@ -306,27 +360,51 @@ function draw(sentence = '') {
 function drawLeft() {
   const found = batch ? null : left();
   fill($('upload-left'), found, () => !found ? [] : h('div.notice.warn', { role: 'status' },
-    h('p', {}, `${studio.count(found.done)} of ${counted(found.total, 'file')} are there, in ${found.folder}. Choose the same files again to go on; those that are there are not sent again.`),
-    h('button.btn.s', { type: 'button', onclick: () => { studio.kept('upload', ''); drawLeft(); studio.refocus($('upload-files')); } }, 'Dismiss')));
+    h('p', {},
+      `${studio.count(found.done)} of ${counted(found.total, 'file')} are there, in ${found.folder}. Choose the same ` +
+      'files again to go on; those that are there are not sent again.'),
+    h('button.btn.s', { type: 'button', onclick: () => {
+      studio.kept('upload', '');
+      drawLeft();
+      studio.refocus($('upload-files'));
+    } }, 'Dismiss')));
 }
 
 function drawResults() {
-  const bad = results.filter(item => item.state === 'refused'), renamed = results.filter(item => item.note), masked = results.filter(item => item.mask);
-  const part = (items, title, text) => items.length ? [h('b', {}, title), h('ul', {}, items.slice(0, MOST_LISTED).map(item => h('li', {}, text(item))), more(items.length))] : null;
-  fill($('upload-results'), [bad.length, renamed.length, masked.length], () => !results.length ? [] : h('div.notice', { role: 'group', 'aria-label': 'Notes on the upload' },
-    part(bad, `${counted(bad.length, 'file was', 'files were')} not taken`, item => [h('b', {}, item.path), ': ', without(item)]),
-    part(renamed, `${counted(renamed.length, 'file has', 'files have')} another name`, item => [h('b', {}, item.path), ' ', item.note]),
-    part(masked, `${counted(masked.length, 'image has', 'images have')} a mask already, perhaps that of an earlier image: look at it with Mask on the card`, item => [h('b', {}, item.name), ': ', item.mask]),
-    h('button.btn.s', { type: 'button', onclick: () => { results.length = 0; drawResults(); studio.refocus($('upload-files')); } }, 'Dismiss')));
+  const bad = results.filter(item => item.state === 'refused'), renamed = results.filter(item => item.note),
+    masked = results.filter(item => item.mask);
+  const part = (items, title, text) => items.length
+    ? [h('b', {}, title), h('ul', {}, items.slice(0, MOST_LISTED).map(item => h('li', {}, text(item))),
+      more(items.length))] : null;
+  fill($('upload-results'), [bad.length, renamed.length, masked.length],
+    () => !results.length ? [] : h('div.notice', { role: 'group', 'aria-label': 'Notes on the upload' },
+      part(bad, `${counted(bad.length, 'file was', 'files were')} not taken`,
+        item => [h('b', {}, item.path), ': ', without(item)]),
+      part(renamed, `${counted(renamed.length, 'file has', 'files have')} another name`,
+        item => [h('b', {}, item.path), ' ', item.note]),
+      part(masked,
+        `${counted(masked.length, 'image has',
+          'images have')} a mask already, perhaps that of an earlier image: look at it with Mask on the card`,
+          item => [h('b', {}, item.name), ': ', item.mask]),
+      h('button.btn.s', { type: 'button', onclick: () => {
+        results.length = 0;
+        drawResults();
+        studio.refocus($('upload-files'));
+      } }, 'Dismiss')));
 }
 
 const more = number => (number > MOST_LISTED ? h('li', {}, `and ${studio.count(number - MOST_LISTED)} more`) : null);
 
 /** A refusal without the file's name, which stands before it. */
-const without = ({ path, why }) => { const name = `${path.split('/').at(-1).normalize()}: `; return why.startsWith(name) ? why.slice(name.length) : why; };
+const without = ({ path, why }) => {
+  const name = `${path.split('/').at(-1).normalize()}: `;
+  return why.startsWith(name) ? why.slice(name.length) : why;
+};
 
 function drawPlace() {
-  const usable = state && !state.closed && !state.problem, options = [...(usable ? [['', state.folder]] : []), ...(state?.roots || []).map(place => [NEW + place, `A new folder in ${place}`])];
+  const usable = state && !state.closed && !state.problem,
+    options = [...(usable ? [['', state.folder]] : []),
+      ...(state?.roots || []).map(place => [NEW + place, `A new folder in ${place}`])];
   const chosen = $('upload-to').value;
   if (fill($('upload-to'), options, () => options.map(([value, text]) => h('option', { value }, text)))) {
     $('upload-to').value = options.some(([value]) => value === chosen) ? chosen : options[0]?.[0] ?? '';
@@ -337,7 +415,8 @@ function drawPlace() {
 function drawState() {
   const why = state.closed || (state.problem && !state.roots.length ? state.problem : '');
   $('upload-open').hidden = !!why;
-  fill($('upload-why'), [why, state.problem], () => why ? h('p.notice', {}, why) : state.problem && state.folder ? h('p.dim.sm', {}, state.problem) : []);
+  fill($('upload-why'), [why, state.problem],
+    () => why ? h('p.notice', {}, why) : state.problem && state.folder ? h('p.dim.sm', {}, state.problem) : []);
   drawPlace();
   drawDeleted();
   draw();
@@ -377,12 +456,17 @@ async function remove(card) {
 /** Once the cards are there again, which may be some answers later, the keyboard goes on with the next one. */
 function focusNext() {
   if (focusOn === null) return;
-  studio.refocus([...document.querySelectorAll('#page-data .pc')].find(card => card.dataset.image === focusOn)?.querySelector('.del'), $('upload-files'));
+  studio.refocus([...document.querySelectorAll('#page-data .pc')].find(
+    card => card.dataset.image === focusOn)?.querySelector('.del'), $('upload-files'));
   focusOn = null;
 }
 
 function undoToast(deletion) {
-  const toast = h('div.toast', { role: 'status' }, `${deletion.images[0]} is deleted. `, h('button.btn.s', { type: 'button', onclick: () => { toast.remove(); restore(deletion); } }, 'Undo'));
+  const toast = h('div.toast', { role: 'status' }, `${deletion.images[0]} is deleted. `,
+    h('button.btn.s', { type: 'button', onclick: () => {
+      toast.remove();
+      restore(deletion);
+    } }, 'Undo'));
   document.querySelector('#toasts').append(toast);
   setTimeout(() => toast.remove(), UNDO_SHOWN_MS);
 }
@@ -400,7 +484,9 @@ async function restore({ folder, name }) {
 
 async function empty() {
   const number = state.deleted.reduce((sum, deletion) => sum + deletion.num_images, 0);
-  const answer = await studio.ask('Empty the trash?', `${counted(number, 'deleted image')} and their captions are removed from the disk for good.`, ['Remove for good', 'Keep them'], 'stop');
+  const answer = await studio.ask('Empty the trash?',
+    `${counted(number, 'deleted image')} and their captions are removed from the disk for good.`,
+    ['Remove for good', 'Keep them'], 'stop');
   if (answer !== 0) return;
   try { await call('upload_empty', { key: hooks.key() }); } catch (error) { refused(error); }
   await look();
@@ -412,33 +498,49 @@ function drawDeleted() {
   $('trash').hidden = !state.deleted.length;
   fill($('trash'), state.deleted, () => [h('summary', {}, `Deleted images (${studio.count(number)})`),
     h('ul', {}, state.deleted.map(deletion => {
-      const more = deletion.num_images - deletion.images.length, names = `${deletion.images.join(', ')}${more > 0 ? ` and ${studio.count(more)} more` : ''}`;
-      return h('li', {}, h('span', {}, names, ' ', h('span.dim', {}, studio.when(deletion.at))), h('button.btn.s', { type: 'button', 'aria-label': `Restore ${names}`, onclick: () => restore(deletion) }, 'Restore'));
+      const more = deletion.num_images - deletion.images.length,
+        names = `${deletion.images.join(', ')}${more > 0 ? ` and ${studio.count(more)} more` : ''}`;
+      return h('li', {}, h('span', {}, names, ' ', h('span.dim', {}, studio.when(deletion.at))),
+        h('button.btn.s', { type: 'button', 'aria-label': `Restore ${names}`, onclick: () => restore(deletion) },
+          'Restore'));
     })),
     h('button.btn.s.stop', { type: 'button', onclick: empty }, 'Empty the trash …')]);
 }
 
 // --- the card -----------------------------------------------------------------------------------------------------
 
-const picker = (id, more, takesPaths) => h(`input#${id}`, { type: 'file', multiple: true, hidden: true, ...more, onchange: event => {
-  const files = [...event.target.files].map(file => [file, (takesPaths && file.webkitRelativePath) || file.name]);
-  event.target.value = ''; // so that the same files can be chosen again
-  add(files);
-} });
+const picker = (id, more, takesPaths) =>
+  h(`input#${id}`, { type: 'file', multiple: true, hidden: true, ...more, onchange: event => {
+    const files = [...event.target.files].map(file => [file, (takesPaths && file.webkitRelativePath) || file.name]);
+    event.target.value = ''; // so that the same files can be chosen again
+    add(files);
+  } });
 
 function card() {
-  const files = picker('upload-input', { accept: studio.facts.upload.accept, 'aria-label': 'Images and captions' }, false), folder = picker('upload-input-folder', { webkitdirectory: true, 'aria-label': 'Folder' }, true);
-  const bar = h('div.bar#upload-bar', { role: 'progressbar', 'aria-label': 'Upload', 'aria-valuemin': 0, 'aria-valuemax': 100 }, h('i'));
-  return root = h('section.card#card-upload', { 'aria-labelledby': 'h-upload' }, h('div.ttl', {}, h('h2#h-upload', {}, 'Add images'), h('span.dim#upload-done')),
+  const files = picker('upload-input', { accept: studio.facts.upload.accept, 'aria-label': 'Images and captions' },
+    false), folder = picker('upload-input-folder', { webkitdirectory: true, 'aria-label': 'Folder' }, true);
+  const bar = h('div.bar#upload-bar',
+    { role: 'progressbar', 'aria-label': 'Upload', 'aria-valuemin': 0, 'aria-valuemax': 100 }, h('i'));
+  return root = h('section.card#card-upload', { 'aria-labelledby': 'h-upload' },
+    h('div.ttl', {}, h('h2#h-upload', {}, 'Add images'), h('span.dim#upload-done')),
     h('div#upload-why'),
-    h('div#upload-open', {}, h('div.drop#upload-drop', {}, files, folder, h('p', {}, 'Drop images, their captions (.txt) or a folder here, or'),
-      h('button.btn#upload-files', { type: 'button', onclick: () => files.click() }, 'Choose files'), h('button.btn#upload-folder', { type: 'button', onclick: () => folder.click() }, 'Choose a folder')),
+    h('div#upload-open', {},
+      h('div.drop#upload-drop', {}, files, folder,
+        h('p', {}, 'Drop images, their captions (.txt) or a folder here, or'),
+        h('button.btn#upload-files', { type: 'button', onclick: () => files.click() }, 'Choose files'),
+        h('button.btn#upload-folder', { type: 'button', onclick: () => folder.click() }, 'Choose a folder')),
     h('div.to', {}, h('label', { htmlFor: 'upload-to' }, 'Into'), h('select#upload-to', { onchange: drawPlace }),
-      h('label#upload-new', { hidden: true }, 'called ', h('input#upload-name', { type: 'text', value: 'images', maxLength: 120 })))),
-    h('div#upload-going', { hidden: true, role: 'group', 'aria-label': 'Upload' }, bar, h('div.line', {}, h('b#upload-count'), h('span.dim#upload-size'), h('span.grow'),
-      h('span.both', {}, h('button.btn.s#upload-pause', { type: 'button', onclick: () => { batch.isPaused = !batch.isPaused; draw(); } }, 'Pause'), h('button.btn.s#upload-cancel', { type: 'button', onclick: cancel }, 'Cancel'))),
+      h('label#upload-new', { hidden: true }, 'called ',
+        h('input#upload-name', { type: 'text', value: 'images', maxLength: 120 })))),
+    h('div#upload-going', { hidden: true, role: 'group', 'aria-label': 'Upload' }, bar,
+      h('div.line', {}, h('b#upload-count'), h('span.dim#upload-size'), h('span.grow'),
+        h('span.both', {}, h('button.btn.s#upload-pause', { type: 'button', onclick: () => {
+          batch.isPaused = !batch.isPaused;
+          draw();
+        } }, 'Pause'), h('button.btn.s#upload-cancel', { type: 'button', onclick: cancel }, 'Cancel'))),
     h('p.dim.sm#upload-current')),
-    h('p.sr#upload-spoken', { 'aria-live': 'polite' }), h('div#upload-message'), h('div#upload-behind'), h('div#upload-left'), h('div#upload-results'), h('details#trash', { hidden: true }));
+    h('p.sr#upload-spoken', { 'aria-live': 'polite' }), h('div#upload-message'), h('div#upload-behind'),
+    h('div#upload-left'), h('div#upload-results'), h('details#trash', { hidden: true }));
 }
 
 /** Take what is dropped anywhere on the screen. */
@@ -454,7 +556,10 @@ function listen(section) {
     if (root.hidden || $('upload-open').hidden) return;
     const { files, closed } = await dropped(event.dataTransfer);
     await add(files);
-    if (closed.length) $('upload-message').append(studio.alert(`${closed.slice(0, MOST_LISTED).join(', ')} cannot be read; choose ${closed.length > 1 ? 'them' : 'it'} again`));
+    if (closed.length) $('upload-message')
+      .append(
+        studio.alert(`${closed.slice(0, MOST_LISTED).join(', ')} cannot be read; choose ${closed.length > 1 ? 'them'
+          : 'it'} again`));
   });
 }
 
