@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz pairs bench plan roofline peers recorded interop gpu-check gpu-wheels oldest table browser network proxies screenshots eightbit release schema demo-base demo-captioner lock clean
+.PHONY: demo test test-all check scripts node ui notebooks lab parity audit survive fuzz pairs bench plan roofline peers recorded interop gpu-check gpu-wheels oldest table browser network proxies screenshots eightbit release schema demo-base demo-captioner lock clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -23,10 +23,22 @@ test: .venv browser network
 test-all: eightbit browser network proxies
 	$(BIN)/python -m pytest -m "not gpu" --timeout 1200 $(PARALLEL)
 
-check: .venv
+check: .venv scripts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Types and lint of the page's scripts. Only this needs node; the page itself does not.
+scripts:
+	@if command -v npm > /dev/null; then $(MAKE) --no-print-directory tests/scripts/node_modules/.package-lock.json && \
+	npm run --silent --prefix tests/scripts check; \
+	else echo "Node is not installed, so the page's scripts were not checked: make node installs it."; fi
+tests/scripts/node_modules/.package-lock.json: tests/scripts/package-lock.json
+	npm ci --silent --no-audit --no-fund --prefix tests/scripts && touch $@
+
+node:
+	@command -v npm > /dev/null || { $(AS_ROOT) apt-get update -qq && \
+	$(AS_ROOT) apt-get install -y -qq nodejs npm > /dev/null; }
 
 ui: .venv
 	$(BIN)/python launch.py

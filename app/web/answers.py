@@ -1,7 +1,8 @@
-"""Functions that the page's scripts call, and how their answers and refusals travel.
+"""Functions that the page's scripts call by `POST /calls/NAME`, and how their answers and refusals travel.
 
 A script sends one object; its members become the keyword arguments of a function, checked against the function's types.
-The answer is `{"value": ...}`, or `{"error": sentence}` for what was refused. See DECISIONS 151.
+The answer is `{"value": ...}`, or `{"error": sentence}` for what was refused. `security.Guard` lets no stranger call,
+and no large body in. See DECISIONS 151.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import orjson
+from fastapi import FastAPI
 from pydantic import ValidationError, validate_call
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
 
 from app.runs.monitor import explained
 from trainer.config.sections import half_character
@@ -26,18 +32,37 @@ MOST_DEPTH = 30
 """Levels of nesting of what a script sends: a config has up to 20."""
 
 
-def server_functions(calls: Iterable[Calls]) -> list[Callable[[Any], Any]]:
-    """Return the functions as `gr.HTML(server_functions=...)` takes them: their names are those of the scripts."""
-    return [_answering(name, function) for group in calls for name, function in group.items()]
+def add(app: FastAPI, calls: Iterable[Calls]) -> None:
+    """Add the address of the functions to the app."""
+    functions = answering(calls)
+
+    @app.post("/calls/{name}")
+    async def call(name: str, request: Request) -> Response:
+        if name not in functions:
+            return PlainTextResponse(f"{name!r} is not a function of this page\n", 404)
+        try:
+            values = json.loads(await request.body())
+        except (ValueError, RecursionError):
+            return PlainTextResponse("the body is not JSON\n", 400)
+        except ClientDisconnect:
+            return Response(status_code=400)  # the browser is gone
+        answer = await run_in_threadpool(functions[name], values)
+        # orjson sends NaN as null; the standard library would send what no browser reads.
+        return Response(orjson.dumps(answer, option=orjson.OPT_NON_STR_KEYS), media_type="application/json")
 
 
-def _answering(name: str, function: Callable[..., Any]) -> Callable[[Any], Any]:
+def answering(calls: Iterable[Calls]) -> dict[str, Callable[[Any], dict[str, Any]]]:
+    """Return the functions as {name: values -> answer}."""
+    return {name: _answering(name, function) for group in calls for name, function in group.items()}
+
+
+def _answering(name: str, function: Callable[..., Any]) -> Callable[[Any], dict[str, Any]]:
     checked = validate_call(function)
 
     def answer(values: Any) -> dict[str, Any]:
         try:
             _require_plain(values)
-            if not isinstance(values, dict):  # also a file, which gradio takes in place of arguments
+            if not isinstance(values, dict):
                 raise InputError(f"{name}: the arguments are not an object; reload the page")
             return {"value": _sendable(checked(**values))}
         except ValidationError as error:
@@ -50,7 +75,6 @@ def _answering(name: str, function: Callable[..., Any]) -> Callable[[Any], Any]:
             traceback.print_exc()
             return {"error": f"{name}: {type(error).__name__}, a fault of ShardStudio; its terminal says where"}
 
-    answer.__name__ = name
     return answer
 
 

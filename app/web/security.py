@@ -56,10 +56,11 @@ HEADERS = {
     "content-security-policy": "default-src 'none'; img-src 'self'; style-src 'unsafe-inline'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'self'",
 }
-# gradio makes functions of `js_on_load` and of templates (unsafe-eval), sets styles of elements (unsafe-inline), and
-# has a <base> of its own. Handlers in markup, `javascript:` and scripts without a known hash never run.
+# gradio sets styles of elements (unsafe-inline) and has a <base> of its own. It makes functions of texts (unsafe-eval)
+# only for gr.HTML and for `js=` of events: the page has neither. Handlers in markup, `javascript:`, texts that become
+# functions and scripts without a known hash never run.
 PAGE_POLICY = (
-    "default-src 'self'; script-src 'self' 'unsafe-eval' {scripts}; style-src 'self' 'unsafe-inline'; "
+    "default-src 'self'; script-src 'self' {scripts}; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; frame-src 'none'; worker-src 'self' blob:; "
     "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'"
 )
@@ -197,6 +198,7 @@ class Guard:
         token: str,
         login: Login | None = None,
         uploads_closed: str = "",
+        page_end: str = "",
     ) -> None:
         """Wrap `app`.
 
@@ -207,8 +209,10 @@ class Guard:
             token: Token in the printed address, used when `login` is None.
             login: Check of user and password.
             uploads_closed: Why no images are taken; "" where they are.
+            page_end: Markup that is added at the end of the page.
         """
         self._app = app
+        self._page_end = page_end.encode()
         self._uploads_closed = uploads_closed
         known = tuple(names)
         self._hosts = frozenset([*map(literal, LOCAL), *(name.host for name in known)])
@@ -240,7 +244,7 @@ class Guard:
             await answer(scope, receive, send)
         elif (scope["method"], scope["path"]) == ("GET", "/"):
             uncompressed = [header for header in scope["headers"] if header[0] != b"accept-encoding"]
-            await self._app({**scope, "headers": uncompressed}, receive, _Page(send).send)
+            await self._app({**scope, "headers": uncompressed}, receive, _Page(send, self._page_end).send)
         else:
             await self._app(scope, receive, send)
 
@@ -354,10 +358,11 @@ class _Marked:
 
 
 class _Page:
-    """Sends the page itself once it is complete, with a policy that lists the hashes of its scripts."""
+    """Sends the page itself once it is complete, with our scripts and a policy that lists the hashes of inline ones."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, end: bytes) -> None:
         self._send = send
+        self._end = end
         self._start: Message = {}
         self._body = b""
 
@@ -368,8 +373,12 @@ class _Page:
         self._body += message.get("body", b"")
         if message.get("more_body", False):
             return
+        before, tag, after = self._body.rpartition(b"</body>")
+        self._body = before + self._end + tag + after
         digests = (hashlib.sha256(script).digest() for script in INLINE_SCRIPT.findall(self._body))
         hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-        MutableHeaders(scope=self._start)["content-security-policy"] = PAGE_POLICY.format(scripts=hashes)
+        headers = MutableHeaders(scope=self._start)
+        headers["content-security-policy"] = PAGE_POLICY.format(scripts=hashes)
+        headers["content-length"] = str(len(self._body))
         await self._send(self._start)
         await self._send({"type": "http.response.body", "body": self._body})

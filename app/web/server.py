@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
@@ -24,9 +23,8 @@ from fastapi import FastAPI
 
 from app.glossary import GLOSSARY
 from app.studio import Studio
-from app.web import bundle, routes, security, theme
+from app.web import answers, routes, scripts, security, theme
 from app.web.access import Access
-from app.web.answers import server_functions
 from app.web.pages import new_run, run, upload
 from app.web.panels import PANELS
 from trainer.system.terminal import say
@@ -37,25 +35,22 @@ QUEUE_POLL_S = 10.0
 """Poll interval of gradio's own queue, which no listener uses; by default it wakes a thousand times a second."""
 
 
-def build(studio: Studio) -> gr.Blocks:
-    """Return the page: one component, whose scripts draw the screens and call functions of `pages/`."""
-    facts = {
+def build() -> gr.Blocks:
+    """Return the page: one empty element, in which the scripts draw the screens. They call functions of `pages/`."""
+    with gr.Blocks(title="ShardStudio", analytics_enabled=False) as blocks:
+        gr.Column(elem_id="place")
+    return blocks  # type: ignore[no-any-return]
+
+
+def facts(studio: Studio) -> dict[str, Any]:
+    """Return what the scripts are told once, in the page itself."""
+    return {
         "glossary": GLOSSARY,
         "unwritable": studio.unwritable,
         "form": new_run.facts(),
         "run": run.facts(),
         "upload": upload.facts(),
     }
-    with gr.Blocks(title="ShardStudio", analytics_enabled=False) as blocks:
-        gr.HTML(
-            json.dumps(facts),
-            html_template="<p>ShardStudio is loading.</p>",
-            js_on_load=f"{bundle.script()}\nstudio.mount(element, props, server);",
-            server_functions=server_functions(panel.calls(studio) for panel in PANELS),
-            apply_default_css=False,
-            elem_id="studio",
-        )
-    return blocks  # type: ignore[no-any-return]
 
 
 def serve(folder: Path, access: Access) -> None:
@@ -65,8 +60,7 @@ def serve(folder: Path, access: Access) -> None:
     studio.run_queue()
     studio.uploads.closed = access.uploads_closed
     token = secrets.token_urlsafe(32)
-    blocks = build(studio)
-    app = _mounted(blocks, studio)
+    app = _mounted(build(), studio)
     app.add_middleware(
         security.Guard,
         names=access.names,
@@ -75,6 +69,7 @@ def serve(folder: Path, access: Access) -> None:
         token=token,
         login=security.Login(*access.user) if access.user else None,
         uploads_closed=access.uploads_closed,
+        page_end=scripts.page_end(facts(studio)),
     )
     for line in access.addresses("" if access.user else f"/?token={token}"):
         say(line)
@@ -110,6 +105,8 @@ def _mounted(blocks: gr.Blocks, studio: Studio) -> FastAPI:
     without_docs: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
     app = FastAPI(**without_docs)
     routes.add(app, studio)
+    answers.add(app, (panel.calls(studio) for panel in PANELS))
+    scripts.add(app)
     return gr.mount_gradio_app(  # type: ignore[no-any-return]
         app,
         blocks,
@@ -117,7 +114,7 @@ def _mounted(blocks: gr.Blocks, studio: Studio) -> FastAPI:
         app_kwargs=without_docs,
         allowed_paths=[str(studio.thumbnails.folder), str(studio.downloads.folder)],
         theme=theme.theme(),
-        css=theme.css() + bundle.style(),
+        css=theme.css() + scripts.style(),
         ssr_mode=False,
         mcp_server=False,
         enable_monitoring=False,

@@ -38,8 +38,12 @@ BEYOND = 3
 TRAINED_WITHIN_S = 240
 """A real run of two ranks, or what it does between two answers."""
 LONG_AGO_S = 36_000
-HANDLERS = "**/gradio_api/component_server/**"
+HANDLERS = "**/calls/*"
 """Where the page asks the server."""
+CORE = """() => {
+  const script = document.querySelector('script[src^="/scripts/"]').src;
+  return import(script.replace(/[^/]*$/, 'core.js')).then(core => { window.studio = core; });
+}"""
 EXPLAINED_WITHIN_S = 5
 FLAGS = (
     "--no-sandbox",
@@ -216,8 +220,9 @@ def _signal(number: int) -> str:
 
 
 def look_settled(page: Page) -> None:
-    """Wait for the first answer, as a user does who reads before the first click."""
+    """Wait for the first answer, as a user does who reads before the first click. `studio` is then `core.js`."""
     page.locator("#why[data-state]").wait_for()
+    page.evaluate(CORE)
 
 
 def reload(page: Page) -> None:
@@ -265,9 +270,7 @@ def answers_held(page: Page) -> Iterator[list[tuple[Route, APIResponse]]]:
 def held_back(page: Page, name: str) -> Iterator[list[Route]]:
     """Requests for one handler do not reach the server meanwhile."""
     held: list[Route] = []
-    page.route(
-        HANDLERS, lambda route: held.append(route) if name in (route.request.post_data or "") else route.continue_()
-    )
+    page.route(HANDLERS, lambda route: held.append(route) if route.request.url.endswith(name) else route.continue_())
     yield held
     for route in held:
         route.continue_()

@@ -26,7 +26,8 @@ PATHS = st.one_of(
             "/", "/config", "/gradio_api/run/predict", "/gradio_api/upload", "/gradio_api/queue/join", "//", "/%00",
             "/gradio_api/file=/etc/passwd", "/gradio_api/file=..%2f..%2fetc/passwd", "/gradio_api/file=/dev/zero",
             "/gradio_api/heartbeat/x", "/gradio_api/call/predict", "/static/../launch.py", "/gradio_api/info", "*",
-            "/gradio_api/proxy=http://127.0.0.1:1/", "/gradio_api/component_server", "/login", "/?token=x",
+            "/gradio_api/proxy=http://127.0.0.1:1/", "/gradio_api/component_server", "/calls/live",
+            "/scripts/x/core.js", "/login", "/?token=x",
             "/" + "a" * 9000,
         ]
     ),
@@ -96,14 +97,12 @@ def _prepared(folder: Path) -> Iterator[Callable[[Any], None]]:
     ):
         user.get(server.url)
         cookie = "; ".join(f"{name}={value}" for name, value in user.cookies.items())
-        [component] = (one["id"] for one in user.get("/config").json()["components"] if one["type"] == "html")
 
         def answer(value: Any) -> None:
             if len(value) == 2:
                 where, data = value
                 name = READING[int(where * len(READING))]
-                body = {"fn_name": name, "component_id": component, "data": data, "session_hash": "fuzz"}
-                asked = user.post("/gradio_api/component_server/", content=json.dumps(body), headers=AS_JSON)
+                asked = user.post(f"/calls/{name}", content=json.dumps(data), headers=AS_JSON)
                 assert asked.status_code == 200, (name, asked.text)
                 assert "a fault of ShardStudio" not in asked.text, (name, data, asked.text)
             else:

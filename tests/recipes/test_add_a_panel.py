@@ -13,11 +13,11 @@ from tests.recipes.copies import TOYS, Copy, listed
 ASKED = """
 from pathlib import Path
 from app.studio import Studio
-from app.web import bundle
+from app.web import scripts
 from app.web.panels import PANELS
 
 answers = {name: call for module in PANELS for name, call in module.calls(Studio(Path("runs"))).items()}
-print(answers["toy_greeting"](name="A"), "studio.screens.toy" in bundle.script())
+print(answers["toy_greeting"](name="A"), "/toy.js" in scripts.page_end({}))
 """
 
 

@@ -1,90 +1,118 @@
 // The screen Machine: what it is good for, GPUs with their load, the disk, versions, and checks with remedies.
-'use strict';
-{
-  const { h, fill, say, call } = studio;
-  const WORDS = { ok: ['ok', 'ok'], warn: ['warn', 'warning'], fail: ['bad', 'error'] }, RANK = { fail: 0, warn: 1, ok: 2 };
-  let root = null, found = null;
-  const $ = id => root.querySelector(`#${id}`);
+// @ts-check
+import * as studio from './core.js';
+import { h, fill, say, call } from './core.js';
 
-  /** A bar with its figure in words behind it. `share` in percent, null where it is not known; from `full` on it has another colour. */
-  function meter(name, share, text, full = 101) {
-    const bar = share === null ? h('span.dim', {}, 'not reported') : h(share >= full ? 'span.bar.full' : 'span.bar', { role: 'meter', 'aria-label': name, 'aria-valuetext': text, 'aria-valuenow': Math.round(share), 'aria-valuemin': 0, 'aria-valuemax': 100 },
+const WORDS = { ok: ['ok', 'ok'], warn: ['warn', 'warning'], fail: ['bad', 'error'] },
+  RANK = { fail: 0, warn: 1, ok: 2 };
+/** @type {HTMLElement} */
+let root;
+let found = /** @type {any} */ (null);
+/**
+ * The element of an id.
+ * @param {string} id
+ * @returns {any}
+ */
+const $ = id => root.querySelector(`#${id}`);
+
+/**
+ * A bar with its figure in words behind it. `share` in percent, null where it is not known; from `full` on it has
+ * another colour.
+ */
+function meter(name, share, text, full = 101) {
+  const bar = share === null ? h('span.dim', {}, 'not reported')
+    : h(share >= full ? 'span.bar.full' : 'span.bar',
+      { role: 'meter', 'aria-label': name, 'aria-valuetext': text, 'aria-valuenow': Math.round(share),
+        'aria-valuemin': 0, 'aria-valuemax': 100 },
       h('i', { style: { width: `${Math.max(0, Math.min(100, share))}%` } }));
-    return h('div.meter', {}, h('span.dim', {}, name), bar, h('span', {}, share === null ? '' : text));
-  }
-
-  const known = (number, unit) => [number >= 0 ? number : null, `${number} ${unit}`];
-
-  function gpu(one) {
-    const hasMemory = one.memory > 0 && one.memory_used >= 0;
-    return h('section.card', { 'aria-label': `GPU ${one.index}` }, h('div.ttl', {}, h('h2', {}, `GPU ${one.index}`), h('span.dim', {}, one.name)),
-      meter('Memory', hasMemory ? 100 * one.memory_used / one.memory : null, `${(one.memory_used / 1024).toFixed(1)} of ${(one.memory / 1024).toFixed(1)} GiB`, 95),
-      meter('Load', ...known(one.busy, '%')), meter('Temperature', ...known(one.celsius, '°C'), 85));
-  }
-
-  function disk() {
-    if (!found.disk) return h('p.dim', {}, 'Being measured …');
-    const { free, total, runs } = found.disk, used = total - free;
-    return [meter('In use', 100 * used / total, `${studio.size(used)} of ${studio.size(total)}`, 95),
-      h('div.facts', {}, h('span.dim', {}, 'Free'), h('b', {}, studio.size(free))),
-      h('div.facts', {}, h('span.dim', {}, 'Taken by the runs folder'), h('b', {}, studio.size(runs))),
-      h('div.facts', {}, h('span.dim', {}, 'Runs folder'), h('code', {}, found.folder))];
-  }
-
-  function checkRow(check) {
-    const [mood, word] = WORDS[check.verdict];
-    return h('tr', { data: { verdict: check.verdict } }, h('th', { scope: 'row' }, check.what === 'gpu' ? 'GPU' : check.what), h('td', {}, h(`span.tag.${mood}`, {}, word)),
-      h('td', {}, check.fact, check.remedy && check.verdict !== 'ok' ? h('p.remedy', {}, h('b', {}, 'What to do: '), check.remedy) : null));
-  }
-
-  function draw() {
-    const worst = found.checks.some(check => check.verdict === 'fail') ? 'bad' : found.checks.some(check => check.verdict === 'warn') ? 'warn' : 'ok';
-    $('headline').className = found.failure ? 'notice bad' : found.headline ? `notice ${worst}` : 'notice';
-    say($('headline'), found.failure || found.headline || 'Looking at this machine …');
-    $('check-again').disabled = found.is_running;
-    say($('checked'), found.is_running ? 'Checking …' : found.at ? `Checked at ${studio.when(found.at)}` : '');
-    fill($('checks'), found.checks, () => [...found.checks].sort((one, other) => RANK[one.verdict] - RANK[other.verdict]).map(checkRow));
-    fill($('versions'), found.versions, () => found.versions.map(([name, version]) => h('div.facts', {}, h('span.dim', {}, name), h('code', {}, version))));
-    fill($('disk'), [found.disk, found.folder], disk);
-  }
-
-  /** Say what could not be done in place of the headline. */
-  async function attempt(action) {
-    try {
-      await action();
-    } catch (error) {
-      if (!(error instanceof studio.Refused)) throw error;
-      if (error.lost) return; // the bar at the top says it
-      $('headline').className = 'notice bad';
-      say($('headline'), error.message);
-    }
-  }
-
-  async function look(isFresh) {
-    found = await call('machine_checks', { is_fresh: isFresh });
-    draw();
-  }
-
-  async function drawGpus() {
-    const gpus = await call('machine_gpus');
-    fill($('machine-gpus'), gpus, () => gpus.length ? gpus.map(gpu) : h('section.card', { 'aria-label': 'GPUs' }, h('div.ttl', {}, h('h2', {}, 'GPUs')),
-      h('p.dim', {}, 'No NVIDIA GPU was found. Training runs on the CPU.')));
-  }
-
-  const card = (id, title, ...children) => h('section.card', { 'aria-labelledby': `h-${id}` }, h('div.ttl', {}, h(`h2#h-${id}`, {}, title)), ...children);
-
-  studio.screens.machine = {
-    rail: { key: 'm', icon: 'M6 6h8v8H6zM8 2.5V6m4-3.5V6M8 14v3.5m4-3.5v3.5M2.5 8H6m-3.5 4H6m8-4h3.5M14 12h3.5' },
-    title: 'Machine',
-    build(section) {
-      root = section;
-      root.append(h('div.head', {}, h('h1', {}, 'Machine'), h('span.grow'), h('span.dim.sm#checked', { role: 'status' }), h('button.btn#check-again', { type: 'button', onclick: () => attempt(() => look(true)) }, 'Check again')),
-        h('p.notice#headline', { role: 'status' }, 'Looking at this machine …'),
-        h('div.cols', {}, h('div.col', {}, h('div#machine-gpus'),
-          card('checks', 'Checks', h('div.scroll', {}, h('table.wide', {}, h('thead', {}, h('tr', {}, ['Check', 'Result', 'Found'].map(head => h('th', { scope: 'col' }, head)))), h('tbody#checks'))))),
-        h('div.col', {}, card('disk', 'Disk', h('div#disk')), card('versions', 'Versions', h('div#versions')))));
-    },
-    async show() { await attempt(async () => { await look(true); await drawGpus(); }); },
-    async tick() { await attempt(async () => { if (!found || found.is_running) await look(false); await drawGpus(); }); },
-  };
+  return h('div.meter', {}, h('span.dim', {}, name), bar, h('span', {}, share === null ? '' : text));
 }
+
+const known = (number, unit) => [number >= 0 ? number : null, `${number} ${unit}`];
+
+function gpu(one) {
+  const hasMemory = one.memory > 0 && one.memory_used >= 0;
+  return h('section.card', { 'aria-label': `GPU ${one.index}` },
+    h('div.ttl', {}, h('h2', {}, `GPU ${one.index}`), h('span.dim', {}, one.name)),
+    meter('Memory', hasMemory ? 100 * one.memory_used / one.memory : null,
+      `${(one.memory_used / 1024).toFixed(1)} of ${(one.memory / 1024).toFixed(1)} GiB`, 95),
+    meter('Load', ...known(one.busy, '%')), meter('Temperature', ...known(one.celsius, '°C'), 85));
+}
+
+function disk() {
+  if (!found.disk) return h('p.dim', {}, 'Being measured …');
+  const { free, total, runs } = found.disk, used = total - free;
+  return [meter('In use', 100 * used / total, `${studio.size(used)} of ${studio.size(total)}`, 95),
+    h('div.facts', {}, h('span.dim', {}, 'Free'), h('b', {}, studio.size(free))),
+    h('div.facts', {}, h('span.dim', {}, 'Taken by the runs folder'), h('b', {}, studio.size(runs))),
+    h('div.facts', {}, h('span.dim', {}, 'Runs folder'), h('code', {}, found.folder))];
+}
+
+function checkRow(check) {
+  const [mood, word] = WORDS[check.verdict];
+  return h('tr', { data: { verdict: check.verdict } },
+    h('th', { scope: 'row' }, check.what === 'gpu' ? 'GPU' : check.what), h('td', {}, h(`span.tag.${mood}`, {}, word)),
+    h('td', {}, check.fact, check.remedy && check.verdict !== 'ok'
+      ? h('p.remedy', {}, h('b', {}, 'What to do: '), check.remedy) : null));
+}
+
+function draw() {
+  const worst = found.checks.some(check => check.verdict === 'fail') ? 'bad'
+    : found.checks.some(check => check.verdict === 'warn') ? 'warn' : 'ok';
+  $('headline').className = found.failure ? 'notice bad' : found.headline ? `notice ${worst}` : 'notice';
+  say($('headline'), found.failure || found.headline || 'Looking at this machine …');
+  $('check-again').disabled = found.is_running;
+  say($('checked'), found.is_running ? 'Checking …' : found.at ? `Checked at ${studio.when(found.at)}` : '');
+  fill($('checks'), found.checks,
+    () => [...found.checks].sort((one, other) => RANK[one.verdict] - RANK[other.verdict]).map(checkRow));
+  fill($('versions'), found.versions,
+    () => found.versions.map(([name, version]) => h('div.facts', {}, h('span.dim', {}, name), h('code', {}, version))));
+  fill($('disk'), [found.disk, found.folder], disk);
+}
+
+/** Say what could not be done in place of the headline. */
+async function attempt(action) {
+  try {
+    await action();
+  } catch (error) {
+    if (!(error instanceof studio.Refused)) throw error;
+    if (error.lost) return; // the bar at the top says it
+    $('headline').className = 'notice bad';
+    say($('headline'), error.message);
+  }
+}
+
+async function look(isFresh) {
+  found = await call('machine_checks', { is_fresh: isFresh });
+  draw();
+}
+
+async function drawGpus() {
+  const gpus = await call('machine_gpus');
+  fill($('machine-gpus'), gpus,
+    () => gpus.length ? gpus.map(gpu)
+      : h('section.card', { 'aria-label': 'GPUs' }, h('div.ttl', {}, h('h2', {}, 'GPUs')),
+        h('p.dim', {}, 'No NVIDIA GPU was found. Training runs on the CPU.')));
+}
+
+const card = (id, title, ...children) =>
+  h('section.card', { 'aria-labelledby': `h-${id}` }, h('div.ttl', {}, h(`h2#h-${id}`, {}, title)), ...children);
+
+studio.screens.machine = {
+  rail: { key: 'm', icon: 'M6 6h8v8H6zM8 2.5V6m4-3.5V6M8 14v3.5m4-3.5v3.5M2.5 8H6m-3.5 4H6m8-4h3.5M14 12h3.5' },
+  title: 'Machine',
+  build(section) {
+    root = section;
+    root.append(h('div.head', {}, h('h1', {}, 'Machine'), h('span.grow'), h('span.dim.sm#checked', { role: 'status' }),
+      h('button.btn#check-again', { type: 'button', onclick: () => attempt(() => look(true)) }, 'Check again')),
+      h('p.notice#headline', { role: 'status' }, 'Looking at this machine …'),
+      h('div.cols', {}, h('div.col', {}, h('div#machine-gpus'),
+        card('checks', 'Checks',
+          h('div.scroll', {}, h('table.wide', {},
+            h('thead', {}, h('tr', {}, ['Check', 'Result', 'Found'].map(head => h('th', { scope: 'col' }, head)))),
+            h('tbody#checks'))))),
+      h('div.col', {}, card('disk', 'Disk', h('div#disk')), card('versions', 'Versions', h('div#versions')))));
+  },
+  async show() { await attempt(async () => { await look(true); await drawGpus(); }); },
+  async tick() { await attempt(async () => { if (!found || found.is_running) await look(false); await drawGpus(); }); },
+};

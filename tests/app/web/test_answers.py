@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from app.studio import Studio
-from app.web.answers import MOST_DEPTH, server_functions
+from app.web.answers import MOST_DEPTH, answering
 from app.web.panels import PANELS
 from trainer.system.errors import InputError
 
@@ -36,12 +36,9 @@ def echo(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-ANSWERS = {
-    function.__name__: function
-    for function in server_functions(
-        [{"scale": scale, "refuse": refuse, "lose": lose}, {"fail": fail, "echo": echo, "not_its_name": scale}]
-    )
-}
+ANSWERS = answering(
+    [{"scale": scale, "refuse": refuse, "lose": lose}, {"fail": fail, "echo": echo, "not_its_name": scale}]
+)
 
 
 LOST = "/runs/a/config.yaml: cannot be read (No such file or directory); repair or remove it"
@@ -74,7 +71,7 @@ def test_a_function_is_answered_or_refused_with_a_sentence(name: str, values: An
 def test_a_name_of_a_file_that_is_not_utf8_leaves_an_answer_that_can_be_sent():
     """As Python reads b"b\\xffd.png" from a folder."""
     found = {"b\udcffd.png": ["x", ("b\udcffd.png", 1)], "\U0001f642": None}
-    [listed] = server_functions([{"listed": lambda: found}])
+    listed = answering([{"listed": lambda: found}])["listed"]
     assert listed({}) == {"value": {"b\ufffdd.png": ["x", ["b\ufffdd.png", 1]], "\U0001f642": None}}
 
 

@@ -60,8 +60,8 @@ def count_calls(page: Page) -> Counter[str]:
     sent: Counter[str] = Counter()
 
     def note(request) -> None:
-        if "component_server" in request.url and request.post_data:
-            sent[json.loads(request.post_data)["fn_name"]] += 1
+        if "/calls/" in request.url:
+            sent[request.url.rpartition("/")[2]] += 1
 
     page.on("request", note)
     return sent

@@ -316,10 +316,10 @@ def test_an_upload_is_asked_first_with_its_files_and_its_card_and_what_comes_is_
 def test_enter_counts_also_while_the_dialog_looks_for_an_upload_that_runs(page: Page, site: Site):
     page.evaluate(
         """() => {
-          const answer = studio.server.result_upload_state;
-          studio.server.result_upload_state = async values => {
-            await new Promise(resolve => setTimeout(resolve, 2000));
-            return answer(values);
+          const ask = window.fetch;
+          window.fetch = async (address, options) => {
+            if (address === '/calls/result_upload_state') await new Promise(resolve => setTimeout(resolve, 2000));
+            return ask(address, options);
           };
         }"""
     )

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Download, Locator, Page
+from playwright.sync_api import Download, Locator, Page, Route
 
-from app.web import bundle
+from app.web import scripts
 from tests.app.browser import BEYOND
 from trainer.view.chart import MOST_SENT, Chart, Line
 from trainer.view.colors import variables
@@ -24,10 +24,12 @@ from trainer.view.numbers import default_decay, smoothed
 SITE = "http://charts.test"
 REFRESH_MS = 100.0
 """Main thread of the browser, for five charts of 10,000 steps."""
-ASSETS = {file.name: file.read_text() for file in bundle.FOLDER.iterdir()}
+ASSETS = {file.name: file.read_text() for file in scripts.FOLDER.iterdir()}
 PAGE = f"""<!doctype html><style>:root {{ {variables(is_dark=False)} }} .dark {{ {variables(is_dark=True)} }}
 {ASSETS["page.css"]} {ASSETS["charts.css"]}</style><body><div id=studio></div>
-<script>{ASSETS["core.js"]} {ASSETS["charts.js"]}</script>"""
+<script type=module>
+import * as core from "/core.js"; import {{ chart }} from "/charts.js"; window.studio = {{ ...core, chart }};
+</script>"""
 MOUNT = """charts => {
   const root = document.querySelector('#studio');
   root.replaceChildren(studio.h('section.page'));
@@ -43,13 +45,19 @@ DRAWN = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(d
 @pytest.fixture
 def sheet(tab: Page) -> Iterator[Page]:
     """An empty page of its own origin, which keeps nothing of the test before."""
-    tab.route(f"{SITE}/**", lambda route: route.fulfill(body=PAGE, content_type="text/html"))
+    tab.route(f"{SITE}/**", answer)
     tab.set_viewport_size({"width": 800, "height": 900})
     tab.goto(f"{SITE}/")
     tab.evaluate("() => localStorage.clear()")
     yield tab
     tab.goto("about:blank")
     tab.unroute(f"{SITE}/**")
+
+
+def answer(route: Route) -> None:
+    script = ASSETS.get(route.request.url.rpartition("/")[2])
+    kind = "text/html" if script is None else "text/javascript"
+    route.fulfill(body=PAGE if script is None else script, content_type=kind)
 
 
 def mount(page: Page, *values: str, **options: object) -> list[Locator]:

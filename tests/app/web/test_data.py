@@ -12,7 +12,7 @@ import pytest
 
 from app.form.draft import Draft
 from app.studio import Studio
-from app.web.answers import server_functions
+from app.web.answers import answering
 from app.web.pages import data
 from tests.runs import make_pictures, write_preset
 
@@ -30,7 +30,7 @@ class Window:
         preset.write_text(preset.read_text().replace("resolution: 64", "resolution: 64, validation: 4"))
         self.studio = Studio(folder / "runs")
         self.studio.save_draft(Draft(preset))
-        self._functions = {function.__name__: function for function in server_functions([data.calls(self.studio)])}
+        self._functions = answering([data.calls(self.studio)])
 
     def ask(self, name: str, /, **values: Any) -> dict[str, Any]:
         """Return the answer as it travels: {"value": ...} or {"error": ...}."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image, ImageOps
 
-from app.web.answers import server_functions
+from app.web.answers import answering
 from app.web.pages import look
 from tests.app.web.test_data import SCANNED_WITHIN_S, Window
 from tests.runs import make_pictures
@@ -21,8 +21,7 @@ class Looking(Window):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        calls = server_functions([look.calls(self.studio)])
-        self._functions |= {f"data_{function.__name__}": function for function in calls}
+        self._functions |= {f"data_{name}": call for name, call in answering([look.calls(self.studio)]).items()}
         self.view()
 
     def look(self, name: str, **values: Any) -> Any:

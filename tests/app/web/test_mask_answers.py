@@ -12,7 +12,7 @@ from PIL import Image
 
 from app.form.draft import Draft, check
 from app.studio import Studio
-from app.web.answers import server_functions
+from app.web.answers import answering
 from app.web.pages import data, mask
 from tests.app.data.test_masks import painted, png
 from tests.runs import make_pictures, write_preset
@@ -34,7 +34,7 @@ class Window:
         self.studio = Studio(folder / "runs")
         self.studio.save_draft(Draft(preset))
         calls = [data.calls(self.studio), mask.calls(self.studio)]
-        self._functions = {function.__name__: function for function in server_functions(calls)}
+        self._functions = answering(calls)
 
     def ask(self, name: str, /, **values: Any) -> dict[str, Any]:
         """Return the answer as it travels: {"value": ...} or {"error": ...}."""

@@ -18,7 +18,7 @@ from app.data import scans
 from app.form import form_answers
 from app.form.draft import Draft
 from app.studio import Studio
-from app.web.answers import server_functions
+from app.web.answers import answering
 from app.web.pages import new_run
 from tests.app.browser import recorded
 from tests.runs import make_pictures, write_preset
@@ -36,7 +36,7 @@ class Window:
     """A window of the page: calls functions and keeps the last state."""
 
     def __init__(self, studio: Studio) -> None:
-        self._functions = {function.__name__: function for function in server_functions([new_run.calls(studio)])}
+        self._functions = answering([new_run.calls(studio)])
         self.state: dict[str, Any] = {}
 
     def ask(self, name: str, /, **values: Any) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def test_the_pages_own_scripts_run_and_no_handler_that_stands_in_markup(client: 
     policy = client.get("/").headers["content-security-policy"]
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     own = base64.b64encode(hashlib.sha256(b"own()").digest()).decode()
-    assert rules["script-src"] == f"'self' 'unsafe-eval' 'sha256-{own}'"
+    assert rules["script-src"] == f"'self' 'sha256-{own}'"
     assert (rules["default-src"], rules["object-src"], rules["frame-ancestors"]) == ("'self'", "'none'", "'self'")
     assert client.get("/file").headers["content-security-policy"].startswith("default-src 'none';")
 

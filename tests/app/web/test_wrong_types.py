@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from app.studio import Studio
-from app.web.answers import server_functions
+from app.web.answers import answering
 from app.web.pages import files, frame, queue, results, run, runs, samples
 from tests.app.browser import recorded
 from trainer.run.drawings import Drawing
@@ -154,7 +154,7 @@ def faults(folder: Path) -> list[str]:
     """What the page answers wrongly: a fault instead of a sentence, no answer that can be sent, or no other run."""
     studio = Studio(folder)
     groups = [module.calls(studio) for module in (frame, runs, run, samples, files, queue, results)]
-    answer = {function.__name__: function for function in server_functions(groups)}
+    answer = answering(groups)
     found = []
     asked: dict[str, dict[str, Any]] = {
         "runs_list": {}, "live": {}, "queue_state": {}, "compare_show": {"runs": ["attacked", "mine"]},
