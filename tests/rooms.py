@@ -3,6 +3,8 @@ prints how the code is cut into functions.
 
 A room is a package or a loose module directly below `trainer`, or one of `app`, `launch.py` and `notebooks`. An arrow
 is a room that imports another one, however often. `tests/test_architecture.py` holds the code to ROOMS.
+
+See DECISIONS 1.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from trainer.models import families
 # What takes no torch, whatever it comes to import: a command and the page start in a fraction of a second.
 FREE_OF_TORCH = ("system", "config", "run", "view", "launcher", "app")
 HOLDS_TENSORS = {"trainer.system.pinned"}  # it is what tensors are pinned with
+# See DECISIONS 3.
 NEVER = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightning", "torchvision"})
 # What takes seconds to import, or belongs to the page: a command that only checks and starts must not pay for it.
 HEAVY = frozenset({"diffusers", "gradio", "ipywidgets", "numpy", "peft", "safetensors", "torch", "transformers"})

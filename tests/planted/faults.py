@@ -1,4 +1,4 @@
-"""Faults that the tests must catch: one wrong line each, in code that matters."""
+"""Faults that the tests must catch: one wrong line each, in code that matters. See DECISIONS 145."""
 
 from __future__ import annotations
 

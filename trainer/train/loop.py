@@ -46,6 +46,8 @@ class Agreed:
         stop, save, sample: Whether the user requested this.
         preempted: Whether some rank received a signal to leave soon.
         saved: Whether every rank has written the checkpoint that was begun.
+
+    See DECISIONS 28.
     """
 
     stop: bool

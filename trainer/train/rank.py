@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from traceback import clear_frames
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from trainer.system.imports import quick_imports
 
@@ -26,6 +26,7 @@ with quick_imports():
     from trainer.run.folder import RunDir, shared_cache
     from trainer.run.preemption import Preemption, catch_preemption
     from trainer.system.errors import InputError
+    from trainer.system.process_exit import run_and_exit
     from trainer.system.terminal import complain, say
     from trainer.view.report import write_report
 
@@ -33,11 +34,15 @@ if TYPE_CHECKING:
     from trainer.distributed.world import World
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Exit code 0: done or stopped; 1: failed (raised, as torch's `record` wants it); 2: the user's mistake."""
     arguments = _parser().parse_args()
     if not arguments.export:
-        return on_every_rank(RunDir(arguments.run_dir.absolute()), _train)
+        on_every_rank(RunDir(arguments.run_dir.absolute()), _train)
+    run_and_exit(partial(_export_again, arguments))
+
+
+def _export_again(arguments: argparse.Namespace) -> int:
     run = RunDir.open(arguments.run_dir)
     try:
         stage = stages.current(run, run.config())
@@ -50,8 +55,12 @@ def main() -> int:
     return 0
 
 
-def on_every_rank(run: RunDir, work: Callable[[RunDir], None]) -> int:
-    """Do the work of this rank. Returns the exit code: 2 for the user's mistake, recorded in the run folder."""
+def on_every_rank(run: RunDir, work: Callable[[RunDir], None]) -> NoReturn:
+    """Do the work of this rank and end it. Exit code 2 is the user's mistake, recorded in the run folder."""
+    run_and_exit(partial(_work, run, work))
+
+
+def _work(run: RunDir, work: Callable[[RunDir], None]) -> int:
     try:
         work(run)
     except InputError as error:
