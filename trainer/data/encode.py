@@ -114,6 +114,7 @@ class _DataEncoder:
         dataset = scans.scan(lambda: self._known)
         memory = EncodedMemory(self.cache, Index(self.context.cache), scans.digest, self._way)
         encoded = memory.recalled(dataset)
+        # Encoding is collective: one rank that lacks an answer has all of them look for it.
         are_known = all(self.context.world.gather(encoded is not None))
         if encoded is not None and are_known:
             self._warn(encoded.warnings)

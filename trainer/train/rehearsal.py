@@ -129,6 +129,7 @@ def check_rows(stages: Sequence[tuple[str, RunConfig]], context: RankContext) ->
     world.heartbeat.enter("reading rows", moves=False)
     turns = _turns(stages, context.cache) if world.rank == 0 else iter(())
     while True:
+        # Rank 0 reads while the others wait here, one turn at a time: all of them stop or fail at the same one.
         turn = world.gather(next(turns, _Turn()))[0]
         if turn.problem:
             raise InputError(turn.problem)

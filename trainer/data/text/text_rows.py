@@ -48,6 +48,7 @@ def num_rows(rows: Iterable[object], key: str, context: RankContext) -> int:
         return known
     context.world.heartbeat.enter("counting rows", moves=False)
     number = _counted(rows, context)
+    # Ranks that end their epochs at different steps would hang in the last one.
     if len(set(context.world.gather(number))) > 1:
         raise InputError("data.path: the ranks count different numbers of rows; give every machine the same files")
     if context.world.local_rank == 0:
