@@ -35,8 +35,8 @@ def main() -> int:
     except InputError as error:
         complain(error)
         return 2
-    except Exception:  # noqa: BLE001 - whatever a tracker raises; its message may hold a key
-        complain(without_secrets(traceback.format_exc()).rstrip())
+    except Exception as error:  # noqa: BLE001 - whatever a tracker raises; its message may hold a key
+        complain(without_secrets("".join(traceback.format_exception(error))).rstrip())
         return 1
     return 0
 
