@@ -539,6 +539,23 @@ def test_a_real_run_is_shown_by_all_trackers(tmp_path: Path) -> None:
     assert [said for said in warnings(run) if "stopped" in said] == []
 
 
+@pytest.mark.slow
+def test_a_real_run_whose_tracker_waits_for_a_server_for_ever_is_finished_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = run_config(make_pictures(tmp_path / "photos"), train__steps=3, trackers__wandb=True)
+    run = RunDir.create(tmp_path, cfg)
+    with server(None) as port:
+        for name, value in (("API_KEY", "a" * 40), ("BASE_URL", f"http://127.0.0.1:{port}"), ("INIT_TIMEOUT", "1000")):
+            monkeypatch.setenv(f"WANDB_{name}", value)
+        torchrun.start(cfg, run)
+        assert processes.wait(run, 300) == "finished"
+    [said] = warnings(run)
+    assert said.startswith(
+        "trackers.wandb stopped: it was not done 30 s after the end of the run; send the rest with: "
+    )
+
+
 def test_a_picture_outside_of_a_run_and_what_is_not_a_png_are_sent_nowhere(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, run_config(make_pictures(tmp_path / "photos", 1)), at=tmp_path / "run")
     (run.samples / "ps.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
