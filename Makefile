@@ -62,8 +62,6 @@ bench: .venv browser
 	$(BIN)/python -m tests.benchmarks.startup
 	$(BIN)/python -m tests.benchmarks.memory
 	$(BIN)/python -m tests.benchmarks.step_time
-	$(BIN)/python -m tests.benchmarks.recompute_time
-	$(BIN)/python -m tests.benchmarks.quantized_time
 	$(BIN)/python -m tests.benchmarks.save_time
 	$(BIN)/python -m tests.benchmarks.adapter_time
 	$(BIN)/python -m tests.benchmarks.page

@@ -1,13 +1,20 @@
-"""The rooms of the house and who imports whom: `python -m tests.rooms` prints and counts them.
+"""The rooms of the house and who imports whom: `python -m tests.rooms` prints and counts them. With `--functions` it
+prints how the code is cut into functions.
 
 A room is a package or a loose module directly below `trainer`, or one of `app`, `launch.py` and `notebooks`. An arrow
 is a room that imports another one, however often. `tests/test_architecture.py` holds the code to ROOMS.
+
+See DECISIONS 1.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import io
+import re
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -140,8 +147,105 @@ def _module(imported: str, modules: Mapping[str, Module]) -> str:
     return imported
 
 
+IS_FOR_TOOLS = re.compile(r"#\s*(type:|noqa|fmt:|pragma)")
+"""Comments that tell a reader nothing, unless a reason follows them."""
+AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
+SHORT, SMALL, LONG = 3, 4, 25
+"""Lines: the body of a short function; that of a private one that wants a reason; a long function as a whole."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function or method as it is written.
+
+    Attributes:
+        body: Lines of the body, without the docstring.
+        has_one_caller: Whether its file uses it in one place, and calls it there. One that is passed on needs a name.
+    """
+
+    module: str
+    node: AnyFunction
+    body: int
+    has_one_caller: bool
+    has_comment: bool
+
+    @property
+    def lines(self) -> int:
+        return (self.node.end_lineno or 0) - self.node.lineno + 1
+
+    @property
+    def is_long(self) -> bool:
+        return self.lines >= LONG
+
+    @property
+    def is_small_for_one(self) -> bool:
+        """Whether it is private, of a few lines, and called in one place. A decorator may ask for a function."""
+        name = self.node.name
+        is_private = name.startswith("_") and not name.endswith("__")
+        return is_private and not self.node.decorator_list and self.body <= SMALL and self.has_one_caller
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.node.lineno}: {self.node.name}"
+
+
+def functions(module: Module) -> Iterator[Function]:
+    """Every function of a file, also those inside others."""
+    uses = Counter(map(_name, module.nodes(ast.Name, ast.Attribute)))
+    calls = Counter(_name(node.func) for node in module.nodes(ast.Call))
+    defined = Counter(node.name for node in module.nodes(ast.FunctionDef, ast.AsyncFunctionDef))
+    commented = {
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(module.text).readline)
+        if token.type == tokenize.COMMENT and not IS_FOR_TOOLS.match(token.string)
+    }
+    for node in module.nodes(ast.FunctionDef, ast.AsyncFunctionDef):
+        body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+        name = node.name
+        yield Function(
+            module.name,
+            node,
+            (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0,
+            uses[name] == calls[name] == defined[name] == 1,
+            not commented.isdisjoint(range(node.lineno, (node.end_lineno or 0) + 1)),
+        )
+
+
+def _name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def print_functions(modules: Iterable[Module]) -> None:
+    """Print how the code is cut: short functions, small helpers with one caller, long functions and their comments."""
+    found = [function for module in modules for function in functions(module)]
+    short = sum(function.body <= SHORT for function in found)
+    small = [function for function in found if function.is_small_for_one]
+    silent = [function for function in small if not ast.get_docstring(function.node)]
+    long = [function for function in found if function.is_long]
+    commented = sum(function.has_comment for function in long)
+    for function in small:
+        print(f"{function}: {function.body} lines, one caller{', no docstring' if function in silent else ''}")
+    for function in long:
+        if not function.has_comment:
+            print(f"{function}: {function.lines} lines without a comment")
+    for function in sorted(found, key=lambda function: -function.lines)[:10]:
+        print(f"{function}: {function.lines} lines")
+    print(f"{short} of {len(found)} functions ({short / len(found):.0%}) have at most {SHORT} lines of body")
+    print(
+        f"{len(small)} private functions have at most {SMALL} lines of body and one caller: "
+        f"{len(small) - len(silent)} with a docstring, {len(silent)} without"
+    )
+    print(f"{commented} of {len(long)} functions of {LONG} lines or more ({commented / len(long):.0%}) hold a comment")
+
+
 def main() -> int:
-    """Print the rooms. Returns 1 where there is more of rooms, arrows or modules in a folder than MOST_... allow."""
+    """Print the rooms, or with `--functions` how the code is cut.
+
+    Returns 1 where there is more of rooms, arrows or modules in a folder than MOST_... allow."""
+    parser = argparse.ArgumentParser(prog="python -m tests.rooms", description=__doc__)
+    parser.add_argument("--functions", action="store_true", help="print how the code is cut into functions")
+    if parser.parse_args().functions:
+        print_functions(read_modules("trainer", "app").values())
+        return 0
     modules = read_modules("trainer", "app", "notebooks").values()
     found = arrows(modules)
     for room, others in found.items():

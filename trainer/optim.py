@@ -1,6 +1,6 @@
 """Optimizers, learning rates and the moving average, all on sharded parameters.
 
-A new optimizer is an entry of `_MAKERS` here; `trainer/README.md` has the recipe.
+A new optimizer is an entry of `_MAKERS` here; `trainer/RECIPES.md` has the recipe.
 """
 
 from __future__ import annotations
@@ -218,6 +218,7 @@ def _adamw(groups: Sequence[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
 
 
 def _adamw8bit(groups: Sequence[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
+    # Small shards keep fp32 states: see DECISIONS 26.
     from torchao import optim
     from torchao.optim.adam import single_param_adam
 
@@ -256,7 +257,7 @@ def _adamw8bit(groups: Sequence[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
 
 
 def _schedule_free(groups: Sequence[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
-    from schedulefree import AdamWScheduleFree
+    from schedulefree import AdamWScheduleFree  # and not Prodigy: see DECISIONS 25
 
     optimizer: Any = AdamWScheduleFree(
         groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay, foreach=True

@@ -2,6 +2,8 @@
 
 The ranks of a job write captions into its folder; only this module writes them next to the images, through the caption
 editor and its log. Whoever follows a job applies what is not applied yet, so a page or a terminal may be closed.
+
+See DECISIONS 195.
 """
 
 from __future__ import annotations

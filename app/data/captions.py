@@ -1,6 +1,6 @@
 """Reads, edits and searches the captions of a draft's images. The page displays them.
 
-Every change is written to a log first, so that it can be undone, also after a restart.
+Every change is written to a log first, so that it can be undone, also after a restart. See DECISIONS 137.
 """
 
 from __future__ import annotations

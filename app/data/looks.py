@@ -1,4 +1,7 @@
-"""Looks at a draft's images in the background on request: near copies, blurred images, images with little contrast."""
+"""Looks at a draft's images in the background on request: near copies, blurred images, images with little contrast.
+
+See DECISIONS 197.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A mask is edited at the size at which the page shows its image, and written at the image's own size as a grayscale PNG.
 Before a mask is replaced or removed, it is copied to a private folder, from where the page brings it back.
+
+See DECISIONS 198.
 """
 
 from __future__ import annotations

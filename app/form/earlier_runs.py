@@ -1,7 +1,7 @@
 """How long a run will take, as measured in earlier runs of the same kind in the folder of runs.
 
 Configs and the ends of events are read by a thread, newest runs first, and again only when they change; an answer looks
-into what is known.
+into what is known. See DECISIONS 150.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The notebooks' interface to runs: configure, plan, start, watch, await, continue and export them.
 
 Nothing here blocks the kernel: runs are separate processes, which outlive the kernel, and functions that wait for a run
-are coroutines, so that the buttons of its dashboard keep working.
+are coroutines, so that the buttons of its dashboard keep working. See DECISIONS 122.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A live view of a run as widgets of a notebook, updated by a thread, and replaced by static HTML when the run ends."""
+"""A live view of a run as widgets of a notebook, updated by a thread, and replaced by static HTML when the run ends.
+
+See DECISIONS 123.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The state of a run, read from its folder: step, losses, curves, memory per rank, samples, logs.
 
 A Follower reads only what was appended since its last read, so that a run of any length is cheap to watch. The page and
-the notebook display what is read here.
+the notebook display what is read here. See DECISIONS 136.
 """
 
 from __future__ import annotations

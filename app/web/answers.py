@@ -1,7 +1,7 @@
 """Functions that the page's scripts call, and how their answers and refusals travel.
 
 A script sends one object; its members become the keyword arguments of a function, checked against the function's types.
-The answer is `{"value": ...}`, or `{"error": sentence}` for what was refused.
+The answer is `{"value": ...}`, or `{"error": sentence}` for what was refused. See DECISIONS 151.
 """
 
 from __future__ import annotations

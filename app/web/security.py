@@ -1,7 +1,7 @@
 """Access control of the page: a token in the printed address or a password, and no requests from other sites.
 
 Every request passes `Guard` before gradio sees it. A request needs a cookie, which the printed token or the password
-gives.
+gives. See DECISIONS 131, 132, 133.
 """
 
 from __future__ import annotations

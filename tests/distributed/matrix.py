@@ -1,6 +1,8 @@
 """Every method on every family, strategy and number of ranks, compared with one process.
 
 `python -m tests.distributed.matrix` runs the whole matrix and writes it to tests/benchmarks/PARITY.md.
+
+See DECISIONS 16.
 """
 
 from __future__ import annotations

@@ -584,7 +584,10 @@ def _override_loc(key: str) -> Loc:
 
 
 def _override_value(raw: str, loc: Loc, reader: _ConfigReader) -> Any:
-    """Parse the YAML value. In a text field, `2024` stays text, because a shell removes the quotes YAML would need."""
+    """Parse the YAML value. In a text field, `2024` stays text, because a shell removes the quotes YAML would need.
+
+    See DECISIONS 9.
+    """
     parsed = yaml12.parse(raw)
     reader.record_origins({(*loc, *below): COMMAND_LINE for below in parsed.lines})
     for below, _ in parsed.repeated:

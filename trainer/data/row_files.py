@@ -1,6 +1,6 @@
 """Rows of .jsonl, .json, .csv and .parquet files, one by one and in bounded memory. Imports neither torch nor numpy.
 
-The first three may be packed by gzip.
+The first three may be packed by gzip. See DECISIONS 160.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The forms in which datasets write texts, prompts and conversations, read as one. Imports neither torch nor numpy.
 
 A row becomes a text, a prompt with its completion, a conversation (`messages`), or two answers (`chosen`, `rejected`),
-perhaps with `tools` and `chat_template_kwargs`.
+perhaps with `tools` and `chat_template_kwargs`. See DECISIONS 206.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Whether this machine can hold a run: its GPUs, its memory and its disk, against what the run asks for."""
+"""Whether this machine can hold a run: its GPUs, its memory and its disk, against what the run asks for.
+
+See DECISIONS 121.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Start the torchrun process of a run, on its first node or on one that joins. Imports no torch.
 
 torchrun runs in its own session and writes to files, so that training outlives the page, notebook kernel or terminal
-that started it. Any of them can attach again through the run folder.
+that started it. Any of them can attach again through the run folder. See DECISIONS 94.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Builds a run's model and encoders on meta, injects adapters, shards, then loads the weights slice by slice."""
+"""Builds a run's model and encoders on meta, injects adapters, shards, then loads the weights slice by slice.
+
+See DECISIONS 20, 36.
+"""
 
 from __future__ import annotations
 

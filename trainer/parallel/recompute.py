@@ -4,8 +4,8 @@
 linear layers, convolutions and attention. Backward recomputes the cheap operations: norms, modulation, rotary
 embeddings, activation functions, concatenations. No matrix product of the base and no attention runs twice.
 
-torch's selective checkpointing does this by a dispatch mode, which costs the host 26 us per operation (DECISIONS.md,
-176). It serves where torch.compile traces the mode away. Elsewhere a `_Pass` sees layers instead of operations.
+torch's selective checkpointing does this by a dispatch mode, which costs the host 26 us per operation. It serves
+where torch.compile traces the mode away. Elsewhere a `_Pass` sees layers instead of operations. See DECISIONS 176, 181.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans a run: bytes per rank by purpose, bytes through the links, operations and time. No torch."""
+"""Plans a run: bytes per rank by purpose, bytes through the links, operations and time. No torch. See DECISIONS 91."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ like are computed again. Measured with FLUX.2 klein-4B on an H200 (tests/benchma
 HOST_OPTIMIZER_BANDWIDTH = 30e9
 """Bytes per second of host memory that AdamW reaches on a processor's one thread, which each rank has (measured)."""
 FIXED_STEP_S = 0.4
-"""Seconds of a step beyond its operations, such as kernel launches (from published step times, see DECISIONS.md)."""
+"""Seconds of a step beyond its operations, such as kernel launches (from published step times; see DECISIONS 91)."""
 
 
 def between(low: str, high: str) -> str:

@@ -1,6 +1,8 @@
 """The run folder: the only thing that the trainer, page, notebooks and command line share.
 
 Readers follow its files and write only requests. Whether a run is alive is derived (`run.process`), never stored.
+
+See DECISIONS 210.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The process of a run: whether it is alive, what state the run is in, and how to stop it. Imports no torch.
 
 Whether a run is alive is derived from its process and never stored. `record_end` writes to the run folder: a reader
-that finds the process gone without a final status records the failure.
+that finds the process gone without a final status records the failure. See DECISIONS 97, 127.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Pages in one file of HTML, which load nothing from a server and hold no scripts: templates, filled. No torch."""
+"""Pages in one file of HTML, which load nothing from a server and hold no scripts: templates, filled. No torch.
+
+See DECISIONS 130.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reader of adapter files of this and other programs, by the names of their tensors.
 
 It shares no code and no table of names with the writer, because it also verifies what the writer wrote: of each kind it
-asks the `Reader`, never the `Kind`.
+asks the `Reader`, never the `Kind`. See DECISIONS 212.
 """
 
 from __future__ import annotations

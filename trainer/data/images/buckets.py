@@ -1,4 +1,4 @@
-"""The image sizes that a run trains at: one area, several aspect ratios."""
+"""The image sizes that a run trains at: one area, several aspect ratios. See DECISIONS 73."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds image files and reads their headers and pixels. Imports neither torch nor numpy."""
+"""Finds image files and reads their headers and pixels. Imports neither torch nor numpy. See DECISIONS 78."""
 
 from __future__ import annotations
 

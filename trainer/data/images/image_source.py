@@ -1,4 +1,7 @@
-"""Encoded images with captions: the training examples, and the prompts that images are generated from."""
+"""Encoded images with captions: the training examples, and the prompts that images are generated from.
+
+See DECISIONS 192.
+"""
 
 from __future__ import annotations
 

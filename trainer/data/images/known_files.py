@@ -1,4 +1,7 @@
-"""Remembers what was read of image files, so that a later start opens none that has not changed. Imports no torch."""
+"""Remembers what was read of image files, so that a later start opens none that has not changed. Imports no torch.
+
+See DECISIONS 203.
+"""
 
 from __future__ import annotations
 

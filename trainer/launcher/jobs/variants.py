@@ -1,6 +1,8 @@
 """Variants of one run, trained one after the other by the same ranks, to compare their costs.
 
 Each has a run folder of its own, below `trials/` of the run that holds them. torchrun starts `benchmark.worker`.
+
+See DECISIONS 124.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Experiment trackers (TensorBoard, wandb, trackio): a thread each on rank 0, which reads the run folder (`follow.py`).
 
 Training never waits for one. `python -m trainer.metrics.trackers RUN_DIR NAME` sends what a tracker has not received.
+See DECISIONS 113.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Example and Batch keys: "latents" (C, H/16, W/16) fp32, patchified and normalised, C = 128 for the published models;
 "prompt_embeds" (L, D), stacked hidden states in the text encoder's type, L = 512 with padding, which the model
 attends to; "reference_0", "reference_1" and so on, the latents of reference images. A Batch adds a batch dim in front.
+
+See DECISIONS 32.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Example keys: "latents" (16, H/8, W/8) fp32, normalised; "prompt_embeds" (L, D), one hidden state of the caption's
 own tokens in the text encoder's type. A Batch adds a batch dim in front and pads captions to the longest; if their
-lengths differ, "prompt_tokens" (B,) holds them.
+lengths differ, "prompt_tokens" (B,) holds them. See DECISIONS 43.
 """
 
 from __future__ import annotations

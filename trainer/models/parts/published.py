@@ -1,4 +1,4 @@
-"""Folders with the configs of published models, for planning before the models are downloaded."""
+"""Folders with the configs of published models, for planning before they are downloaded. See DECISIONS 90."""
 
 from __future__ import annotations
 

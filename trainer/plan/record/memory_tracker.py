@@ -1,4 +1,4 @@
-"""Counts bytes by purpose: every tensor that is made on a device is tracked until it is freed."""
+"""Counts bytes by purpose: every tensor that is made on a device is tracked until it is freed. See DECISIONS 89."""
 
 from __future__ import annotations
 

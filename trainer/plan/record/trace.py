@@ -2,6 +2,8 @@
 
 For a process of its own that loads torch (see `fake_device`). `trace_step` runs the whole model and returns its peak;
 `trace_passes` runs a shortened model and returns what `timeline` needs to compute the peak for any number of ranks.
+
+See DECISIONS 84.
 """
 
 from __future__ import annotations
@@ -289,7 +291,10 @@ def _plain(cfg: RunConfig) -> RunConfig:
 
 
 def _shorten(model: nn.ModuleDict, family: ModelFamily) -> dict[str, int]:
-    """Keep KEPT blocks of each sequence of equal ones. Returns {name of the first: original number}."""
+    """Keep KEPT blocks of each sequence of equal ones. Returns {name of the first: original number}.
+
+    See DECISIONS 85.
+    """
     counts: dict[int, int] = {}
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and all(type(block).__name__ in family.shard.blocks for block in module):

@@ -3,6 +3,8 @@
 The time of a step is the middle between its plan's time with full overlap and without. A config fits where its plan
 says so. Points of the search are all combinations of `choices` that are not ladders. They are taken in the order of
 their least possible time, which needs no plan; along a ladder the first choice that fits is found by bisection.
+
+See DECISIONS 180.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Computes the memory of each part of a run on each GPU, from the first caption to the export. No torch."""
+"""Computes the memory of each part of a run on each GPU, from the first caption to the export. No torch.
+
+See DECISIONS 92.
+"""
 
 from __future__ import annotations
 

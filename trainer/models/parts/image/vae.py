@@ -23,6 +23,8 @@ def encode_latents(vae: Any, image: Image.Image) -> Tensor:
     """Encode an RGB image to normalised latents (1, C, H/8, W/8), the mean of the posterior.
 
     It is not a sample, because latents are cached and a sample would freeze one draw of its noise into them.
+
+    See DECISIONS 31.
     """
     latents = vae.encode(pixels_of(image, device_of(vae))).latent_dist.mode()
     normalised: Tensor = (latents - (vae.config.shift_factor or 0)) * vae.config.scaling_factor

@@ -4,7 +4,7 @@ A vocabulary of 152,000 makes the logits of 2,048 tokens and their gradients lar
 backward. Here the network runs once up to its last hidden states; its own head then computes the logits of a few
 predicted tokens at a time, and their gradients are taken at once, in forward. A recompute in backward, as
 `torch.utils.checkpoint` does it, would see other weights: those of bf16 compute exist in forward only (see
-`trainer.parallel.parallelize`).
+`trainer.parallel.parallelize`). See DECISIONS 161.
 """
 
 from __future__ import annotations
