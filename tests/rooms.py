@@ -16,11 +16,12 @@ import re
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 MOST_ROOMS, MOST_ARROWS, MOST_MODULES = 26, 130, 16
@@ -75,7 +76,7 @@ class Module:
     def _all_nodes(self) -> tuple[ast.AST, ...]:
         return tuple(ast.walk(self.tree))
 
-    def nodes(self, *kinds: type) -> Iterator[ast.AST]:
+    def nodes(self, *kinds: Any) -> Iterator[ast.AST]:
         return (node for node in self._all_nodes if isinstance(node, kinds))
 
     def imports(self) -> Iterator[tuple[int, str]]:
@@ -154,19 +155,24 @@ SHORT, SMALL, LONG = 3, 4, 25
 """Lines: the body of a short function; that of a private one that wants a reason; a long function as a whole."""
 
 
+PER_ITEM = ast.GeneratorExp | ast.ListComp | ast.SetComp | ast.DictComp | ast.Lambda | ast.IfExp | ast.BoolOp
+
+
 @dataclass(frozen=True)
 class Function:
     """A function or method as it is written.
 
     Attributes:
         body: Lines of the body, without the docstring.
-        has_one_caller: Whether its file uses it in one place, and calls it there. One that is passed on needs a name.
+        is_small_for_one: Whether it is private, of a few lines, and could stand in the one place that calls it. One
+            that is passed on needs a name, and so do statements that a part of an expression calls. A method of a class
+            with bases may be another's hook.
     """
 
     module: str
     node: AnyFunction
     body: int
-    has_one_caller: bool
+    is_small_for_one: bool
     has_comment: bool
 
     @property
@@ -178,11 +184,9 @@ class Function:
         return self.lines >= LONG
 
     @property
-    def is_small_for_one(self) -> bool:
-        """Whether it is private, of a few lines, and called in one place. A decorator may ask for a function."""
-        name = self.node.name
-        is_private = name.startswith("_") and not name.endswith("__")
-        return is_private and not self.node.decorator_list and self.body <= SMALL and self.has_one_caller
+    def is_silent(self) -> bool:
+        """Whether it has no docstring."""
+        return ast.get_docstring(self.node, clean=False) is None
 
     def __str__(self) -> str:
         return f"{self.module}:{self.node.lineno}: {self.node.name}"
@@ -192,6 +196,10 @@ def functions(module: Module) -> Iterator[Function]:
     """Every function of a file, also those inside others."""
     uses = Counter(map(_name, module.nodes(ast.Name, ast.Attribute)))
     calls = Counter(_name(node.func) for node in module.nodes(ast.Call))
+    per_item = {
+        _name(call.func) for node in module.nodes(PER_ITEM) for call in ast.walk(node) if isinstance(call, ast.Call)
+    }
+    hooks = {node for owner in module.nodes(ast.ClassDef) if owner.bases for node in owner.body}
     defined = Counter(node.name for node in module.nodes(ast.FunctionDef, ast.AsyncFunctionDef))
     commented = {
         token.start[0]
@@ -199,15 +207,27 @@ def functions(module: Module) -> Iterator[Function]:
         if token.type == tokenize.COMMENT and not IS_FOR_TOOLS.match(token.string)
     }
     for node in module.nodes(ast.FunctionDef, ast.AsyncFunctionDef):
-        body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
-        name = node.name
+        name, body = node.name, node.body[ast.get_docstring(node, clean=False) is not None :]
+        lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+        is_private = name.startswith("_") and not name.endswith("__") and not node.decorator_list
+        has_one_caller = uses[name] == calls[name] == defined[name] == 1
+        is_expression = len(body) == 1 and isinstance(body[0], ast.Return)
+        can_move = is_expression or (_is_straight(body) and name not in per_item)
         yield Function(
             module.name,
             node,
-            (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0,
-            uses[name] == calls[name] == defined[name] == 1,
+            lines,
+            is_private and has_one_caller and can_move and lines <= SMALL and node not in hooks,
             not commented.isdisjoint(range(node.lineno, (node.end_lineno or 0) + 1)),
         )
+
+
+def _is_straight(body: Sequence[ast.stmt]) -> bool:
+    """Whether statements yield nothing and return at their end or not at all: they can stand before their caller's."""
+    ends = [
+        node for line in body for node in ast.walk(line) if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom)
+    ]
+    return ends in ([], body[-1:])
 
 
 def _name(node: ast.AST) -> str:
@@ -219,7 +239,7 @@ def print_functions(modules: Iterable[Module]) -> None:
     found = [function for module in modules for function in functions(module)]
     short = sum(function.body <= SHORT for function in found)
     small = [function for function in found if function.is_small_for_one]
-    silent = [function for function in small if not ast.get_docstring(function.node)]
+    silent = [function for function in small if function.is_silent]
     long = [function for function in found if function.is_long]
     commented = sum(function.has_comment for function in long)
     for function in small:
@@ -231,7 +251,7 @@ def print_functions(modules: Iterable[Module]) -> None:
         print(f"{function}: {function.lines} lines")
     print(f"{short} of {len(found)} functions ({short / len(found):.0%}) have at most {SHORT} lines of body")
     print(
-        f"{len(small)} private functions have at most {SMALL} lines of body and one caller: "
+        f"{len(small)} private functions of at most {SMALL} lines could stand in their one caller: "
         f"{len(small) - len(silent)} with a docstring, {len(silent)} without"
     )
     print(f"{commented} of {len(long)} functions of {LONG} lines or more ({commented / len(long):.0%}) hold a comment")

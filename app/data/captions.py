@@ -233,7 +233,9 @@ class Captions:
         self.problem = ""
         with files.locked(folder / f"{self._log.name}.lock"):
             try:
-                if os.path.lexists(self._log) and not _is_log(self._log):
+                if os.path.lexists(self._log) and not (
+                    stat.S_ISREG(self._log.lstat().st_mode) and os.access(self._log, os.R_OK | os.W_OK)
+                ):
                     aside = files.put_aside(self._log)
                     self.problem = f"{self._log}: cannot be read; it was renamed to {aside.name}, remove it"
                 self._log.touch(0o600)
@@ -348,10 +350,6 @@ def _check(file: Path, caption: str) -> None:
         raise InputError(f"{file}: the caption {half}")
     if (size := len(caption.encode())) > MAX_CAPTION:
         raise InputError(f"{file}: {too_long(size)}")
-
-
-def _is_log(file: Path) -> bool:
-    return stat.S_ISREG(file.lstat().st_mode) and os.access(file, os.R_OK | os.W_OK)
 
 
 def _batch(line: bytes) -> int | None:

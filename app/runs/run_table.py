@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -453,15 +453,11 @@ def change_tags(runs: Path, names: Iterable[str], added: str = "", removed: str 
         for name in names:
             kept = [tag for tag in tags.get(name, ()) if tag != removed and tag not in _split(removed)]
             tags[name] = tuple(dict.fromkeys([*kept, *_split(added)]))
-        _write_tags(runs, tags)
+        files.replace(runs / "tags.json", json.dumps(tags, indent=1), mode=files.private_mode(runs))
 
 
 def _split(text: str) -> tuple[str, ...]:
     return tuple(tag.strip() for tag in text.split(",") if tag.strip())
-
-
-def _write_tags(runs: Path, tags: Mapping[str, Sequence[str]]) -> None:
-    files.replace(runs / "tags.json", json.dumps(tags, indent=1), mode=files.private_mode(runs))
 
 
 def size(run: RunDir) -> int:
