@@ -140,7 +140,8 @@ class KnownFiles:
     def add(self, path: Path, known: Known[str]) -> None:
         """Remember the digest that another rank read; but not of a copy of the file on another machine."""
         with suppress(OSError):
-            if known.stamp == Stamp.of(file_of(path)):
+            stamp = Stamp.of(file_of(path))
+            if known.stamp == stamp and self._digests.known(path, stamp) is None:
                 self._digests.add(path, known)
 
     def save(self) -> None:
