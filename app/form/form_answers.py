@@ -29,7 +29,6 @@ from trainer.plan.simulate.phases import Item, by_kind, moment
 from trainer.run.length import RunLength
 from trainer.system.errors import InputError
 from trainer.system.gpus import Gpu
-from trainer.view.colors import MEMORY_KINDS
 
 if TYPE_CHECKING:
     from app.studio import Studio
@@ -218,23 +217,10 @@ def plan(
     }
 
 
-def step(found: MemoryPlan, drawn: Outline, cfg: RunConfig) -> dict[str, Any]:
-    """Return the memory over a training step, as little as draws it: KiB, and ten-thousandths of the computing."""
+def step(found: MemoryPlan, drawn: Outline, cfg: RunConfig) -> dict[str, str]:
+    """Return the memory over a training step as a picture, and as a sentence."""
     limit = Limit() if found.card is None and cfg.parallel.device == "cpu" else Limit.of(found)
-    most, bars = drawn.fullest, drawn.bars
-    seen = limit.seen(most.peak)
-    columns = zip(MEMORY_KINDS, zip(*(bar.kinds for bar in bars), strict=True), strict=True)
-    return {
-        "ends": [round(bar.end * 1e4) for bar in bars],
-        "kinds": [[kind, [round(size / 1024) for size in sizes]] for kind, sizes in columns if any(sizes)],
-        "words": [bar.words for bar in bars],
-        "spans": [[span.name, round(span.start * 1e4), round(span.end * 1e4)] for span in drawn.spans],
-        "at": bars.index(most),
-        "peak": most.peak,
-        "reserve": seen.reserve,
-        "limit": seen.memory,
-        "sentence": picture.sentence(drawn, limit),
-    }
+    return {"picture": picture.draw(drawn, limit, picture.SMALL), "sentence": picture.sentence(drawn, limit)}
 
 
 def kinds(found: MemoryPlan) -> list[list[Any]]:

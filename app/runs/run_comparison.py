@@ -18,7 +18,7 @@ from trainer.config.sections import MODEL_WORDS, fill_trigger
 from trainer.config.titles import METHODS, model_title
 from trainer.launcher import preflight
 from trainer.run.events import SampleEvent, State
-from trainer.view.lines import Line
+from trainer.view.chart import Line
 
 MOST_COMPARED = 5
 MOST_CHARS = 80

@@ -489,9 +489,9 @@ FAULTS = (
     ),
     _fault(
         "an image that has changed since it was looked at is not looked at again",
-        "trainer/data/images/looks.py",
-        "if known is None or known[0] != stamp:",
-        "if known is None:",
+        "trainer/data/images/known_files.py",
+        "return known if known is not None and known.stamp == stamp else None",
+        "return known",
         "data/images/test_looks.py",
     ),
     _fault(
