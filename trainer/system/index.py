@@ -188,6 +188,7 @@ class Index:
                 os.unlink(draft)
 
     def _remove(self) -> None:
+        """Remove the database and what SQLite keeps next to it, under the lock that a process that makes it holds."""
         with files.locked(self._lock_file):
             for suffix in SUFFIXES:
                 self.file.with_name(self.file.name + suffix).unlink(missing_ok=True)
