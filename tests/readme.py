@@ -13,7 +13,7 @@ def documents() -> Iterator[Path]:
     """The documents of the repository, sorted; not what runs, builds and installed packages leave beside them."""
     yield from sorted(ROOT.glob("*.md"))
     for room in ("app", "notebooks", "presets", "tests", "trainer"):
-        yield from sorted((ROOT / room).rglob("*.md"))
+        yield from sorted(file for file in (ROOT / room).rglob("*.md") if "node_modules" not in file.parts)
 
 
 def readme(room: str) -> Path:
