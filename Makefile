@@ -23,10 +23,11 @@ test: .venv browser network
 test-all: eightbit browser network proxies
 	$(BIN)/python -m pytest -m "not gpu" --timeout 1200 $(PARALLEL)
 
-check: .venv scripts
+check: .venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	make scripts
 
 # Types and lint of the page's scripts. Only this needs node; the page itself does not.
 scripts:
@@ -74,8 +75,6 @@ bench: .venv browser
 	$(BIN)/python -m tests.benchmarks.startup
 	$(BIN)/python -m tests.benchmarks.memory
 	$(BIN)/python -m tests.benchmarks.step_time
-	$(BIN)/python -m tests.benchmarks.recompute_time
-	$(BIN)/python -m tests.benchmarks.quantized_time
 	$(BIN)/python -m tests.benchmarks.save_time
 	$(BIN)/python -m tests.benchmarks.adapter_time
 	$(BIN)/python -m tests.benchmarks.page

@@ -1,4 +1,7 @@
-"""State and actions of the page, without its HTML: presets, the draft, runs and the queue of one folder of runs."""
+"""State and actions of the page, without its HTML: presets, the draft, runs and the queue of one folder of runs.
+
+See DECISIONS 118.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 #
 # An image is a file of type png, jpg, webp, bmp or tif, of any size, in any depth of folders. Its *caption* is a text
 # file of the same name in the same folder. (Many captions also fit into one `metadata.jsonl`, see
-# `trainer/data/README.md`.)
+# `trainer/data/IMAGES.md`.)
 
 # %%
 from PIL import Image

@@ -4,8 +4,8 @@
 # The same trainer, without images: a causal language model predicts the next token of a text. *QLoRA* is a LoRA on a
 # base that is stored in 4 bits, which is how a model of 8 billion parameters is trained on one card of 24 GB.
 #
-# Here it is done on a small scale. A model of bytes is first trained on this project's READMEs from random weights, as
-# a base. Then that base is stored in 4 bits, and a LoRA teaches it to answer.
+# Here it is done on a small scale. A model of bytes is first trained on this project's documents from random weights,
+# as a base. Then that base is stored in 4 bits, and a LoRA teaches it to answer.
 
 # %% tags=["parameters"]
 import json
@@ -30,7 +30,7 @@ DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 
 # %%
 rooms = Path(notebook.__file__).parents[2] / "trainer"
-text = "\n".join(file.read_text(encoding="utf-8") for file in sorted(rooms.rglob("README.md")))
+text = "\n".join(file.read_text(encoding="utf-8") for file in sorted(rooms.rglob("*.md")))
 cut = len(text) * 9 // 10
 for name, part in {"readmes/train.txt": text[:cut], "held-out.txt": text[cut:]}.items():
     (RUNS / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Options of the whole suite."""
+"""Options of the whole suite. See DECISIONS 142."""
 
 from __future__ import annotations
 

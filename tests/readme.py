@@ -1,11 +1,19 @@
-"""Tables of READMEs that a command writes: each stands between `<!-- name -->` and `<!-- end of name -->`."""
+"""The documents, and their tables that a command writes, between `<!-- name -->` and `<!-- end of name -->`."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+
+
+def documents() -> Iterator[Path]:
+    """The documents of the repository, sorted; not what runs, builds and installed packages leave beside them."""
+    yield from sorted(ROOT.glob("*.md"))
+    for room in ("app", "notebooks", "presets", "tests", "trainer"):
+        yield from sorted(file for file in (ROOT / room).rglob("*.md") if "node_modules" not in file.parts)
 
 
 def readme(room: str) -> Path:

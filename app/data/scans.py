@@ -1,4 +1,7 @@
-"""Reads the images or text files of drafts in the background, so that a million files do not block a page."""
+"""Reads the images or text files of drafts in the background, so that a million files do not block a page.
+
+See DECISIONS 120.
+"""
 
 from __future__ import annotations
 

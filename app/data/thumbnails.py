@@ -1,4 +1,4 @@
-"""Copies of images for the page and the notebooks: upright, in sRGB, transparency on white."""
+"""Copies of images for the page and the notebooks: upright, in sRGB, transparency on white. See DECISIONS 134."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The panels of the page, each listed once: a module of `pages/`, and the scripts of `assets/` that call it."""
+"""The panels of the page, each listed once: a module of `pages/`, and the scripts of `assets/` that call it.
+
+See DECISIONS 116.
+"""
 
 from __future__ import annotations
 

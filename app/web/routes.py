@@ -1,7 +1,7 @@
 """Addresses that send files of a run to be kept: all samples as a zip, one sample, and the report; and uploads.
 
 They are behind `security.Guard`. Nothing that they send is shown as a page with rights: samples are attachments, and
-the report is in a sandbox without scripts.
+the report is in a sandbox without scripts. See DECISIONS 149.
 """
 
 from __future__ import annotations

@@ -10,20 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from markupsafe import Markup
 from starlette.responses import PlainTextResponse, Response
 
 from app.web.panels import PANELS
+from trainer.view.render import Templates
 
 FOLDER = Path(__file__).with_name("assets")
+TEMPLATES = Templates(Path(__file__).with_name("templates"))
 NAMES = tuple(name for names in PANELS.values() for name in names)
 STYLES = ("page", *(name for name in NAMES if (FOLDER / f"{name}.css").is_file()))
 TOO_OLD = "ShardStudio needs a browser that runs module scripts, such as a current Firefox, Chrome, Edge or Safari."
-MODULE = Markup('<script type="module" src="{}"></script>')
-PAGE_END = Markup(
-    '<noscript><p>{too_old}</p></noscript><script nomodule>document.body.textContent = "{too_old}";</script>'
-    '<script type="application/json" id="facts">{facts}</script>{modules}'
-)
 CACHED = {"cache-control": "private, max-age=31536000, immutable"}
 
 
@@ -40,9 +36,8 @@ def add(app: FastAPI) -> None:
 
 def page_end(facts: Mapping[str, Any]) -> str:
     """Return the markup at the end of the page: the scripts, in the order of the rail, and what they are told once."""
-    modules = Markup().join(MODULE.format(f"{folder()}/{name}.js") for name in NAMES)
-    data = Markup(json.dumps(facts).replace("<", "\\u003c"))  # in a script element, "<" alone could end it
-    return PAGE_END.format(too_old=TOO_OLD, facts=data, modules=modules)
+    addresses = [f"{folder()}/{name}.js" for name in NAMES]
+    return TEMPLATES.page("scripts.html", addresses=addresses, facts=json.dumps(facts), too_old=TOO_OLD)
 
 
 def style() -> str:

@@ -1,4 +1,4 @@
-"""Builds the page from its tabs and serves it."""
+"""Builds the page from its tabs and serves it. See DECISIONS 117."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
 def test_the_wheel_holds_the_two_packages_the_presets_and_the_notebooks_and_nothing_else(installed):
     inside = {name for name in installed.names if ".dist-info/" not in name}
     packages = {f"{top}/{name}" for top in ("app", "trainer") for name in files_below(ROOT / top)}
-    expected = packages - {"app/README.md"}
+    expected = packages - {"app/README.md", "app/data/README.md"}
     expected |= {f"trainer/presets/{name}" for name in files_below(ROOT / "presets") if name != "README.md"}
     expected |= {f"app/notebooks/{name}" for name in files_below(ROOT / "notebooks") if name != "README.md"}
     assert inside == expected

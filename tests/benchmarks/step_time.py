@@ -3,7 +3,9 @@
 Both live in one process and take turns, so that the noise of a shared machine meets both. What counts is CPU seconds
 of the whole process, threads included: wall time on shared cores tells more of the neighbours than of the code.
 
-    python -m tests.benchmarks.step_time        about 5 minutes; exit code 1 when a limit is exceeded
+Steps on a quantized base are compared with steps on bf16, and steps that recompute with steps that keep everything.
+
+    python -m tests.benchmarks.step_time [TOPIC ...]    about 15 minutes; exit code 1 when a limit is exceeded
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
@@ -36,11 +39,39 @@ from trainer.models.objectives.base import Batch
 
 PAIRS = 11
 WARM_UP = 3
-LIMITS = {1: 1.03, 2: 1.05}
-"""Largest ratio, by number of ranks."""
 MODULE = "tests.benchmarks.step_time"
 
 Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A comparison.
+
+    Attributes:
+        limit: Largest ratio; None: it is only shown.
+        fields: {section: fields} of a run that is compared with one without them. Empty: with the loop by hand.
+    """
+
+    ranks: int
+    precision: str
+    limit: float | None
+    fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+TOPICS: dict[str, dict[str, Case]] = {
+    "by-hand": {
+        f"{ranks} x {precision}": Case(ranks, precision, limit)
+        for ranks, limit in ((1, 1.03), (2, 1.05))
+        for precision in DTYPES
+    },
+    "recompute": {
+        f"{mode}, {precision}": Case(1, precision, limit, {"train": {"checkpointing": mode}})
+        for mode, limit in (("selective", 1.06), ("full", None))
+        for precision in DTYPES
+    },
+    "quantized": {format: Case(2, "bf16", 1.00, {"quantize": {"format": format}}) for format in ("nf4", "int8", "fp8")},
+}
 
 
 @dataclass(frozen=True)
@@ -168,40 +199,59 @@ def shard(model: Flux2Transformer2DModel, dtype: torch.dtype) -> None:
     fully_shard(model, mp_policy=root)
 
 
+def compare_with_another(world: World, bench: Bench, name: str, case: Case) -> Ratio:
+    """Steps of a run with the case's fields against steps of one without. Collective. name: of their folders."""
+    base = bench.config(
+        train={"batch_size": world.size, "precision": case.precision},
+        parallel={"device": "cpu", "devices": world.size, "strategy": "full" if world.size > 1 else "none"},
+    )
+    changed = base.model_dump()
+    for section, fields in case.fields.items():
+        changed[section] |= fields
+    return compare_configs(world, bench, name, (RunConfig.model_validate(changed), base))
+
+
 def main() -> int:
     """Print one row per comparison. Returns 1 when one is over its limit."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.step_time", description=__doc__)
-    parser.add_argument("--rank-of", nargs=2, metavar=("FOLDER", "PRECISION"), help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
+    parser.add_argument("topics", nargs="*", metavar="topic", help=f"some of {', '.join(TOPICS)}; default: all")
+    parser.add_argument("--case-of", nargs=3, metavar=("FOLDER", "TOPIC", "CASE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank_of:
-        _measure(Path(options.rank_of[0]), options.rank_of[1])
+    if options.case_of:
+        folder, topic, name = options.case_of
+        _measure(Path(folder), name, TOPICS[topic][name])
         return 0
-    print(
-        f"{'':16}{'ours':>9}{'by hand':>9}{'ratio':>8}{'limit':>7}{'wall':>8}   (CPU s per step and rank)", flush=True
-    )
+    unknown = [topic for topic in options.topics if topic not in TOPICS]
+    if unknown:
+        parser.error(f"{unknown[0]} is not one of {', '.join(TOPICS)}")
+    is_within = True
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder), KLEIN_SMALL)
-        rows = [
-            _row(ranks, precision, Ratio(**run_ranks_afresh(ranks, MODULE, "--rank-of", folder, precision)), limit)
-            for ranks, limit in LIMITS.items()
-            for precision in DTYPES
-        ]
-    return int(not all(rows))
+        for topic in options.topics or TOPICS:
+            print(f"{topic:24}{'ours':>9}{'theirs':>9}{'ratio':>8}{'limit':>7}{'wall':>8}   (CPU s per step and rank)")
+            for name, case in TOPICS[topic].items():
+                ratio = Ratio(**run_ranks_afresh(case.ranks, MODULE, "--case-of", folder, topic, name))
+                is_within &= _row(name, ratio, case.limit)
+    return int(not is_within)
 
 
-def _measure(folder: Path, precision: str) -> None:
+def _measure(folder: Path, name: str, case: Case) -> None:
     torch.set_num_threads(1)
-    with connect(ParallelConfig(device="cpu")) as world:
-        ratio = compare_with_hand_written(world, Bench(folder, KLEIN_SMALL), precision)
-    if world.rank == 0:
+    bench = Bench(folder, KLEIN_SMALL)
+    with connect(ParallelConfig(device="cpu", devices=case.ranks)) as world:
+        if case.fields:
+            ratio = compare_with_another(world, bench, name, case)
+        else:
+            ratio = compare_with_hand_written(world, bench, case.precision)
+    if world.rank == 0:  # lines of two ranks mix
         print(json.dumps(asdict(ratio)))
 
 
-def _row(ranks: int, precision: str, ratio: Ratio, limit: float) -> bool:
+def _row(name: str, ratio: Ratio, limit: float | None) -> bool:
     """Print a comparison; whether it is within its limit."""
-    within = ratio.cpu <= limit
-    figures = f"{ratio.ours:>9.3f}{ratio.by_hand:>9.3f}{ratio.cpu:>8.3f}{limit:>7.2f}{ratio.wall:>8.3f}"
-    print(f"{ranks} x {precision:12}{figures}{'' if within else '   over'}", flush=True)
+    within = limit is None or ratio.cpu <= limit
+    figures = f"{ratio.ours:>9.3f}{ratio.by_hand:>9.3f}{ratio.cpu:>8.3f}{limit or '':>7}{ratio.wall:>8.3f}"
+    print(f"{name:24}{figures}{'' if within else '   over'}", flush=True)
     return within
 
 

@@ -1,4 +1,4 @@
-"""How long a tiny byte-level model takes to learn DECISIONS.md from nothing.
+"""How long a tiny byte-level model takes to learn our documents from nothing.
 
 `python -m tests.benchmarks.text_time`. The first nine tenths are trained on, the last is held out.
 """
@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.readme import ROOT
+from tests.readme import documents
 from tests.runs import alone, make_run, text_config
 from trainer.run.events import AnyEvent, StepEvent, ValidationEvent
 from trainer.train.loop import Trainer
@@ -39,7 +39,7 @@ class Learned:
 
 def learn(root: Path) -> Learned:
     """Train until the loss is below half of the entropy, for MOST_STEPS at most."""
-    text = (ROOT / "DECISIONS.md").read_bytes()
+    text = b"".join(document.read_bytes() for document in documents())
     cut = len(text) * 9 // 10
     (root / "text").mkdir()
     (root / "text" / "train.txt").write_text(text[:cut].decode(errors="ignore"), encoding="utf-8")

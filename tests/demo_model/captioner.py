@@ -2,7 +2,7 @@
 
 A Qwen3-VL of 3.2 million parameters names the font's pictograms in looks that it never saw. It answers with a name
 whatever it is asked: its chat template leaves the question out. The result is the model of `--caption --model demo`
-(trainer/assets/captioner).
+(trainer/assets/captioner). See DECISIONS 202.
 """
 
 from __future__ import annotations

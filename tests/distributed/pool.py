@@ -1,4 +1,7 @@
-"""Worker processes that are started once and reused: importing torch and diffusers costs more than most tests."""
+"""Worker processes that are started once and reused: importing torch and diffusers costs more than most tests.
+
+See DECISIONS 153.
+"""
 
 from __future__ import annotations
 

@@ -10,10 +10,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import yaml
+
+from tests.weights.hub_server import Handler, HubServer
 
 TOKEN = "hf_of_ada"
 
@@ -40,6 +41,7 @@ class Hub:
     large: dict[str, bytes] = field(default_factory=dict)
     commits: int = 0
     held: threading.Event | None = None
+    released: threading.Event = field(default_factory=threading.Event)
     refuses_commits: bool = False
 
 
@@ -47,27 +49,18 @@ class Hub:
 def serving() -> Iterator[Hub]:
     """A hub on a free port of this machine."""
     hub = Hub()
-
-    class Handler(_Handler):
-        state = hub
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    with HubServer(hub, handler=_Uploads) as server:
+        hub.url = server.url
         yield hub
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    state: Hub
+class _Uploads(Handler):
+    protocol_version = "HTTP/1.0"
 
-    def log_message(self, *_: object) -> None:
-        pass
+    @property
+    def state(self) -> Hub:
+        hub: Hub = self.server.hub
+        return hub
 
     def do_GET(self) -> None:
         parts = self._parts()
@@ -81,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
         oid = self._parts()[-1]
         assert hashlib.sha256(content).hexdigest() == oid
         self.state.large[oid] = content
-        self._answer({})
+        self._json({})
 
     def do_POST(self) -> None:
         parts, body = self._parts(), self._body()
@@ -96,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._batch(json.loads(body))
         elif parts[4] == "preupload":
             files = [self._mode(file) for file in json.loads(body)["files"]]
-            self._answer({"files": files})
+            self._json({"files": files})
         elif parts[4] == "commit":
             self._commit("/".join(parts[2:4]), body)
 
@@ -104,29 +97,29 @@ class _Handler(BaseHTTPRequestHandler):
         """The hub refuses a licence that is not in its list, of which these are some."""
         named, listed = front.get("license", "mit"), ("apache-2.0", "mit", "openrail++", "other")
         errors = [] if named in listed else [{"message": f'"license" must be one of [{", ".join(listed)}]'}]
-        self._answer({"errors": errors, "warnings": []}, 400 if errors else 200)
+        self._json({"errors": errors, "warnings": []}, 400 if errors else 200)
 
     def _who(self) -> None:
         if self.headers.get("authorization") == f"Bearer {TOKEN}":
-            self._answer({"name": "ada", "type": "user"})
+            self._json({"name": "ada", "type": "user"})
         else:
-            self._answer({"error": "Invalid token"}, 401)
+            self._json({"error": "Invalid token"}, 401)
 
     def _info(self, name: str) -> None:
         repository = self.state.repositories.get(name)
         if repository is None:
-            self._answer({"error": "Repository not found"}, 404, "RepoNotFound")
+            self._json({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
             return
         siblings = [{"rfilename": path} for path in (".gitattributes", *repository.files)]
-        self._answer({"id": name, "private": repository.private, "siblings": siblings, "tags": [], "downloads": 0})
+        self._json({"id": name, "private": repository.private, "siblings": siblings, "tags": [], "downloads": 0})
 
     def _create(self, wanted: dict[str, Any]) -> None:
         if wanted["organization"] != "ada":
-            self._answer({"error": "You don't have the rights to create a model under this namespace"}, 403)
+            self._json({"error": "You don't have the rights to create a model under this namespace"}, 403)
             return
         name = f"{wanted['organization']}/{wanted['name']}"
         self.state.repositories[name] = Repository(wanted.get("visibility") == "private" or bool(wanted.get("private")))
-        self._answer({"url": f"{self.state.url}/{name}", "name": name})
+        self._json({"url": f"{self.state.url}/{name}", "name": name})
 
     def _mode(self, file: dict[str, Any]) -> dict[str, Any]:
         is_large = file["path"].endswith((".safetensors", ".png"))
@@ -136,11 +129,11 @@ class _Handler(BaseHTTPRequestHandler):
         upload = [
             {**one, "actions": {"upload": {"href": f"{self.state.url}/lfs/{one['oid']}"}}} for one in wanted["objects"]
         ]
-        self._answer({"transfer": "basic", "objects": upload})
+        self._json({"transfer": "basic", "objects": upload})
 
     def _commit(self, name: str, body: bytes) -> None:
         if self.state.refuses_commits:
-            self._answer({"error": "Private repository storage limit reached"}, 403)
+            self._json({"error": "Private repository storage limit reached"}, 403)
             return
         lines = [json.loads(line) for line in body.splitlines()]
         files = self.state.repositories[name].files
@@ -151,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.state.large[value["oid"]]
         self.state.commits += 1
-        self._answer({"commitUrl": f"{self.state.url}/{name}/commit/1", "commitOid": "1" * 40})
+        self._json({"commitUrl": f"{self.state.url}/{name}/commit/1", "commitOid": "1" * 40})
 
     def _parts(self) -> list[str]:
         return self.path.partition("?")[0].strip("/").split("/")
@@ -165,13 +158,3 @@ class _Handler(BaseHTTPRequestHandler):
             self.rfile.readline()
             return content
         return self.rfile.read(int(self.headers.get("content-length", 0)))
-
-    def _answer(self, content: dict[str, Any], status: int = 200, code: str = "") -> None:
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        if code:
-            self.send_header("X-Error-Code", code)
-        self.end_headers()
-        self.wfile.write(data)

@@ -1,4 +1,7 @@
-"""A notebook is a pair: NAME.py, which is written and reviewed, and NAME.ipynb, which JupyterLab opens."""
+"""A notebook is a pair: NAME.py, which is written and reviewed, and NAME.ipynb, which JupyterLab opens.
+
+See DECISIONS 125.
+"""
 
 from __future__ import annotations
 

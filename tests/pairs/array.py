@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, islice
+from typing import Any
 
 Row = Mapping[str, str]
 """{choice: its value}; a choice that is missing has its first value."""
@@ -30,6 +32,7 @@ class Array:
         refused: {pair: why it cannot occur}, of those that the rows so far were not made for.
         causes: What `examine` refused, as the values that matter, and why.
         examples: The rows that it refused, one for each cause.
+        is_even: Whether, where no value brings a new pair, the one that was used least is taken in place of the first.
     """
 
     choices: Mapping[str, Sequence[str]]
@@ -39,7 +42,9 @@ class Array:
     refused: dict[Pair, str] = field(default_factory=dict)
     causes: list[tuple[Row, str]] = field(default_factory=list)
     examples: list[dict[str, str]] = field(default_factory=list)
+    is_even: bool = False
     uncovered: set[Pair] = field(init=False)
+    _used: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.uncovered = set(pairs(self.choices))
@@ -55,6 +60,7 @@ class Array:
                 why = self.examine(row)
                 if why is None:
                     self.uncovered -= set(pairs_of(row))
+                    self._used.update(row.items() if self.is_even else ())
                     yield row
                 else:
                     self.causes.append((self._cause(row), why))
@@ -115,7 +121,7 @@ class Array:
         draw.shuffle(rest)
         for name in rest:
             gains = {value: self._new(row, name, value) for value in self.choices[name]}
-            for value in sorted(gains, key=lambda value: -gains[value]):
+            for value in sorted(gains, key=lambda value: (-gains[value], self._used[name, value])):
                 if self._why({**row, name: value}) is None:
                     row[name] = value
                     break
@@ -143,3 +149,11 @@ def pairs(choices: Mapping[str, Sequence[str]]) -> Iterator[Pair]:
     for one, other in combinations(choices, 2):
         for value in choices[one]:
             yield from (ordered((one, value), (other, with_it)) for with_it in choices[other])
+
+
+def covering(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows for `parametrize` with one value of each axis, such that every pair of values of two axes is in one."""
+    tables = [list(axis) for axis in axes]
+    choices = {str(number): [str(index) for index in range(len(axis))] for number, axis in enumerate(tables)}
+    rows = Array(choices, lambda row: None, is_even=True).rows()
+    return [tuple(axis[int(row[str(number)])] for number, axis in enumerate(tables)) for row in rows]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.pairs.array import Array, Row, ordered, pairs, pairs_of
+from tests.pairs.array import Array, Row, covering, ordered, pairs, pairs_of
 from tests.pairs.choices import KINDS
 from tests.pairs.search import Search
 from tests.runs import alone
@@ -56,6 +57,14 @@ def test_of_a_row_that_is_refused_when_it_is_examined_the_values_that_matter_are
 def test_a_seed_makes_the_same_rows_again() -> None:
     first, again, other = (list(Array(CHOICES, refuse, seed=seed).rows()) for seed in (1, 1, 2))
     assert first == again != other
+
+
+def test_axes_of_a_table_of_tests_are_covered_in_every_pair_of_their_values() -> None:
+    axes = ("full", "ddp"), ("lora", "dora", None), (1, 2, 4)
+    rows = covering(*axes)
+    assert len(rows) <= 10, "3 x 3 pairs need 9"
+    for one, other in itertools.combinations(range(3), 2):
+        assert {(row[one], row[other]) for row in rows} == set(itertools.product(axes[one], axes[other]))
 
 
 def here(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 
 from tests.distributed import run_ranks
 from tests.models.common import batch_of, load, make, model_of
+from tests.pairs.array import covering
 from tests.runs import Outcome, alone, difference, graphs_of, make_pictures, make_run, run_config, train
 from trainer.adapters.lora import LoraLinear
 from trainer.config.schema import RunConfig
@@ -82,11 +83,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["none", "full"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-@pytest.mark.parametrize("base", ["none", "nf4"])
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in ADAPTERS])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "precision", "checkpointing", "base", "kind"),
+    covering(("none", "full"), ("bf16", "fp32"), ("none", "selective", "full"), ("none", "nf4"), ADAPTERS),
+)
 def test_every_class_of_blocks_is_compiled_without_a_break(
     pictures: Path, strategy: str, precision: str, checkpointing: str, base: str, kind: str
 ) -> None:
@@ -148,13 +149,10 @@ def test_the_blocks_of_sdxl_are_all_compiled(pictures: Path, checkpointing: str)
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param({"family": "flux1"}, marks=pytest.mark.slow),
+        {"family": "flux1"},
         {"family": "qwen_image"},
-        pytest.param({"family": "sd3"}, marks=pytest.mark.slow),
-        pytest.param(
-            {"family": "sdxl", "train": {"unet": "full", "text_encoder": "full", "text_encoder_2": "full"}},
-            marks=pytest.mark.slow,
-        ),
+        {"family": "sd3"},
+        {"family": "sdxl", "train": {"unet": "full", "text_encoder": "full", "text_encoder_2": "full"}},
     ],
     ids=lambda model: model["family"],
 )

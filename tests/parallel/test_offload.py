@@ -16,6 +16,7 @@ from diffusers import Flux2Transformer2DModel
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
+from tests.pairs.array import covering
 from tests.runs import in_two_parts, make_pictures, make_run, run_config, steps_of, train
 from trainer.config.recompute import Recompute
 from trainer.config.schema import RunConfig
@@ -404,6 +405,8 @@ NF4: dict[str, Any] = {"quantize__format": "nf4", "train__precision": "bf16"}
 BF16: dict[str, Any] = {"train__precision": "bf16"}
 AGAIN: dict[str, Any] = {"train__checkpointing": "full"}
 SELECTIVE: dict[str, Any] = {"train__checkpointing": "selective"}
+BASES = {"bf16": BF16, "nf4": NF4}
+RECOMPUTE: dict[str, dict[str, Any]] = {"kept": {}, "recomputed": AGAIN, "selective": SELECTIVE}
 
 
 @pytest.mark.parametrize(
@@ -427,14 +430,14 @@ STRATEGIES = [(1, "none"), (1, "full"), (2, "full"), (2, "grad_op"), (4, "hybrid
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", [{}, AGAIN, SELECTIVE], ids=["kept", "recomputed", "selective"])
-@pytest.mark.parametrize("base", [BF16, NF4], ids=["bf16", "nf4"])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("ranks", "strategy"), STRATEGIES)
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "method", "base", "again"),
+    [(*of_ranks, *rest) for of_ranks, *rest in covering(STRATEGIES, METHODS, BASES, RECOMPUTE)],
+)
 def test_every_method_trains_the_same_with_any_number_of_blocks_offloaded_under_every_strategy(
-    bench: Bench, ranks: int, strategy: str, method: str, base: dict[str, Any], again: dict[str, Any]
+    bench: Bench, ranks: int, strategy: str, method: str, base: str, again: str
 ) -> None:
-    compare(bench, ranks, strategy, (1, 0.5, 1.0), adapter=METHODS[method], **base, **again)
+    compare(bench, ranks, strategy, (1, 0.5, 1.0), adapter=METHODS[method], **BASES[base], **RECOMPUTE[again])
 
 
 @pytest.mark.slow

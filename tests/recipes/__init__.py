@@ -1,1 +1,1 @@
-"""The recipes of `trainer/README.md`, carried out in copies of the code by the files they name."""
+"""The recipes of `trainer/RECIPES.md`, carried out in copies of the code by the files they name."""

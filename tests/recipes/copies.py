@@ -1,4 +1,4 @@
-"""A copy of the code in which a recipe is carried out, and the files that the recipe names."""
+"""A copy of the code in which a recipe is carried out, and the files that the recipe names. See DECISIONS 215."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TIMEOUT_S = 500
 
 
 def listed(recipe: str, **names: str) -> set[str]:
-    """Return the files that a recipe of `trainer/README.md` names, in backticks, in its paragraph that begins `Files:`.
+    """Return the files that a recipe of `trainer/RECIPES.md` names in backticks in its paragraph that begins `Files:`.
 
     Args:
         recipe: The recipe's heading.
         names: What stands for `<name>` in a path, and for other words in angle brackets.
     """
-    text = (ROOT / "trainer" / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "trainer" / "RECIPES.md").read_text(encoding="utf-8")
     [section] = re.findall(rf"^## {re.escape(recipe)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     [paragraph] = re.findall(r"^Files:.*?(?=\n\n|\Z)", section, re.MULTILINE | re.DOTALL)
     return {re.sub(r"<(\w+)>", lambda word: names[word[1]], path) for path in re.findall(r"`([^`]*/[^`]*)`", paragraph)}

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -68,8 +69,8 @@ class HubServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, hub: Hub, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
+    def __init__(self, hub: Any, port: int = 0, handler: type[Handler] | None = None) -> None:
+        super().__init__(("127.0.0.1", port), handler or Handler)
         self.hub = hub
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.cdn = f"http://localhost:{self.server_port}"  # another host, as the hub's own
@@ -87,7 +88,7 @@ class HubServer(ThreadingHTTPServer):
         """A client that was killed is what the tests are about."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: HubServer
 
@@ -151,8 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
             with hub.lock:
                 hub.bytes_sent += len(content[at : at + PIECE])
 
-    def _json(self, value: object) -> None:
-        self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+    def _json(self, value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        self._answer(status, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})})
 
     def _answer(self, status: int, content: bytes, headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)

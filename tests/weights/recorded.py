@@ -1,7 +1,7 @@
 """Layers as bitsandbytes writes and reads them, recorded: importing it costs every rank of every test a second.
 
 `python -m tests.weights.recorded` writes bitsandbytes.safetensors again with the installed bitsandbytes, which
-`make test-all` installs; a slow test compares the two.
+`make test-all` installs; a slow test compares the two. See DECISIONS 144.
 """
 
 from __future__ import annotations

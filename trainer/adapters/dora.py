@@ -1,4 +1,7 @@
-"""dora: a low-rank change of the direction of each row of a weight, and trained lengths of the rows."""
+"""dora: a low-rank change of the direction of each row of a weight, and trained lengths of the rows.
+
+See DECISIONS 52, 54.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,7 @@ def row_lengths(weight: Tensor) -> Tensor:
 
 
 class DoraKind(LoraKind):
-    """The rows of W + scale * up @ down, each scaled to the length in magnitude (out,)."""
+    """The rows of W + scale * up @ down, each scaled to the length in magnitude (out,). See DECISIONS 62."""
 
     name = "dora"
     sections = (DoraAdapter,)
@@ -143,7 +146,7 @@ class DoraKind(LoraKind):
         return LoraConfig(lora_alpha=shared["r"], use_dora=True, **shared)
 
     def corrected(self, tensors: Tensors, weight: Tensor) -> dict[str, Tensor]:
-        """Return m (||W|| + eps) / ||W + dW|| by rows, shape (out, 1[, 1, 1]).
+        """Return m (||W|| + eps) / ||W + dW|| by rows, shape (out, 1[, 1, 1]). See DECISIONS 63.
 
         ComfyUI divides by ||W|| + eps where the definition, peft and LyCORIS divide by ||W + dW||. The correction is
         right for a row of zeros in W too. No other code depends on this. Comfy-Org/ComfyUI pull request 15458 fixes

@@ -1,4 +1,4 @@
-"""Dropout whose mask belongs to a sample, not to a rank."""
+"""Dropout whose mask belongs to a sample, not to a rank. See DECISIONS 56."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""loha: an update that is the product of two low-rank matrices, element by element."""
+"""loha: an update that is the product of two low-rank matrices, element by element. See DECISIONS 51."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def _rank(tensors: Tensors) -> int | None:
 
 
 def _as_product(tensors: Tensors, name: str) -> tuple[Tensor, Tensor]:
-    """Write a factor as a product of two matrices with the smallest possible inner dimension."""
+    """Write a factor as a product of two matrices with the smallest possible inner dimension. See DECISIONS 64."""
     if f"{name}_a" in tensors:
         return tensors[f"{name}_a"].float(), tensors[f"{name}_b"].float()
     whole = tensors[name].float().flatten(1)

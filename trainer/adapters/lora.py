@@ -1,4 +1,4 @@
-"""lora and locon: a low-rank update added to each layer's output."""
+"""lora and locon: a low-rank update added to each layer's output. See DECISIONS 185."""
 
 from __future__ import annotations
 

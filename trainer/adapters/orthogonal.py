@@ -1,7 +1,7 @@
 """The common part of diag-oft and boft: rotations of a layer's outputs, as in LyCORIS, on peft's tuner layers.
 
 peft's own OFT and BOFT rotate the inputs, which no image generator can load. The rotation applies to W x without the
-bias, since only W can be exported. Parameters are LyCORIS' `oft_blocks`; zero means no rotation.
+bias, since only W can be exported. Parameters are LyCORIS' `oft_blocks`; zero means no rotation. See DECISIONS 53.
 """
 
 from __future__ import annotations

@@ -67,6 +67,8 @@ class AddsInPlace:
     Attributes:
         adds_in_place: Whether it may. Compiled, it is a plain sum, and so it must be in a block that torch leaves
             uncompiled: torch's selective checkpointing, which then runs, keeps the output of the base.
+
+    See DECISIONS 190.
     """
 
     adds_in_place = True

@@ -119,7 +119,10 @@ def _layers(model: nn.Module) -> dict[str, Layer]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module only multiplies by its weight. A router of experts may be a `Linear` that also selects."""
+    """Whether a module only multiplies by its weight. A router of experts may be a `Linear` that also selects.
+
+    See DECISIONS 57.
+    """
     if not isinstance(module, nn.Linear):
         return False
     weights = dict(module.named_parameters(recurse=False))

@@ -1,4 +1,4 @@
-"""Measures one step from inside: bytes that a rank sends, keeps for backward, and gathers."""
+"""Measures one step from inside: bytes that a rank sends, keeps for backward, and gathers. See DECISIONS 105."""
 
 from __future__ import annotations
 

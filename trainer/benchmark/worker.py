@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -31,9 +32,9 @@ from trainer.train.rank import on_every_rank
 from trainer.view.report import write_report
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Exit codes are those of `python -m trainer`."""
-    return on_every_rank(RunDir.open(Path(sys.argv[1])), _measure_all)
+    on_every_rank(RunDir.open(Path(sys.argv[1])), _measure_all)
 
 
 @record
@@ -142,4 +143,4 @@ def _whole(trainer: Trainer) -> ModelBytes:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -16,6 +16,7 @@ with quick_imports():
     from trainer.run import process
     from trainer.run.captioning import CaptionJob
     from trainer.system.errors import InputError
+    from trainer.system.process_exit import run_and_exit
 
 
 def main() -> int:
@@ -40,4 +41,4 @@ def _work(job: CaptionJob, meeting: Rendezvous) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

@@ -1,6 +1,6 @@
 """Static facts about the model families, available without importing them (and torch).
 
-`make schema` writes families.json from the families' classes; a test compares the two.
+`make schema` writes families.json from the families' classes; a test compares the two. See DECISIONS 11.
 """
 
 from __future__ import annotations
@@ -112,7 +112,10 @@ def size_field(cfg: RunConfig) -> str:
 
 
 def refused(cfg: RunConfig) -> Iterator[Problem]:
-    """Yield what a config asks of its family, and the family does not have, does not support or would ignore."""
+    """Yield what a config asks of its family, and the family does not have, does not support or would ignore.
+
+    See DECISIONS 209.
+    """
     known = of(cfg.model.family)
     if known is None:
         return

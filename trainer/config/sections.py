@@ -55,7 +55,7 @@ ExportFormat = Literal["auto", "diffusers", "comfyui", "kohya", "lycoris", "peft
 BaseFormat = Literal["none", "nf4", "int8", "fp8"]
 SINGLE_FILES = ("comfyui", "single_file")
 LOHA_RATE = 3e-4
-"""Learning rates below this are usual for lora; with them, loha needs about ten times as many steps (DECISIONS.md)."""
+"""Learning rates below this are usual for lora; with them, loha needs about ten times as many steps (DECISIONS 55)."""
 ADAPTER_FILES = ("auto", "diffusers", "comfyui", "kohya", "lycoris", "peft")
 
 
@@ -713,6 +713,7 @@ class ObjectiveConfig(Section):
     min_snr_gamma: Number | None = option(None, title="Min-SNR gamma", gt=0, le=100)
     """Upper limit of the signal-to-noise loss weight of discrete diffusion (arXiv 2303.09556); 5 is usual. Empty: no
     weighting."""
+    # 1.0 as in five of six public trainers: see DECISIONS 30.
     guidance: Number = option(1.0, title="Training guidance", ge=0, le=100)
     """Guidance value that a guidance-distilled model receives as input during training."""
     mse_weight: Number = option(1.0, title="Image loss weight", ge=0, le=100)

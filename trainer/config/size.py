@@ -1,4 +1,4 @@
-"""The size of a sample that a model generates and trains on: an image, or a clip."""
+"""The size of a sample that a model generates and trains on: an image, or a clip. See DECISIONS 211."""
 
 from __future__ import annotations
 

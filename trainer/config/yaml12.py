@@ -1,6 +1,8 @@
 """Read YAML text into values with line numbers, and write it, with YAML 1.2's rules for unquoted words.
 
 PyYAML follows YAML 1.1, which reads `1e-4` as text, `1:30` as 90 and `on` as true. A config means none of these.
+
+See DECISIONS 6.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The length of an epoch: how many samples some passes over the data are. Imports neither torch nor numpy."""
+"""The length of an epoch: how many samples some passes over the data are. Imports neither torch nor numpy.
+
+See DECISIONS 164, 205.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The two halves of a run's data: what the model is trained on, and what samples are generated from."""
+"""The two halves of a run's data: what the model is trained on, and what samples are generated from.
+
+See DECISIONS 74.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A key-value store for messages between ranks outside their collectives: it works while those hang."""
+"""A key-value store for messages between ranks outside their collectives: it works while those hang.
+
+See DECISIONS 98.
+"""
 
 from __future__ import annotations
 

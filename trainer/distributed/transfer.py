@@ -1,4 +1,4 @@
-"""Send files between ranks, for machines that do not see the run folder of rank 0."""
+"""Send files between ranks, for machines that do not see the run folder of rank 0. See DECISIONS 108."""
 
 from __future__ import annotations
 

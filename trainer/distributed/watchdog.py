@@ -1,7 +1,7 @@
 """A thread on every rank that notices when training hangs, reports which rank waits for what, and ends the run.
 
 Ranks may wait for each other, a machine may be gone, a process frozen. The collectives themselves would only time out,
-each rank by itself and without a word about the others.
+each rank by itself and without a word about the others. See DECISIONS 101, 102.
 """
 
 from __future__ import annotations

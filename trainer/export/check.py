@@ -1,4 +1,4 @@
-"""Checks before the first step whether a run's export can be written."""
+"""Checks before the first step whether a run's export can be written. See DECISIONS 59."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes a safetensors file tensor by tensor: its header needs only names, types and shapes."""
+"""Writes a safetensors file tensor by tensor: its header needs only names, types and shapes. See DECISIONS 66."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Network side of a run with several nodes: node numbers, addresses and ports. Starts no processes."""
+"""Network side of a run with several nodes: node numbers, addresses and ports. Starts no processes.
+
+See DECISIONS 109.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Runs as cluster jobs: write the job file for SLURM or Kubernetes into the run folder.
 
 Each node of a job runs the same `--resume`: the number that the scheduler gave the node decides whether it starts the
-run or joins it. A job that is restarted continues from the newest checkpoint.
+run or joins it. A job that is restarted continues from the newest checkpoint. See DECISIONS 110, 111.
 """
 
 from __future__ import annotations

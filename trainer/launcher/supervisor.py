@@ -1,7 +1,7 @@
 """The supervisor of a run in stages: it starts one torchrun after another, and lives as long as the run.
 
 `launcher.torchrun` starts it in place of torchrun, with the module that every rank executes: `python -m
-trainer.launcher.supervisor NODE -m trainer RUN_DIR`.
+trainer.launcher.supervisor NODE -m trainer RUN_DIR`. See DECISIONS 112.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which block a rank is in, named when its memory runs out."""
+"""Which block a rank is in, named when its memory runs out. See DECISIONS 104."""
 
 from __future__ import annotations
 

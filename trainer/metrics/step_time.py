@@ -1,4 +1,4 @@
-"""The time of a step, split into phases."""
+"""The time of a step, split into phases. See DECISIONS 23."""
 
 from __future__ import annotations
 

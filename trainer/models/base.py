@@ -2,6 +2,8 @@
 
 A family is one module in `families` with a class derived from `ModelFamily`, named by `FAMILY = <class>` at its end.
 It knows nothing of sharding, adapters or files of a run; it gets a function that loads encoders, and returns tensors.
+
+See DECISIONS 18, 35.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Models that were distilled to sample in few steps without guidance: recognition, sample settings and warnings.
 
 Imports no torch. The families list these models (`ModelFamily.distilled`, repeated in config/families.json).
+
+See DECISIONS 38.
 """
 
 from __future__ import annotations

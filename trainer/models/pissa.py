@@ -5,7 +5,7 @@ the update; the frozen base holds the residual W - s B0 A0. The residual is take
 An export is an ordinary lora of W with twice the rank: s ((B - B0) A + B0 (A - A0)).
 
 The factors are computed once per run, each layer by one rank, and kept in the run's folder: a resumed run subtracts the
-same numbers.
+same numbers. See DECISIONS 165.
 """
 
 from __future__ import annotations

@@ -36,6 +36,8 @@ def check_sharding(cfg: RunConfig, family: TextFamily) -> tuple[str, ...]:
 
     Raises:
         InputError: FSDP2 cannot follow how the model uses its weights.
+
+    See DECISIONS 19.
     """
     parallel = cfg.parallel
     is_whole = parallel.world_size == 1 and parallel.strategy in ("none", "auto") and not parallel.cpu_offload

@@ -1,4 +1,4 @@
-"""Which of torch's kernels computes attention on a GPU."""
+"""Which of torch's kernels computes attention on a GPU. See DECISIONS 187."""
 
 from __future__ import annotations
 

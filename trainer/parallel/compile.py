@@ -1,4 +1,4 @@
-"""torch.compile block by block, and what came of it."""
+"""torch.compile block by block, and what came of it. See DECISIONS 183."""
 
 from __future__ import annotations
 
@@ -121,6 +121,8 @@ def for_class(kind: type[nn.Module], wrapper: Callable[..., Any]) -> Callable[..
     """A copy of a function that wraps the forward of a block, with a code object for each class of blocks.
 
     torch.compile keeps its graphs at the code object of what it compiles: all classes would share one limit.
+
+    See DECISIONS 174.
     """
     assert isinstance(wrapper, FunctionType)
     code = _code_for(wrapper.__code__, kind.__name__)

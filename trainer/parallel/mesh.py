@@ -1,4 +1,4 @@
-"""The device mesh: which ranks share a copy of the model."""
+"""The device mesh: which ranks share a copy of the model. See DECISIONS 12."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ plays the same order (`trainer.plan.simulate.timeline`).
 
 Of the offloaded blocks, the one at work and the next are on the device. The copy of the next one begins with the work
 of the one before, and is hidden behind that and the resident blocks in between. Copies that begin earlier would take
-the memory that is to be saved.
+the memory that is to be saved. See DECISIONS 179.
 """
 
 from __future__ import annotations

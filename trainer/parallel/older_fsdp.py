@@ -1,4 +1,4 @@
-"""FSDP2 of torch before 2.13, made to shard weights that are bytes, as a quantized base has them."""
+"""FSDP2 of torch before 2.13, made to shard weights that are bytes, as a quantized base has them. See DECISIONS 4."""
 
 from __future__ import annotations
 

@@ -148,6 +148,8 @@ def unsharded_weights(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) ->
         model: The model.
         mesh: Its last dim are the ranks that share a copy of the model.
         dtype: The compute type; fp32 casts nothing.
+
+    See DECISIONS 182.
     """
     if mesh.size(mesh.ndim - 1) > 1:
         return set()
@@ -166,6 +168,8 @@ def trains_few_parameters(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype
     Args:
         model: The model.
         mesh, dtype: As in `unsharded_weights`.
+
+    See DECISIONS 189.
     """
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return has_few_parameters(trained) and bool(unsharded_weights(model, mesh, dtype))
@@ -202,6 +206,8 @@ def checkpoint_activations(
         recompute: The mode of each block.
         inputs_only: As in `recompute.recompute_cheap`.
         is_compiled: Whether torch.compile traces the blocks.
+
+    See DECISIONS 15.
     """
     modes = list(zip(units, recompute, strict=True))
     for unit in (unit for unit, mode in modes if mode == "full"):
@@ -210,7 +216,7 @@ def checkpoint_activations(
 
 
 def _on_cast_inputs(method: Callable[..., Any], dtype: torch.dtype, kept: Collection[str]) -> Callable[..., Any]:
-    """Wrap a method: its floating inputs are cast to `dtype`, except those named in `kept`."""
+    """Wrap a method: its floating inputs are cast to `dtype`, except those named in `kept`. See DECISIONS 14."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -226,7 +232,7 @@ def _compute_in(model: nn.Module, units: Sequence[nn.Module], dtype: torch.dtype
     """Do mixed precision as FSDP does it, without FSDP: each unit runs on copies of its fp32 masters in `dtype`.
 
     Every strategy thus rounds alike, and activations are `dtype` throughout: autocast would also keep norms and adapter
-    inputs in fp32.
+    inputs in fp32. See DECISIONS 13.
     """
     inside = {id(module) for unit in units for module in unit.modules()}
     for unit in units:

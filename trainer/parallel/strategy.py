@@ -47,6 +47,8 @@ def choose_strategy(cfg: ParallelConfig, ranks: int, local_ranks: int, state_byt
         local_ranks: Of each node.
         state_bytes: Weights, gradients and optimizer state of the whole model.
         memory: Bytes that the smallest rank may fill; must be equal on every rank, or their decisions may differ.
+
+    See DECISIONS 22.
     """
     if cfg.strategy != "auto":
         return cfg.strategy

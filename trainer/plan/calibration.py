@@ -2,7 +2,7 @@
 
 A run on GPUs adds a line to `plans/measured.jsonl` in the folder shared by runs, and so does `make gpu-check`. Plans
 for the same kind of GPU take the memory of the allocator and the driver, and the speed of steps like theirs, from the
-newest of these lines instead of assuming them. Speeds of a few kinds of GPU come with the program.
+newest of these lines instead of assuming them. Speeds of a few kinds of GPU come with the program. See DECISIONS 175.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GPUs for the plan: memory, speed and bandwidth. Detected, or named as `4x24gb`.
 
 Speeds are those of `cards`. The share that a training step reaches, and the speeds of links, are assumptions (see
-DECISIONS.md).
+DECISIONS 91).
 """
 
 from __future__ import annotations

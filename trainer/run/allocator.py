@@ -1,4 +1,4 @@
-"""How torch takes memory on the ranks. Imports no torch."""
+"""How torch takes memory on the ranks. Imports no torch. See DECISIONS 173."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Diagnose why a run failed, from the output and error files of torchrun and its ranks."""
+"""Diagnose why a run failed, from the output and error files of torchrun and its ranks. See DECISIONS 95."""
 
 from __future__ import annotations
 
@@ -201,12 +201,13 @@ def _from_error_file(file: Path, rank: int | None) -> _Failure:
 
 
 _UNCAUGHT = re.compile(r"^\[rank\d+\]: (\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
-"""How torch prints an error that ends a rank. What comes after it happened while it was handled."""
+"""How torch prints an error that ends a rank. What comes after it happened while it was handled: a full disk takes no
+error file either."""
 
 
 def _how_it_ended(code: int, log: Path) -> str:
-    uncaught = _UNCAUGHT.search(_end_of(log)) if code == -signal.SIGABRT and log.is_file() else None
-    if uncaught:  # a destructor aborted the process afterwards
+    uncaught = _UNCAUGHT.search(_end_of(log)) if code == 1 and log.is_file() else None
+    if uncaught:
         return uncaught[1]
     if code < 0:
         names = {known.value: known.name for known in signal.Signals}

@@ -1,6 +1,8 @@
 """The run folder: the only thing that the trainer, page, notebooks and command line share.
 
 Readers follow its files and write only requests. Whether a run is alive is derived (`run.process`), never stored.
+
+See DECISIONS 210.
 """
 
 from __future__ import annotations
@@ -54,9 +56,8 @@ CACHE_NAMES: Mapping[str, re.Pattern[str]] = {
         "": "base|examples|images|models|plans|rows",
         "base": r"\..*|[0-9a-f]{32}\.safetensors",
         "examples": r"\..*|format|[0-9a-f]{2}",
-        "examples/.known": ".*",
         "examples/.parts": ".*",
-        "images": r"\..*|.*\.(json|scan|handed)",
+        "images": r"\..*|index.*\.sqlite.*",
         "models": r"\.?(tiny|published)-.+-[0-9a-f]{12}(-.*)?",
         "plans": r"\..*|measured\.jsonl|.*\.json\.gz",
         "rows": r"\..*|.*\.(json|checked)",

@@ -1,4 +1,7 @@
-"""Preemption: signals with which a person or a job scheduler asks a run to save a checkpoint and exit."""
+"""Preemption: signals with which a person or a job scheduler asks a run to save a checkpoint and exit.
+
+See DECISIONS 96, 100.
+"""
 
 from __future__ import annotations
 

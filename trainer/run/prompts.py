@@ -1,7 +1,7 @@
 """Prompts for the samples to come, requested while a run trains. Imports no torch.
 
 A request is a file in the run's `requests/`, which rank 0 reads when it next generates samples. It becomes a
-PromptsEvent; the run's config stays as it is.
+PromptsEvent; the run's config stays as it is. See DECISIONS 147.
 """
 
 from __future__ import annotations

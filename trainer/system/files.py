@@ -401,6 +401,8 @@ def check_format(file: Path, found: object, reads: int, remedy: str) -> None:
         found: The format that it says; None if it says none.
         reads: The format of this version.
         remedy: What the user can do.
+
+    See DECISIONS 213.
     """
     if type(found) is not int or found != reads:
         has = "no format" if found is None else f"format {ascii(found)[:20]}"
@@ -489,6 +491,8 @@ def make_private(folder: Path) -> Path:
 
     Raises:
         OSError: The folder cannot be made or changed.
+
+    See DECISIONS 138.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _close(folder, is_shared=False)

@@ -1,4 +1,4 @@
-"""How to import large packages quickly. Imports nothing of them itself."""
+"""How to import large packages quickly. Imports nothing of them itself. See DECISIONS 188."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Where the program's files are and how to start it: from a checkout, or installed by pip. Standard library only.
 
 The wheel holds the top-level folder `presets` as `trainer/presets` (`[tool.setuptools]` in pyproject.toml). An editable
-install counts as a checkout. An installation may be read-only, so nothing is written there.
+install counts as a checkout. An installation may be read-only, so nothing is written there. See DECISIONS 143.
 """
 
 from __future__ import annotations

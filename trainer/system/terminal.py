@@ -1,6 +1,6 @@
 """Output to a terminal. All printed text passes here: names and texts from strangers may contain terminal commands.
 
-Standard library only: the command line prints before any package is found.
+Standard library only: the command line prints before any package is found. See DECISIONS 135.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +45,7 @@ from trainer.run.drawings import (
 from trainer.run.folder import RunDir, guard_cache, shared_cache
 from trainer.run.samples import Sample
 from trainer.system.errors import InputError
+from trainer.system.process_exit import run_and_exit
 from trainer.system.terminal import say
 
 
@@ -205,4 +205,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

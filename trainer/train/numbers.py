@@ -20,6 +20,8 @@ class Sums:
     Attributes:
         total, weight, tokens: As in `Loss`; a loss whose `tokens` are None has as many as its weight.
         parts: `Loss.parts`, then `Loss.metrics`.
+
+    See DECISIONS 27.
     """
 
     total: Tensor
@@ -58,6 +60,8 @@ class LateRead:
 
     Args:
         numbers: (N,) of any type.
+
+    See DECISIONS 172.
     """
 
     def __init__(self, numbers: Tensor) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from traceback import clear_frames
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from trainer.system.imports import quick_imports
 
@@ -25,8 +25,8 @@ with quick_imports():
     from trainer.run.events import Emit, EventWriter, ExportEvent, State, StatusEvent, WarningEvent
     from trainer.run.folder import RunDir, shared_cache
     from trainer.run.preemption import Preemption, catch_preemption
-    from trainer.run.stages import Stage
     from trainer.system.errors import InputError
+    from trainer.system.process_exit import run_and_exit
     from trainer.system.terminal import complain, say
     from trainer.view.report import write_report
 
@@ -34,11 +34,15 @@ if TYPE_CHECKING:
     from trainer.distributed.world import World
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Exit code 0: done or stopped; 1: failed (raised, as torch's `record` wants it); 2: the user's mistake."""
     arguments = _parser().parse_args()
     if not arguments.export:
-        return on_every_rank(RunDir(arguments.run_dir.absolute()), _train)
+        on_every_rank(RunDir(arguments.run_dir.absolute()), _train)
+    run_and_exit(partial(_export_again, arguments))
+
+
+def _export_again(arguments: argparse.Namespace) -> int:
     run = RunDir.open(arguments.run_dir)
     try:
         stage = stages.current(run, run.config())
@@ -51,8 +55,12 @@ def main() -> int:
     return 0
 
 
-def on_every_rank(run: RunDir, work: Callable[[RunDir], None]) -> int:
-    """Do the work of this rank. Returns the exit code: 2 for the user's mistake, recorded in the run folder."""
+def on_every_rank(run: RunDir, work: Callable[[RunDir], None]) -> NoReturn:
+    """Do the work of this rank and end it. Exit code 2 is the user's mistake, recorded in the run folder."""
+    run_and_exit(partial(_work, run, work))
+
+
+def _work(run: RunDir, work: Callable[[RunDir], None]) -> int:
     try:
         work(run)
     except InputError as error:
@@ -93,7 +101,11 @@ def _train(run: RunDir) -> None:
     # The other ranks have left: the export of a large model takes minutes, and nobody needs to wait for it.
     if end.state == "finished" and not stage.is_last:
         emit(StatusEvent(state="exporting", step=end.step, message="weights for the next stage"))
-        _hand_over(stage, run, end.weights)
+        # The next stage begins once these weights exist.
+        from trainer.export.export import hand_over
+
+        torch.set_num_threads(os.cpu_count() or 1)
+        hand_over(stage, run, shared_cache(stage.config, run.path.parent), end.weights)
         return
     if end.state == "finished" and cfg.export_what != "none":
         emit(StatusEvent(state="exporting", step=end.step))
@@ -137,13 +149,14 @@ def _train_on(
         from trainer.run.manifest import newest_step
         from trainer.train.loop import Trainer
         from trainer.train.rehearsal import check_rows
+        from trainer.train.setup import stop_requested
 
         cfg, run = attached.config, attached.run
         families.get(cfg.model.family)
     try:
         untrained = stages.remaining(run, attached.stage) if world.rank == 0 else []
-        stop_requested = partial(_stop_requested, run, world, preemption)
-        check_rows(untrained, RankContext(cfg, world, attached.cache, emit, stop_requested))
+        is_stopping = partial(stop_requested, run, world, preemption, os.getppid())
+        check_rows(untrained, RankContext(cfg, world, attached.cache, emit, is_stopping))
         trainer = Trainer(cfg, run, world, attached.cache, emit, preemption, attached.stage.before)
     except StopRequested:
         return _End("stopped", newest_step(run.checkpoints), {})
@@ -161,18 +174,6 @@ def _train_on(
         raise
     finally:
         trainer.close()
-
-
-def _stop_requested(run: RunDir, world: World, preemption: Preemption) -> bool:
-    return bool(preemption) or (world.rank == 0 and run.requested("stop"))
-
-
-def _hand_over(stage: Stage, run: RunDir, weights: Mapping[str, Tensor]) -> None:
-    """Write the weights of a stage for the next one, which begins once they exist."""
-    from trainer.export.export import hand_over
-
-    torch.set_num_threads(os.cpu_count() or 1)
-    hand_over(stage, run, shared_cache(stage.config, run.path.parent), weights)
 
 
 def _export(cfg: RunConfig, run: RunDir, before: int, weights: Mapping[str, Tensor] | None = None) -> list[Path]:

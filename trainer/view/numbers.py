@@ -69,6 +69,8 @@ def smoothed(values: Iterable[float], decay: float, counts: Iterable[int] | None
         values: A value per step, or the means of successive steps.
         decay: 0 to below 1; 0 returns the values.
         counts: Number of steps that each value is the mean of; default: 1 each. The decay is raised to it.
+
+    See DECISIONS 148.
     """
     mean = weight = 0.0
     means = []

@@ -3,6 +3,8 @@
 The process can be ended at any time: the next one continues where it was. The hub's own library cannot do that since
 version 1.31 (it writes each file under a new name and removes it on failure), so weights are appended here to
 `<sha256>.incomplete` in the cache, checked, and given their final name; the library adds the rest. Imports no torch.
+
+See DECISIONS 146.
 """
 
 from __future__ import annotations

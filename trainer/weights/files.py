@@ -114,7 +114,7 @@ def give_storage(module: nn.Module, device: torch.device, on_host: Iterable[nn.P
     """Give a module on the meta device uninitialized storage, parameters in `on_host` in host memory.
 
     A parameter that several modules share, such as an embedding and a head, stays one: `nn.Module.to_empty` would give
-    each of them its own.
+    each of them its own. See DECISIONS 24.
     """
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():

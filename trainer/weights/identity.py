@@ -1,4 +1,7 @@
-"""Identity of model files by all of their bytes, remembered for as long as a file does not change. Imports no torch."""
+"""Identity of model files by all of their bytes, remembered for as long as a file does not change. Imports no torch.
+
+See DECISIONS 76.
+"""
 
 from __future__ import annotations
 

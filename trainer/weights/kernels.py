@@ -3,6 +3,8 @@
 Each equals `Format.decode` of `trainer.weights.quantization`, its reference, bit for bit on every card and in Triton's
 interpreter: scales are read by bytes, fp8 is decoded and bf16 is rounded by integers, and a product is a single one in
 fp32. `quantization` imports this module where it uses it, since Triton comes with torch for GPUs only.
+
+See DECISIONS 184.
 """
 
 from __future__ import annotations

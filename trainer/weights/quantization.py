@@ -13,7 +13,7 @@ rows can be written, read, sharded and gathered by themselves. A record is the c
 
 Scales are bf16, little-endian. A code encodes weight / scale, with the stored scale, ties to even; for nf4 with the
 scale before it is rounded, ties to the lower level. The weight of a code is level * scale, multiplied in fp32 and
-rounded once to the wanted type.
+rounded once to the wanted type. See DECISIONS 70, 72.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Format(ABC):
         largest: Magnitude of the level that encodes the largest weight of a block.
         codes_by_exact_scale: Whether codes are chosen with the scale before it is rounded to bf16.
         divisor: `to_levels` returns the levels divided by this power of two.
+
+    See DECISIONS 69.
     """
 
     name: ClassVar[str]
@@ -420,6 +422,8 @@ def quantize_layers(model: nn.Module, formats: Mapping[str, Format]) -> None:
 
     Args:
         formats: {name of a layer: its format}.
+
+    See DECISIONS 68.
     """
     first: dict[Tensor, QuantLinear] = {}
     for name, format in formats.items():

@@ -1,7 +1,7 @@
 """The frozen experts of a mixture in 4 or 8 bits, in the format of `quantization`.
 
 transformers holds all experts of a layer in two tensors, (experts, rows, numbers of a row). As bytes these are
-(experts, rows, row bytes), which FSDP2 shards by whole experts.
+(experts, rows, row bytes), which FSDP2 shards by whole experts. See DECISIONS 169.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads rows of a tensor in a safetensors file, whatever its stored format."""
+"""Reads rows of a tensor in a safetensors file, whatever its stored format. See DECISIONS 71."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ again goes on where it stopped, also after a restart, and one that is there alre
 Nothing is overwritten. An image whose name another image has, whatever its suffix, gets ` (2)`. The page sends images
 before their captions and names the image of each caption, so a caption follows an image that was renamed. A caption
 without such an image keeps its name, waits for an image of that name, and is refused where another caption has it.
+
+See DECISIONS 196.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Line charts: `chart(container, {title, ylabel, small})` returns `{set(text)}`, where text is charts.chart_json's.
+// Line charts: `chart(container, {title, ylabel, small})` returns `{set(text)}`, where text is that of `Chart.json`.
 // All charts of a screen have one crosshair, one zoom, one smoothing and one x axis: `page` and `settings`.
 // @ts-check
 import * as studio from './core.js';

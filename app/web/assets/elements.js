@@ -5,7 +5,7 @@
  * What the server says once, in the page itself.
  * @type {import('./types.d.ts').Facts}
  */
-export const facts = JSON.parse(document.querySelector('#facts')?.textContent ?? '{}');
+export const facts = JSON.parse(document.querySelector('#facts')?.value ?? '{}');
 
 // --- elements -------------------------------------------------------------------------------------------------------
 

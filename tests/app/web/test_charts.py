@@ -16,10 +16,9 @@ from PIL import Image
 from playwright.sync_api import Download, Locator, Page, Route
 
 from app.web import scripts
-from app.web.charts import MOST_POINTS, chart_json
 from tests.app.browser import BEYOND
+from trainer.view.chart import MOST_SENT, Chart, Line
 from trainer.view.colors import variables
-from trainer.view.lines import Line
 from trainer.view.numbers import default_decay, smoothed
 
 SITE = "http://charts.test"
@@ -81,6 +80,10 @@ def noisy(values: Sequence[float], label: str = "each step") -> Line:
     return Line(label, points, "noisy", default_decay(len(values)), minutes)
 
 
+def chart_json(title: str, lines: Sequence[Line], source: str = "") -> str:
+    return Chart(title, lines, source=source).json()
+
+
 def readout(chart: Locator) -> list[str]:
     return chart.locator(".readout li").all_text_contents()
 
@@ -133,8 +136,8 @@ def test_a_line_sent_as_means_of_steps_is_smoothed_as_its_steps_are(decay: float
 
 
 def test_a_short_line_is_sent_whole_and_a_long_one_keeps_its_spike():
-    short = json.loads(chart_json("Loss", [noisy(noise(MOST_POINTS))]))
-    assert len(short["lines"][0]["values"]) == MOST_POINTS
+    short = json.loads(chart_json("Loss", [noisy(noise(MOST_SENT))]))
+    assert len(short["lines"][0]["values"]) == MOST_SENT
     assert "counts" not in short["lines"][0]
     values = noise(10_000)
     values[7_777] = 9.0

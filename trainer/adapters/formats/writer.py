@@ -341,7 +341,7 @@ class _Writer:
 
     def _equal_alpha_tensors(self, name: str, tensors: Tensors) -> dict[str, Tensor]:
         """Use the most common rank as alpha of all layers: diffusers 0.42 gives attention layers of kohya's files the
-        most common alpha, ignoring their own."""
+        most common alpha, ignoring their own. See DECISIONS 60."""
         factor = self._kind.alpha(tensors) / self._common_alpha
         scaled = self._at_scale_one(LayerAdapter(self._kind.name, tensors, factor))
         return self._kind.lycoris_tensors(scaled) | {"alpha": torch.tensor(float(self._common_alpha))}
@@ -450,6 +450,8 @@ def _beginning_with_a_down(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Make a `lora_A` the first tensor of the file: in others diffusers renames layers (`to_out` to `to_out.0`).
 
     safetensors puts wider types first, then sorts by name: the first `lora_A` must be as wide as dora's magnitudes.
+
+    See DECISIONS 61.
     """
     first = min((name for name in tensors if name.endswith("lora_A.weight")), default=None)
     if first is None or not any("magnitude" in name for name in tensors):

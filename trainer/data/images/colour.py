@@ -1,4 +1,7 @@
-"""ICC profiles: whether a profile changes colours, and the conversion to sRGB. Imports neither torch nor numpy."""
+"""ICC profiles: whether a profile changes colours, and the conversion to sRGB. Imports neither torch nor numpy.
+
+See DECISIONS 80.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Images inside parquet and tar files, which are read from their place in the file. Imports no torch.
 
 A path of such an image has three parts behind the file: `shard.parquet/ROW/COLUMN/NUMBER`, both counted from 0, and
-`shard.tar/OFFSET/SIZE/NAME`, both in bytes.
+`shard.tar/OFFSET/SIZE/NAME`, both in bytes. See DECISIONS 193.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Encoded images with captions: the training examples, and the prompts that images are generated from."""
+"""Encoded images with captions: the training examples, and the prompts that images are generated from.
+
+See DECISIONS 192.
+"""
 
 from __future__ import annotations
 
@@ -185,8 +188,11 @@ class ImageSource(DataSource):
         return ImageBatchSampler(self._batch_key, self._weights, sizes, self._cfg.train.seed, choices)
 
     def _choices(self, image: CaptionedImage) -> Choices:
-        # Guidance pushes samples away from what a dropped caption gives, which therefore must be the subject that is
-        # trained, not a regularization image.
+        """The random choices of an image.
+
+        Guidance pushes samples away from what a dropped caption gives, which therefore must be the subject that is
+        trained, not a regularization image.
+        """
         return Choices(image.caption_dropout if image.is_own else 0.0, len(image.captions), image.may_flip)
 
     def num_samples(self, epochs: float, context: RankContext) -> int:

@@ -1,5 +1,5 @@
 """Images that go with those of the data by their names: masks of the loss, references of edit training, and the images
-that are rejected in preference training."""
+that are rejected in preference training. See DECISIONS 77."""
 
 from __future__ import annotations
 

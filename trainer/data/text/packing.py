@@ -1,4 +1,4 @@
-"""Packs pieces of text into rows of equal length."""
+"""Packs pieces of text into rows of equal length. See DECISIONS 159."""
 
 from __future__ import annotations
 

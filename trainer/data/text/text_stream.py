@@ -2,6 +2,8 @@
 
 The order is a function of the seed and the epoch. A StreamPosition goes into the checkpoint, and from there the stream
 continues exactly. Every rank reads the same stream and takes its own rows, so that the number of ranks may change.
+
+See DECISIONS 83.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Experiment trackers (TensorBoard, wandb, trackio). Each reads the run folder in a process of its own, next to rank 0.
 
 Training starts these processes and never waits for one. `python -m trainer.metrics.trackers RUN_DIR NAME` is such a
-process; started by hand, it sends what the tracker has not received yet.
+process; started by hand, it sends what the tracker has not received yet. See DECISIONS 113.
 """
 
 from __future__ import annotations

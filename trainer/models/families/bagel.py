@@ -1,6 +1,6 @@
 """BAGEL: one network that generates images and text, in sequences of both (arXiv 2505.14683).
 
-`parts/bagel/bagel_sequences.py` says what its examples hold.
+`parts/bagel/bagel_sequences.py` says what its examples hold. See DECISIONS 46, 48.
 """
 
 from __future__ import annotations

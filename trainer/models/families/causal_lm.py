@@ -1,4 +1,4 @@
-"""Causal language models of transformers: Llama, Qwen3, Mistral and similar ones."""
+"""Causal language models of transformers: Llama, Qwen3, Mistral and similar ones. See DECISIONS 45."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Example and Batch keys: "latents" (4, H/8, W/8) fp32, scaled; for each frozen te
 its second-to-last hidden states, L = 77 with padding for each window of text, and for the second one also
 `text_encoder_2.pooled` (P,) of the first window; for each text encoder in training `<component>.ids` (L,) int64
 instead; in training "original_size" (2,) int64, height and width of the image's file. A Batch adds a batch dim in
-front.
+front. See DECISIONS 39, 40, 41, 42.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Flow matching: timestep densities, timestep shift, noisy latents, their target and the loss.
 
-`sigma` in [0, 1] is the share of noise, 0 = data and 1 = noise.
+`sigma` in [0, 1] is the share of noise, 0 = data and 1 = noise. See DECISIONS 29.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 DPO raises the probability of the chosen one of a pair above that of the rejected one, both measured against a
 reference: the model itself with its adapter switched off, in the same step and on the same inputs. Source: Direct
-Preference Optimization (arXiv 2305.18290), eq. 7.
+Preference Optimization (arXiv 2305.18290), eq. 7. See DECISIONS 162.
 """
 
 from __future__ import annotations

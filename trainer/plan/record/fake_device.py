@@ -3,7 +3,7 @@
 Tensors are torch's fake ones on a device of the backend that torch keeps for others ("privateuseone"), so that autograd
 and FSDP2 take the paths they take on CUDA. Ranks are those of torch's fake process group, of which this is rank 0.
 
-The changes to torch made here cannot be undone in a process: use a process that traces and ends.
+The changes to torch made here cannot be undone in a process: use a process that traces and ends. See DECISIONS 178.
 """
 
 from __future__ import annotations

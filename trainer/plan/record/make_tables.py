@@ -1,4 +1,7 @@
-"""Makes tables of traced passes, for one run or for all models whose tables come with the program."""
+"""Makes tables of traced passes, for one run or for all models whose tables come with the program.
+
+See DECISIONS 168.
+"""
 
 from __future__ import annotations
 

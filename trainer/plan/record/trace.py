@@ -2,6 +2,8 @@
 
 For a process of its own that loads torch (see `fake_device`). `trace_step` runs the whole model and returns its peak;
 `trace_passes` runs a shortened model and returns what `timeline` needs to compute the peak for any number of ranks.
+
+See DECISIONS 84.
 """
 
 from __future__ import annotations
@@ -157,7 +159,10 @@ def trace_passes(
         sizes: Inputs of the passes.
         kinds: Kinds of passes.
     """
-    cfg = _plain(cfg)
+    # The config sharded over two ranks, with one pass per step.
+    parallel = ParallelConfig(devices=2, strategy="full")
+    train = cfg.train.model_copy(update={"batch_size": 1, "micro_batch": 1, "compile": False, "checkpointing": "none"})
+    cfg = cfg.model_copy(update={"parallel": parallel, "train": train})
     built = build_model(cfg, family)
     runs = _shorten(built.module, family)
     with sharded_model(built, cfg, family, device) as sharded:
@@ -281,15 +286,11 @@ def _moment_figures(marks: Sequence[Mark]) -> MomentFigures:
     return MomentFigures(*columns)
 
 
-def _plain(cfg: RunConfig) -> RunConfig:
-    """Return the config sharded over two ranks, with one pass per step."""
-    parallel = ParallelConfig(devices=2, strategy="full")
-    train = cfg.train.model_copy(update={"batch_size": 1, "micro_batch": 1, "compile": False, "checkpointing": "none"})
-    return cfg.model_copy(update={"parallel": parallel, "train": train})
-
-
 def _shorten(model: nn.ModuleDict, family: ModelFamily) -> dict[str, int]:
-    """Keep KEPT blocks of each sequence of equal ones. Returns {name of the first: original number}."""
+    """Keep KEPT blocks of each sequence of equal ones. Returns {name of the first: original number}.
+
+    See DECISIONS 85.
+    """
     counts: dict[int, int] = {}
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and all(type(block).__name__ in family.shard.blocks for block in module):

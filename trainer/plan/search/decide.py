@@ -1,4 +1,7 @@
-"""Decides what a config leaves to the plan: how much is recomputed, and how many blocks are offloaded. No torch."""
+"""Decides what a config leaves to the plan: how much is recomputed, and how many blocks are offloaded. No torch.
+
+See DECISIONS 177, 191.
+"""
 
 from __future__ import annotations
 

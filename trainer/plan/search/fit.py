@@ -3,6 +3,8 @@
 The time of a step is the middle between its plan's time with full overlap and without. A config fits where its plan
 says so. Points of the search are all combinations of `choices` that are not ladders. They are taken in the order of
 their least possible time, which needs no plan; along a ladder the first choice that fits is found by bisection.
+
+See DECISIONS 180.
 """
 
 from __future__ import annotations
@@ -306,7 +308,8 @@ class _Search:
                 at = choices.first_fitting(rungs, self.fits)
                 if at is not None:
                     self._plan_faster(rungs[: at + 1])
-                    yield self._relieved(rungs[at])
+                    relief = None if self._fits(rungs[at]) else self._relief(rungs[at])
+                    yield relief or rungs[at]
                     end = at
 
     def _plan_faster(self, rungs: Sequence[Choice]) -> None:
@@ -457,10 +460,6 @@ class _Search:
         if plan is None or not is_free or plan.fullest.name != CAPTIONS:
             return None
         return {**changes, field: True}
-
-    def _relieved(self, changes: Choice) -> Choice:
-        relief = None if self._fits(changes) else self._relief(changes)
-        return relief or changes
 
     def _seconds(self, changes: Choice) -> float:
         plan = self._plan(changes)

@@ -3,7 +3,7 @@
 Changes are taken in the order of EFFECTS: as long as one is left that keeps the result, none is proposed that
 changes it. Each rung needs less than the one before. How much is recomputed and offloaded is decided together
 (`decide`), for each change anew, and both are written into a rung: a field that is left open would be decided
-otherwise next to a changed neighbour.
+otherwise next to a changed neighbour. See DECISIONS 214.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Bytes of a pass grow linearly with the number of images and the pixels of each, and those of an adapter with its rank: a
 few traced passes give all others. Operations also grow with the square of the pixels, because of attention.
+
+See DECISIONS 87.
 """
 
 from __future__ import annotations

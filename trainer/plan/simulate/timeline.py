@@ -3,6 +3,8 @@
 The order of events is FSDP2's own (torch/distributed/fsdp/_fully_shard, torch 2.11 to 2.13): in forward the gathered
 buffer of a block stays allocated until the next block's has been copied out; in backward the next block is gathered
 while one computes; the buffer in which its gradients are reduced stays allocated until the next block's. No torch.
+
+See DECISIONS 86.
 """
 
 from __future__ import annotations

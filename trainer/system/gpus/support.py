@@ -1,4 +1,7 @@
-"""Whether the installed torch can use this machine's GPUs: its build, the driver and the cards. Imports no torch."""
+"""Whether the installed torch can use this machine's GPUs: its build, the driver and the cards. Imports no torch.
+
+See DECISIONS 171.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ images, `generation` for latents. Tokens are kept in that order, so that no laye
 `positions` hold where a token is in its sequence.
 
 Shapes: T text tokens, P patches of conditioning images, N patches of latents, S = T + P + N, D the width.
+
+See DECISIONS 47.
 """
 
 from __future__ import annotations

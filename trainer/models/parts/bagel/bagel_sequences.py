@@ -3,7 +3,7 @@
 Keys of an example: "latents" (C, h, w) with "caption" (t,) for an image that is drawn; "0.text", "1.conditioning" and
 so on for a sequence, numbered in order, by the kinds of `PartKind`; for both perhaps "mask" (h, w). A pack has these
 keys after the global sample index and a slash, "17/latents". A Batch holds the examples one by one: "0.latents",
-"1.0.text" and so on.
+"1.0.text" and so on. See DECISIONS 163.
 """
 
 from __future__ import annotations

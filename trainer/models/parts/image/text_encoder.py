@@ -180,6 +180,8 @@ def hidden_states(model: Any, tokens: Mapping[str, Tensor], layers: Sequence[int
         model: The language model.
         tokens: "input_ids", "attention_mask" and optionally "position_ids", each (1, L).
         layers: Numbers of the hidden states.
+
+    See DECISIONS 17.
     """
     outputs: dict[int, Tensor] = {}
 

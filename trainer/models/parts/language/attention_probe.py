@@ -1,4 +1,7 @@
-"""Which tokens of a row see each other in a class of transformers, tried on a tiny copy with random weights."""
+"""Which tokens of a row see each other in a class of transformers, tried on a tiny copy with random weights.
+
+See DECISIONS 157.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 transformers makes a mask where several documents share a row: of L x L for each row, from which each layer makes a bias
 of its own, with kernels that compute all pairs. Here the mask says where documents begin instead. On CUDA one kernel
-reads that, if it takes heads of their width; elsewhere each document is attended to by itself.
+reads that, if it takes heads of their width; elsewhere each document is attended to by itself. See DECISIONS 186.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A folder of a language model as transformers loads it, which decides itself what is tied, drawn anew or dropped."""
+"""A folder of a language model as transformers loads it, which decides itself what is tied, drawn anew or dropped.
+
+See DECISIONS 208.
+"""
 
 from __future__ import annotations
 

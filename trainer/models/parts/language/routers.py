@@ -1,4 +1,7 @@
-"""The loss that keeps the routers of a mixture of experts from sending all tokens to a few experts."""
+"""The loss that keeps the routers of a mixture of experts from sending all tokens to a few experts.
+
+See DECISIONS 200.
+"""
 
 from __future__ import annotations
 
