@@ -23,10 +23,11 @@ test: .venv browser network
 test-all: eightbit browser network proxies
 	$(BIN)/python -m pytest -m "not gpu" --timeout 1200 $(PARALLEL)
 
-check: .venv scripts
+check: .venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	make scripts
 
 # Types and lint of the page's scripts. Only this needs node; the page itself does not.
 scripts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -12,9 +13,10 @@ from fastapi import FastAPI
 from starlette.responses import PlainTextResponse, Response
 
 from app.web.panels import PANELS
-from app.web.render import TEMPLATES
+from trainer.view.render import Templates
 
 FOLDER = Path(__file__).with_name("assets")
+TEMPLATES = Templates(Path(__file__).with_name("templates"))
 NAMES = tuple(name for names in PANELS.values() for name in names)
 STYLES = ("page", *(name for name in NAMES if (FOLDER / f"{name}.css").is_file()))
 TOO_OLD = "ShardStudio needs a browser that runs module scripts, such as a current Firefox, Chrome, Edge or Safari."
@@ -34,7 +36,8 @@ def add(app: FastAPI) -> None:
 
 def page_end(facts: Mapping[str, Any]) -> str:
     """Return the markup at the end of the page: the scripts, in the order of the rail, and what they are told once."""
-    return TEMPLATES.page("page_end.html", too_old=TOO_OLD, facts=facts, folder=folder(), names=NAMES)
+    addresses = [f"{folder()}/{name}.js" for name in NAMES]
+    return TEMPLATES.page("scripts.html", addresses=addresses, facts=json.dumps(facts), too_old=TOO_OLD)
 
 
 def style() -> str:

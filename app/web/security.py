@@ -29,9 +29,9 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.data.upload.uploads import ID, MOST_CHUNK
-from app.web.render import TEMPLATES
 from trainer.system import files
 from trainer.system.errors import InputError
+from trainer.view.render import Templates
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 ALL_ADDRESSES = ("0.0.0.0", "::")
@@ -66,6 +66,7 @@ PAGE_POLICY = (
 )
 INLINE_SCRIPT = re.compile(rb"<script(?![^>]*\ssrc=)[^>]*>(.*?)</script>", re.DOTALL)
 CLOSED = "Open this page with the address that ShardStudio printed in the terminal it was started in."
+DOOR = Templates(Path(__file__).with_name("templates"))
 
 
 def password(auth: str, source: str) -> tuple[str, str]:
@@ -323,7 +324,7 @@ def _document(
     status: int, sentence: str, *, has_login: bool, role: str = "status", is_linked: bool = False
 ) -> Response:
     """Return a page with a sentence and, with `has_login`, a form to log in. A linked one loads itself once more."""
-    page = TEMPLATES.page("door.html", sentence=sentence, has_login=has_login, role=role, is_linked=is_linked)
+    page = DOOR.page("door.html", sentence=sentence, has_login=has_login, role=role, is_linked=is_linked)
     return HTMLResponse(page, status, {"cache-control": "no-store"})
 
 

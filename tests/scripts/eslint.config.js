@@ -1,4 +1,4 @@
-// Lint of app/web/assets. What formatting and types can say is left to tsc and to max-len.
+// Lint of app/web/assets: mistakes, and what may become code or HTML. Types are checked by tsc.
 import js from '@eslint/js';
 import globals from 'globals';
 
@@ -10,7 +10,7 @@ export default [
     linterOptions: { reportUnusedDisableDirectives: 'error' },
     rules: {
       'max-len': ['error', { code: 120 }],
-      'max-lines': ['error', { max: 1100 }],
+      'max-lines': ['error', { max: 400 }],
       'no-unused-vars': ['error', { caughtErrors: 'none', destructuredArrayIgnorePattern: '^_', argsIgnorePattern: '^_' }],
       'no-empty': ['error', { allowEmptyCatch: true }],
       'no-var': 'error',
@@ -32,4 +32,5 @@ export default [
       'eol-last': 'error',
     },
   },
+  { files: ['**/charts.js'], rules: { 'max-lines': ['error', { max: 520 }] } }, // chart() is one function of 400 lines
 ];

@@ -81,8 +81,7 @@ async function start() {
   }
 }
 
-// --- exported files
-// ---------------------------------------------------------------------------------------------------
+// --- exported files ------------------------------------------------------------------------------------------------
 
 function drawExported() {
   const { files, unfinished } = data;
@@ -144,8 +143,7 @@ const digest = (button, file, place) => studio.act(button, place, async () => {
   return '';
 });
 
-// --- checkpoints
-// --------------------------------------------------------------------------------------------------------
+// --- checkpoints ---------------------------------------------------------------------------------------------------
 
 function drawCheckpoints() {
   const { checkpoints } = data, total = checkpoints.reduce((sum, one) => sum + one.size, 0);
@@ -187,8 +185,7 @@ async function removeAfterQuestion(button, one, place) {
   studio.refocus(...parts.checkpoints.querySelectorAll('.delete'), parts.report);
 }
 
-// --- folder and report
-// ----------------------------------------------------------------------------------------------------
+// --- folder and report ---------------------------------------------------------------------------------------------
 
 async function copyFolder() {
   if (await studio.copy(data.folder)) return studio.toast('Copied.');

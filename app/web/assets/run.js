@@ -3,47 +3,44 @@
 import * as studio from './core.js';
 import { h } from './core.js';
 import { chart as newChart } from './charts.js';
-import { lightbox } from './lightbox.js';
-import * as results from './results.js';
+import { drawTitle, drawHead, seconds } from './run-head.js';
+import { pick, drawSteps, drawPrompts, editPrompts } from './run-samples.js';
+import { current, parts, TABS } from './run-state.js';
 
-const TABS = [['', 'Overview'], ['samples', 'Samples'], ['files', 'Files']], MOST_SHOWN = 12, MOST_MARKS = 40,
-  SAVED_AFTER_MS = 1000, LOG_LENGTH = 200_000;
-const WORDS = { created: 'not started', encoding: 'encoding', stuck: 'no sign of life' };
-const MOODS = { training: 'ok', finished: 'ok', failed: 'bad', stopped: 'warn', stuck: 'warn', created: '' };
-const parts = {}, charts = {}, chartCards = {};
+const SAVED_AFTER_MS = 1000, LOG_LENGTH = 200_000;
+const charts = {}, chartCards = {};
 const unsaved = new Map(); // notes that could not be saved before another run was opened: {run: {text, version}}
-let name = '', tab = '', data = {}, known = {}, isGone = false, log = /** @type {any} */ (null),
-  strip = /** @type {any} */ (null), saving = /** @type {any} */ (null), turn = Promise.resolve();
 
 // --- what there is --------------------------------------------------------------------------------------------------
 
 /** Ask for what changed since the last answer, and draw it. One after the other: two at once would draw it twice. */
-function refresh() {
-  turn = turn.then(ask, ask);
-  return turn;
+export function refresh() {
+  current.turn = current.turn.then(ask, ask);
+  return current.turn;
 }
 
 async function ask() {
-  const asked = strip, isOverview = tab === '';
-  const values = { name, known, log: isOverview ? wish() : null, only_head: !isOverview };
+  const asked = current.strip, isOverview = current.tab === '';
+  const values = { name: current.name, known: current.known, log: isOverview ? wish() : null, only_head: !isOverview };
   // another run may be opened meanwhile
-  const answer = await studio.fetched('run_view', values, () => asked === strip, complain);
+  const answer = await studio.fetched('run_view', values, () => asked === current.strip, complain);
   if (!answer) return;
-  isGone = Boolean(answer.is_gone);
-  parts.gone.hidden = !isGone;
-  parts.run.hidden = isGone;
-  for (const part of [parts.state, parts.about, parts.id]) part.hidden = isGone;
-  if (isGone) { studio.say(parts.title, name); return; }
-  if (!data.head) drawTitle(answer.title);
+  current.isGone = Boolean(answer.is_gone);
+  parts.gone.hidden = !current.isGone;
+  parts.run.hidden = current.isGone;
+  for (const part of [parts.state, parts.about, parts.id]) part.hidden = current.isGone;
+  if (current.isGone) { studio.say(parts.title, current.name); return; }
+  if (!current.data.head) drawTitle(answer.title);
   // the server was started again, or this is another run of the same name
-  const isOther = answer.parts.run && known.run;
-  for (const [part, { key, value }] of Object.entries(answer.parts)) [known[part], data[part]] = [key, value];
+  const isOther = answer.parts.run && current.known.run;
+  for (const [part, { key, value }] of Object.entries(answer.parts)) [current.known[part], current.data[part]] =
+    [key, value];
   for (const [part, { value }] of Object.entries(answer.parts)) DRAW[part](value);
-  if (strip.isOwed && data.samples) { // the server did not answer when they were asked for
-    strip.isOwed = false;
-    pick(strip.chosen);
+  if (current.strip.isOwed && current.data.samples) { // the server did not answer when they were asked for
+    current.strip.isOwed = false;
+    pick(current.strip.chosen);
   }
-  if (isOther) log = null; // the answer goes on where the former log ended: the next one begins anew
+  if (isOther) current.log = null; // the answer goes on where the former log ended: the next one begins anew
   else if (answer.log) drawLog(answer.log);
 }
 
@@ -55,10 +52,10 @@ function complain(text) {
 }
 
 function forget() {
-  [data, known, log, isGone] = [{}, {}, null, false];
-  strip = { chosen: null, answers: new Map() };
-  saving = { version: '', timer: 0, isDirty: false };
-  turn = Promise.resolve();
+  [current.data, current.known, current.log, current.isGone] = [{}, {}, null, false];
+  current.strip = { chosen: null, answers: new Map() };
+  current.saving = { version: '', timer: 0, isDirty: false };
+  current.turn = Promise.resolve();
   for (const place of [parts.message, parts.problem, parts.events, parts.figures, parts.steps, parts.conflict]) {
     place.replaceChildren();
     delete place.dataset.key;
@@ -68,377 +65,6 @@ function forget() {
   studio.say(parts.saved, '');
   studio.say(parts.tabs.querySelector('.count'), '');
   parts.run.hidden = parts.gone.hidden = true;
-}
-
-// --- head -----------------------------------------------------------------------------------------------------------
-
-function drawTitle(title) {
-  studio.say(parts.title, title);
-  studio.say(parts.id, name.slice(title.length).replace(/^-/, ''));
-  for (const [at, [key]] of TABS.entries()) parts.tabs.children[at].href =
-    studio.link('runs', name, ...(key ? [key] : []));
-}
-
-function drawHead(head) {
-  const state = head.is_stuck ? 'stuck' : head.state, word = WORDS[state] || state;
-  Object.assign(parts.run.dataset, { run: name, state: head.state, step: head.step });
-  parts.run.classList.toggle('stuck', head.is_stuck);
-  studio.fill(parts.state, [state, head.is_running],
-    () => [head.is_running && !head.is_stuck ? h('i.dot') : null, word]);
-  parts.state.className = `tag ${MOODS[state] ?? 'acc'}`;
-  studio.say(parts.about, head.about);
-  studio.say(parts.sentence, head.sentence);
-  // said by figures and cards
-  parts.sentence.hidden = !head.is_stuck && ['training', 'finished', 'failed'].includes(head.state)
-    && !(head.state === 'failed' && !head.error);
-  studio.fill(parts.problems, head.problems, () => head.problems.map(studio.alert));
-  studio.fill(parts.pending, head.pending, () => head.pending.map(words => h('p', {}, words)));
-  parts.pending.hidden = !head.pending.length;
-  drawFigures(head);
-  drawProgress(head);
-  drawActions(head);
-  drawError(head.error);
-  drawDone(head);
-  drawSplit(head);
-  parts.edit.hidden = !head.is_running;
-  saySampleSteps();
-  sayStripNote();
-  parts.charts.hidden = head.figures.loss === null && !head.step;
-  parts.noCharts.hidden = !parts.charts.hidden;
-  studio.say(parts.noCharts,
-    head.is_running ? 'The charts begin with the first step.' : 'No step was trained, so there are no charts.');
-}
-
-function drawFigures({ step, num_steps, length, epoch, figures, is_running, state }) {
-  const clock = seconds => new Date(seconds * 1e3).toTimeString().slice(0, 5);
-  const rows = [];
-  if (is_running) rows.push(figures.eta_s === null ? ['left', '–']
-    : ['left, about', studio.duration(figures.eta_s), state === 'training' ? `ends ${ends(figures.eta_s)}` : '']);
-  else if (figures.last_event_s) rows.push(['ended', studio.when(figures.last_event_s)]);
-  if (figures.diverged_at === null) rows.push(
-    ['loss, smoothed', figures.loss === null ? '–' : studio.short(figures.loss)]);
-  else rows.push(['loss', 'not a number', `since step ${studio.count(figures.diverged_at)}`, '', 'bad']);
-  if (figures.best) rows.push(
-    ['best validation', studio.short(figures.best.loss), `step ${studio.count(figures.best.step)}`, 'validation']);
-  rows.push(['speed', figures.rate === null ? '–' : studio.short(Number(figures.rate.toPrecision(3))),
-    figures.rate === null ? '' : `${figures.unit}/s`]);
-  rows.push(['a step', figures.step_s === null ? '–' : seconds(figures.step_s)]);
-  studio.say(parts.step, studio.count(step));
-  studio.say(parts.of, [`/ ${num_steps ? studio.count(num_steps) : length}`, epoch].filter(Boolean).join(', '));
-  studio.fill(parts.figures, rows,
-    () => rows.map(([label, value, note, term, mood]) => h(`div${mood ? '.' + mood : ''}`, {},
-      h('dt', {}, term ? [label.replace(term, ''), studio.term(term)] : label),
-      h('dd', {}, h('span.num', {}, value), note ? h('small', {}, ` ${note}`) : null))));
-  function ends(left) {
-    const at = Date.now() / 1e3 + left;
-    return left < 82800 ? clock(at) : studio.when(at);
-  }
-}
-
-const seconds = value =>
-  (value >= 60 ? studio.duration(value)
-    : `${value.toFixed(value >= 10 ? 0 : value >= 1 ? 1 : value >= 0.0995 ? 2 : value >= 0.0005 ? 3 : 0)} s`);
-
-function drawProgress({ step, num_steps, length, marks, stages, figures, is_running }) {
-  parts.progress.setAttribute('aria-valuenow', step);
-  parts.progress.setAttribute('aria-valuemax', num_steps || step);
-  parts.fill.style.width = `${num_steps ? Math.min(100, 100 * step / num_steps) : 0}%`;
-  const every = marks.checkpoint,
-    ends = stages ? stages.steps.map((_, at) => stages.steps.slice(0, at + 1).reduce((a, b) => a + b)) : [];
-  const regular = every && num_steps / every <= MOST_MARKS
-    ? Array.from({ length: Math.ceil(num_steps / every) - 1 }, (_, at) => (at + 1) * every) : [];
-  const at = !num_steps ? [] : stages ? ends.slice(0, -1) : regular;
-  studio.fill(parts.marks, [at, num_steps],
-    () => at.map(mark => h('b', { style: { left: `${100 * mark / num_steps}%` } })));
-  const note = stages ? `stage ${stages.number} of ${stages.names.length}: ${stages.names[stages.number - 1]}`
-    : at.length ? `a checkpoint every ${studio.counted(every, 'step')}` : '';
-  studio.say(parts.markNote, note);
-  studio.say(parts.time, figures.duration_s >= 1
-    ? `${is_running ? 'running for' : 'ran for'} ${studio.duration(figures.duration_s)}` : '0');
-  studio.say(parts.last, num_steps ? studio.count(num_steps) : length);
-}
-
-// --- buttons --------------------------------------------------------------------------------------------------------
-
-function drawActions(head) {
-  studio.fill(parts.actions, [head.is_running, head.is_alive, head.more, head.has_prompts],
-    () => (head.is_running ? running(head.has_prompts) : head.is_alive ? [] : ended(head.more)));
-}
-
-function button(id, text, action, kind = '', title = '') {
-  const made = h(`button.btn${kind}#${id}`,
-    { type: 'button', title, onclick: () => studio.act(made, parts.message, async () => {
-      const said = await action();
-      await refresh();
-      return said;
-    }) }, text);
-  return made;
-}
-
-const running = hasPrompts => [
-  Object.assign(button('sample', 'Sample', () => request('sample'), '',
-    hasPrompts ? 'Generate samples after this step' : 'It has no prompts: write some under Edit prompts'),
-    { disabled: !hasPrompts }),
-  button('save', 'Save', () => request('save'), '', 'Write a checkpoint after this step'),
-  button('stop', 'Stop', stop, '.stop', 'Stop after this step, with a checkpoint')];
-
-const request = async what => { await studio.call('run_request', { name, what }); };
-
-async function stop() {
-  const { step, num_steps, length } = data.head;
-  const text = `It is at step ${studio.count(step)} of ${num_steps ? studio.count(num_steps)
-    : length}. It finishes this step and writes a checkpoint, from which it can be resumed.`;
-  if (await studio.ask('Stop this run?', text, ['Stop', 'Keep training'], 'stop') === 0) await request('stop');
-}
-
-function ended(more) {
-  const from = more.saved ? `From the checkpoint of step ${studio.count(more.saved)}`
-    : 'There is no checkpoint: from the first step';
-  const ways = {
-    resume: () => button('resume', 'Resume', resume, '.main', from),
-    start: () => button('resume', 'Start', resume, '.main'),
-    extend: () => button('extend', 'Go on for …', extend),
-  };
-  return [ways[more.kind]?.() || null, button('copy', 'Copy to a new run', copy)];
-}
-
-async function resume() {
-  await studio.call('run_resume', { name });
-}
-
-async function copy() {
-  await studio.call('new_copy', { run: name });
-  studio.go('new');
-}
-
-async function retry() {
-  await studio.call('new_retry', { run: name });
-  studio.go('new');
-}
-
-async function extend() {
-  const steps = await askSteps();
-  if (steps) await studio.call('run_extend', { name, steps });
-}
-
-/** Ask for a number of steps. Resolves to 0 when it was dismissed. */
-function askSteps() {
-  return new Promise(resolve => {
-    const { num_steps, more, stages } = data.head,
-      box = h('input#extend-steps',
-        { type: 'number', min: 1, step: 1, value: stages?.steps.at(-1) || num_steps || more.saved, required: true });
-    const done = value => { dialog.remove(); resolve(value); };
-    const dialog = h('dialog.dialog', { 'aria-label': 'Go on for more steps', onclose: () => done(0) },
-      h('h2', {}, 'Go on for more steps'),
-      h('form', { onsubmit: event => { event.preventDefault(); done(Math.round(Number(box.value))); } },
-        h('p', {},
-          stages
-            ? `It has trained ${studio.counted(num_steps,
-              'step')}. Its last stage, ${stages.names.at(-1)}, goes on from its step ${studio.count(
-                more.saved)}, in the same folder; the other stages stay as they are.`
-          : `It has trained ${studio.counted(num_steps,
-            'step')} and goes on from the checkpoint of step ${studio.count(more.saved)}, in the same folder.`,
-            ' What it exported is written again at the end.'),
-        h('label', {}, h('span.l', {}, 'Steps in addition'), box),
-        h('div.row-end', {}, h('button.btn', { type: 'button', onclick: () => done(0) }, 'Cancel'),
-          h('button.btn.main#extend-go', { type: 'submit' }, 'Go on'))));
-    document.body.append(dialog);
-    dialog.showModal();
-    box.select();
-  });
-}
-
-// --- how it ended ---------------------------------------------------------------------------------------------------
-
-function drawError(error) {
-  parts.error.hidden = !error;
-  studio.fill(parts.error, error, () => {
-    if (!error) return [];
-    const where = `${error.rank === null ? '' : ` on rank ${error.rank}`} at step ${studio.count(error.step)}`;
-    const retries = error.retry.length ? [button('retry', `Retry with ${error.retry.join(', ')}`, retry, '.main')] : [];
-    const link = error.source
-      ? h('button.btn#error-log', { type: 'button', onclick: () => showLog(error.source) }, 'Show the log') : null;
-    return [h('h2', {}, `Failed${where}`), h('p', {}, error.message),
-      error.remedy ? h('p', {}, h('b', {}, 'What to do: '), error.remedy) : null,
-      error.log ? h('p.sm', {}, 'Log: ', h('code', {}, error.log)) : null, h('div.run-acts', {}, retries, link)];
-  });
-}
-
-function drawDone({ state, exports: [file, ...others], figures, is_text: isText }) {
-  parts.done.hidden = state !== 'finished';
-  if (parts.done.hidden) return;
-  const time = figures.duration_s >= 1 ? ` in ${studio.duration(figures.duration_s)}` : '';
-  studio.fill(parts.done, [file, others, time], () => {
-    const words = file ? [h('b', {}, `Finished${time}: ${file.name} `),
-      h('span', { class: file.is_verified ? '' : 'bad' },
-        [studio.size(file.size), file.check].filter(Boolean).join(', '))]
-      : [h('b', {}, `Finished${time}.`), ' No export is in the run folder.'];
-    const more = others.length
-      ? h('ul.sm#other-exports', {},
-        others.map(other => h('li', {}, `${other.name} `,
-          h('span', { class: other.is_verified ? 'dim' : 'bad' },
-            [studio.size(other.size), other.check].filter(Boolean).join(', ')),
-          other.is_file ? h('button.btn.s',
-            { type: 'button', 'aria-label': `Download ${other.name}`, onclick: () => download(other.name) }, 'Download')
-            : null))) : null;
-    return [h('p', {}, words), h('div.run-acts', {},
-      file?.is_file ? button('download', 'Download', () => download(file.name), '.main') : null,
-      button('draw', isText ? 'Write with it' : 'Draw with it', () => results.draw(name, isText)),
-      h('a.btn#export-as', { href: studio.link('runs', name, 'files') }, 'Export as …'),
-      button('upload', 'Upload to the hub …', () => results.upload(name))), more];
-  });
-}
-
-async function download(file) {
-  const address = await studio.call('files_offer', { name, file });
-  const link = h('a', { href: address, download: file.split('/').at(-1) });
-  document.body.append(link); // Firefox follows no link that is not in the document
-  link.click();
-  link.remove();
-}
-
-// --- newest samples -------------------------------------------------------------------------------------------------
-
-function saySampleSteps() {
-  const next = data.head?.next_sample, shown = strip.chosen;
-  studio.say(parts.when, shown === null ? '' : shown ? `step ${studio.count(shown)}` : 'before training');
-  studio.say(parts.next, next ? `The next at step ${studio.count(next.step)}, in about ${studio.duration(next.eta_s)}.`
-    : '');
-}
-
-function drawSteps({ steps, num_steps, num_samples }) {
-  const numbers = steps.map(one => one.step), newest = numbers.at(-1),
-    wasNewest = strip.chosen === null || strip.chosen === strip.newest;
-  strip.newest = newest;
-  strip.answers.clear(); // files may have been drawn again
-  studio.say(parts.tabs.querySelector('.count'), num_samples ? studio.count(num_samples) : '');
-  parts.samplesCard.hidden = false;
-  studio.fill(parts.steps, [numbers, num_steps], () => [
-    ...numbers.map(step => h('button', { type: 'button', data: { step }, onclick: () => pick(step) },
-      studio.count(step))),
-  ]);
-  parts.steps.hidden = numbers.length < 2;
-  parts.all.hidden = num_steps <= numbers.length;
-  parts.all.href = studio.link('runs', name, 'samples');
-  studio.say(parts.all, `all ${studio.count(num_steps)}`);
-  pick(numbers.length ? (wasNewest || !numbers.includes(strip.chosen) ? newest : strip.chosen) : null);
-}
-
-async function pick(step) {
-  strip.chosen = step;
-  for (const chip of parts.steps.children) chip.setAttribute('aria-pressed',
-    String(Number(chip.dataset.step) === step));
-  saySampleSteps();
-  const of = data.samples.steps.find(one => one.step === step);
-  if (!of) return drawStrip([], []);
-  const asked = strip, cells = of.cells.slice(0, MOST_SHOWN);
-  let answers = strip.answers.get(step);
-  if (!answers) {
-    try {
-      answers = await studio.call('samples_images',
-        { name, cells: cells.map(({ index, prompt }) => ({ index, prompt, step })) });
-    } catch (error) {
-      if (!(error instanceof studio.Refused)) throw error;
-      if (error.lost) { asked.isOwed = true; return; }
-      answers = cells.map(() => ({ problem: error.message }));
-    }
-    if (asked !== strip || strip.chosen !== step) return;
-    strip.answers.set(step, answers);
-  }
-  drawStrip(cells, answers, of.cells.length);
-}
-
-function drawStrip(cells, answers, count = 0) {
-  studio.fill(parts.strip, [cells, answers],
-    () => cells.map((cell, at) => figure(cell, answers[at], () => open(cells, answers, at))));
-  parts.strip.classList.toggle('texts', cells.some(cell => cell.kind === 'text'));
-  strip.counts = [cells.length, count];
-  sayStripNote();
-}
-
-function sayStripNote() {
-  if (!strip.counts) return;
-  const [shown, count] = strip.counts;
-  const running = data.head.has_prompts ? 'No samples yet. Sample generates some after this step.'
-    : 'This run has no prompts to generate samples from.';
-  studio.say(parts.stripNote,
-    shown ? (count > shown ? `${shown} of ${studio.count(count)} prompts` : '') : data.head.is_running ? running
-      : 'No samples were generated.');
-  parts.stripNote.hidden = !parts.stripNote.textContent;
-}
-
-function figure(cell, answer, act) {
-  const caption = h('figcaption', { title: cell.prompt }, cell.prompt || '(no prompt)');
-  if (answer.problem) return h('figure', {}, h('div.missing', { title: answer.problem }, 'missing'), caption);
-  const shown = studio.sample(answer, `${cell.prompt}, step ${studio.count(cell.step)}`);
-  return h('figure', {}, h('button.enlarge', { type: 'button', title: 'Open in full size', onclick: act }, shown),
-    caption);
-}
-
-function open(cells, answers, index) {
-  const run = name, shown = cells.map((cell, at) => ({ cell, answer: answers[at] }))
-    .filter(({ answer }) => !answer.problem);
-  const items = shown.map(({ cell: { index: number, prompt, step }, answer }) => ({
-    title: step ? `Step ${studio.count(step)}` : 'Before training', text: prompt, written: answer.text,
-    played: studio.played(run, answer),
-    load: async () => {
-      try {
-        return (await studio.call('samples_images',
-          { name: run, cells: [{ index: number, prompt, step }], is_full: true }))[0].src || null;
-      } catch (error) {
-        if (!(error instanceof studio.Refused)) throw error;
-        return null;
-      }
-    } }));
-  lightbox(items, shown.findIndex(({ cell }) => cell === cells[index]));
-}
-
-// --- prompts to come ------------------------------------------------------------------------------------------------
-
-function drawPrompts({ asked }) {
-  studio.say(parts.asked, asked ? `The next samples are of ${studio.counted(asked.length, 'other prompt')}.` : '');
-}
-
-function editPrompts() {
-  const { now, asked } = data.prompts, rows = h('div.prompt-rows'), place = h('div');
-  let shown = JSON.stringify(asked || now); // what the dialog was made from
-  const remove = row => {
-    const next = row.nextElementSibling || row.previousElementSibling;
-    row.remove();
-    (next?.firstElementChild || more).focus();
-  };
-  const add = text => rows.append(
-    h('div.prompt-row', {}, h('textarea', { rows: 2, value: text, 'aria-label': `Prompt ${rows.children.length + 1}` }),
-      h('button.btn.s', { type: 'button', title: 'Remove this prompt', 'aria-label': 'Remove this prompt',
-        onclick: event => remove(event.currentTarget.parentElement) }, '×')));
-  const save = h('button.btn.main#prompts-save', { type: 'button', onclick: () => studio.act(save, place, async () => {
-    const prompts = [...rows.querySelectorAll('textarea')].map(box => box.value).filter(text => text.trim());
-    await refresh();
-    const other = data.prompts.asked || data.prompts.now;
-    if (JSON.stringify(other) !== shown) {
-      shown = JSON.stringify(other); // a second press means it
-      throw new studio.Refused(
-        `Another window has changed the prompts meanwhile: ${other.map(text => `“${text}”`)
-          .join(', ')}. Press again to use yours instead.`);
-    }
-    await studio.call('run_prompts', { name, prompts });
-    dialog.close();
-    await refresh();
-  }) }, 'Use these from now on');
-  const more = h('button.btn.s', { type: 'button', onclick: () => {
-    add('');
-    rows.querySelector(':scope > :last-child > *').focus();
-  } }, 'Add a prompt');
-  const dialog = h('dialog.dialog#prompts',
-    { 'aria-label': 'Prompts of the samples to come', onclose: () => dialog.remove() },
-    h('h2', {}, 'Prompts of the samples to come'),
-    h('p', {}, 'They hold for the rest of this run. Its config and the samples so far stay as they are.'), rows,
-    more, place,
-    h('div.row-end', {}, h('button.btn', { type: 'button', onclick: () => dialog.close() }, 'Cancel'), save));
-  (asked || now).forEach(add);
-  if (!rows.children.length) add('');
-  document.body.append(dialog);
-  dialog.showModal();
 }
 
 // --- charts, memory, time -------------------------------------------------------------------------------------------
@@ -482,7 +108,7 @@ function drawMemory({ ranks, imbalance, gpus }) {
   parts.memoryKeys.hidden = !ranks.length;
   parts.noRanks.hidden = ranks.length > 0;
   studio.say(parts.noRanks,
-    data.head.is_running ? 'The ranks report their memory once they have started.'
+    current.data.head.is_running ? 'The ranks report their memory once they have started.'
       : 'No rank has reported its memory.');
   parts.ranks.hidden = !ranks.length;
   parts.gpuPart.hidden = !gpus.length;
@@ -492,7 +118,7 @@ function drawMemory({ ranks, imbalance, gpus }) {
       .join(', ')))));
 }
 
-function drawSplit({ split, waited_s, figures }) {
+export function drawSplit({ split, waited_s, figures }) {
   const found = Object.entries(split), whole = found.reduce((sum, [, value]) => sum + value, 0);
   parts.splitCard.hidden = !(whole > 0);
   if (parts.splitCard.hidden) return;
@@ -526,21 +152,22 @@ function drawEvents({ is_fresh, rows }) {
 }
 
 const wish = () =>
-  ({ source: parts.source.value || 'torchrun', level: parts.level.dataset.level, file: log?.file || '',
-    offset: log?.offset || 0 });
+  ({ source: parts.source.value || 'torchrun', level: parts.level.dataset.level, file: current.log?.file || '',
+    offset: current.log?.offset || 0 });
 
 function drawLog(found) {
-  const isSame = log && !found.is_fresh,
+  const isSame = current.log && !found.is_fresh,
     atEnd = parts.log.scrollTop + parts.log.clientHeight >= parts.log.scrollHeight - 4;
   parts.source.hidden = parts.level.hidden = !found.sources.length;
   studio.fill(parts.source, found.sources, () => found.sources.map(source => h('option', { value: source }, source)));
   parts.source.value = found.source;
-  const before = isSame ? log.text : '', text = (before + found.text).slice(-LOG_LENGTH);
-  log = { file: found.file, offset: found.offset, text };
+  const before = isSame ? current.log.text : '', text = (before + found.text).slice(-LOG_LENGTH);
+  current.log = { file: found.file, offset: found.offset, text };
   const level = parts.level.dataset.level, shown = text + found.rest;
   const empty = found.problem
     || (!found.sources.length
-      ? `There are no logs${data.head.state === 'created' ? ': the run was not started yet' : ' in the run folder'}.`
+      ? `There are no logs${current.data.head.state === 'created' ? ': the run was not started yet'
+        : ' in the run folder'}.`
       : level === 'all' ? 'Nothing was written to this log. That is how it should be for a run without trouble.'
       : `No ${level} in this log.`);
   studio.say(parts.noLog, shown ? '' : empty);
@@ -555,11 +182,11 @@ async function chooseLog(level = parts.level.dataset.level) {
   parts.level.dataset.level = level;
   for (const choice of parts.level.children) choice.setAttribute('aria-pressed',
     String(choice.dataset.choice === level));
-  log = null;
+  current.log = null;
   await refresh();
 }
 
-async function showLog(source) {
+export async function showLog(source) {
   if ([...parts.source.options].some(option => option.value === source)) parts.source.value = source;
   await chooseLog('all');
   parts.logCard.scrollIntoView({ block: 'nearest' });
@@ -571,41 +198,41 @@ async function showLog(source) {
 function drawNotes({ text, version, problem }) {
   parts.notes.disabled = Boolean(problem);
   if (problem) return studio.say(parts.saved, problem);
-  if (saving.isDirty) return; // what is typed stays; saving it says that there is a newer text
-  const kept = unsaved.get(name);
+  if (current.saving.isDirty) return; // what is typed stays; saving it says that there is a newer text
+  const kept = unsaved.get(current.name);
   if (kept) {
-    unsaved.delete(name);
-    Object.assign(saving, { version: kept.version, isDirty: true });
+    unsaved.delete(current.name);
+    Object.assign(current.saving, { version: kept.version, isDirty: true });
     parts.notes.value = kept.text;
     return saveNotes();
   }
-  saving.version = version;
+  current.saving.version = version;
   if (parts.notes.value !== text) parts.notes.value = text;
 }
 
 function typedNotes() {
-  saving.isDirty = true;
+  current.saving.isDirty = true;
   studio.say(parts.saved, '');
-  clearTimeout(saving.timer);
-  saving.timer = setTimeout(saveNotes, SAVED_AFTER_MS);
+  clearTimeout(current.saving.timer);
+  current.saving.timer = setTimeout(saveNotes, SAVED_AFTER_MS);
 }
 
 async function saveNotes() {
-  if (!saving?.isDirty) return;
-  const state = saving, run = name, text = parts.notes.value;
+  if (!current.saving?.isDirty) return;
+  const state = current.saving, run = current.name, text = parts.notes.value;
   clearTimeout(state.timer);
   let answer;
   try {
     answer = await studio.call('run_notes', { name: run, text, version: state.version });
   } catch (error) {
     if (!(error instanceof studio.Refused)) throw error;
-    if (state === saving) {
+    if (state === current.saving) {
       studio.say(parts.saved, `Not saved: ${error.message}`);
       state.timer = setTimeout(saveNotes, 5 * SAVED_AFTER_MS);
     }
     return;
   }
-  if (state !== saving) return;
+  if (state !== current.saving) return;
   if (!answer.is_saved) return drawConflict(answer.notes);
   state.version = answer.notes.version;
   state.isDirty = parts.notes.value !== text;
@@ -617,10 +244,10 @@ async function saveNotes() {
 function drawConflict(other) {
   const take = isMine => () => {
     parts.conflict.replaceChildren();
-    saving.version = other.version;
+    current.saving.version = other.version;
     if (isMine) return saveNotes();
     Object.assign(parts.notes, { value: other.text });
-    saving.isDirty = false;
+    current.saving.isDirty = false;
   };
   parts.conflict.replaceChildren(
     h('div.notice.warn', { role: 'alert' }, h('p', {}, 'The notes were changed elsewhere meanwhile. The text there:'),
@@ -671,7 +298,7 @@ function buildSamples() {
   Object.assign(parts, { when: h('span.dim'),
     steps: h('div.seg', { role: 'group', 'aria-label': 'Step of the samples' }), all: h('a.sm', { hidden: true }),
     strip: h('div.run-strip'), stripNote: h('p.sm.dim'), next: h('p.sm.dim'), asked: h('p.sm.dim') });
-  parts.edit = h('button.btn.s#edit-prompts', { type: 'button', onclick: () => data.prompts && editPrompts() },
+  parts.edit = h('button.btn.s#edit-prompts', { type: 'button', onclick: () => current.data.prompts && editPrompts() },
     'Edit prompts');
   parts.samplesCard = h('section.card#newest', { 'aria-label': 'Newest samples', hidden: true },
     h('div.ttl', {}, h('h2', {}, 'Newest samples'), parts.when, h('span.grow'), parts.steps, parts.all, parts.edit),
@@ -740,32 +367,32 @@ function buildNotes() {
 
 async function show(place) {
   const wanted = TABS.some(([key]) => key && key === place[2]) ? place[2] : '';
-  if (place[1] !== name) {
+  if (place[1] !== current.name) {
     await saveNotes();
-    if (saving?.isDirty) {
-      clearTimeout(saving.timer);
-      unsaved.set(name, { text: parts.notes.value, version: saving.version });
-      studio.toast(`The notes on ${name} are not saved yet. Open that run to save them.`, true);
+    if (current.saving?.isDirty) {
+      clearTimeout(current.saving.timer);
+      unsaved.set(current.name, { text: parts.notes.value, version: current.saving.version });
+      studio.toast(`The notes on ${current.name} are not saved yet. Open that run to save them.`, true);
     }
-    name = place[1];
-    studio.say(parts.title, name);
+    current.name = place[1];
+    studio.say(parts.title, current.name);
     forget();
   }
-  isGone = false;
-  tab = wanted;
-  for (const [key, panel] of Object.entries(parts.panels)) panel.hidden = key !== tab;
+  current.isGone = false;
+  current.tab = wanted;
+  for (const [key, panel] of Object.entries(parts.panels)) panel.hidden = key !== current.tab;
   for (const [at, [key]] of TABS.entries()) {
-    parts.tabs.children[at].classList.toggle('on', key === tab);
-    if (key === tab) parts.tabs.children[at].setAttribute('aria-current', 'page');
+    parts.tabs.children[at].classList.toggle('on', key === current.tab);
+    if (key === current.tab) parts.tabs.children[at].setAttribute('aria-current', 'page');
     else parts.tabs.children[at].removeAttribute('aria-current');
   }
   await refresh();
-  if (tab && !isGone) await studio.runTabs[tab]?.show(name);
+  if (current.tab && !current.isGone) await studio.runTabs[current.tab]?.show(current.name);
 }
 
 async function tick() {
   await refresh(); // also of a run that is gone: it may have been moved for a while only
-  if (tab && !isGone) await studio.runTabs[tab]?.tick(name);
+  if (current.tab && !current.isGone) await studio.runTabs[current.tab]?.tick(current.name);
 }
 
 studio.screens.run = { title: 'Run', build, show, tick };

@@ -3,24 +3,19 @@
 import * as studio from './core.js';
 import { h, svg } from './core.js';
 import { lightbox } from './lightbox.js';
+import { load, answerOf, isShown } from './samples-images.js';
+import { drawPair, setView } from './samples-pair.js';
+import { current, parts, answers, last, SETTLED_MS, stepWord, cards, keyOf } from './samples-state.js';
 
-const PER_REQUEST = 4, PLAY_EVERY_MS = 300, SETTLED_MS = 250, TICK_EVERY_PX = 5, MOST_KEPT = 2000;
-const parts = {}, cards = new Map(), answers = new Map();
-let name = '', data = /** @type {any} */ (null), steps = [], missing = new Set(), chosen = 0, left = 0, inPair = false,
-  pairRow = 0;
-let timer = 0, movedAt = 0, isLoading = false;
-
-const last = () => steps.length - 1;
-const stepWord = step => step ? `step ${studio.count(step)}` : 'before training';
-const keyOf = (row, step, isFull) => JSON.stringify([row.index, row.prompt, step, Boolean(isFull)]);
-const address = (...path) => ['', 'runs', name, ...path].map(encodeURIComponent).join('/');
+const PLAY_EVERY_MS = 300, TICK_EVERY_PX = 5;
+const address = (...path) => ['', 'runs', current.name, ...path].map(encodeURIComponent).join('/');
 
 // --- what there is ------------------------------------------------------------------------------------------------
 
 async function refresh() {
-  const asked = name;
-  const found = await studio.fetched('samples_list', { name: asked, known: data ? data.version : '' },
-    () => asked === name, complain);
+  const asked = current.name;
+  const found = await studio.fetched('samples_list', { name: asked, known: current.data ? current.data.version : '' },
+    () => asked === current.name, complain);
   if (found) take(found);
 }
 
@@ -30,91 +25,44 @@ function complain(text) {
 
 /** Take a new list. The step that was chosen stays, and whoever looked at the last one sees the new last one. */
 function take(found) {
-  const former = { chosen: steps[chosen], left: steps[left], wasLast: !data || chosen === last() };
-  data = found;
-  data.rows.forEach(row => { row.has = new Set(row.steps); row.gone = new Set(row.missing); });
-  steps = [...new Set(data.rows.flatMap(row => row.steps))].sort((a, b) => a - b);
-  missing = new Set(data.rows.flatMap(row => row.missing));
-  chosen = former.wasLast ? last() : nearest(former.chosen);
-  left = former.left === undefined ? 0 : nearest(former.left);
-  pairRow = Math.min(pairRow, data.rows.length - 1);
+  const former = { chosen: current.steps[current.chosen], left: current.steps[current.left],
+    wasLast: !current.data || current.chosen === last() };
+  current.data = found;
+  current.data.rows.forEach(row => { row.has = new Set(row.steps); row.gone = new Set(row.missing); });
+  current.steps = [...new Set(current.data.rows.flatMap(row => row.steps))].sort((a, b) => a - b);
+  current.missing = new Set(current.data.rows.flatMap(row => row.missing));
+  current.chosen = former.wasLast ? last() : nearest(former.chosen);
+  current.left = former.left === undefined ? 0 : nearest(former.left);
+  current.pairRow = Math.min(current.pairRow, current.data.rows.length - 1);
   answers.clear(); // files may have been drawn again
   draw();
 }
 
 function nearest(step) {
-  const after = steps.findIndex(other => other >= step);
+  const after = current.steps.findIndex(other => other >= step);
   return after < 0 ? last() : after;
 }
 
 function choose(index) {
-  if (!steps.length) return;
-  chosen = Math.max(0, Math.min(last(), index));
-  movedAt = performance.now();
+  if (!current.steps.length) return;
+  current.chosen = Math.max(0, Math.min(last(), index));
+  current.movedAt = performance.now();
   draw();
   setTimeout(load, SETTLED_MS + 10);
 }
 
-// --- images: a few at a time, those next to the chosen step first ----------------------------------------------------
-
-async function load() {
-  if (isLoading || !data) return;
-  isLoading = true;
-  try {
-    for (let batch = wanted(); batch.length; batch = wanted()) {
-      const asked = name, version = data.version,
-        cells = batch.map(({ row, step }) => ({ index: row.index, prompt: row.prompt, step }));
-      const found = await studio.call('samples_images', { name: asked, cells, is_full: batch[0].isFull });
-      if (asked !== name || version !== data?.version) continue;
-      if (answers.size > MOST_KEPT) answers.clear();
-      batch.forEach(({ row, step, isFull }, at) => answers.set(keyOf(row, step, isFull), found[at]));
-      inPair ? drawPair() : drawRows();
-    }
-  } catch (error) {
-    if (!(error instanceof studio.Refused)) throw error; // the next tick asks again
-  } finally {
-    isLoading = false;
-  }
-}
-
-/** The next few samples to ask for. */
-function wanted() {
-  if (!data || !isShown()) return [];
-  const all = (inPair ? wantedByPair() : wantedByRows()).filter(({ row, step, isFull }) =>
-    row.has.has(step) && !row.gone.has(step) && !(isFull && row.kind === 'text')
-      && !answers.has(keyOf(row, step, isFull)));
-  return all.filter(cell => cell.isFull === all[0].isFull).slice(0, PER_REQUEST);
-}
-
-function wantedByRows() {
-  const rows = data.rows.filter(row => cards.get(rowKey(row))?.isVisible);
-  const cells = rows.flatMap(row => columns(row)
-    .map(at => ({ row, step: steps[at], isFull: false, distance: Math.abs(at - chosen) })));
-  return cells.sort((a, b) => a.distance - b.distance);
-}
-
-function wantedByPair() {
-  const row = data.rows[pairRow], sides = isFull => [steps[chosen], steps[left]].map(step => ({ row, step, isFull }));
-  const isSettled = performance.now() - movedAt > SETTLED_MS;
-  return [...sides(false), ...(isSettled ? sides(true) : []),
-    ...data.rows.map(other => ({ row: other, step: steps[chosen], isFull: false }))];
-}
-
-const isShown = () => parts.root.offsetParent !== null;
-const answerOf = (row, step) => answers.get(keyOf(row, step, true)) || answers.get(keyOf(row, step, false));
-
 // --- drawing --------------------------------------------------------------------------------------------------------
 
-function draw() {
-  const isEmpty = !steps.length;
+export function draw() {
+  const isEmpty = !current.steps.length;
   parts.empty.hidden = !isEmpty;
   for (const part of [parts.head, parts.scrub, parts.help]) part.hidden = isEmpty;
-  parts.rows.hidden = isEmpty || inPair;
-  parts.pair.hidden = isEmpty || !inPair;
+  parts.rows.hidden = isEmpty || current.inPair;
+  parts.pair.hidden = isEmpty || !current.inPair;
   if (isEmpty) return drawEmpty();
   drawHead();
   drawScrub();
-  inPair ? drawPair() : drawRows();
+  current.inPair ? drawPair() : drawRows();
   load();
 }
 
@@ -123,42 +71,44 @@ function drawEmpty() {
     'The first samples are generated at the next step of sample.every. The button Sample generates some now.';
   const ended =
     'Set “sample.prompts” and “sample.every” in the form of a new run, and it generates samples while it trains.';
-  studio.fill(parts.empty, data.is_running,
-    () => [h('h2', {}, 'No samples yet'), h('p', {}, data.is_running ? running : ended)]);
+  studio.fill(parts.empty, current.data.is_running,
+    () => [h('h2', {}, 'No samples yet'), h('p', {}, current.data.is_running ? running : ended)]);
 }
 
 function drawHead() {
   const counts = { samples: 0, missing: 0 };
-  for (const row of data.rows) { counts.samples += row.steps.length; counts.missing += row.missing.length; }
+  for (const row of current.data.rows) { counts.samples += row.steps.length; counts.missing += row.missing.length; }
   studio.say(parts.summary,
-    `${studio.counted(steps.length, 'step')} × ${studio.counted(data.rows.length,
+    `${studio.counted(current.steps.length, 'step')} × ${studio.counted(current.data.rows.length,
       'prompt')}, ${studio.counted(counts.samples, 'sample')}`);
   parts.missing.hidden = !counts.missing;
   studio.say(parts.missing, `${studio.counted(counts.missing, 'file')} missing`);
   parts.all.href = address('samples.zip');
-  studio.say(parts.size, studio.size(data.size));
+  studio.say(parts.size, studio.size(current.data.size));
   for (const button of parts.views.children) button.setAttribute('aria-pressed',
-    String((button.dataset.view === 'pair') === inPair));
-  studio.say(parts.settings, data.settings);
+    String((button.dataset.view === 'pair') === current.inPair));
+  studio.say(parts.settings, current.data.settings);
 }
 
 function drawScrub() {
-  const step = steps[chosen];
+  const step = current.steps[current.chosen];
   studio.say(parts.number, studio.count(step));
-  studio.say(parts.of, `of ${data.num_steps ? studio.counted(data.num_steps, 'step') : data.length}`);
-  setRange(parts.range, chosen, last(), `${stepWord(step)}${missing.has(step) ? ', a file is missing' : ''}`);
+  studio.say(parts.of,
+    `of ${current.data.num_steps ? studio.counted(current.data.num_steps, 'step') : current.data.length}`);
+  setRange(parts.range, current.chosen, last(),
+    `${stepWord(step)}${current.missing.has(step) ? ', a file is missing' : ''}`);
   const focused = studio.focused();
-  parts.before.disabled = chosen === 0;
-  parts.after.disabled = chosen === last();
+  parts.before.disabled = current.chosen === 0;
+  parts.after.disabled = current.chosen === last();
   if ([parts.before, parts.after].includes(focused) && focused.disabled) parts.range.focus();
-  studio.fill(parts.ticks, [steps, [...missing], parts.ticks.clientWidth], ticks);
-  parts.ticks.classList.toggle('gone', missing.has(step));
-  parts.ticks.style.setProperty('--at', last() ? chosen / last() : 0);
-  studio.say(parts.play, timer ? '❚❚' : '▶');
-  parts.play.setAttribute('aria-label', timer ? 'Pause' : 'Play');
+  studio.fill(parts.ticks, [current.steps, [...current.missing], parts.ticks.clientWidth], ticks);
+  parts.ticks.classList.toggle('gone', current.missing.has(step));
+  parts.ticks.style.setProperty('--at', last() ? current.chosen / last() : 0);
+  studio.say(parts.play, current.timer ? '❚❚' : '▶');
+  parts.play.setAttribute('aria-label', current.timer ? 'Pause' : 'Play');
 }
 
-function setRange(range, value, max, text) {
+export function setRange(range, value, max, text) {
   range.max = max;
   range.value = value;
   range.setAttribute('aria-valuetext', text);
@@ -167,24 +117,24 @@ function setRange(range, value, max, text) {
 
 function ticks() {
   const width = 1000, x = at => Number((last() ? at / last() * width : 0).toFixed(1)),
-    every = Math.ceil(steps.length * TICK_EVERY_PX / (parts.ticks.clientWidth || 500));
+    every = Math.ceil(current.steps.length * TICK_EVERY_PX / (parts.ticks.clientWidth || 500));
   const path = indices => [...new Set(indices.map(x))].map(at => `M${at} 0V10`).join('');
-  const all = steps.map((_, at) => at), some = all.filter(at => at % every === 0 || at === last());
+  const all = current.steps.map((_, at) => at), some = all.filter(at => at % every === 0 || at === last());
   const labels = [...new Set([0, 1, 2, 3, 4].map(part => Math.round(part * last() / 4)))];
   return [
     svg('svg', { viewBox: `0 0 ${width} 10`, preserveAspectRatio: 'none', 'aria-hidden': 'true' },
       svg('path', { d: path(some) }),
-      svg('path', { d: path(all.filter(at => missing.has(steps[at]))), class: 'gone' })),
-    h('i.now'), labels.map(at => h('span', { style: { left: `${x(at) / 10}%` } }, studio.count(steps[at])))];
+      svg('path', { d: path(all.filter(at => current.missing.has(current.steps[at]))), class: 'gone' })),
+    h('i.now'), labels.map(at => h('span', { style: { left: `${x(at) / 10}%` } }, studio.count(current.steps[at])))];
 }
 
-const rowKey = row => JSON.stringify([row.index, row.prompt]);
+export const rowKey = row => JSON.stringify([row.index, row.prompt]);
 
-function drawRows() {
-  const keys = data.rows.map(rowKey);
-  if (studio.fill(parts.rows, keys, () => data.rows.map(row => cardOf(row).element)))
+export function drawRows() {
+  const keys = current.data.rows.map(rowKey);
+  if (studio.fill(parts.rows, keys, () => current.data.rows.map(row => cardOf(row).element)))
     for (const key of cards.keys()) if (!keys.includes(key)) cards.delete(key);
-  for (const row of data.rows) drawRow(cards.get(rowKey(row)), row);
+  for (const row of current.data.rows) drawRow(cards.get(rowKey(row)), row);
 }
 
 function cardOf(row) {
@@ -200,11 +150,11 @@ function cardOf(row) {
 }
 
 /** Positions in `steps` that a row shows: the first, and those around the chosen one. */
-function columns(row) {
+export function columns(row) {
   const most = row.kind === 'text' ? (innerWidth < 1000 ? 1 : 3) : innerWidth < 700 ? 3 : innerWidth < 1180 ? 5 : 7;
-  if (most === 1) return [chosen];
-  if (steps.length <= most) return steps.map((_, at) => at);
-  const from = Math.max(1, Math.min(chosen - Math.ceil((most - 1) / 2), last() - most + 2));
+  if (most === 1) return [current.chosen];
+  if (current.steps.length <= most) return current.steps.map((_, at) => at);
+  const from = Math.max(1, Math.min(current.chosen - Math.ceil((most - 1) / 2), last() - most + 2));
   return [0, ...Array.from({ length: most - 1 }, (_, at) => from + at)];
 }
 
@@ -214,46 +164,46 @@ function drawRow(card, row) {
   card.strip.style.setProperty('--columns', String(shown.length));
   card.strip.classList.toggle('texts', row.kind === 'text');
   const figures = shown.map(at => figureOf(card, row, at));
-  if (studio.fill(card.strip, shown.map(at => steps[at]), () => figures.map(figure => figure.element))
+  if (studio.fill(card.strip, shown.map(at => current.steps[at]), () => figures.map(figure => figure.element))
     && card.strip.contains(focused)) focused.focus();
-  for (const [step] of card.figures) if (!shown.some(at => steps[at] === step)) card.figures.delete(step);
+  for (const [step] of card.figures) if (!shown.some(at => current.steps[at] === step)) card.figures.delete(step);
   setSave(card.save, row);
 }
 
 function noteOf(row) {
-  const [first, end] = [row.steps[0], row.steps.at(-1)], notes = [`prompt ${row.index + 1}, seed ${data.seed}`];
-  if (first > steps[0]) notes.push(`since step ${studio.count(first)}`);
-  if (end < steps[last()]) notes.push(`until step ${studio.count(end)}`);
+  const [first, end] = [row.steps[0], row.steps.at(-1)], notes = [`prompt ${row.index + 1}, seed ${current.data.seed}`];
+  if (first > current.steps[0]) notes.push(`since step ${studio.count(first)}`);
+  if (end < current.steps[last()]) notes.push(`until step ${studio.count(end)}`);
   return notes.join(' · ');
 }
 
-function setSave(link, row) {
-  const answer = answerOf(row, steps[chosen]);
+export function setSave(link, row) {
+  const answer = answerOf(row, current.steps[current.chosen]);
   link.hidden = !answer?.file;
   if (!answer?.file) return;
   link.href = address('samples', answer.file);
-  studio.say(link, `Download ${stepWord(steps[chosen])}`);
+  studio.say(link, `Download ${stepWord(current.steps[current.chosen])}`);
 }
 
 function figureOf(card, row, at) {
-  const step = steps[at];
+  const step = current.steps[at];
   if (!card.figures.has(step)) {
     const place = h('div.sample');
     const caption = h('button.pick',
-      { type: 'button', title: `Go to ${stepWord(step)}`, onclick: () => choose(steps.indexOf(step)) },
+      { type: 'button', title: `Go to ${stepWord(step)}`, onclick: () => choose(current.steps.indexOf(step)) },
       step ? studio.count(step) : 'before');
     card.figures.set(step, { place, caption,
       element: h('figure', { data: { step } }, place, h('figcaption', {}, caption)) });
   }
   const figure = card.figures.get(step);
-  figure.element.classList.toggle('now', at === chosen);
-  figure.caption.setAttribute('aria-pressed', String(at === chosen));
+  figure.element.classList.toggle('now', at === current.chosen);
+  figure.caption.setAttribute('aria-pressed', String(at === current.chosen));
   fillSample(figure.place, row, step, answers.get(keyOf(row, step)));
   return figure;
 }
 
 /** Show a sample, or why there is none. An image that is shown stays until it is known that there is another one. */
-function fillSample(place, row, step, answer) {
+export function fillSample(place, row, step, answer) {
   const mark = (text, title) => h('div.missing', { title }, text);
   if (!row.has.has(step)) studio.fill(place, 'none',
     () => h('div.missing.none', { title: 'This prompt was not sampled at this step' }, 'not sampled'));
@@ -272,111 +222,53 @@ function fillSample(place, row, step, answer) {
 }
 
 async function open(row, step) {
-  const shown = columns(row).map(at => steps[at]).filter(other => row.has.has(other) && !row.gone.has(other));
+  const shown = columns(row).map(at => current.steps[at]).filter(other => row.has.has(other) && !row.gone.has(other));
   const cells = shown.map(other => ({ index: row.index, prompt: row.prompt, step: other }));
-  const found = await studio.call('samples_images', { name, cells, is_full: true });
+  const found = await studio.call('samples_images', { name: current.name, cells, is_full: true });
   const items = cells.map(
     (cell, at) =>
-      ({ src: found[at].src, played: studio.played(name, found[at]), title: `Step ${studio.count(cell.step)}`,
+      ({ src: found[at].src, played: studio.played(current.name, found[at]), title: `Step ${studio.count(cell.step)}`,
         step: cell.step,
-        text: `${row.prompt} · step ${studio.count(cell.step)} · seed ${data.seed}, prompt ${row.index + 1}` }))
+        text: `${row.prompt} · step ${studio.count(cell.step)} · seed ${current.data.seed}, prompt ${row.index + 1}` }))
         .filter(item => item.src || item.played);
   lightbox(items, items.findIndex(item => item.step === step));
-}
-
-// --- two steps of one prompt ---------------------------------------------------------------------------------------
-
-function drawPair() {
-  const row = data.rows[pairRow], [from, to] = [steps[left], steps[chosen]];
-  parts.slide.classList.toggle('texts', row.kind === 'text');
-  side(parts.leftSide, row, from);
-  side(parts.rightSide, row, to);
-  studio.say(parts.leftWord, stepWord(from));
-  studio.say(parts.rightWord, stepWord(to));
-  parts.share.setAttribute('aria-valuetext', `${parts.share.value} % ${stepWord(from)}, the rest ${stepWord(to)}`);
-  studio.say(parts.facts,
-    `${row.prompt} · ${stepWord(from)} and ${stepWord(to)} · seed ${data.seed}, prompt ${row.index + 1}`);
-  setRange(parts.leftRange, left, last(), stepWord(from));
-  studio.say(parts.leftLabel, `Left side: ${stepWord(from)}`);
-  studio.fill(parts.prompts, data.rows.map(rowKey), () => data.rows.map((other, at) => h('button', {
-    type: 'button', onclick: () => {
-      pairRow = at;
-      fitPair();
-      draw();
-    } }, h('span.small'), h('span.words', { title: other.prompt }, other.prompt || '(no prompt)'))));
-  [...parts.prompts.children].forEach((button, at) => {
-    button.setAttribute('aria-pressed', String(at === pairRow));
-    const answer = answers.get(keyOf(data.rows[at], to));
-    if (answer?.src) studio.fill(button.firstChild, answer.src, () => h('img.image', { src: answer.src, alt: '' }));
-  });
-  setSave(parts.save, row);
-}
-
-/**
- * Show one side of the pair. The image element stays, so that the former image is shown until the next one is there.
- */
-function side(place, row, step) {
-  const answer = answerOf(row, step), img = place.querySelector('img');
-  if (row.kind === 'text' || !answer?.src || !row.has.has(step) || row.gone.has(step)) {
-    if (answer || !row.has.has(step) || row.gone.has(step)) fillSample(place, row, step, answer);
-  } else if (!img) studio.fill(place, ['image', rowKey(row)], () => imageOf(row, step, answer));
-  else if (img.getAttribute('src') !== answer.src) Object.assign(img,
-    { src: answer.src, alt: `${row.prompt}, ${stepWord(step)}` });
-}
-
-const imageOf = (row, step, answer) =>
-  h('img', { src: answer.src, alt: `${row.prompt}, ${stepWord(step)}`, draggable: false });
-
-/** A prompt that was not drawn at the two steps is shown at its own first and last one. */
-function fitPair() {
-  const row = data.rows[pairRow];
-  if (!row.has.has(steps[left])) left = steps.indexOf(row.steps[0]);
-  if (!row.has.has(steps[chosen])) chosen = steps.indexOf(row.steps.at(-1));
-}
-
-function setView(isPair) {
-  inPair = isPair;
-  movedAt = performance.now();
-  if (!steps.length) return;
-  if (inPair) fitPair();
-  draw();
-  setTimeout(load, SETTLED_MS + 10);
 }
 
 // --- playing and keys -----------------------------------------------------------------------------------------------
 
 function stop() {
-  if (!timer) return;
-  clearInterval(timer);
-  timer = 0;
-  if (steps.length) drawScrub();
+  if (!current.timer) return;
+  clearInterval(current.timer);
+  current.timer = 0;
+  if (current.steps.length) drawScrub();
 }
 
 function play() {
-  if (timer || !steps.length) return stop();
-  if (chosen === last()) choose(0);
-  timer = setInterval(() => {
-    if (chosen === last() || !isShown() || document.hidden) stop();
-    else if (isLoaded()) choose(chosen + 1);
+  if (current.timer || !current.steps.length) return stop();
+  if (current.chosen === last()) choose(0);
+  current.timer = setInterval(() => {
+    if (current.chosen === last() || !isShown() || document.hidden) stop();
+    else if (isLoaded()) choose(current.chosen + 1);
   }, PLAY_EVERY_MS);
   drawScrub();
 }
 
 /** Whether all samples of the chosen step that can be seen are there, or never will be. */
 function isLoaded() {
-  const step = steps[chosen],
-    rows = inPair ? [data.rows[pairRow]] : data.rows.filter(row => cards.get(rowKey(row)).isVisible);
+  const step = current.steps[current.chosen],
+    rows = current.inPair ? [current.data.rows[current.pairRow]]
+      : current.data.rows.filter(row => cards.get(rowKey(row)).isVisible);
   return rows.every(row => !row.has.has(step) || row.gone.has(step) || answerOf(row, step));
 }
 
 function nextMissing() {
-  const after = steps.findIndex((step, at) => at > chosen && missing.has(step));
+  const after = current.steps.findIndex((step, at) => at > current.chosen && current.missing.has(step));
   stop();
-  choose(after < 0 ? steps.findIndex(step => missing.has(step)) : after);
+  choose(after < 0 ? current.steps.findIndex(step => current.missing.has(step)) : after);
 }
 
 function registerKeys() {
-  const isElsewhere = event => !steps.length || (event.target.type === 'range' && event.target !== parts.range);
+  const isElsewhere = event => !current.steps.length || (event.target.type === 'range' && event.target !== parts.range);
   const move = to => event => {
     if (isElsewhere(event)) return false;
     stop();
@@ -384,13 +276,13 @@ function registerKeys() {
     return true;
   };
   const add = (keys, text, action) => studio.shortcut(keys, text, action, 'run samples');
-  add('ArrowLeft', 'Step before; with Shift ten steps', move(by => chosen - by));
-  add('ArrowRight', 'Step after; with Shift ten steps', move(by => chosen + by));
+  add('ArrowLeft', 'Step before; with Shift ten steps', move(by => current.chosen - by));
+  add('ArrowRight', 'Step after; with Shift ten steps', move(by => current.chosen + by));
   add('Home', 'First step', move(() => 0));
   add('End', 'Last step', move(() => last()));
   add('Space', 'Play or pause', event => !event.target.closest('button, a, summary') && (play(), true));
-  add('p', 'Two steps of one prompt, or all prompts', () => setView(!inPair));
-  add('d', 'Download the sample of the pair', () => inPair && !parts.save.hidden && (parts.save.click(), true));
+  add('p', 'Two steps of one prompt, or all prompts', () => setView(!current.inPair));
+  add('d', 'Download the sample of the pair', () => current.inPair && !parts.save.hidden && (parts.save.click(), true));
 }
 
 // --- building -------------------------------------------------------------------------------------------------------
@@ -412,7 +304,7 @@ function buildHead() {
 function buildScrub() {
   const button = (id, text, label, action) =>
     h(`button.btn#samples-${id}`, { type: 'button', 'aria-label': label, onclick: action }, text);
-  const to = by => () => { stop(); choose(chosen + by); };
+  const to = by => () => { stop(); choose(current.chosen + by); };
   Object.assign(parts, { number: h('span'), of: h('small'), ticks: h('div.ticks', { 'aria-hidden': 'true' }),
     before: button('before', '←', 'Step before', to(-1)), play: button('play', '▶', 'Play', play),
     after: button('after', '→', 'Step after', to(1)),
@@ -434,8 +326,8 @@ function buildPair() {
         parts.slide.style.setProperty('--x', `${event.target.value}%`); drawPair(); } }),
     leftRange: h('input#samples-left',
       { type: 'range', min: 0, 'aria-label': 'Step of the left side', oninput: event => {
-        left = Number(event.target.value);
-        movedAt = performance.now(); drawPair(); setTimeout(load, SETTLED_MS + 10); load(); } }) });
+        current.left = Number(event.target.value);
+        current.movedAt = performance.now(); drawPair(); setTimeout(load, SETTLED_MS + 10); load(); } }) });
   parts.slide = h('div.slide', { style: { '--x': '50%' } }, parts.leftSide, parts.rightSide, parts.share, h('u'),
     parts.leftWord, parts.rightWord);
   return h('section.card.pair#samples-pair', { 'aria-label': 'Two steps of one prompt' },
@@ -463,16 +355,16 @@ function build(root) {
   Object.assign(parts, { head: buildHead(), scrub: buildScrub(), pair: buildPair() });
   for (const part of [parts.head, parts.scrub, parts.pair, parts.help]) part.hidden = true;
   root.append(parts.message, parts.head, parts.scrub, parts.empty, parts.rows, parts.pair, parts.help);
-  addEventListener('resize', () => data && isShown() && draw());
+  addEventListener('resize', () => current.data && isShown() && draw());
   registerKeys();
 }
 
 async function show(run) {
-  if (run !== name) {
+  if (run !== current.name) {
     stop();
-    name = run;
-    data = null;
-    [steps, missing, chosen, left, pairRow] = [[], new Set(), 0, 0, 0];
+    current.name = run;
+    current.data = null;
+    [current.steps, current.missing, current.chosen, current.left, current.pairRow] = [[], new Set(), 0, 0, 0];
     answers.clear();
     cards.clear();
     delete parts.rows.dataset.key;
@@ -480,7 +372,7 @@ async function show(run) {
     for (const part of [parts.head, parts.scrub, parts.pair, parts.help, parts.empty]) part.hidden = true;
   }
   await refresh();
-  if (data && steps.length) draw();
+  if (current.data && current.steps.length) draw();
 }
 
 studio.runTabs.samples = { build, show, tick: async () => { await refresh(); load(); } };

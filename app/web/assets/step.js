@@ -2,7 +2,10 @@
 // @ts-check
 import { h } from './core.js';
 
-/** Show what form_answers.step sends. */
+/**
+ * Show what form_answers.step sends.
+ * @param {{ picture: string, sentence: string }} found
+ */
 export function stepPicture({ picture, sentence }) {
   const drawn = new DOMParser().parseFromString(picture, 'image/svg+xml').documentElement;
   return h('figure.step-picture', {}, document.importNode(drawn, true), h('figcaption', {}, sentence));

@@ -1,0 +1,114 @@
+// The card Data of New run: the folder, what it holds, and the dialog that finds one.
+// @ts-check
+import * as studio from './core.js';
+import { say, call, h, fill } from './core.js';
+import { edited } from './form-draft.js';
+import { PATH_PAUSE_MS, inputs, current, $ } from './form-state.js';
+import { look as looks } from './look.js';
+
+let glanceTimer = 0;
+/** While a folder is typed, look at that one folder when the typing rests. */
+export function glanceSoon(name, input) {
+  clearTimeout(glanceTimer);
+  glanceTimer = setTimeout(async () => {
+    if (current.typingPath !== name) return;
+    const found = await call('new_glance', { path: input.value }).catch(() => null), help = inputs[name].help;
+    if (!found || current.typingPath !== name || found.path !== undefined) return;
+    inputs[name].element.classList.toggle('wrong', Boolean(found.wrong));
+    say(help, found.wrong !== undefined ? found.wrong
+      : `${found.images} images, ${found.captions} with a caption, ${found.folders} folders in it. Press Enter to ` +
+        `read it.`);
+  }, PATH_PAUSE_MS);
+}
+
+export function drawData() {
+  const data = current.state.data, place = $('data-facts');
+  say($('data-title'), current.state.is_text ? 'Texts' : 'Pictures');
+  fill($('data-tag'), [data, current.state.waiting], () => {
+    if (!data) return [];
+    if (!data.is_complete) return [h('span.tag.acc', {}, `reading: ${studio.count(data.num_files)} files`)];
+    if (data.is_text)
+      return [h('span.tag.ok', {}, `${studio.counted(data.num_texts, 'file')}, ${studio.size(data.text_bytes)}`)];
+    const mood = data.problems.length ? 'bad' : data.num_images ? 'ok' : 'warn';
+    return [h(`span.tag.${mood}`, {},
+      `${studio.counted(data.num_images, 'picture')}${data.problems.length
+        ? `, ${studio.counted(data.problems.length, 'problem')}` : ''}`)];
+  });
+  fill(place, [data], () => {
+    if (!data || !data.is_complete) return [];
+    const parts = [];
+    if (data.shapes.length) parts.push(
+      h('span', {}, h('b', {}, studio.counted(data.shapes.length, 'shape')),
+        h('span.dim', {}, ' ' + data.shapes.slice(0, 4).map(([w, t, n]) => `${w} × ${t} (${n})`).join(' · '))));
+    if (data.held_out) parts.push(
+      h('span', {}, h('b', {}, `${data.held_out} held out`), h('span.dim', {}, ' to measure progress')));
+    if (data.num_questions) parts.push(h('span', {}, h('b', {}, studio.counted(data.num_questions, 'question'))));
+    return [...parts, ...data.problems.slice(0, 4).map(text => h('p.notice.bad', {}, text)),
+      ...data.warnings.slice(0, 4).map(text => h('p.notice.warn', {}, text))];
+  });
+  fill($('recent'), [current.state.recent],
+    () => current.state.recent.map(path =>
+      h('button.chip', { type: 'button', title: path, onclick: () => setPath(path) },
+        path.split('/').slice(-2).join('/'))));
+  drawThumbnails(data);
+  looks.hint($('pair-hint'),
+    [current.state.rows['data.path']?.value, current.state.rows['data.references']?.value,
+      data?.is_complete && data.num_images],
+    path => edited('data.references', path, 0));
+}
+
+async function drawThumbnails(data) {
+  const key = JSON.stringify(
+    [data?.is_complete, data?.num_images, current.state.rows['data.path']?.value, data?.problems]);
+  if (current.shownThumbnails === key) return;
+  current.shownThumbnails = key;
+  const shown = data?.is_complete && data.num_images ? await call('new_thumbnails').catch(() => []) : [];
+  if (current.shownThumbnails !== key) return;
+  $('thumbs')
+    .replaceChildren(...shown.map(
+      image => h('img.image', { src: image.src, alt: image.name, title: image.name, loading: 'lazy' })));
+}
+
+function setPath(path, name = 'data.path') {
+  inputs[name].input.value = path;
+  current.typingPath = '';
+  edited(name, path, 0);
+}
+
+/** Choose a folder by a dialog that shows what is in each. */
+export async function browse() {
+  const list = h('ul.folders'), here = h('p.key'), count = h('p.sm'), error = h('div');
+  const choose = h('button.btn.main', { type: 'button', onclick: () => {
+    setPath(dialog.dataset.path);
+    dialog.close();
+  } }, 'Take this folder');
+  const dialog = h('dialog.dialog#picker', { 'aria-label': 'Choose a folder', onclose: () => dialog.remove() },
+    h('h2', {}, 'Choose a folder'), here, count, error, list,
+    h('div.row-end', {}, h('button.btn', { type: 'button', onclick: () => dialog.close() }, 'Cancel'), choose));
+  const open = async path => {
+    let found;
+    try { found = await call('new_browse', { path }); } catch (refused) {
+      error.replaceChildren(studio.alert(String(/** @type {any} */ (refused).message)));
+      return;
+    }
+    error.replaceChildren();
+    dialog.dataset.path = found.path;
+    here.textContent = found.path;
+    count.textContent = `${found.num_images} images, ${found.num_captions} with a caption${found.is_cut
+      ? ' among the first 5,000 entries' : ''}`;
+    const up = found.above
+      ? [h('li', {}, h('button.btn.ghost', { type: 'button', onclick: () => open(found.above) }, '↑ ..'))] : [];
+    const roots = found.roots.filter(at => at !== found.path)
+      .map(at => h('li', {}, h('button.btn.ghost', { type: 'button', onclick: () => open(at) }, at)));
+    list.replaceChildren(...up,
+      ...found.folders.map(folder =>
+        h('li', {}, h('button.btn.ghost', { type: 'button', onclick: () => open(`${found.path}/${folder}`) }, folder))),
+      ...(found.above ? [] : roots));
+    studio.refocus(list.querySelector('button'), choose); // the one that was pressed is gone
+  };
+  document.body.append(dialog);
+  dialog.showModal();
+  const typed = inputs['data.path'].input.value;
+  await open(typed.startsWith('/') ? typed : '');
+  if (!dialog.dataset.path) await open('');
+}

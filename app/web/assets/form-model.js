@@ -1,0 +1,180 @@
+// The card Model of New run: tiles, presets and downloads.
+// @ts-check
+import * as studio from './core.js';
+import { h, fill, say, call } from './core.js';
+import { take, change, offerUndo } from './form-draft.js';
+import { drawStart } from './form-plan.js';
+import { current, $ } from './form-state.js';
+
+const MOST_SUGGESTED = 8;
+
+// --- card 1: the model --------------------------------------------------------------------------------------------
+
+export function drawModels() {
+  const own = current.models.find(model => model.presets.some(preset => preset.name === current.state.preset));
+  const listed = current.wantsAll ? current.models
+    : current.models.filter(model => model.is_known || model === own).slice(0, MOST_SUGGESTED);
+  fill($('tiles'), [listed, own?.path, own?.family], () => listed.map(model => tile(model, model === own)));
+  for (const [at, model] of listed.entries()) fill($('tiles').children[at].querySelector('.state'),
+    [isRunning(model), shareOf(model)], () => badge(model));
+  fill($('model-filter'), [current.wantsAll, current.models.length, listed.length], () => [
+    h('button', { type: 'button', 'aria-pressed': String(!current.wantsAll), onclick: () => {
+      current.wantsAll = false;
+      drawModels();
+    } }, 'Suggested'),
+    h('button', { type: 'button', 'aria-pressed': String(current.wantsAll), onclick: () => {
+      current.wantsAll = true;
+      drawModels();
+    } }, `All ${current.models.length}`)]);
+  $('model-filter').hidden = current.models.length <= MOST_SUGGESTED;
+  drawFacts(own);
+  fill($('presets'), [own?.presets, current.state.preset],
+    () => (own ? own.presets : []).map(preset => presetTile(preset)));
+  say($('presets-note'), own ? `${studio.counted(own.presets.length, 'preset')} for ${own.name}`
+    : `from ${current.state.preset}`);
+}
+
+function tile(model, isOn) {
+  const size = [model.parameters ? `${short(model.parameters)} parameters` : '',
+    model.bytes ? studio.size(model.bytes) : ''];
+  const best = model.presets[0];
+  return h(isOn ? 'button.tile.on' : 'button.tile',
+    { type: 'button', 'aria-pressed': String(isOn), data: { model: model.path },
+      onclick: () => isOn || choosePreset(best.name) },
+    art(model), h('span.t', {}, h('b', {}, model.name),
+      h('span.sm', {}, size.filter(Boolean).join(' · ') || (model.is_built_in ? 'comes along, untrained' : model.path)),
+      h('span.sm.licence', { title: `${model.licence}${model.licence_note ? `: ${model.licence_note}` : ''}` },
+        model.licence || ' '), h('span.state')));
+}
+
+const short = number => number >= 1e9 ? `${+(number / 1e9).toFixed(1)} B` : `${Math.round(number / 1e6)} M`;
+
+function badge(model) {
+  const best = model.presets[0];
+  if (isRunning(model)) return h('span.tag.acc', {}, `downloading, ${shareOf(model)} %`);
+  if (model.is_built_in && best.verdict === 'fits') return h('span.tag.ok', {}, 'ready');
+  if (!model.fits && best.verdict)
+    return h('span.tag.warn', {}, best.verdict === 'no GPU' ? `needs ${best.needs}` : `too large: ${best.needs}`);
+  return model.is_here ? h('span.tag.ok', {}, 'here') : h('span.tag', {}, model.bytes ? 'to download' : 'not here');
+}
+
+function modelFacts(model) {
+  const here = model.is_built_in ? (model.is_known ? 'comes with ShardStudio' : 'no download: its weights are random')
+    : model.is_here ? 'is on this machine' : model.bytes ? `${studio.size(model.bytes)} to download`
+    : `is not on this machine: ${model.path}`;
+  const licence = model.licence ? [h('span.grow'), model.page
+    ? h('a.sm', { href: model.page, target: '_blank', rel: 'noopener noreferrer', title: model.licence_note },
+      `Licence: ${model.licence}`)
+    : h('span.sm.dim', { title: model.licence_note }, `Licence: ${model.licence}`)] : [];
+  return [h('b', {}, model.name), h('span.sm.dim', {}, here), ...licence,
+    ...(model.is_here || !model.download ? [] : downloadParts(model))];
+}
+
+export const isRunning = model => ['waiting', 'downloading'].includes(current.state.downloads[model.path]?.state);
+
+/** How much of a model is here, in percent; rounded down, so that 100 means all. */
+function shareOf(model) {
+  const found = current.state.downloads[model.path];
+  return found?.total_bytes ? Math.floor(100 * found.num_bytes / found.total_bytes) : 0;
+}
+
+/**
+ * The line about the chosen model. Its button stays the same element while numbers change, so that a press is not lost.
+ */
+function drawFacts(own) {
+  const found = current.state.downloads[own?.path], hadFocus = studio.focused()?.id === 'download';
+  const isNew = fill($('model-facts'), [own, found && (isRunning(own) ? 'running' : [found.state, found.message])],
+    () => own ? modelFacts(own) : []);
+  if (isNew && hadFocus) $('download')?.focus();
+  const bar = $('download-bar');
+  if (!bar) return;
+  const rate = found.bytes_per_s,
+    left = rate ? ` · ${studio.size(rate)}/s · ${studio.duration((found.total_bytes - found.num_bytes) / rate)} left`
+      : '';
+  bar.setAttribute('aria-valuenow', shareOf(own));
+  bar.firstChild.style.width = `${shareOf(own)}%`;
+  say($('download-size'), `${studio.size(found.num_bytes)} of ${studio.size(found.total_bytes)}${left}`);
+}
+
+/** How far the download of a model is, and the button that starts, pauses or continues it. */
+function downloadParts(model) {
+  const found = current.state.downloads[model.path], problem = h('div.problem'), running = isRunning(model);
+  let isAsking = false;
+  const ask = (name, word) => h('button.btn.s#download', { type: 'button', onclick: async () => {
+    if (isAsking) return; // not disabled, which would take the focus from it
+    isAsking = true;
+    take(await change(name, { model: model.path },
+      text => problem.replaceChildren(...(text ? [studio.alert(text)] : []))));
+    isAsking = false;
+  } }, word);
+  const bar = () =>
+    [h('span.bar#download-bar',
+      { role: 'progressbar', 'aria-label': `Download of ${model.name}`, 'aria-valuemin': 0, 'aria-valuemax': 100 },
+      h('i')), h('span.sm.dim#download-size')];
+  return [h('span.download', { data: { state: found?.state || 'none' } },
+    found ? bar() : h('span.sm.dim.grow', {}, linked(model.advice)),
+    running ? ask('new_pause', 'Pause') : ask('new_download', found ? 'Continue' : 'Download')),
+    !found?.message || running ? null : found.state === 'failed'
+      ? h('div.notice.bad', { role: 'alert' }, h('p', {}, linked(found.message))) : h('p.sm.dim', {}, found.message),
+      problem];
+}
+
+/** A text whose addresses of models on the hub are links. */
+const linked = text => text.split(/(https:\/\/huggingface\.co\/[\w.-]+\/[\w.-]*\w)/).map((part, at) =>
+  at % 2 ? h('a', { href: part, target: '_blank', rel: 'noopener noreferrer' }, part) : part);
+
+function presetTile(preset) {
+  const isOn = preset.name === current.state.preset, words = { fits: 'fits', tight: 'tight', 'no GPU': 'no GPU here' };
+  const bar = preset.limit ? h('span.mem', { 'aria-hidden': 'true' }, preset.kinds.map(([kind, size]) =>
+    h('i', { style: { width: `${100 * size / preset.limit}%`, background: `var(--${kind})` } }))) : null;
+  const mood = { fits: 'ok', tight: 'warn', 'too large': 'warn', 'too few GPUs': 'warn' }[preset.verdict] || '';
+  return h(isOn ? 'button.preset.on' : 'button.preset',
+    { type: 'button', 'aria-pressed': String(isOn), data: { preset: preset.name }, title: preset.name,
+      onclick: () => isOn || choosePreset(preset.name) },
+    h('b', {}, preset.title), h('span.sm', {}, preset.needs), bar,
+    h(mood ? `span.tag.${mood}` : 'span.tag', {}, words[preset.verdict] || preset.verdict || 'not estimated'));
+}
+
+/** A drawing for a model's tile: shards in hues of its name. */
+function art(model) {
+  if (model.image) return h('img.art', { src: model.image, alt: '' });
+  let seed = [...model.path].reduce((sum, letter) => (sum * 31 + letter.charCodeAt(0)) >>> 0, 7);
+  const random = () => { seed = (seed * 1664525 + 1013904223) >>> 0; return seed / 2 ** 32; };
+  const hue = Math.round(random() * 360), shapes = [];
+  for (let i = 0; i < 7; i++) {
+    const x = random() * 160, y = random() * 90,
+      points = [0, 1, 2].map(() =>
+        `${(x + (random() - 0.5) * 120).toFixed(0)},${(y + (random() - 0.5) * 90).toFixed(0)}`);
+    shapes.push(studio.svg('polygon',
+      { points: points.join(' '), fill: `hsl(${(hue + i * 17) % 360} ${45 + 25 * random()}% ${38 + 34 * random()}%)`,
+        opacity: 0.75 }));
+  }
+  return studio.svg('svg',
+    { viewBox: '0 0 160 90', class: 'art', preserveAspectRatio: 'xMidYMid slice', 'aria-hidden': 'true' },
+    studio.svg('rect', { width: 160, height: 90, fill: `hsl(${hue} 42% 30%)` }), ...shapes);
+}
+
+async function choosePreset(name) {
+  let answer = await change('new_preset', { name });
+  if (answer?.refused) {
+    const lost = Object.entries(answer.refused).map(([label, reason]) => `${label}: ${reason}`).join('. ');
+    if (await studio.ask('Leave these edits behind?', `${name} cannot take what you set. ${lost}.`,
+      ['Change the model', 'Keep this one']) !== 0) return;
+    answer = await change('new_preset', { name, is_forced: true });
+  }
+  if (!answer) return;
+  take(answer);
+  if (!answer.left.length) return; // what was left behind before can still be brought back
+  offerUndo(`Left behind, as they belong to the former preset: ${answer.left.join(', ')}. `, async () => {
+    const former = await change('new_restore', answer.undo);
+    take(former);
+    return Boolean(former);
+  });
+}
+
+export async function loadModels() {
+  current.models = await call('new_models');
+  if (!current.state) return;
+  drawModels();
+  drawStart();
+}

@@ -1,0 +1,35 @@
+// What the parts of the upload share.
+// @ts-check
+import * as studio from './core.js';
+import { isOver } from './upload.js';
+
+export const waiting = [], results = [];
+/**
+ * The element of an id.
+ * @param {string} id
+ * @returns {any}
+ */
+export const $ = id => here.root.querySelector(`#${id}`);
+
+// --- what the browser remembers of an upload that a reload interrupted ---------------------------------------------
+
+export function left() {
+  try { return JSON.parse(studio.kept('upload') || 'null'); } catch { return null; }
+}
+export const remember = () => studio.kept('upload',
+  here.batch
+    ? JSON.stringify({ folder: here.batch.folder, total: here.batch.items.length,
+      done: here.batch.items.filter(isOver).length })
+    : '');
+
+/** The batch that is sent, and what the screen is. */
+export const here = {
+  root: /** @type {HTMLElement} */ (/** @type {unknown} */ (null)),
+  hooks: /** @type {any} */ (null),
+  state: /** @type {any} */ (null),
+  batch: /** @type {any} */ (null),
+  isRunning: false,
+  asked: 0,
+  drawn: 0,
+  focusOn: /** @type {any} */ (null),
+};
