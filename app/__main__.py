@@ -22,7 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # here and not at exit, where Python could only print the error
     except BrokenPipeError:
-        if not _leave_unread():
+        # The output streams whose reader has gone are given up, as with `| head`.
+        gone = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream.fileno())]
+        for stream in gone:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if not gone:
             raise
         return CUT_OFF
 
@@ -35,14 +39,6 @@ def _run(argv: Sequence[str] | None) -> int:
     except ModuleNotFoundError as missing:
         complain(not_installed(missing))
         return 2
-
-
-def _leave_unread() -> bool:
-    """Give up the output streams whose reader has gone, as with `| head`. Returns whether there is one."""
-    gone = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream.fileno())]
-    for stream in gone:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return bool(gone)
 
 
 def _has_no_reader(descriptor: int) -> bool:

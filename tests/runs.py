@@ -21,7 +21,8 @@ from trainer.distributed.world import World, joined
 from trainer.run.events import AnyEvent, StepEvent
 from trainer.run.folder import RunDir
 from trainer.run.manifest import MANIFEST, sealed
-from trainer.train.loop import StepNumbers, Trainer
+from trainer.train.loop import Trainer
+from trainer.train.step_log import StepNumbers
 
 T = TypeVar("T")
 SIZES = ((64, 64), (96, 48), (48, 96))

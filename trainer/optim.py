@@ -25,7 +25,10 @@ def make_optimizer(trainables: Mapping[str, nn.Parameter], cfg: OptimConfig) -> 
     """Make the optimizer over this rank's shards, by name. Raises InputError when its package is not installed."""
     if missing := missing_package(cfg.type):
         raise InputError(f"optim.type: {missing}")
-    return _MAKERS[cfg.type](_groups(trainables, cfg.decay_norms), cfg)
+    shrinking = [one for name, one in trainables.items() if cfg.decay_norms or decays(name, one)]
+    others = [one for name, one in trainables.items() if not (cfg.decay_norms or decays(name, one))]
+    groups: list[dict[str, Any]] = [{"params": shrinking}, {"params": others, "weight_decay": 0.0}]
+    return _MAKERS[cfg.type]([group for group in groups if group["params"]], cfg)
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -36,14 +39,6 @@ def decays(name: str, parameter: Tensor) -> bool:
     """
     *_, module, kind = ("", *name.split("."))
     return parameter.ndim > 1 and not kind.endswith("bias") and "norm" not in module
-
-
-def _groups(trainables: Mapping[str, nn.Parameter], decay_norms: bool) -> list[dict[str, Any]]:
-    """One parameter group, or two where some parameters do not decay."""
-    shrinking = [one for name, one in trainables.items() if decay_norms or decays(name, one)]
-    others = [one for name, one in trainables.items() if not (decay_norms or decays(name, one))]
-    groups: list[dict[str, Any]] = [{"params": shrinking}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
 
 
 def learning_rate(step: int, cfg: OptimConfig, steps: int) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from trainer.data.images.image_members import is_member
 from trainer.launcher.jobs.captioning import check_model, start
 from trainer.run import process
 from trainer.run.captioning import FOLDER, Applied, Asked, CaptionJob, CaptionRequest, Written, jobs
-from trainer.run.events import AnyEvent, ErrorEvent, EventReader, LineFollower, State, StatusEvent, WarningEvent
+from trainer.run.events import ErrorEvent, EventReader, LineFollower, State, StatusEvent, WarningEvent
 from trainer.system import files
 from trainer.system.errors import InputError
 
@@ -194,6 +194,10 @@ class Captioning:
         warnings = [event.message for event in events if isinstance(event, WarningEvent)]
         answers = sorted(followed.written.values(), key=lambda written: written.time)
         captioned = [written for written in answers if written.caption]
+        # The rate is by the latest answers since the model was loaded, which takes longer than many of them.
+        loaded = [event.time for event in events if isinstance(event, StatusEvent) and event.state == "sampling"]
+        latest = [answer for answer in answers[-RECENT:] if answer.time >= max(loaded, default=0.0)]
+        seconds = latest[-1].time - latest[0].time if latest else 0.0
         return Progress(
             job,
             state,
@@ -202,7 +206,7 @@ class Captioning:
             sum(not applied.kept for applied in followed.done.values()),
             tuple(applied.kept for applied in followed.done.values() if applied.kept),
             tuple(written.problem for written in answers if written.problem),
-            _rate(answers, max((event.time for event in events if _is_ready(event)), default=0.0)),
+            (len(latest) - 1) / seconds if seconds > 0 else 0.0,
             captioned[-1] if captioned else None,
             tuple(dict.fromkeys(warnings)),
             _explained(errors[-1]) if errors and state == "failed" else "",
@@ -443,17 +447,6 @@ def _find(folder: Path) -> _Images:
         )
     images = (image for image in found.images if not is_member(image) and image not in found.fixed)
     return _Images(tuple(images), found.listed_captions)
-
-
-def _is_ready(event: AnyEvent) -> bool:
-    return isinstance(event, StatusEvent) and event.state == "sampling"
-
-
-def _rate(answers: Sequence[Written], since: float) -> float:
-    """Images per second, by the times of the latest answers since the model was loaded."""
-    latest = [answer for answer in answers[-RECENT:] if answer.time >= since]
-    seconds = latest[-1].time - latest[0].time if latest else 0.0
-    return (len(latest) - 1) / seconds if seconds > 0 else 0.0
 
 
 def _explained(error: ErrorEvent) -> str:

@@ -242,7 +242,9 @@ def _apply(name: str, number: int, before: str | None, after: str | None) -> Non
             lines[-1] += b"\n"
         lines.insert(number, after.encode() + b"\n")
     else:
-        at = _index(lines, number, before.encode())
+        # Rows may have moved since: the line is looked for by its text, first at its former number.
+        same = [at for at, line in enumerate(lines) if line.rstrip(b"\r\n") == before.encode()]
+        at = number if number in same else same[-1] if same else None
         if at is None:
             raise InputError(f"{file}: changed elsewhere since; left unchanged")
         ending = lines[at][len(before.encode()) :]
@@ -256,12 +258,6 @@ def _apply(name: str, number: int, before: str | None, after: str | None) -> Non
         raise InputError(
             f"{file}: cannot be written ({error.strerror}); free some space, or change its owner"
         ) from error
-
-
-def _index(lines: Sequence[bytes], number: int, row: bytes) -> int | None:
-    """The index of the line with this row: `number`, else the last one; None where there is none."""
-    same = [at for at, line in enumerate(lines) if line.rstrip(b"\r\n") == row]
-    return number if number in same else same[-1] if same else None
 
 
 def _with_focus(text: str, point: Point) -> str:

@@ -15,9 +15,11 @@ from app.data.scans import ScanResult
 from app.runs.monitor import explained
 from trainer.config.schema import RunConfig
 from trainer.data.images import looks
-from trainer.data.images.looks import KnownLooks, Look
+from trainer.data.images.known_files import FileMemory
+from trainer.data.images.looks import Look, known_looks
 from trainer.run.folder import guard_cache, shared_cache
 from trainer.system.errors import InputError
+from trainer.system.files import unreadable
 
 THREAD = "looks"
 SAVED_EVERY_S = 30.0
@@ -93,7 +95,7 @@ class Looks:
         with self._lock:
             for other in self._passes.values():
                 other.stop()
-            started = _Pass(KnownLooks.of(config.data, cache), found)
+            started = _Pass(known_looks(cache), found)
             self._passes.pop(_key(config), None)
             self._passes[_key(config)] = started
             for old in list(self._passes)[:-MOST_KEPT]:
@@ -147,7 +149,7 @@ def _key(config: RunConfig) -> str:
 class _Pass:
     """One look at all images."""
 
-    def __init__(self, known: KnownLooks, found: ScanResult) -> None:
+    def __init__(self, known: FileMemory[Look], found: ScanResult) -> None:
         self.result = LookResult(found.images, is_running=True)
         self._known, self._found = known, found
         self._is_stopped = threading.Event()
@@ -161,7 +163,7 @@ class _Pass:
         try:
             measured = self._measure()
             is_complete = not self._is_stopped.is_set()
-            self._known.save(is_complete)
+            self._known.save()
             self._sort(measured)
         except Exception as error:  # noqa: BLE001 - the page shows it
             is_complete = False
@@ -178,11 +180,12 @@ class _Pass:
             if self._is_stopped.is_set():
                 break
             try:
-                measured[image] = self._known.look(image)
-            except InputError as error:
-                self.result = replace(self.result, failed={**self.result.failed, image: str(error)})
+                measured[image] = self._known.read(image).value
+            except (InputError, OSError) as error:
+                problem = unreadable(image, error) if isinstance(error, OSError) else error
+                self.result = replace(self.result, failed={**self.result.failed, image: str(problem)})
             if time.monotonic() - saved_at > SAVED_EVERY_S:
-                self._known.save(is_complete=False)
+                self._known.save()
                 saved_at = time.monotonic()
             self.result = replace(self.result, num_done=number)
         return measured

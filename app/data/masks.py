@@ -314,6 +314,7 @@ class Masks:
         return self._kept / hashlib.sha256(os.fsencode(place.file)).hexdigest()[:24]
 
     def _keep(self, place: Place, name: str, content: bytes) -> None:
+        """Keep a mask that is about to be replaced; of the former ones the latest MOST_FORMER stay, and the first."""
         folder = files.make_private(self._folder_of(place))
         files.replace(folder / f"{time.time_ns():020d}{Path(name).suffix.lower()}", content, mode=0o600)
         for old in self._former(place)[MOST_FORMER:-1]:

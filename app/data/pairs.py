@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -72,13 +72,9 @@ def _matched(folder: Path, names: set[str]) -> Pairs | None:
         files = list(islice(files_below(folder, frozenset()), MOST_FILES))
     except (OSError, InputError):
         return None
-    others = {_name(file, folder) for file in _images(files)}
+    others = {_name(file, folder) for file in files if file.suffix.lower() in IMAGE_SUFFIXES}
     count = sum(name in others or f"{name}_0" in others for name in names)
     return Pairs(folder, count, len(names)) if names and count >= LEAST_MATCHED * len(names) else None
-
-
-def _images(files: Iterable[Path]) -> Iterator[Path]:
-    return (file for file in files if file.suffix.lower() in IMAGE_SUFFIXES)
 
 
 def _name(image: Path, root: Path) -> str:

@@ -322,7 +322,10 @@ def as_typed(name: str, value: Any) -> str | bool:
 
 def rows(checked: Checked) -> tuple[Row, ...]:
     """Return a row for every field of the config except `stages`, in the order of the schema."""
-    values, defaults = checked.config.model_dump(mode="json"), _model_defaults(checked.config)
+    config, values = checked.config, checked.config.model_dump(mode="json")
+    # The placeholder of these two is the model's own value, which no field holds.
+    sample = preflight.sample_settings(config.model, config.sample.model_copy(update={"steps": None, "guidance": None}))
+    defaults = {"sample.steps": f"{sample.steps}", "sample.guidance": f"{sample.guidance:g}"}
     return tuple(
         replace(_row(name, checked, values), placeholder=defaults.get(name, ""))
         for name in all_names()
@@ -355,17 +358,17 @@ def switched(draft: Draft, preset: Path) -> Switch:
 
     Raises ConfigError when the preset itself is wrong.
     """
-    carried = {name: value for name, value in draft.values.items() if _is_carried(name)}
+    carried = {
+        name: value
+        for name, value in draft.values.items()
+        if name not in OF_THE_MODEL and any(_is_below(name, part) for part in CARRIED)
+    }
     checked = check(Draft(preset, carried))
     wrong = {name: checked.errors[name] for name in carried if name in checked.errors}
     wrong |= {name: "this model does not read it" for name in carried if not _exists(name, checked.config)}
     kept = {name: value for name, value in carried.items() if name not in wrong}
     left = tuple(name for name in draft.values if name not in carried)
     return Switch(without_companions(Draft(preset, kept), Draft(preset))[0], left, wrong)
-
-
-def _is_carried(name: str) -> bool:
-    return name not in OF_THE_MODEL and any(_is_below(name, part) for part in CARRIED)
 
 
 def _is_below(name: str, part: str) -> bool:
@@ -390,7 +393,9 @@ def changed_fields(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, 
     """Return {field: (value before, value after)} of the fields that differ and have an effect in `after`."""
     one, other = before.model_dump(mode="json"), after.model_dump(mode="json")
     values = {name: (value_at(one, name), value_at(other, name)) for name in all_names()}
-    defaults = _defaults(after)
+    # Defaults of the adapter's fields depend on its type.
+    fields = type(after.adapter).model_fields
+    defaults = {f"adapter.{key}": field.get_default(call_default_factory=True) for key, field in fields.items()}
     return {
         name: (old, new)
         for name, (old, new) in values.items()
@@ -430,12 +435,6 @@ def _row(name: str, checked: Checked, values: Mapping[str, Any]) -> Row:
         is_visible=name in checked.errors or (_exists(name, config) and is_visible),
         error=checked.errors.get(name, ""),
     )
-
-
-def _model_defaults(config: RunConfig) -> dict[str, str]:
-    """{field: the model's own value} as the placeholder of an empty input."""
-    sample = preflight.sample_settings(config.model, config.sample.model_copy(update={"steps": None, "guidance": None}))
-    return {"sample.steps": f"{sample.steps}", "sample.guidance": f"{sample.guidance:g}"}
 
 
 def _slot(name: str) -> Slot:
@@ -561,12 +560,6 @@ def _is_yaml(text: str) -> bool:
     except yaml12.YamlError:
         return False
     return True
-
-
-def _defaults(config: RunConfig) -> dict[str, Any]:
-    """{field: default} of the adapter's fields, which depend on its type."""
-    fields = type(config.adapter).model_fields
-    return {f"adapter.{key}": field.get_default(call_default_factory=True) for key, field in fields.items()}
 
 
 def value_at(values: Mapping[str, Any], name: str) -> Any:

@@ -194,16 +194,12 @@ def _read(run: RunDir, stamp: tuple[int, ...], measured: Iterable[tuple[str, str
             config = run.config()
             if config.stages:
                 return _Entry(stamp)
-            kind, host = kind_of(config), _host(run)
+            launch = Launch.read(run)
+            kind, host = kind_of(config), ("" if launch is None or launch.is_on_this_machine else launch.host)
             timing = None if {(kind, host), (kind, "")} & set(measured) else _timing(run, config, host)
     except (InputError, OSError):  # a damaged run, or one of a later version, measures nothing
         return _Entry(stamp)
     return _Entry(stamp, config, kind, timing)
-
-
-def _host(run: RunDir) -> str:
-    launch = Launch.read(run)
-    return "" if launch is None or launch.is_on_this_machine else launch.host
 
 
 def _timing(run: RunDir, cfg: RunConfig, host: str) -> Timing | None:
@@ -222,22 +218,18 @@ def _timing(run: RunDir, cfg: RunConfig, host: str) -> Timing | None:
     inside = sum(seconds for at, seconds in _samplings(tail) if begin <= at < steps[-1].time)
     others = steps[-1].time - begin - sum(step.seconds for step in steps) - inside
     step_s, pass_s = statistics.median(step.seconds for step in steps), statistics.median(grows)
+    # Seconds until the first step, without samples.
+    first = next((event for event in head if isinstance(event, StepEvent)), None)
+    until = first.time - first.seconds if first else head[-1].time
     return Timing(
         began=head[0].time,
         host=host,
-        start=_start(head),
+        start=max(0.0, until - head[0].time - sum(seconds for at, seconds in _samplings(head) if at < until)),
         passes=pass_s,
         update=step_s - pass_s + max(0.0, others) / len(steps),
         sampling=statistics.median(seconds for _, seconds in samplings) if samplings else None,
         end=_end(tail, steps[-1]),
     )
-
-
-def _start(head: Sequence[AnyEvent]) -> float:
-    """Seconds until the first step, without samples."""
-    first = next((event for event in head if isinstance(event, StepEvent)), None)
-    until = first.time - first.seconds if first else head[-1].time
-    return max(0.0, until - head[0].time - sum(seconds for at, seconds in _samplings(head) if at < until))
 
 
 def _end(tail: Sequence[AnyEvent], last: StepEvent) -> float:

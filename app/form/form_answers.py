@@ -16,7 +16,7 @@ from app.form import draft as form
 from app.form.draft import Checked
 from app.form.plan_preview import PlanPreview
 from trainer.config import families
-from trainer.config.fields import Slot, all_names, label, slot, unit
+from trainer.config.fields import all_names, label, slot, unit
 from trainer.config.load import COMMAND_LINE, dump_config, load_config_text, similar_name
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ADAPTERS
@@ -29,7 +29,6 @@ from trainer.plan.simulate.phases import Item, by_kind, moment
 from trainer.run.length import RunLength
 from trainer.system.errors import InputError
 from trainer.system.gpus import Gpu
-from trainer.view.colors import MEMORY_KINDS
 
 if TYPE_CHECKING:
     from app.studio import Studio
@@ -41,13 +40,15 @@ def _field(name: str) -> dict[str, Any]:
     spec = slot(tuple(name.split(".")))
     assert spec is not None, name
     bounds = {limit.symbol: limit.bound for limit in spec.limits}
+    # "int" or "float" for a field that takes nothing but a number, else "".
+    options = [option for option in spec.options if option in (int, float)]
     return {
         "label": label(name),
         "help": spec.help.replace("`", ""),  # shown as plain text
         "unit": unit(name),
         "words": " ".join((spec.keywords, *spec.words)),
         "kind": form.kind_of(name),
-        "number": _number(spec),
+        "number": options[0].__name__ if len(options) == len(spec.options) == 1 else "",
         "min": bounds.get(">=", bounds.get(">")),
         "max": bounds.get("<=", bounds.get("<")),
         "path": spec.path,
@@ -55,12 +56,6 @@ def _field(name: str) -> dict[str, Any]:
         "is_front": name in form.MOST_USED,
         "suggested": list(spec.words) if form.kind_of(name) == "text" else [],
     }
-
-
-def _number(spec: Slot) -> str:
-    """ "int" or "float" for a field that takes nothing but a number, else ""."""
-    options = [option for option in spec.options if option in (int, float)]
-    return options[0].__name__ if len(options) == len(spec.options) == 1 else ""
 
 
 FIELDS: Mapping[str, Mapping[str, Any]] = {name: _field(name) for name in all_names() if name != "stages"}
@@ -188,7 +183,11 @@ def plan(
         "steps": 0 if None in steps else sum(number or 0 for number in steps),
         "length": str(RunLength(cfg)),
         "fixes": [
-            {"text": str(fix), "changes": _typed(fix.changes), "effect": "" if fix.effect == "same" else fix.in_words}
+            {
+                "text": str(fix),
+                "changes": {name: form.as_typed(name, value) for name, value in fix.changes.items()},
+                "effect": "" if fix.effect == "same" else fix.in_words,
+            }
             for fix in preview.fixes
         ],
     }
@@ -218,27 +217,10 @@ def plan(
     }
 
 
-def _typed(changes: Mapping[str, Any]) -> dict[str, str | bool]:
-    return {name: form.as_typed(name, value) for name, value in changes.items()}
-
-
-def step(found: MemoryPlan, drawn: Outline, cfg: RunConfig) -> dict[str, Any]:
-    """Return the memory over a training step, as little as draws it: KiB, and ten-thousandths of the computing."""
+def step(found: MemoryPlan, drawn: Outline, cfg: RunConfig) -> dict[str, str]:
+    """Return the memory over a training step as a picture, and as a sentence."""
     limit = Limit() if found.card is None and cfg.parallel.device == "cpu" else Limit.of(found)
-    most, bars = drawn.fullest, drawn.bars
-    seen = limit.seen(most.peak)
-    columns = zip(MEMORY_KINDS, zip(*(bar.kinds for bar in bars), strict=True), strict=True)
-    return {
-        "ends": [round(bar.end * 1e4) for bar in bars],
-        "kinds": [[kind, [round(size / 1024) for size in sizes]] for kind, sizes in columns if any(sizes)],
-        "words": [bar.words for bar in bars],
-        "spans": [[span.name, round(span.start * 1e4), round(span.end * 1e4)] for span in drawn.spans],
-        "at": bars.index(most),
-        "peak": most.peak,
-        "reserve": seen.reserve,
-        "limit": seen.memory,
-        "sentence": picture.sentence(drawn, limit),
-    }
+    return {"picture": picture.draw(drawn, limit, picture.SMALL), "sentence": picture.sentence(drawn, limit)}
 
 
 def kinds(found: MemoryPlan) -> list[list[Any]]:

@@ -93,7 +93,10 @@ class ModelChoices:
             found: dict[Model, list[PresetChoice]] = {}
             for name, file in presets.items():
                 try:
-                    model, choice = self._choice(name, file, file.parent == own, gpus)
+                    key = file, file.stat().st_mtime_ns, tuple(f"{gpu.name} {gpu.memory}" for gpu in gpus)
+                    if key not in self._known:
+                        self._known[key] = self._read(name, file, file.parent == own, gpus)
+                    model, choice = self._known[key]
                 except (InputError, OSError):  # the form says what is wrong when it is chosen by its name
                     continue
                 found.setdefault(model, []).append(choice)
@@ -102,12 +105,6 @@ class ModelChoices:
             ModelChoice(*model, tuple(sorted(_distinct(choices), key=_place))) for model, choices in found.items()
         ]
         return sorted(models, key=lambda model: known.index(model.path) if model.path in known else len(known))
-
-    def _choice(self, name: str, file: Path, is_own: bool, gpus: Sequence[Gpu]) -> tuple[Model, PresetChoice]:
-        key = file, file.stat().st_mtime_ns, tuple(f"{gpu.name} {gpu.memory}" for gpu in gpus)
-        if key not in self._known:
-            self._known[key] = self._read(name, file, is_own, gpus)
-        return self._known[key]
 
     def _read(self, name: str, file: Path, is_own: bool, gpus: Sequence[Gpu]) -> tuple[Model, PresetChoice]:
         cfg = load_config(file).config

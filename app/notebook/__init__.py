@@ -14,11 +14,10 @@ from typing import Literal
 
 from markupsafe import Markup
 
-from app.notebook import captions, dashboard_widget
+from app.notebook import captions, dashboard_widget, panels
 from app.notebook.dashboard_widget import Dashboard
 from app.notebook.form_widget import Form
 from app.notebook.lessons import Table, exercise, gallery
-from app.runs.html import in_notebook, plan_bar
 from app.runs.monitor import Follower, find_runs
 from trainer import plan as plans
 from trainer.config import presets
@@ -35,7 +34,6 @@ from trainer.plan.search.ladder import Rung, ways_to_fit
 from trainer.run import process as processes
 from trainer.run.events import ENDS, EventReader, ExportEvent, SampleEvent, State, StatusEvent
 from trainer.run.folder import RunDir, shared_cache
-from trainer.system.amounts import GIB
 from trainer.system.errors import InputError
 from trainer.system.gpus import support, visible
 from trainer.system.installation import CHECKOUT
@@ -86,9 +84,7 @@ class Planned:
     fixes: tuple[Rung, ...]
 
     def _repr_html_(self) -> Markup:
-        line = Markup("<li>fits with {}: {:.2f} GiB</li>")
-        lines = Markup().join(line.format(fix, fix.need / GIB) for fix in self.fixes)
-        return in_notebook(plan_bar(self.plan) + (Markup("<ul>{}</ul>").format(lines) if lines else ""))
+        return panels.plan(self.plan, self.fixes)
 
 
 def plan(config: ConfigFile, gpus: str | None = None, runs: Path = RUNS) -> Planned:
@@ -139,7 +135,7 @@ class Fitted:
         return "\n\n".join("\n".join(fit_command.lines(self.found, *part, self.price)) for part in parts)
 
     def _repr_html_(self) -> Markup:
-        return in_notebook(Markup("<pre>{}</pre>").format(repr(self)))
+        return panels.styled(panels.TEMPLATES.part("panels.html", "code", repr(self)))
 
 
 def fit(

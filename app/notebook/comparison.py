@@ -68,7 +68,10 @@ def against_formula(trials: Sequence[Trial]) -> Table:
         [
             trial.label,
             str(len(trial.cost.ranks)),
-            *(_both(getattr(trial.cost.ranks[0], name), getattr(trial.cost.formula, name)) for name in parts),
+            *(
+                f"{getattr(trial.cost.ranks[0], name) / MB:.2f}, {getattr(trial.cost.formula, name) / MB:.2f}"
+                for name in parts
+            ),
             f"{deviation(trial):.3%}",
         ]
         for trial in trials
@@ -126,9 +129,6 @@ def _losses(trial: Trial) -> list[str]:
     return [f"{trial.validation[at]:.3f}" if trial.validation else "" for at in (0, -1)]
 
 
-def _both(counted: float, formula: float) -> str:
-    return f"{counted / MB:.2f}, {formula / MB:.2f}"
-
-
 def _difference(counted: float, formula: float) -> float:
+    """Relative to the formula; bytes where it has none count as a whole."""
     return abs(counted - formula) / formula if formula else float(counted > 0)

@@ -16,12 +16,14 @@ from IPython.display import DisplayHandle, display
 from markupsafe import Markup
 
 from app.data.thumbnails import Thumbnails
-from app.runs import html
+from app.notebook import panels
+from app.notebook.panels import TEMPLATES
 from app.runs.monitor import Follower, RunView
 from trainer.run.events import ENDS, SampleEvent, WarningEvent
 from trainer.run.folder import Request, RunDir
 from trainer.system.errors import InputError
-from trainer.view.charts import chart
+from trainer.view import svg
+from trainer.view.chart import Chart
 
 POLL_S = 0.5
 BUTTONS: Mapping[Request, tuple[str, str]] = {
@@ -34,21 +36,6 @@ NUM_SAMPLES = 8
 NUM_WARNINGS = 5
 SIDE = 96
 """Longer side of a sample in pixels; small, because samples are saved in the notebook's file."""
-
-STYLE = """
-.shardstudio .dashboard { font-size: var(--jp-ui-font-size1, 13px); line-height: 1.5; overflow: visible;
-  overflow-wrap: anywhere; }
-.shardstudio .dashboard .widget-html-content { font-size: inherit; line-height: inherit; }
-.shardstudio .dashboard p { margin: 0 0 .25rem; }
-.shardstudio .dashboard h2 { font-size: 1rem; font-weight: 600; margin: .75rem 0 .25rem; }
-.shardstudio .dashboard dt { float: none; width: auto; font-weight: normal; white-space: nowrap; }
-.shardstudio .dashboard dd { white-space: nowrap; }
-.shardstudio .sides { display: flex; flex-flow: row wrap; gap: 0 1.5rem; overflow: visible; }
-.shardstudio .sides > :first-child { flex: 3 1 24rem; max-width: 40rem; min-width: 0; }
-.shardstudio .sides > :last-child { flex: 2 1 16rem; min-width: 0; }
-.shardstudio .dashboard ul { font-size: inherit; }
-.shardstudio .newest { grid-template-columns: repeat(auto-fill, 84px); gap: .5rem .75rem; }
-"""
 
 
 class Dashboard:
@@ -77,8 +64,7 @@ class Dashboard:
         sides = widgets.HBox([self.loss, self.ranks]).add_class("sides")
         row = widgets.HBox([*self.buttons.values(), self.message])
         parts = [row, self.problem, self.status, sides, self.samples, self.warnings]
-        look = Markup("<style>{}{}</style>").format(Markup(html.IN_NOTEBOOK), Markup(STYLE))
-        style = widgets.HTML(look, layout={"display": "none"})
+        style = widgets.HTML(TEMPLATES.part("panels.html", "style", "dashboard.css"), layout={"display": "none"})
         self.widget = widgets.VBox([style, widgets.VBox(parts).add_class("dashboard")]).add_class("shardstudio")
 
     def _button(self, what: Request) -> widgets.Button:
@@ -88,7 +74,7 @@ class Dashboard:
         return button
 
     def _request(self, what: Request) -> None:
-        self.message.value = html.attempted(partial(html.request, self.run, what))
+        self.message.value = panels.attempted(partial(panels.request, self.run, what))
 
     def _ipython_display_(self) -> None:
         with self._lock:
@@ -123,7 +109,7 @@ class Dashboard:
             # Its last events may have been written after the read and before the check of its process.
             self._show(self._follower.view() if is_over else view)
         except (InputError, OSError) as error:
-            self.problem.value = html.alert(str(error))
+            self.problem.value = panels.alert(str(error))
             return False
         self.problem.value = ""
         return is_over
@@ -131,11 +117,10 @@ class Dashboard:
     def _show(self, view: RunView) -> None:
         """Update the widgets; a widget sends its value to the browser only when it changes."""
         self._sentence = view.sentence
-        name = Markup("<p>Run <b>{}</b></p>").format(view.path.name)
-        self._fill(self.status, name + html.status(view))
-        self._fill(self.ranks, html.ranks(view) if view.ranks else Markup())
+        self._fill(self.status, panels.status(view))
+        self._fill(self.ranks, panels.ranks(view))
         if view.curves != self._curves:
-            self._fill(self.loss, chart("Loss", self._follower.lines("Loss")))
+            self._fill(self.loss, svg.draw(Chart("Loss", self._follower.lines("Loss"))))
             self._curves = view.curves
         if view.samples != self._samples:
             self._fill(self.samples, self._newest(view))
@@ -150,46 +135,34 @@ class Dashboard:
 
     def _newest(self, view: RunView) -> Markup:
         newest = sorted(view.samples, key=lambda sample: (-sample.step, sample.index))[:NUM_SAMPLES]
-        return html.newest(html.figure(self._small(sample), sample) for sample in newest)
+        return panels.newest((sample, *self._small(sample)) for sample in newest)
 
-    def _small(self, sample: SampleEvent) -> Markup:
-        if sample.kind.is_text:
-            return html.text_sample(sample)
+    def _small(self, sample: SampleEvent) -> tuple[str, str]:
+        """Return (its picture as base64, why it cannot be shown), each "" where there is none."""
         if not sample.picture:
-            return Markup("<span>{}</span>").format(sample.path)
+            return "", ""
         try:
             small = self._thumbnails.of(self.run.path / sample.picture, SIDE)
         except InputError as error:
-            return html.missing(str(error))
-        data = base64.b64encode(small.read_bytes()).decode()
-        return Markup('<img alt="{}" src="data:image/webp;base64,{}">').format(sample.prompt, data)
+            return "", str(error)
+        return base64.b64encode(small.read_bytes()).decode(), ""
 
     def _warnings(self) -> Markup:
         warnings = [event for event in self._follower.events() if isinstance(event, WarningEvent)]
         lines = dict.fromkeys(f"Warning, step {event.step}: {event.message}" for event in reversed(warnings))
-        items = Markup().join(map(Markup("<li>{}</li>").format, list(lines)[:NUM_WARNINGS]))
-        return Markup("<ul>{}</ul>").format(items) if items else Markup()
+        return TEMPLATES.part("panels.html", "items", list(lines)[:NUM_WARNINGS])
 
     def _static_output(self) -> dict[str, str]:
         """Everything that is shown, as an output that works without a kernel."""
-        page = html.in_notebook(
-            Markup(
-                '<style>{}</style><div class="dashboard">{}'
-                '<div class="sides"><div>{}</div><div>{}</div></div>{}{}</div>'
-            ).format(
-                Markup(STYLE),
-                *(
-                    self._content.get(place, "")
-                    for place in (self.status, self.loss, self.ranks, self.samples, self.warnings)
-                ),
-            )
-        )
+        places = (self.status, self.loss, self.ranks, self.samples, self.warnings)
+        parts = [self._content.get(place, Markup()) for place in places]
+        page = panels.styled(TEMPLATES.part("panels.html", "dashboard", *parts), "dashboard.css")
         return {"text/html": page, "text/plain": f"Run {self.run.path.name}: {self._sentence}"}
 
     def _attach_hint(self) -> dict[str, str]:
         name, code = self.run.path.name, f"notebook.dashboard(notebook.attach({self._known_as!r}))"
         words = "After a restart of the kernel"
         return {
-            "text/html": Markup("<small>Run <b>{}</b>. {}: <code>{}</code></small>").format(name, words, code),
+            "text/html": TEMPLATES.part("panels.html", "attach_hint", name, words, code),
             "text/plain": f"Run {name}. {words}: {code}",
         }

@@ -12,10 +12,10 @@ from IPython.display import HTML, DisplayHandle, display
 from ipywidgets.widgets.widget_bool import CheckboxStyle
 from ipywidgets.widgets.widget_description import DescriptionStyle
 from ipywidgets.widgets.widget_string import HTMLStyle, TextStyle
-from markupsafe import Markup, escape
 
 from app.form import draft as form
-from app.form.draft import Checked, Row
+from app.form.draft import Row
+from app.notebook.panels import TEMPLATES
 from trainer.config.fields import shown
 from trainer.config.load import ConfigError, ConfigFile, load_config
 
@@ -25,37 +25,6 @@ Typed = Callable[[str, str | bool], None]
 TEXTAREA_ROWS = {"lines": 3, "yaml": 2}
 CODE_WIDTH = 100
 CODE = re.compile("`([^`]+)`")
-
-CSS = """
-.shardstudio-form { container-type: inline-size; --bad: color-mix(in srgb, #dc2626 75%, currentColor);
-  --quiet: color-mix(in srgb, currentColor 75%, transparent); --jp-widgets-inline-label-width: 230px; }
-.shardstudio-form .lm-TabBar-tab { flex: 0 1 auto !important; min-width: 0 !important; }
-.shardstudio-form .widget-toggle-button { align-self: flex-start; padding: 0 12px; margin: 8px 0; }
-.shardstudio-form .wrong { color: var(--bad); }
-.shardstudio-rows { display: grid; grid-template-columns: minmax(0, 560px) minmax(200px, 1fr); gap: 6px 16px;
-  overflow: visible; }
-.shardstudio-rows > * { margin: 0 !important; overflow: visible; }
-.shardstudio-rows .widget-label { align-self: start; height: auto; padding-top: 6px; line-height: 1.2 !important;
-  white-space: normal !important; overflow-wrap: anywhere; }
-.shardstudio-rows .widget-html-content { padding-top: 5px; line-height: 1.35 !important; overflow-wrap: anywhere; }
-.shardstudio-rows .widget-checkbox > .widget-label { display: none; }
-.shardstudio-rows .widget-label-basic { display: flex; flex-direction: row-reverse; align-items: center; }
-.shardstudio-rows .widget-label-basic span { width: var(--jp-widgets-inline-label-width); text-align: right;
-  margin-right: calc(var(--jp-widgets-inline-margin) * 2); }
-.shardstudio-rows select { appearance: auto; background-image: none !important; }
-.shardstudio-rows .help { color: var(--quiet); }
-.shardstudio-rows .wrong { display: block; }
-.shardstudio-bad :is(input, textarea, select) { border-color: var(--bad) !important;
-  box-shadow: 0 0 0 1px var(--bad) !important; }
-.shardstudio-form .review :is(p, ul) { margin: 4px 0; }
-.shardstudio-form .review pre { margin: 8px 0; padding: 8px; line-height: 1.35; white-space: pre-wrap;
-  overflow-wrap: anywhere; background: color-mix(in srgb, currentColor 6%, transparent); }
-@container (max-width: 780px) {
-  .shardstudio-rows { grid-template-columns: minmax(0, 1fr); gap: 0; }
-  .shardstudio-rows > .widget-html { padding: 0 0 8px calc(var(--jp-widgets-inline-label-width) + 8px); }
-}
-.jp-OutputArea-child:has(.shardstudio-form) + .jp-OutputArea-child:has(.shardstudio-code) { display: none; }
-"""
 
 
 class Form:
@@ -82,7 +51,7 @@ class Form:
         self._steps = {name: _Step(looks, self._typed, self._show) for name in form.GROUPS}
         self._tabs = widgets.Tab([step.box for step in self._steps.values()], layout=looks.shown)
         self._review = widgets.HTML(layout=looks.shown, style=looks.html)
-        style = widgets.HTML(Markup("<style>{}</style>").format(Markup(CSS)), layout=looks.hidden, style=looks.html)
+        style = widgets.HTML(TEMPLATES.part("form.html", "style"), layout=looks.hidden, style=looks.html)
         self.widget = widgets.VBox([style, self._tabs, self._review], layout=looks.shown)
         self.widget.add_class("shardstudio-form")
         self._show()
@@ -124,7 +93,7 @@ class Form:
 
     def _saved_output(self) -> HTML:
         """The output that remains of the form when the kernel has ended. It is hidden below a live form."""
-        return HTML(Markup('<div class="shardstudio-code">The form as code:<pre>{}</pre></div>').format(self.code))
+        return HTML(TEMPLATES.part("form.html", "saved", self.code))
 
     def _typed(self, name: str, value: str | bool) -> None:
         if not self._is_showing:  # otherwise the form itself sets the value
@@ -140,14 +109,16 @@ class Form:
         try:
             checked = form.check_with_files(form.check(self._draft))
         except ConfigError as error:  # the preset's file has changed since
-            self._review.value = _review([("", str(error))], Markup(), self.code)
+            self._review.value = TEMPLATES.part("form.html", "review", {"": str(error)}, [], self.code, ())
             return
         self._is_showing = True
         try:
             self._show_rows(form.rows(checked))
         finally:
             self._is_showing = False
-        self._review.value = _review(checked.errors.items(), _changes(checked), self.code, checked.warnings)
+        changes = [(name, shown(old), shown(new)) for name, (old, new) in checked.changes.items()]
+        review = (checked.errors, changes, self.code, checked.warnings)
+        self._review.value = TEMPLATES.part("form.html", "review", *review)
 
     def _show_rows(self, rows: Sequence[Row]) -> None:
         for index, (name, step) in enumerate(self._steps.items()):
@@ -233,7 +204,7 @@ class _Line:
             self.input.add_class("shardstudio-bad")
         else:
             self.input.remove_class("shardstudio-bad")
-        self.note.value = _note(row)
+        self.note.value = TEMPLATES.part("form.html", "note", row.error, CODE.split(row.help))
         self.note.layout = self.input.layout
 
 
@@ -256,33 +227,3 @@ def _input(looks: _Looks, row: Row) -> widgets.ValueWidget:
 def _options(row: Row) -> tuple[str, ...]:
     """The words to choose from, including the current value even when it is wrong."""
     return tuple(dict.fromkeys([*row.choices, str(row.value)]))
-
-
-def _note(row: Row) -> Markup:
-    error = Markup('<span role="alert" class="wrong">✗ {}</span>').format(row.error) if row.error else ""
-    words = [
-        Markup("<code>{}</code>").format(part) if at % 2 else escape(part)
-        for at, part in enumerate(CODE.split(row.help))
-    ]
-    return Markup('{}<span class="help">{}</span>').format(error, Markup().join(words))
-
-
-def _review(errors: Iterable[tuple[str, str]], changes: Markup, code: str, warnings: Iterable[str] = ()) -> Markup:
-    """The review below the form. `errors` are pairs of field and message."""
-    wrong = Markup().join(Markup("<li><b>{}</b> {}</li>").format(*error) for error in errors)
-    alert = Markup('<div role="alert" class="wrong">Not ready to start:<ul>{}</ul></div>').format(wrong)
-    advice = Markup().join(map(Markup("<p>{}.</p>").format, warnings))
-    return Markup('<div class="review">{}<p role="status">{}</p>{}<pre>{}</pre></div>').format(
-        alert if wrong else "", changes, advice, code
-    )
-
-
-def _changes(checked: Checked) -> Markup:
-    """The changes from the preset, as one line of HTML."""
-    items = [
-        Markup("<b>{}</b> {} → {}").format(name, shown(old), shown(new)) for name, (old, new) in checked.changes.items()
-    ]
-    if not items:
-        return Markup() if checked.errors else Markup("As in the preset.")
-    counted = f"{len(items)} {'change' if len(items) == 1 else 'changes'}"
-    return Markup("{}: {}.").format(counted, Markup("; ").join(items))

@@ -12,19 +12,12 @@ from pathlib import Path
 from markupsafe import Markup
 
 from app.data.thumbnails import webp
+from app.notebook.panels import TEMPLATES
 from trainer.system.terminal import say
 
 NUMBER = re.compile(r"[-+\u2212~≈]?\s*[.\d]")
 """The beginning of a cell that holds a number, with or without unit."""
 NOTHING = frozenset({"", "-", "—"})
-
-# JupyterLab aligns every cell to the right; its filter for untrusted notebooks keeps style attributes only.
-WIDE = Markup('<div class="shardstudio" style="overflow-x: auto">{}</div>')
-CAPTION = "text-align: left; font-size: 0.85em; font-weight: normal; overflow-wrap: anywhere"
-TABLE = Markup(
-    '<table style="margin: 0; border-collapse: collapse; font-variant-numeric: tabular-nums">'
-    "<thead><tr>{}</tr></thead><tbody>{}</tbody></table>"
-)
 
 COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#db2777")
 """Visible in light and dark themes: contrast of at least 3.3 to 1 against white and against near black."""
@@ -50,18 +43,12 @@ class Table:
 
     def _repr_html_(self) -> Markup:
         head, *rows = self._rows
-        top = self._cells(Markup('<th scope="col" style="text-align: {}">{}</th>'), head)
-        cell = Markup('<td style="text-align: {}">{}</td>')
-        body = Markup().join(Markup("<tr>{}</tr>").format(self._cells(cell, row)) for row in rows)
-        return WIDE.format(TABLE.format(top, body))
+        sides = ["right" if is_number else "left" for is_number in self._is_number]
+        return TEMPLATES.part("lessons.html", "table", head, rows, sides)
 
     def _line(self, row: Sequence[str]) -> str:
         cells = zip(row, self._widths, self._is_number, strict=True)
         return "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells).rstrip()
-
-    def _cells(self, cell: Markup, row: Sequence[str]) -> Markup:
-        sides = ["right" if is_number else "left" for is_number in self._is_number]
-        return Markup().join(map(cell.format, sides, row))
 
 
 class Bars:
@@ -83,28 +70,7 @@ class Bars:
 
     def _repr_html_(self) -> Markup:
         colours = dict(zip(self._parts, itertools.cycle(COLOURS)))
-        swatch = Markup('<span style="display: inline-block; width: 12px; height: 12px; background: {}"></span>')
-        named = Markup("<span>{} {}</span>")
-        legend = Markup().join(named.format(swatch.format(colours[part]), part) for part in self._parts)
-        rows = Markup().join(self._bar(label, colours) for label in self._bars)
-        grid = "display: grid; grid-template-columns: max-content 1fr max-content; gap: 4px 12px; align-items: center"
-        return Markup(
-            '<div class="shardstudio"><div style="display: flex; flex-wrap: wrap; gap: 0 16px">{}</div>'
-            '<div style="{}; margin-top: 8px">{}</div></div>'
-        ).format(legend, grid, rows)
-
-    def _bar(self, label: str, colours: Mapping[str, str]) -> Markup:
-        parts = self._bars[label]
-        piece = Markup('<div title="{}: {:.2f} {}" style="height: 14px; background: {}; width: {:.2f}%"></div>')
-        pieces = Markup().join(
-            piece.format(part, amount, self._unit, colours[part], 100 * amount / (self._most or 1))
-            for part, amount in parts.items()
-        )
-        spoken = ", ".join(f"{part} {amount:.2f}" for part, amount in parts.items())
-        return Markup(
-            '<span>{label}</span><div role="img" aria-label="{label}: {spoken} {unit}" '
-            'style="display: flex">{pieces}</div><span>{total:.1f} {unit}</span>'
-        ).format(label=label, spoken=spoken, unit=self._unit, pieces=pieces, total=sum(parts.values()))
+        return TEMPLATES.part("lessons.html", "bars", self._bars, colours, self._most or 1.0, self._unit)
 
 
 class Gallery:
@@ -121,38 +87,12 @@ class Gallery:
         return "\n".join(cells)
 
     def _repr_html_(self) -> Markup:
-        if len(self._rows) > 1:
-            return WIDE.format(self._matrix())
-        figure = Markup('<figure style="margin: 0; width: {}px">{}<figcaption style="{}">{}</figcaption></figure>')
-        figures = [
-            figure.format(self._size, self._image(label, column), CAPTION, column)
+        small = {
+            label: {column: (self._small[file], _named(label, column)) for column, file in row.items()}
             for label, row in self._rows.items()
-            for column in row
-        ]
-        return Markup('<div class="shardstudio" style="display: flex; flex-wrap: wrap; gap: 8px">{}</div>').format(
-            Markup().join(figures)
-        )
-
-    def _matrix(self) -> Markup:
-        head = Markup('<th scope="col" style="{}; max-width: {}px">{}</th>')
-        row = Markup('<tr style="background: none"><th scope="row" style="{}">{}</th>{}</tr>')
-        cell = Markup('<td style="padding: 2px">{}</td>')
-        top = Markup().join(head.format(CAPTION, self._size, column) for column in self._columns)
-        lines = [
-            row.format(
-                CAPTION, label, Markup().join(cell.format(self._image(label, column)) for column in self._columns)
-            )
-            for label in self._rows
-        ]
-        return TABLE.format(Markup("<td></td>") + top, Markup().join(lines))
-
-    def _image(self, label: str, column: str) -> Markup:
-        file = self._rows[label].get(column)
-        if file is None:
-            return Markup()
-        return Markup(
-            '<img src="{}" alt="{text}" title="{text}" width="{}" style="display: block; max-width: none">'
-        ).format(self._small[file], self._size, text=_named(label, column))
+        }
+        macro = "matrix" if len(small) > 1 else "row"
+        return TEMPLATES.part("lessons.html", macro, small, self._columns, self._size)
 
 
 def gallery(rows: Mapping[str, Mapping[str, Path]], size: int = 96) -> Gallery:

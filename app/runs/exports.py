@@ -147,6 +147,7 @@ def exported(run: RunDir, events: Iterable[ExportEvent] = ()) -> list[Path]:
 
 
 def _is_unfinished(name: str, recorded: set[str]) -> bool:
+    """Whether a name in `export/` is that of a draft or of a former file, which `unfinished` lists."""
     return name not in recorded and (name.startswith((DRAFT, ".")) or name.endswith(FORMER))
 
 
@@ -263,7 +264,7 @@ def _checkpoints_in(run: RunDir, folder: Path, is_current: bool, busy: str) -> l
                 name=shown_name(path.relative_to(run.path)),
                 stage=folder.parent.name if folder.parent != run.path else "",
                 step=int(path.name.removeprefix("step-")),
-                size=_size(path),
+                size=sum(file.lstat().st_size for file in path.rglob("*") if file.is_file()),
                 saved=path.lstat().st_mtime,
                 validation_loss=losses[path] if path in losses and math.isfinite(losses[path]) else None,
                 problem=problems[path] if is_current and path == named[-1] else _removable(problems[path]),
@@ -293,10 +294,6 @@ def _consequence(path: Path, complete: list[Path], is_current: bool, problem: st
         f"It is the newest: without it, a resume goes on from step {former:,}, and an export takes the weights of that "
         f"step. The {manifest.steps_in(path) - former:,} steps after it would be lost."
     )
-
-
-def _size(path: Path) -> int:
-    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _why_not_ours(run: RunDir, path: Path) -> str:

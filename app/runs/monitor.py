@@ -43,7 +43,8 @@ from trainer.run.pace import AVERAGED_STEPS, Clock, Pace
 from trainer.run.prompts import prompts_in_force
 from trainer.system import files
 from trainer.system.errors import InputError
-from trainer.view.lines import Line, Look, loss_lines, metric_lines, seconds_lines
+from trainer.view.chart import Line, Look
+from trainer.view.lines import loss_lines, metric_lines, seconds_lines
 from trainer.view.numbers import default_decay, format_duration, format_speed, smoothed
 from trainer.view.steps import seconds_waited, step_parts
 

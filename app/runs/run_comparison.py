@@ -18,7 +18,7 @@ from trainer.config.sections import MODEL_WORDS, fill_trigger
 from trainer.config.titles import METHODS, model_title
 from trainer.launcher import preflight
 from trainer.run.events import SampleEvent, State
-from trainer.view.lines import Line
+from trainer.view.chart import Line
 
 MOST_COMPARED = 5
 MOST_CHARS = 80
@@ -116,20 +116,19 @@ def same_prompts(views: Sequence[RunView], configs: Sequence[RunConfig]) -> dict
     rows: dict[str, list[SampleEvent | None]] = {}
     for at, (view, config) in enumerate(zip(views, configs, strict=True)):
         for sample in sorted(view.samples, key=lambda sample: sample.step):
-            prompt = _template(sample, (*config.sample.prompts, *view.prompts), config.data.trigger)
+            # The prompt of a sample as it was written; the sample's own when the prompts were changed since.
+            filled = {
+                fill_trigger(prompt, config.data.trigger): prompt for prompt in (*config.sample.prompts, *view.prompts)
+            }
+            prompt = filled.get(sample.prompt, sample.prompt)
             rows.setdefault(prompt, [None] * len(views))[at] = sample
     return {prompt: samples for prompt, samples in rows.items() if sum(s is not None for s in samples) > 1}
 
 
-def _template(sample: SampleEvent, prompts: Sequence[str], trigger: str) -> str:
-    """The prompt of a sample as it was written; the sample's own when the prompts were changed since."""
-    filled = {fill_trigger(prompt, trigger): prompt for prompt in prompts}
-    return filled.get(sample.prompt, sample.prompt)
-
-
 def value_in_words(field: str, value: Any, config: RunConfig) -> str:
     """Return a field's value as the form writes it. Texts of a list are lines."""
-    if not _has(field, config):
+    section, _, key = field.partition(".")
+    if section == "adapter" and key not in type(config.adapter).model_fields:  # other sections are alike in all runs
         return EMPTY
     if field == "adapter.type":
         return METHODS[value]
@@ -140,12 +139,6 @@ def value_in_words(field: str, value: Any, config: RunConfig) -> str:
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         return "\n".join(value)
     return field_in_words(field, value)
-
-
-def _has(field: str, config: RunConfig) -> bool:
-    """Whether the run's adapter has the field; all other sections are the same in all runs."""
-    section, _, key = field.partition(".")
-    return section != "adapter" or key in type(config.adapter).model_fields
 
 
 def _empty(field: str, config: RunConfig) -> str:

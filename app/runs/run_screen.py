@@ -1,6 +1,6 @@
 """The screen of one run as JSON: a browser names what it shows, and gets the parts that changed since.
 
-Curves are drawn from `app.web.charts.chart_json` texts and added by the page.
+Curves are texts of `trainer.view.chart.Chart.json`, which the page adds.
 """
 
 from __future__ import annotations

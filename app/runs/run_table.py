@@ -12,13 +12,13 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from app.runs.monitor import Follower, RunView, explained, last_start
 from app.studio import Studio
@@ -30,6 +30,7 @@ from trainer.run.events import State
 from trainer.run.folder import RunDir, is_run
 from trainer.system import files
 from trainer.system.errors import InputError
+from trainer.system.index import Index
 from trainer.view.numbers import smoothed
 
 CURVE_POINTS = 40
@@ -47,8 +48,11 @@ COUNT_EVERY_S = 30.0
 COUNT_NEW_S = 1.0
 """The same where a run's size is not known yet."""
 _TAGS = TypeAdapter(dict[str, tuple[str, ...]])
-_FORMAT = 1
-"""Version of `run-table.json`: increased when rows are read differently, so that rows on disk are read again."""
+FORMAT = 1
+"""Version of the rows in the index: increased when rows are read differently, so that those are read again."""
+ROWS, SIZES = f"row {FORMAT}", f"size {FORMAT}"
+"""Kinds of records in the index, by name of the run."""
+MOST_KEPT = 10_000
 
 STAMPED = ("launch.json", "events.jsonl", "config.yaml")
 """Files that a row is read from. The first one changes with each start."""
@@ -151,32 +155,9 @@ class _Entry:
         return is_damaged or not self.is_settled
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """A row on disk."""
-
-    stamp: Stamp
-    summary: Summary
-
-
-@dataclass(frozen=True)
-class _Size:
-    """Bytes of a run folder, and the stamp of SIZED when they were counted."""
-
-    stamp: Stamp
-    size: int
-
-
-@dataclass(frozen=True)
-class _Cache:
-    """The content of `run-table.json`."""
-
-    format: int
-    rows: dict[str, _Kept] = field(default_factory=dict)
-    sizes: dict[str, _Size] = field(default_factory=dict)
-
-
-_CACHE = TypeAdapter(_Cache)
+_ROW = TypeAdapter(tuple[Stamp, Summary])
+_SIZE = TypeAdapter(tuple[Stamp, int])
+"""Bytes of a run folder, and the stamp of SIZED when they were counted."""
 
 
 class Summaries:
@@ -184,14 +165,15 @@ class Summaries:
 
     def __init__(self, studio: Studio) -> None:
         self._studio = studio
-        self._file = studio.runs / "drafts" / "run-table.json"
+        self._index = Index(studio.runs / "drafts")
         self._lock = threading.Lock()
         self._process = secrets.token_hex(4)
         self._version = 0
         self._gone: dict[str, int] = {}
         self._entries: dict[str, _Entry] = {}
-        self._sizes: dict[str, _Size] = {}
-        self._is_loaded = self._is_unsaved = False
+        self._sizes: dict[str, tuple[Stamp, int]] = {}
+        self._unsaved: set[str] = set()
+        self._is_loaded = False
         self._counter: threading.Thread | None = None
         self._counted_at = self._looked_at = -math.inf
 
@@ -244,7 +226,7 @@ class Summaries:
         tags = self._tags()
         for name, entry in self._entries.items():
             counted, own = self._sizes.get(name), tags.get(name, ())
-            size = counted.size if counted else None
+            size = counted[1] if counted else None
             if entry.row is None or (entry.row.size, entry.row.tags) != (size, own):
                 self._version += 1
                 entry.row, entry.version = replace(entry.summary, tags=own, size=size), self._version
@@ -274,6 +256,7 @@ class Summaries:
 
     def _drop(self, name: str) -> None:
         self._entries.pop(name, None)
+        self._unsaved.add(name)
         self._version += 1
         self._gone[name] = self._version
 
@@ -305,32 +288,38 @@ class Summaries:
                 return
             is_alive, summary = False, _bare(run, "damaged", _shortened(run, explained(error)))
         entry = _Entry(stamp, summary, is_settled=not is_alive, read_at=now)
-        self._is_unsaved |= entry.is_settled
+        if entry.is_settled:
+            self._unsaved.add(name)
         if known and known.summary == summary:
             entry.row, entry.version = known.row, known.version
         self._entries[name] = entry
 
     def _load(self) -> None:
-        """Take over what an earlier process read. Without it, or when it is damaged, everything is read again."""
+        """Take over what an earlier process read. Rows that are missing or damaged are read again."""
         if self._is_loaded:
             return
         self._is_loaded = True
-        with suppress(InputError, OSError):
-            cache = files.read_json(self._file, _CACHE, reads=_FORMAT)
-            self._sizes = dict(cache.sizes)
-            self._entries = {name: _Entry(kept.stamp, kept.summary, True) for name, kept in cache.rows.items()}
+        for name, row in self._index.all(ROWS).items():
+            with suppress(ValidationError):
+                self._entries[os.fsdecode(name)] = _Entry(*_ROW.validate_json(row), is_settled=True)
+        for name, row in self._index.all(SIZES).items():
+            with suppress(ValidationError):
+                self._sizes[os.fsdecode(name)] = _SIZE.validate_json(row)
 
     def _save(self) -> None:
         with self._lock:
-            if not self._is_unsaved or self._studio.unwritable:
+            if not self._unsaved or self._studio.unwritable:
                 return
-            self._is_unsaved = False
-            entries = {name: e for name, e in self._entries.items() if e.is_settled and not e.summary.problem}
-            rows = {name: _Kept(entry.stamp, entry.summary) for name, entry in entries.items()}
-            sizes = {name: size for name, size in self._sizes.items() if name in entries}
-        with suppress(OSError):  # a full disk, or the folder is gone: everything is read again next time
-            files.make_private(self._file.parent)
-            files.replace(self._file, _CACHE.dump_json(_Cache(_FORMAT, rows, sizes)))
+            rows = dict.fromkeys(self._unsaved, b"")  # of deleted runs nothing is kept
+            sizes: dict[str, bytes] = {}
+            for name in self._unsaved:
+                entry = self._entries.get(name)
+                if entry and entry.is_settled and not entry.summary.problem:
+                    rows[name] = _ROW.dump_json((entry.stamp, entry.summary))
+                    sizes |= {name: _SIZE.dump_json(self._sizes[name])} if name in self._sizes else {}
+            self._unsaved.clear()
+        self._index.put(ROWS, rows, MOST_KEPT)
+        self._index.put(SIZES, sizes, MOST_KEPT)
 
     def _count_in_background(self) -> None:
         now = time.monotonic()
@@ -346,11 +335,11 @@ class Summaries:
         """Count the bytes of all runs whose folders changed, then keep what is known on disk."""
         for run in self._studio.find_runs():
             stamp, known = _stamps(run.path, SIZED), self._sizes.get(run.path.name)
-            if known is None or known.stamp != stamp:
-                counted = _Size(stamp, size(run))
+            if known is None or known[0] != stamp:
+                counted = (stamp, size(run))
                 with self._lock:
                     self._sizes[run.path.name] = counted
-                    self._is_unsaved = True
+                    self._unsaved.add(run.path.name)
         self._save()
 
 
@@ -464,15 +453,11 @@ def change_tags(runs: Path, names: Iterable[str], added: str = "", removed: str 
         for name in names:
             kept = [tag for tag in tags.get(name, ()) if tag != removed and tag not in _split(removed)]
             tags[name] = tuple(dict.fromkeys([*kept, *_split(added)]))
-        _write_tags(runs, tags)
+        files.replace(runs / "tags.json", json.dumps(tags, indent=1), mode=files.private_mode(runs))
 
 
 def _split(text: str) -> tuple[str, ...]:
     return tuple(tag.strip() for tag in text.split(",") if tag.strip())
-
-
-def _write_tags(runs: Path, tags: Mapping[str, Sequence[str]]) -> None:
-    files.replace(runs / "tags.json", json.dumps(tags, indent=1), mode=files.private_mode(runs))
 
 
 def size(run: RunDir) -> int:

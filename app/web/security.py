@@ -23,7 +23,6 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import psutil
-from markupsafe import Markup
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
@@ -32,6 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.data.upload.uploads import MOST_CHUNK
 from trainer.system import files
 from trainer.system.errors import InputError
+from trainer.view.render import Templates
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 ALL_ADDRESSES = ("0.0.0.0", "::")
@@ -64,20 +64,8 @@ PAGE_POLICY = (
     "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'"
 )
 INLINE_SCRIPT = re.compile(rb"<script(?![^>]*\ssrc=)[^>]*>(.*?)</script>", re.DOTALL)
-DOCUMENT = Markup(
-    '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    "<title>ShardStudio</title><style>:root {{ color-scheme: light dark; font: 1rem/1.5 system-ui, sans-serif }}"
-    "main {{ max-width: 40rem; margin: 4rem auto; padding: 0 1rem }} label, input, button {{ display: block; "
-    "font: inherit }} input {{ margin: 0 0 1rem; width: 100%; box-sizing: border-box; padding: .25rem }}</style>{}"
-    "</head><body><main><h1>ShardStudio</h1>{}</main></body></html>"
-)
 CLOSED = "Open this page with the address that ShardStudio printed in the terminal it was started in."
-LOG_IN = Markup(
-    '<form method="post" action="/login"><p role="{}">{}</p>'
-    '<label>User<input name="username" autocomplete="username" required autofocus></label>'
-    '<label>Password<input name="password" type="password" autocomplete="current-password" required></label>'
-    "<button>Log in</button></form>"
-)
+DOOR = Templates(Path(__file__).with_name("templates"))
 
 
 def password(auth: str, source: str) -> tuple[str, str]:
@@ -289,11 +277,11 @@ class Guard:
         client = request.client.host if request.client else ""
         if self._login.is_locked(client):
             sentence = f"Wrong {ATTEMPTS} times from this address; wait {WITHIN_S:.0f} seconds."
-            return _document(LOG_IN.format("alert", sentence), 429)
+            return _document(429, sentence, has_login=True, role="alert")
         user, word = await _credentials(request)
         if self._login(client, user, word):
             return self._let_in(request)
-        return _document(LOG_IN.format("alert", "User or password is wrong."), 401)
+        return _document(401, "User or password is wrong.", has_login=True, role="alert")
 
     def _let_in(self, request: Request) -> Response:
         answer = RedirectResponse("/", 303, {"cache-control": "no-store"})
@@ -324,14 +312,16 @@ class Guard:
             return PlainTextResponse(CLOSED if self._login is None else "Log in first.", 401)
         # Browsers withhold the cookie when another site's link opened the page, and send it when the page reloads.
         is_linked = request.headers.get("sec-fetch-site") == "cross-site"
-        again = Markup('<meta http-equiv="refresh" content="0; url=/">') if is_linked else ""
-        sentence = Markup("<p>{}</p>").format(CLOSED)
-        content = LOG_IN.format("status", "Log in to use this page.") if self._login else sentence
-        return _document(content, 401, again)
+        sentence = "Log in to use this page." if self._login else CLOSED
+        return _document(401, sentence, has_login=self._login is not None, is_linked=is_linked)
 
 
-def _document(content: Markup, status: int, head: str = "") -> Response:
-    return HTMLResponse(DOCUMENT.format(head, content), status, {"cache-control": "no-store"})
+def _document(
+    status: int, sentence: str, *, has_login: bool, role: str = "status", is_linked: bool = False
+) -> Response:
+    """Return a page with a sentence and, with `has_login`, a form to log in. A linked one loads itself once more."""
+    page = DOOR.page("door.html", sentence=sentence, has_login=has_login, role=role, is_linked=is_linked)
+    return HTMLResponse(page, status, {"cache-control": "no-store"})
 
 
 async def _credentials(request: Request) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gradio as gr
 
 from trainer.view.colors import variables
+from trainer.view.render import VIEW
 
 FONTS = ("system-ui", "sans-serif")
 MONO = ("ui-monospace", "monospace")
@@ -16,8 +17,9 @@ def theme() -> gr.Theme:
 
 
 def css() -> str:
-    """Return the colours as CSS variables, light and dark."""
+    """Return the colours as CSS variables, light and dark, and the style of the picture that Python draws."""
     return (
         f":root {{ color-scheme: light; {variables(is_dark=False)} }}\n"
         f".dark {{ color-scheme: dark; {variables(is_dark=True)} }}\n"
+        f"{VIEW.page('step_memory.css')}\n"
     )

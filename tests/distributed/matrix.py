@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,21 @@ SAVINGS: dict[str, dict[str, Any]] = {
     "offloaded": {"parallel__offload_blocks": 1.0},
 }
 """Fields by which a run saves memory on each rank."""
+ADAPTERS = [method for method in METHODS if method != "full"]
+PLACES = [(strategy, ranks) for ranks, strategies in STRATEGIES.items() for strategy in strategies]
+QUANTIZED: tuple[Sequence[Any], ...] = (
+    ADAPTERS,
+    FORMATS,
+    [(strategy, ranks) for ranks, own in STRATEGIES.items() for strategy in (*own, "offload", "checkpointing")],
+)
+"""Axes: adapter, format of the base, and everything that moves its bytes."""
+SAVING: tuple[Sequence[Any], ...] = (
+    list(SAVINGS),
+    ADAPTERS,
+    [("bf16", "none"), ("fp32", "nf4")],
+    [("none", 1), *PLACES],
+)
+"""Axes: way of saving, adapter, precision and format of the base, strategy and ranks."""
 TOLERANCE = {"sdxl": 1e-5}
 """Largest absolute difference of a weight or a loss where it is not 1e-6: convolutions add up in another order."""
 
@@ -188,31 +204,19 @@ def _train(world: World, cfg: RunConfig, run: RunDir) -> Trained:
 def whole_matrix() -> list[Cell]:
     """Every method, family, strategy and number of ranks; on a bf16 base what reads it; FLUX.2 on quantized bases, and
     with less memory on each rank."""
-    return [*_plain_cells(), *quantized_cells(METHODS), *saving_cells(METHODS)]
+    return [*_plain_cells(), *quantized_cells(product(*QUANTIZED)), *saving_cells(product(*SAVING))]
 
 
-def quantized_cells(methods: Iterable[str]) -> list[Cell]:
-    """These methods but full fine-tuning on a base in every format, under everything that moves its bytes."""
-    return [
-        Cell(method, "flux2", strategy, ranks, base=base)
-        for method in methods
-        if method != "full"
-        for base in FORMATS
-        for ranks, strategies in STRATEGIES.items()
-        for strategy in (*strategies, "offload", "checkpointing")
-    ]
+def quantized_cells(rows: Iterable[tuple[Any, ...]]) -> list[Cell]:
+    """The cells of some rows of QUANTIZED."""
+    return [Cell(method, "flux2", strategy, ranks, base=base) for method, base, (strategy, ranks) in rows]
 
 
-def saving_cells(methods: Iterable[str], savings: Iterable[str] = SAVINGS) -> list[Cell]:
-    """These adapters on a base in bf16 and nf4, on any number of ranks, with less memory on each."""
+def saving_cells(rows: Iterable[tuple[Any, ...]]) -> list[Cell]:
+    """The cells of some rows of SAVING."""
     return [
         Cell(method, "flux2", strategy, ranks, precision, base, saving)
-        for saving in savings
-        for method in methods
-        if method != "full"
-        for precision, base in (("bf16", "none"), ("fp32", "nf4"))
-        for ranks, strategies in ({1: ("none",)} | STRATEGIES).items()
-        for strategy in strategies
+        for saving, method, (precision, base), (strategy, ranks) in rows
     ]
 
 
@@ -220,10 +224,7 @@ def _plain_cells() -> list[Cell]:
     kinds = [(method, "fp32") for method in METHODS] + [(method, "bf16") for method in ON_BF16]
     return [
         Cell(method, family, strategy, ranks, precision)
-        for family in FAMILIES
-        for method, precision in kinds
-        for ranks, strategies in STRATEGIES.items()
-        for strategy in strategies
+        for family, (method, precision), (strategy, ranks) in product(FAMILIES, kinds, PLACES)
     ]
 
 

@@ -1,8 +1,6 @@
-"""Every method trains on several ranks what it trains on one; `make parity` runs all cells."""
+"""Every method trains on several ranks what it trains on one, in pairs of values; `make parity` runs all cells."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 
@@ -11,6 +9,8 @@ from tests.distributed.matrix import (
     FORMATS,
     METHODS,
     ON_BF16,
+    QUANTIZED,
+    SAVING,
     SAVINGS,
     STRATEGIES,
     Cell,
@@ -18,6 +18,7 @@ from tests.distributed.matrix import (
     quantized_cells,
     saving_cells,
 )
+from tests.pairs.array import covering
 
 THOROUGH = ("dora", "boft")
 
@@ -65,25 +66,14 @@ def test_adapters_on_quantized_bases_train_on_two_ranks_what_they_train_on_one(m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "full"])
+@pytest.mark.parametrize("base", FORMATS)
 def test_every_adapter_trains_on_quantized_bases_under_every_strategy_what_one_process_trains(
-    matrix: Matrix, method: str
+    matrix: Matrix, base: str
 ) -> None:
-    check(matrix, quantized_cells([method]))
-
-
-@pytest.mark.slow
-def test_less_memory_on_each_rank_changes_nothing_that_is_trained(matrix: Matrix) -> None:
-    """Each way of saving memory, with some adapters and strategies."""
-    methods = [method for method in METHODS if method != "full"]
-    cells = saving_cells(["lora"])
-    check(matrix, [replace(cell, method=methods[number % len(methods)]) for number, cell in enumerate(cells)][::5])
+    check(matrix, [cell for cell in quantized_cells(covering(*QUANTIZED)) if cell.base == base])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saving", SAVINGS)
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "full"])
-def test_every_adapter_trains_with_less_memory_what_it_trains_otherwise(
-    matrix: Matrix, method: str, saving: str
-) -> None:
-    check(matrix, saving_cells([method], [saving]))
+def test_every_adapter_trains_with_less_memory_what_it_trains_otherwise(matrix: Matrix, saving: str) -> None:
+    check(matrix, [cell for cell in saving_cells(covering(*SAVING)) if cell.saving == saving])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_ranks
+from tests.pairs.array import covering
 from tests.runs import Outcome, difference, make_pictures, make_run, run_config, train
 
 TOLERANCE = 1e-6
@@ -76,9 +77,7 @@ def test_four_ranks_in_hybrid_groups_train_what_one_process_trains(bench: Bench,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "ranks", "trained"), covering(STRATEGIES, (1, 2, 4), TRAINED))
 def test_every_strategy_trains_what_one_process_trains(bench: Bench, name: str, ranks: int, trained: str) -> None:
     compare(bench, ranks, trained, f"matrix-{name}", STRATEGIES[name])
 

@@ -168,8 +168,11 @@ def test_the_answer_comes_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", ["1x24gb", "8x80gb"])
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.stem)
+@pytest.mark.parametrize(
+    ("preset", "machine"),
+    [(preset, ("1x24gb", "8x80gb")[number % 2]) for number, preset in enumerate(PRESETS)],
+    ids=lambda value: Path(value).stem,
+)
 def test_every_preset_is_fitted_and_written_as_it_was_planned(preset: Path, machine: str, tmp_path: Path) -> None:
     began = children_s()
     done = answer(tmp_path, str(preset), "--gpus", machine)

@@ -13,7 +13,7 @@ from tests.plan.common import NOWHERE, run, shipped
 from trainer.plan import picture
 from trainer.plan.hardware import CARDS
 from trainer.plan.memory import MemoryPlan, history_of, plan_of
-from trainer.plan.picture import Bar, Limit, draw, outline, sentence
+from trainer.plan.picture import LARGE, SMALL, Bar, Frame, Limit, draw, outline, sentence
 from trainer.plan.simulate.phases import by_kind
 from trainer.plan.simulate.steps import Mark, ModelPass, Parameter, PassInput, Unit
 from trainer.plan.simulate.timeline import Point, Sharding, history, simulate
@@ -144,15 +144,17 @@ def test_forward_and_backward_are_named_while_there_is_room(fields, names):
 
 @pytest.mark.parametrize("card", ["24gb", "80gb", None])
 @pytest.mark.parametrize("batch", [4, 8, 256])
-def test_the_picture_names_the_peak_and_nothing_leaves_its_box(card: str | None, batch: int):
+@pytest.mark.parametrize("frame", [LARGE, SMALL], ids=["large", "small"])
+def test_the_picture_names_the_peak_and_nothing_leaves_its_box(card: str | None, batch: int, frame: Frame):
     plan, points = planned("flux2 dev", card, f"train.batch_size={batch}", "train.checkpointing=full")
-    text = draw(points, Limit.of(plan))
+    text = draw(outline(points), Limit.of(plan), frame)
     assert len(text) <= 150_000
     root = ElementTree.fromstring(text)
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     shown = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert f"{plan.training.peak / GIB:.2f} GiB: {plan.training.when}" in shown
-    assert root.attrib["aria-label"] == sentence(outline(points), Limit.of(plan))
+    peak = f"{plan.training.peak / GIB:.2f} GiB"
+    assert (peak if frame.is_small else f"{peak}: {plan.training.when}") in shown
+    assert root.get("aria-label") == (None if frame.is_small else sentence(outline(points), Limit.of(plan)))
     for element in root.iter():
         for across, down in _corners(element):
             assert 0 <= across <= width, element.attrib
@@ -185,10 +187,11 @@ def _corners(element: ElementTree.Element) -> list[tuple[float, float]]:
     return [(float(given["x"]), float(given["y"]))] if element.tag.endswith("text") else []
 
 
-def test_the_areas_end_at_the_bytes_of_their_kinds():
+@pytest.mark.parametrize("frame", [LARGE, SMALL], ids=["large", "small"])
+def test_the_areas_end_at_the_bytes_of_their_kinds(frame: Frame):
     plan, points = planned("flux2 klein-4b", "24gb", "train.checkpointing=full")
-    root = ElementTree.fromstring(draw(points, Limit.of(plan)))
-    base = picture.HEIGHT - picture.BOTTOM
+    root = ElementTree.fromstring(draw(outline(points), Limit.of(plan), frame))
+    base = frame.height - frame.bottom
     (weights,) = (
         path.attrib["d"] for path in root.iter() if path.attrib.get("class") == "weights" and "d" in path.attrib
     )
@@ -202,11 +205,11 @@ def test_the_areas_end_at_the_bytes_of_their_kinds():
 
 def test_the_legend_has_the_kinds_that_can_be_seen():
     plan, points = planned("flux2 dev", "24gb", "train.checkpointing=full")
-    root = ElementTree.fromstring(draw(points, Limit.of(plan)))
+    root = ElementTree.fromstring(draw(outline(points), Limit.of(plan)))
     shown = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
     assert shown >= {*picture.KIND_WORDS.values(), "24 GB (RTX 4090), 23.99 GiB"}
     alone = history(ONE_LAYER, Sharding(is_sharded=False))
-    text = draw(alone, Limit())
+    text = draw(outline(alone), Limit())
     assert ">weights<" in text
     assert ">gathered blocks<" not in text
     assert ">reserve<" not in text
@@ -221,7 +224,7 @@ def test_a_card_or_a_reserve_that_is_far_larger_is_left_out():
 def test_a_name_with_signs_of_xml_is_shown_as_it_is():
     units = (ONE_LAYER.units[0], replace(ONE_LAYER.units[1], name="<layer> & 'more'"))
     points = history(replace(ONE_LAYER, units=units), Sharding(is_sharded=False))
-    root = ElementTree.fromstring(draw(points, Limit(memory=1e9, card='"card"')))
+    root = ElementTree.fromstring(draw(outline(points), Limit(memory=1e9, card='"card"')))
     shown = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "0.02 GiB: backward of <layer> & 'more'" in shown
     assert 'of 0.93 GiB, "card"' in shown

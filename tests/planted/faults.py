@@ -166,16 +166,16 @@ FAULTS = (
     ),
     _fault(
         "every rank draws its own noise",
-        "trainer/train/loop.py",
+        "trainer/train/passes.py",
         "SampleRng(seed, indices, device)",
-        "SampleRng(seed + self.world.rank, indices, device)",
+        "SampleRng(seed + self._world.rank, indices, device)",
         "distributed/test_parity.py",
     ),
     _fault(
         "a step's tokens are counted as its images",
-        "trainer/train/loop.py",
-        'tokens_per_second=numbers.tokens / seconds if self.data.unit == "tokens"',
-        'tokens_per_second=self.cfg.train.batch_size / seconds if self.data.unit == "tokens"',
+        "trainer/train/step_log.py",
+        'tokens_per_second=tokens / seconds if self._unit == "tokens"',
+        'tokens_per_second=self._batch_sizes.now / seconds if self._unit == "tokens"',
         "train/test_language_models.py",
     ),
     # Optimizers
@@ -489,9 +489,9 @@ FAULTS = (
     ),
     _fault(
         "an image that has changed since it was looked at is not looked at again",
-        "trainer/data/images/looks.py",
-        "if known is None or known[0] != stamp:",
-        "if known is None:",
+        "trainer/data/images/known_files.py",
+        "return known if known is not None and known.stamp == stamp else None",
+        "return known",
         "data/images/test_looks.py",
     ),
     _fault(

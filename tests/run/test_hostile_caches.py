@@ -20,7 +20,6 @@ from tests.run.test_private_caches import measured
 from tests.runs import alone, make_pictures, run_config
 from trainer.config.load import ConfigFile, dump_config, load_config
 from trainer.data.cache import ExampleCache
-from trainer.data.images.scan_memory import MOST_KEPT, keep_last
 from trainer.distributed.attach import attach
 from trainer.distributed.world import Rendezvous
 from trainer.launcher import preflight
@@ -32,8 +31,8 @@ from trainer.run.folder import CACHE_LINK, CACHE_NAMES, RunDir, guard_cache
 from trainer.system.errors import InputError
 
 PLACES = (
-    "base", "examples", "examples/.known", "examples/.parts", "examples/ab", "images", "models", "plans", "rows",
-    "base/.draft", "images/a.scan", "plans/measured.jsonl", "plans/a.json.gz", "rows/a.json",
+    "base", "examples", "examples/.parts", "examples/ab", "images", "models", "plans", "rows",
+    "base/.draft", "images/index.sqlite", "plans/measured.jsonl", "plans/a.json.gz", "rows/a.json",
 )  # fmt: skip
 LONG_AGO = (10**9, 10**9)
 
@@ -134,9 +133,10 @@ def test_links_of_names_that_no_run_uses_are_left_alone(
 @pytest.mark.parametrize(
     "place",
     (
-        "Examples", "examples/AB", "examples/.known/a.json", "examples/.parts/a", f"base/{'a' * 32}.safetensors",
+        "Examples", "examples/AB", "examples/.parts/a", f"base/{'a' * 32}.safetensors",
         "models/tiny-sdxl-0123456789ab", "models/published-sd3-large-0123456789ab", "models/.tiny-sdxl-0123456789ab-x",
-        f"images/{'a' * 32}.looks-1.json", "images/a.handed", "plans/.12-34.part", "rows/a.checked", "rows/.12-34.part",
+        "images/index.sqlite-wal", "images/index-shared.sqlite-journal", "images/.index.sqlite.lock",
+        "plans/.12-34.part", "rows/a.checked", "rows/.12-34.part",
     ),
 )  # fmt: skip
 def test_a_link_of_any_name_that_a_run_writes_is_named(tmp_path: Path, home: Path, place: str) -> None:
@@ -172,17 +172,6 @@ def test_no_measurement_is_appended_to_a_file_of_the_user(
     with pytest.raises(InputError, match=r"measured\.jsonl: "):
         calibration.keep(tmp_path / "cache", measured())
     assert content(home) == before
-
-
-def test_only_scans_of_this_program_give_way_to_newer_ones(tmp_path: Path) -> None:
-    theirs = [tmp_path / f"run{number}.json" for number in range(3)]
-    own = [tmp_path / f"{number:032x}.json" for number in range(MOST_KEPT)]
-    for file in (*theirs, *own):
-        file.write_text("{}")
-        os.utime(file, LONG_AGO)
-    keep_last(tmp_path / f"{'f' * 32}.json", "{}")
-    assert all(file.exists() for file in theirs)
-    assert sum(file.exists() for file in own) == MOST_KEPT - 1
 
 
 def test_only_abandoned_drafts_of_this_program_are_removed(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from trainer.data.images.scan_memory import HANDED_SUFFIX
 from trainer.run.events import AnyEvent, EventReader, StepEvent, ValidationEvent, latest_steps
 from trainer.run.folder import RunDir
 
@@ -227,7 +226,5 @@ def _lasting(run: RunDir) -> set[str]:
     files = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
     changing = [f"{run.path.name}/logs/", f"{run.path.name}/checkpoints/step-"]
     return {
-        file
-        for file in files
-        if not file.endswith(HANDED_SUFFIX) and not any(file.startswith(prefix) for prefix in changing)
+        file for file in files if "index.sqlite" not in file and not any(file.startswith(prefix) for prefix in changing)
     }

@@ -26,7 +26,8 @@ from trainer.models.objectives.base import Example
 from trainer.rng import SampleRng
 from trainer.run.events import ValidationEvent
 from trainer.system.errors import InputError
-from trainer.train.loop import StepNumbers, Trainer
+from trainer.train.loop import Trainer
+from trainer.train.step_log import StepNumbers
 
 BETA = 4.0
 """Small: rounding of the errors, about 1e-7, is multiplied by it in the loss."""

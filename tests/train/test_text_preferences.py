@@ -28,7 +28,8 @@ from trainer.models.objectives.preferences import Answers
 from trainer.run.events import ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.system.errors import InputError
-from trainer.train.loop import StepNumbers, Trainer
+from trainer.train.loop import Trainer
+from trainer.train.step_log import StepNumbers
 
 BETA = 0.5
 KINDS: dict[str, dict[str, Any]] = {

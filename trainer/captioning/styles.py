@@ -95,11 +95,13 @@ def cleaned(answer: str, request: CaptionRequest, is_complete: bool, most_bytes:
         caption = _shortened([part for part in parts if part.casefold() not in omitted], ", ", is_complete, kept)
     else:
         sentences = _SENTENCE_END.split(" ".join(text.split()))
-        caption = _capitalized(_shortened(sentences, " ", is_complete, kept))
+        caption = _shortened(sentences, " ", is_complete, kept)
+        caption = caption[:1].upper() + caption[1:]
     return f"{front}{caption}" if caption else ""
 
 
 def _is_shown(letter: str) -> bool:
+    """Whether a letter may stand in a caption. The joiners are controls by their category, and are parts of emoji."""
     return letter in f"\n{_JOINERS}" or not unicodedata.category(letter).startswith("C")
 
 
@@ -133,7 +135,3 @@ def _shortened(parts: Iterable[str], between: str, is_complete: bool, most_bytes
     cut = joined.encode()[:most_bytes].decode(errors="ignore")
     is_between = joined[len(cut) : len(cut) + 1] in ("", " ")
     return (cut if is_between else cut.rpartition(" ")[0] or cut).strip()
-
-
-def _capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -209,8 +209,14 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
             return described(error)
         try:
-            for old in _too_old(complete(self._folder), self._keep, self._keep_best):
-                _remove(old)
+            # Kept are the newest and those of lowest validation loss.
+            checkpoints = complete(self._folder)
+            losses = {checkpoint: progress_of(checkpoint).validation_loss for checkpoint in checkpoints}
+            measured = [checkpoint for checkpoint in checkpoints if math.isfinite(losses[checkpoint])]
+            best = sorted(measured, key=losses.__getitem__)[: self._keep_best]
+            for old in [checkpoint for checkpoint in checkpoints[: -self._keep] if checkpoint not in best]:
+                # Its name goes first: if the run is killed half way, the rest must not pass for a complete one.
+                shutil.rmtree(old.rename(old.with_name(f".{old.name}")), ignore_errors=True)
         except OSError as error:  # the new one exists all the same, and the next one tries again
             log.warning("an old checkpoint could not be removed: %s", error)
         return None
@@ -277,6 +283,7 @@ class _SummedStream(io.BufferedIOBase):
 
 
 def _remedy(failure: str) -> str:
+    """What to do, by the number in the text of an error: that of another rank arrives as text."""
     found = re.search(r"\[Errno (\d+)\]", failure)
     remedies = {errno.ENOSPC: "free disk space", errno.EDQUOT: "free disk space", errno.EFBIG: "raise ulimit -f"}
     remedies |= {errno.EROFS: "make the folder writable", errno.EACCES: "make the folder writable"}
@@ -316,19 +323,3 @@ def _finish(draft: Path, facts: dict[str, Any], table: Metadata) -> None:
         facts["validation_loss"] = None
     files.replace(draft / MANIFEST, sealed(facts))
     files.rename(draft, final)
-
-
-def _too_old(checkpoints: list[Path], keep: int, keep_best: int) -> list[Path]:
-    """The checkpoints to remove, oldest first: neither among the newest nor among those of lowest validation loss."""
-    losses = {checkpoint: progress_of(checkpoint).validation_loss for checkpoint in checkpoints}
-    measured = [checkpoint for checkpoint in checkpoints if math.isfinite(losses[checkpoint])]
-    best = sorted(measured, key=losses.__getitem__)[:keep_best]
-    return [checkpoint for checkpoint in checkpoints[:-keep] if checkpoint not in best]
-
-
-def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, its name first: if the run is killed half way, the rest must not pass for a complete one.
-
-    Files that an export still reads on a network file system are removed when the run starts again.
-    """
-    shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}")), ignore_errors=True)

@@ -202,6 +202,7 @@ def shown(value: object) -> str:
 
 
 def _visible(key: str) -> str:
+    """A key of a file may hold anything: what a terminal would not show is quoted."""
     return key if key and key == key.strip() and key.isprintable() else repr(key)
 
 
@@ -223,6 +224,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def _metadata(annotation: Any) -> list[Any]:
+    """Limits of an `Annotated` item, which pydantic keeps in its `Field` or plainly."""
     entries = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     return [item for entry in entries for item in (entry.metadata if isinstance(entry, FieldInfo) else [entry])]
 
@@ -254,6 +256,7 @@ def _kind(annotation: Any) -> str:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
+    """`bool` is an `int` in Python, and no number to a user; a type guard needs a function."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -113,7 +113,8 @@ def load_config_text(text: str, overrides: Sequence[str], path: Path) -> ConfigF
         findings = sorted(reader.findings)
         problems = [Problem(finding.field, finding.message) for finding in findings]
         raise ConfigError("\n".join(map(str, findings)), problems)
-    reader.notes += _advice(config, reader)
+    advised = dict.fromkeys(problem for part in stage_configs(config) for problem in advice(part))
+    reader.notes += [f"{reader.origin_of(problem.field)}: {problem}" for problem in advised]
     origins = {name(loc): str(origin) for loc, origin in reader.origins.items()}
     return ConfigFile(config, path, tuple(reader.notes), origins)
 
@@ -418,12 +419,6 @@ def _report_stages(cfg: RunConfig, reader: _ConfigReader) -> None:
                 reader.findings.append(Finding(reader.origin_of(field), field, problem.message))
 
 
-def _advice(cfg: RunConfig, reader: _ConfigReader) -> list[str]:
-    """Return one sentence for each advice on the run or its stages."""
-    problems = dict.fromkeys(problem for part in stage_configs(cfg) for problem in advice(part))
-    return [f"{reader.origin_of(problem.field)}: {problem}" for problem in problems]
-
-
 def _stage_resolved(stage: Any, folder: Path) -> Any:
     """Return a stage with its fields as one mapping of dotted names, and with absolute paths."""
     if not isinstance(stage, dict) or not isinstance(stage.get("set"), dict):
@@ -622,7 +617,11 @@ def _validate(reader: _ConfigReader) -> RunConfig | None:
             errors = error.errors()[:MOST_FINDINGS]
         rule = errors[0].get("ctx", {}).get("error")
         if isinstance(rule, RuleError):
-            _report_rules(rule.problems, reader)
+            # A rule that depends on a field whose value is unknown is not reported.
+            for problem in rule.problems:
+                fields = (problem.field, *problem.depends_on)
+                if not any(_overlap(one, other) for one in fields for other in reader.broken):
+                    reader.findings.append(Finding(reader.origin_of(*fields), problem.field, problem.message))
             return None
         problems = {_own_loc(error): error for error in errors}
         for loc, invalid in problems.items():
@@ -665,14 +664,6 @@ def _report_invalid(loc: Loc, error: Mapping[str, Any], reader: _ConfigReader) -
             )
         case _ if here:
             reader.report(loc, here.reason(value))
-
-
-def _report_rules(problems: Sequence[Problem], reader: _ConfigReader) -> None:
-    """Report broken rules, except those that depend on a field whose value is unknown."""
-    for problem in problems:
-        fields = (problem.field, *problem.depends_on)
-        if not any(_overlap(one, other) for one in fields for other in reader.broken):
-            reader.findings.append(Finding(reader.origin_of(*fields), problem.field, problem.message))
 
 
 def _overlap(one: str, other: str) -> bool:

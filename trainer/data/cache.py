@@ -222,10 +222,10 @@ def content_keys(files: Sequence[str], group: RankGroup, known: KnownFiles | Non
     digests: list[str | None] = [None] * len(files)
     for part in parts:
         for index, found in part.items():
-            if digests[index] not in (None, found.digest):
+            if digests[index] not in (None, found.value):
                 raise InputError(f"{files[index]}: its content differs between machines; copy the dataset again")
-            digests[index] = found.digest
-            known.add(files[index], found)
+            digests[index] = found.value
+            known.add(Path(files[index]), found)
     if group.index == 0:
         known.save()
     return list(map(str, digests))

@@ -37,7 +37,7 @@ from trainer.data.images.image_io import (
     load_rgb,
 )
 from trainer.data.images.image_source import EncodedData, EncodedImage, EncodedPrompt, Pixels, with_trigger
-from trainer.data.images.known_files import KnownFiles
+from trainer.data.images.known_files import KnownFiles, index_of
 from trainer.data.images.scan_memory import ScanMemory
 from trainer.data.prompts import CACHE_VERSION, origin_of, text_keys
 from trainer.distributed.context import RankContext
@@ -106,12 +106,12 @@ class _DataEncoder:
 
     @cached_property
     def _known(self) -> KnownFiles:
-        return KnownFiles.of(self.context.cfg.data, self.context.cache)
+        return KnownFiles(index_of(self.context.cache))
 
     def encode(self, others: Sequence[ImageFile]) -> EncodedData:
         scans = ScanMemory.of_launcher(self.context.cfg.data, self.context.cache)
         dataset = scans.scan(lambda: self._known)
-        memory = EncodedMemory(self.cache, scans.digest, self._way)
+        memory = EncodedMemory(self.cache, index_of(self.context.cache), scans.digest, self._way)
         encoded = memory.recalled(dataset)
         are_known = all(self.context.world.gather(encoded is not None))
         if encoded is not None and are_known:
@@ -279,7 +279,7 @@ class _DataEncoder:
 
     def _encode_images(self, pictures: Sequence[_Picture]) -> tuple[dict[_Picture, str], tuple[str, ...]]:
         """Encode images. Returns {image: key} of those that can be used, and what was said of them."""
-        if not pictures:  # what is known of all files would be read for nothing, 26 MB of 100,000
+        if not pictures:
             return {}, ()
         distinct = list(dict.fromkeys(pictures))
         digests = content_keys([picture.file.location for picture in distinct], self._rank_group, self._known)

@@ -3,27 +3,27 @@ they are there."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
+
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from trainer.config.size import Size
-from trainer.data.cache import ExampleCache
-from trainer.data.images.image_files import CaptionedImage, Dataset
+from trainer.data.cache import ExampleCache, key_of_all
+from trainer.data.images.image_files import Dataset
+from trainer.data.images.image_io import NativeText
 from trainer.data.images.image_source import EncodedImage, Pixels
-from trainer.data.images.known_files import MOST_BYTES
-from trainer.data.images.scan_memory import keep_last, without_collection
-from trainer.system import files
-from trainer.system.errors import InputError
+from trainer.data.images.scan_memory import MOST_KEPT, without_collection
+from trainer.system.index import Index
 
 FORMAT = 1
 """Version of the stored records: raise it when equal images and settings make other examples or messages."""
-FOLDER = ".known"
-"""In the folder of the examples."""
+KIND = f"encoded {FORMAT}"
 
 
 @dataclass(frozen=True)
@@ -41,108 +41,71 @@ class Encoded:
     warnings: tuple[str, ...]
 
 
+_HEAD = TypeAdapter(tuple[int, str, tuple[NativeText, ...]])
+"""The first line of a record: how many examples are trained on, `EncodedMemory._state`, and the warnings."""
+_ROW = TypeAdapter(
+    tuple[int, Size, Pixels, tuple[Annotated[str, AfterValidator(sys.intern)], ...], Pixels | None, tuple[Size, ...]]
+)
+"""Each other line: the fields of an EncodedImage, with the number of its image in the dataset."""
+
+
 class EncodedMemory:
     """The examples of one scan, encoded in one way.
 
     Args:
         cache: The examples.
+        index: Where it is remembered which they are.
         scan: Digest of the scan's files and settings; None where a later change could not be seen.
         way: All else that decides which examples there are, and under which keys.
     """
 
-    def __init__(self, cache: ExampleCache, scan: str | None, way: Iterable[object]) -> None:
-        self._cache, self._file = cache, None
-        if scan is not None:
-            text = "\x1f".join(map(str, (FORMAT, scan, *way)))
-            self._file = cache.folder / FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    def __init__(self, cache: ExampleCache, index: Index, scan: str | None, way: Iterable[object]) -> None:
+        self._cache, self._index = cache, index
+        text = "\x1f".join(map(str, (scan, *way)))
+        self._key = hashlib.sha256(text.encode()).hexdigest() if scan else ""
 
     def recalled(self, dataset: Dataset) -> Encoded | None:
         """The examples, if all of their files are as they were. None where they are not known."""
-        if self._file is None:
+        content = self._index.get(KIND, self._key) if self._key else None
+        if content is None:
             return None
-        try:
-            with without_collection():
-                content = json.loads(files.read(self._file, at_most=MOST_BYTES))
-                if not self._are_whole(content["sizes"]):
-                    return None
-                found = _encoded(content, dataset)
-            os.utime(self._file)
-        except (OSError, InputError, ValueError, TypeError, KeyError, IndexError):  # none, or damaged: made again
-            return None
-        return found
+        # A record may be a stranger's; a file may be gone.
+        with suppress(ValidationError, OSError, IndexError), without_collection():
+            head, *lines = content.split(b"\n")
+            num_train, state, warnings = _HEAD.validate_json(head)
+            images = (*dataset.train, *dataset.validation)
+            found = tuple(
+                EncodedImage(images[number], size, pixels, texts, mirrored, references)
+                for number, size, pixels, texts, mirrored, references in map(_ROW.validate_json, lines)
+            )
+            if self._state(found) == state:
+                self._index.touch(KIND, self._key)
+                return Encoded(found[:num_train], found[num_train:], warnings)
+        return None
 
     def keep(self, dataset: Dataset, encoded: Encoded) -> None:
         """Keep examples that are all in the cache."""
-        if self._file is None:
+        if not self._key:
             return
-        with contextlib.suppress(OSError):  # a full or read-only disk: the next start asks for each file again
-            content = _content(dataset, encoded)
-            content["sizes"] = self._sizes(content["sizes"])
-            keep_last(self._file, json.dumps(content))
+        places = {image: number for number, image in enumerate((*dataset.train, *dataset.validation))}
+        examples = (*encoded.train, *encoded.validation)
+        lines = (
+            _ROW.dump_json((places[one.image], one.size, one.pixels, one.texts, one.mirrored, one.reference_sizes))
+            for one in examples
+        )
+        with suppress(OSError):  # an example that is gone: the next start asks for each file
+            head = _HEAD.dump_json((len(encoded.train), self._state(examples), encoded.warnings))
+            self._index.put(KIND, {self._key: b"\n".join((head, *lines))}, MOST_KEPT)
 
-    def _are_whole(self, expected: Mapping[str, int]) -> bool:
-        """Whether all files are there with their lengths: one that a power cut tore has another."""
-        return self._sizes(expected) == expected
-
-    def _sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        """{key: bytes of its file}. Raises OSError if one is missing. Examples of other runs are not looked at."""
+    def _state(self, examples: Iterable[EncodedImage]) -> str:
+        """Digest of the examples' files and their lengths: one that a power cut tore has another. Raises OSError if one
+        is missing. Examples of other runs are not looked at."""
         folder = str(self._cache.folder)
-        return {key: os.stat(f"{folder}/{key[:2]}/{key}.safetensors").st_size for key in keys}
+        keys = dict.fromkeys(key for example in examples for key in _keys(example))
+        return key_of_all(f"{key} {os.stat(f'{folder}/{key[:2]}/{key}.safetensors').st_size}" for key in keys)
 
 
-def _content(dataset: Dataset, encoded: Encoded) -> dict[str, Any]:
-    """Examples as JSON can hold them. Each key stands once in "sizes", by whose order others name it."""
-    keys: dict[str, int] = {}
-
-    def numbers_of(pixels: Pixels | None) -> list[Any] | None:
-        if pixels is None:
-            return None
-        mask, rejected = (None if key is None else number_of(key) for key in (pixels.mask, pixels.rejected))
-        return [number_of(pixels.latents), mask, [number_of(key) for key in pixels.references], rejected]
-
-    def number_of(key: str) -> int:
-        return keys.setdefault(key, len(keys))
-
-    rows = {}
-    for name in ("train", "validation"):
-        places = {image: number for number, image in enumerate(getattr(dataset, name))}
-        rows[name] = [
-            [
-                places[one.image],
-                one.size.values,
-                numbers_of(one.pixels),
-                numbers_of(one.mirrored),
-                [number_of(key) for key in one.texts],
-                [size.values for size in one.reference_sizes],
-            ]
-            for one in getattr(encoded, name)
-        ]
-    return {"sizes": keys, **rows, "warnings": encoded.warnings}
-
-
-def _encoded(content: Mapping[str, Any], dataset: Dataset) -> Encoded:
-    keys = list(content["sizes"])
-
-    def pixels_of(row: Sequence[Any]) -> Pixels:
-        latents, mask, references, rejected = row
-        return Pixels(
-            keys[latents],
-            None if mask is None else keys[mask],
-            tuple(keys[number] for number in references),
-            None if rejected is None else keys[rejected],
-        )
-
-    def image_of(images: Sequence[CaptionedImage], row: Sequence[Any]) -> EncodedImage:
-        number, size, pixels, mirrored, texts, reference_sizes = row
-        return EncodedImage(
-            images[number],
-            Size(*size),
-            pixels_of(pixels),
-            tuple(keys[text] for text in texts),
-            None if mirrored is None else pixels_of(mirrored),
-            tuple(Size(*one) for one in reference_sizes),
-        )
-
-    train = tuple(image_of(dataset.train, row) for row in content["train"])
-    validation = tuple(image_of(dataset.validation, row) for row in content["validation"])
-    return Encoded(train, validation, tuple(content["warnings"]))
+def _keys(example: EncodedImage) -> Iterable[str]:
+    yield from example.texts
+    for pixels in filter(None, (example.pixels, example.mirrored)):
+        yield from filter(None, (pixels.latents, pixels.mask, *pixels.references, pixels.rejected))

@@ -81,7 +81,8 @@ class PromptEncoder:
         missing = self._missing(keys)
         if missing:
             step = self._context.world.heartbeat.step
-            message = f"{_counted(missing)}, on the CPU of rank 0"
+            count = "1 new prompt" if len(missing) == 1 else f"{len(missing)} new prompts"
+            message = f"{count}, on the CPU of rank 0"
             self._context.emit(StatusEvent(step=step, state="encoding", message=message))
             self._encode_on_rank_0(missing)
             for key in self._missing(keys).values():
@@ -173,7 +174,3 @@ def _all_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(former)
-
-
-def _counted(prompts: Mapping[str, str]) -> str:
-    return "1 new prompt" if len(prompts) == 1 else f"{len(prompts)} new prompts"

@@ -252,6 +252,7 @@ def _line_values(path: Path, offset: int, line: bytes) -> dict[str, Any]:
 
 
 def _checked(values: Any) -> dict[str, Any]:
+    """The row of a line. The caller names the line in what is raised here, as in the errors of the parser."""
     if not isinstance(values, dict):
         raise InputError("not a JSON object")
     found: dict[str, Any] = present(values)
@@ -305,6 +306,7 @@ def _parsed_objects(path: Path, text: _Text) -> Iterator[tuple[int, dict[str, An
 
 
 def _past_blanks(window: str, at: int, line: int) -> tuple[int, int]:
+    """(place of the next letter that is not blank, its line): `raw_decode` takes no blanks before a value."""
     found = BLANK.match(window, at)
     end = found.end() if found else at
     return end, line + window.count("\n", at, end)
@@ -378,7 +380,9 @@ def _cells(path: Path, offset: int) -> Iterator[FoundRow]:
             if not any(cells):
                 continue
             if names is None:
-                names = _names(path, cells)
+                if len({*cells}) < len(cells):
+                    raise InputError(f"{path}: two columns have one name; rename one of {', '.join(cells)}")
+                names = cells
                 continue
             if len(cells) > len(names):
                 raise InputError(f"{path}:{line}: {len(cells)} cells for {len(names)} columns; quote cells with commas")
@@ -411,12 +415,6 @@ def _next_cells(path: Path, text: _Text, reader: Any) -> tuple[int, list[str]] |
     except csv.Error as error:
         raise InputError(f"{path}:{line}: not a row of a csv file ({error}); write it again") from error
     return None if cells is None else (line, cells)
-
-
-def _names(path: Path, cells: list[str]) -> list[str]:
-    if len({*cells}) < len(cells):
-        raise InputError(f"{path}: two columns have one name; rename one of {', '.join(cells)}")
-    return cells
 
 
 def _named_cells(names: list[str], cells: list[str]) -> dict[str, Any]:

@@ -163,7 +163,10 @@ def standard(row: Mapping[str, Any]) -> dict[str, Any]:
         messages = [*_question(row, keys[0]), {"role": ASSISTANT, "content": _text(row, keys[1])}]
     else:
         # As in TRL, only the completion is in the loss.
-        read = [message | {"train": False} if _is_answer(message) else message for message in _prompt(row)]
+        read = [
+            message | {"train": False} if (isinstance(message, dict) and message.get("role") == ASSISTANT) else message
+            for message in _prompt(row)
+        ]
         messages = _with_system(row, [*read, *_said(row, "completion", ASSISTANT)])
     return {"messages": messages, **options}
 
@@ -325,10 +328,6 @@ def _has_system(row: Mapping[str, Any]) -> bool:
     turns = (_listed(row[key]) if key in TURNS else row[key] for key in ("prompt", *TURNS, *ANSWERS) if key in row)
     firsts = (one[0] for one in turns if isinstance(one, list) and one and isinstance(one[0], dict))
     return any(first.get("role", first.get("from")) in ("system", "developer") for first in firsts)
-
-
-def _is_answer(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == ASSISTANT
 
 
 def as_json(row: Mapping[str, Any], key: str) -> Any:

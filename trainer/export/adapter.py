@@ -229,20 +229,18 @@ def _read(
 ) -> dict[str, Merge]:
     with light_imports():
         if "diffusers" in readers:
-            return _read_by_diffusers(file, family)
+            # The base takes no memory: only the adapter's tensors are real.
+            assert isinstance(family, ImageFamily), "diffusers reads adapters of image models only"
+            model = nn.ModuleDict({name: _without_weights(family.build(name)) for name in family.live})
+            family.load_adapter_file(model, file)
+            return {name: _merge_of(layer) for name, layer in adapted_layers(model).items()}
         if "peft" in readers:
             (component,) = components
-            return _read_by_peft(file, family, component)
+            loaded, ours = _loaded_by_peft(file, family, component)
+            layers = adapted_layers(loaded).items()
+            return {f"{component}.{ours.get(name, name)}": _merge_of(layer) for name, layer in layers}
     shapes = base.layer_shapes(components)
     return {name: layer.merged for name, layer in read_adapter(file, shapes, naming(family), base.layer).items()}
-
-
-def _read_by_diffusers(file: Path, family: ModelFamily) -> dict[str, Merge]:
-    """Load the file into a model whose base takes no memory: only the adapter's tensors are real."""
-    assert isinstance(family, ImageFamily), "diffusers reads adapters of image models only"
-    model = nn.ModuleDict({name: _without_weights(family.build(name)) for name in family.live})
-    family.load_adapter_file(model, file)
-    return {name: _merge_of(layer) for name, layer in adapted_layers(model).items()}
 
 
 def _merge_of(layer: Any) -> Merge:
@@ -256,11 +254,6 @@ def _merge_of(layer: Any) -> Merge:
         return merged
 
     return merge
-
-
-def _read_by_peft(folder: Path, family: ModelFamily, component: str) -> dict[str, Merge]:
-    model, ours = _loaded_by_peft(folder, family, component)
-    return {f"{component}.{ours.get(name, name)}": _merge_of(layer) for name, layer in adapted_layers(model).items()}
 
 
 def _loaded_by_peft(folder: Path, family: ModelFamily, component: str) -> tuple[nn.Module, dict[str, str]]:

@@ -153,6 +153,7 @@ class Checkpoints:
 
 
 def _shape(entry: TensorEntry | None) -> str:
+    """The shape as the message shows it, of both sides."""
     return "missing" if entry is None else " x ".join(map(str, entry.shape))
 
 

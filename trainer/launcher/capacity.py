@@ -204,7 +204,7 @@ def _missing_pinned_memory(cfg: RunConfig, plan: MemoryPlan) -> Iterator[Problem
 def _missing_disk(cfg: RunConfig, plan: MemoryPlan, runs: Path) -> Iterator[Problem]:
     base = sum(item.size for item in plan.disk if item.name == "cached base")
     need = disk_need(cfg, plan)
-    free = shutil.disk_usage(_existing(runs)).free
+    free = shutil.disk_usage(next(above for above in (runs, *runs.parents) if above.is_dir())).free
     if need > MOST_DISK * free:
         lack = f"{file_size(need)}, {runs} has {file_size(free)} free"
         if base > need / 2:
@@ -232,8 +232,3 @@ def num_checkpoints(cfg: RunConfig) -> int:
     most = cfg.checkpoint.keep + cfg.checkpoint.keep_best + 1  # one more while it is being written
     # A run that is given in epochs may save any number of times.
     return most if len(known) < len(cfg.stage_steps) and cfg.checkpoint.every else min(saves, most)
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest folder above it that exists."""
-    return next(above for above in (folder, *folder.parents) if above.is_dir())

@@ -116,7 +116,11 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     saved = manifest.newest(run.checkpoints)
     if saved:
         stage, progress = stages.current(run, loaded.config), manifest.progress_of(saved)
-        _check_changes(loaded, stage.config, progress)
+        # Some fields must equal the saved ones: other weights, or another meaning of a step.
+        changed = (
+            config_changes.changes(progress.config, stage.config.model_dump(mode="json")) if progress.config else []
+        )
+        loaded.refuse(list(config_changes.refused(changed, progress.step)))
         loaded.refuse(list(_too_short(loaded, run, stage, progress)))
     scans = check(loaded, is_new=not saved, cache=shared_cache(loaded.config, run.path.parent))
     loaded.refuse(list(capacity.gpu_problems(loaded.config)))
@@ -144,12 +148,6 @@ def _prepare_cache(loaded: ConfigFile, runs: Path) -> None:
             f"{loaded.where('data.cache')}: data.cache: the folder {cache} cannot be made ({error.strerror}); choose "
             "another path, or remove what is there"
         ) from error
-
-
-def _check_changes(loaded: ConfigFile, config: RunConfig, saved: Progress) -> None:
-    """Raise InputError for every changed field that must equal the saved one. `config` is that of the current stage."""
-    changed = config_changes.changes(saved.config, config.model_dump(mode="json")) if saved.config else []
-    loaded.refuse(list(config_changes.refused(changed, saved.step)))
 
 
 def _too_late(cfg: RunConfig, run: RunDir) -> Iterator[Problem]:

@@ -205,7 +205,10 @@ class Queue:
         """
         taken = self._put_damaged_aside()
         self._put_back_interrupted()
-        self._go_on_with_interrupted()
+        # The process that made the run folders of these was killed before it started them.
+        for entry in self.taken():
+            if self._is_interrupted(entry) and not self.settings.is_paused and not self.blockers(entry):
+                self._start(entry)
         self._note_failures()
         while (waiting := self.waiting()) and not self.settings.is_paused and not self.blockers(waiting[0]):
             taken.append(self._take(waiting[0]))
@@ -263,12 +266,6 @@ class Queue:
                 if not entry.run and not entry.error:
                     self._write(self._waiting, entry)
                     _file(self._taken, entry.number).unlink()
-
-    def _go_on_with_interrupted(self) -> None:
-        """Start taken entries in their run folders: the process that made those was killed before it started them."""
-        for entry in self.taken():
-            if self._is_interrupted(entry) and not self.settings.is_paused and not self.blockers(entry):
-                self._start(entry)
 
     def _is_interrupted(self, entry: Entry) -> bool:
         return bool(entry.run) and not entry.error and self._was_never_started(self.run_of(entry))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from trainer.config.schema import RunConfig
 from trainer.plan.hardware import Card, detected, like, of_machine
-from trainer.plan.search.ladder import CPU, Rung, next_rung, nothing_left
+from trainer.plan.search.ladder import CPU, next_rung, nothing_left
 from trainer.run import stages
-from trainer.run.events import ENDS, ErrorEvent, EventReader, RankReader, State, StatusEvent
+from trainer.run.events import ENDS, ErrorEvent, EventReader, RankReader, StatusEvent
 from trainer.run.failure import missing_memory
 from trainer.run.folder import RunDir, shared_cache
 from trainer.run.process import Launch
@@ -48,11 +48,15 @@ def _with_rung(path: Path, error: ErrorEvent, here: Card | None) -> ErrorEvent:
     if card is None:
         return error
     missing = missing_memory(error.message) or 0.0
-    rung = next_rung(cfg, card, shared_cache(cfg, path.parent), missing, _state(run))
+    events = reversed(EventReader(run.events_file).read())
+    states = (one.state for one in events if isinstance(one, StatusEvent) and one.state not in ENDS)
+    rung = next_rung(cfg, card, shared_cache(cfg, path.parent), missing, next(states, "training"))
     if rung is None:
         return replace(error, remedy=nothing_left(cfg), retry=())
     settings = stages.of_stage(whole, run.current_stage, rung.settings)
-    return replace(error, remedy=_sentence(rung, settings, card), retry=settings)
+    plan = f"by the plan this takes {rung.need / GIB:.1f} of {card.memory / GIB:.1f} GiB; " if rung.need else ""
+    how = "continue with --resume and" if rung.effect != "result" else "start a new run with"
+    return replace(error, remedy=f"{how} {' '.join(map(shlex.quote, settings))}: {plan}{rung.in_words}", retry=settings)
 
 
 def _card(run: RunDir, cfg: RunConfig, here: Card | None) -> Card | None:
@@ -65,15 +69,3 @@ def _card(run: RunDir, cfg: RunConfig, here: Card | None) -> Card | None:
     if here and (memory is None or (launch and launch.is_on_this_machine)):
         return like(here.name, memory or here.memory)
     return like("a GPU of another machine", memory) if memory else None
-
-
-def _state(run: RunDir) -> State:
-    """Return what the run did last before it ended."""
-    events = reversed(EventReader(run.events_file).read())
-    return next((one.state for one in events if isinstance(one, StatusEvent) and one.state not in ENDS), "training")
-
-
-def _sentence(rung: Rung, settings: Sequence[str], card: Card) -> str:
-    plan = f"by the plan this takes {rung.need / GIB:.1f} of {card.memory / GIB:.1f} GiB; " if rung.need else ""
-    how = "continue with --resume and" if rung.effect != "result" else "start a new run with"
-    return f"{how} {' '.join(map(shlex.quote, settings))}: {plan}{rung.in_words}"

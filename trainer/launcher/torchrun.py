@@ -81,13 +81,15 @@ def torchrun_argv(parallel: ParallelConfig, run: RunDir, module: str = "trainer"
         module: Python module that every rank executes.
         node_rank: Number of the node.
     """
+    # Of OPTIONS, those that this torchrun has: it refuses unknown ones, and 2.11 always kills after 30 s.
+    source = _torchrun_source().read_text(encoding="utf-8")
     return [
         sys.executable, "-m", TORCHRUN,
         "--nnodes", str(parallel.nodes),
         "--nproc-per-node", str(parallel.devices),
         *_rendezvous_options(parallel, run, node_rank),
         "--max-restarts", str(parallel.max_restarts),
-        *_known_options(_torchrun_source()),
+        *[word for option, value in OPTIONS.items() if option in source for word in (option, value)],
         "--redirects", "3",
         "--log-dir", str(run.logs),
         "-m", module, str(run.path),
@@ -116,12 +118,6 @@ def _torchrun_source() -> Path:
     if torch is None or torch.origin is None:
         raise InputError(not_installed(ModuleNotFoundError(name="torch")))
     return Path(torch.origin).parent / "distributed" / "run.py"
-
-
-def _known_options(torchrun: Path) -> list[str]:
-    """Return those of OPTIONS that this torchrun has. It refuses unknown ones, and 2.11 always kills after 30 s."""
-    source = torchrun.read_text(encoding="utf-8")
-    return [word for option, value in OPTIONS.items() if option in source for word in (option, value)]
 
 
 def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[int] = ()) -> RunHandle:

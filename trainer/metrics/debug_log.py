@@ -53,7 +53,9 @@ def _add(file: logging.Handler, name: str, level: int, undo: ExitStack) -> None:
     """Have a logger and its descendants write to the file from `level` on, until `undo`."""
     logger = logging.getLogger(name)
     before = logger.getEffectiveLevel()
-    for each in _endpoints(logger):
+    # The logger, and its descendants that do not propagate, as several of torch's.
+    known = (logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(f"{logger.name}."))
+    for each in [logger, *(each for each in known if not each.propagate)]:
         # Other handlers still do not get what was below their level before.
         for handler in _handlers(each):
             keep = _Keep(name, before)
@@ -63,12 +65,6 @@ def _add(file: logging.Handler, name: str, level: int, undo: ExitStack) -> None:
         undo.callback(each.removeHandler, file)
     undo.callback(logger.setLevel, logger.level)
     logger.setLevel(min(level, before))
-
-
-def _endpoints(logger: logging.Logger) -> list[logging.Logger]:
-    """The logger, and its descendants that do not propagate, as several of torch's."""
-    known = (logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(f"{logger.name}."))
-    return [logger, *(each for each in known if not each.propagate)]
 
 
 def _handlers(logger: logging.Logger) -> list[logging.Handler]:

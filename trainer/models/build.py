@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -129,7 +129,11 @@ def build_model(cfg: RunConfig, family: ModelFamily) -> BuiltModel:
     model = nn.ModuleDict({name: family.build(name) for name in family.live})
     _freeze_base(model, cfg, family)
     if cfg.quantize.format != "none":
-        _quantize(model, _stored_formats(model, cfg, family))
+        formats = _stored_formats(model, cfg, family)
+        experts = {name for name in formats if is_quantizable(model.get_submodule(name))}
+        for name in experts:
+            quantize_experts(model.get_submodule(name), formats[name])
+        quantize_layers(model, {name: format for name, format in formats.items() if name not in experts})
         notes += _whole_experts(model)
     model.eval()
     built = BuiltModel(model, _inject_adapter(model, cfg, family), notes)
@@ -173,7 +177,9 @@ def load_model(
         initial: The file with what `adapter.init: pissa` starts from, which is written if it is missing.
     """
     model, injected = built.module, built.adapter
-    strategy = resolve_strategy(cfg.parallel, world, _state_bytes(model), min(world.gather(world.memory)))
+    state_bytes = full_bytes(p for p in model.parameters() if not p.requires_grad)
+    state_bytes += TRAINED_BYTES * sum(p.numel() for p in built.trainables.values())
+    strategy = resolve_strategy(cfg.parallel, world, state_bytes, min(world.gather(world.memory)))
     mesh = device_mesh(cfg.parallel, world, strategy)
     shard_model(model, cfg, family, strategy, mesh)
     chosen = blocks_to_offload(model, cfg, family)
@@ -189,9 +195,13 @@ def load_model(
     for name in model:
         stored = family.weights(name)
         stored = residual_files(stored, name, factors, cfg) if factors else stored
-        bytes_read += loader.load(model[name], stored, _inside(injected.parameters, name))
+        prefix = f"{name}."
+        added = {full.removeprefix(prefix) for full in injected.parameters if full.startswith(prefix)}
+        bytes_read += loader.load(model[name], stored, added)
     for name, module in model.items():
-        _set_buffers(module, family.computed_buffers(name), world.device)
+        for path, value in family.computed_buffers(name).items():
+            owner, _, buffer = path.rpartition(".")
+            setattr(module.get_submodule(owner), buffer, value.to(world.device))
     offloaded = offload(model, chosen, family, world.device)
     if offloaded:
         size = memory_size(offloaded.num_bytes)
@@ -304,12 +314,6 @@ def materialize(module: nn.Module, cfg: RunConfig, device: torch.device, offload
             setattr(part, name, buffer.to(device))
 
 
-def _set_buffers(module: nn.Module, values: Mapping[str, Tensor], device: torch.device) -> None:
-    for name, value in values.items():
-        owner, _, buffer = name.rpartition(".")
-        setattr(module.get_submodule(owner), buffer, value.to(device))
-
-
 def reshard(module: nn.Module) -> None:
     """Free gathered parameters, because weights were changed outside of forward and backward."""
     for unit in module.modules():
@@ -353,14 +357,10 @@ def _freeze_base(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> N
         if name not in whole:
             # Not `to`: the method of diffusers warns of an empty list of modules to keep in fp32.
             module._apply(stored, recurse=False)
-    _freeze(model, family.never_trained)
-
-
-def _quantize(model: nn.Module, formats: Mapping[str, Format]) -> None:
-    experts = {name for name in formats if is_quantizable(model.get_submodule(name))}
-    for name in experts:
-        quantize_experts(model.get_submodule(name), formats[name])
-    quantize_layers(model, {name: format for name, format in formats.items() if name not in experts})
+    for part in model.values():
+        for name, parameter in part.named_parameters():
+            if any(re.fullmatch(pattern, name) for pattern in family.never_trained):
+                parameter.requires_grad_(False)
 
 
 def _whole_experts(model: nn.Module) -> tuple[str, ...]:
@@ -429,18 +429,6 @@ def _inject_adapter(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -
     return injected
 
 
-def _freeze(model: nn.ModuleDict, patterns: Sequence[str]) -> None:
-    for module in model.values():
-        for name, parameter in module.named_parameters():
-            if any(re.fullmatch(pattern, name) for pattern in patterns):
-                parameter.requires_grad_(False)
-
-
-def _inside(names: Iterable[str], component: str) -> set[str]:
-    prefix = f"{component}."
-    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-
-
 class Loader:
     """Fills modules from their files, or from the cache of the quantized base, `base` in the folder shared by runs.
 
@@ -487,8 +475,3 @@ def _coded(module: nn.Module) -> dict[str, Coded]:
                 f"{name}.{weight}", whole, f"{experts.format.name} {VERSION}", encode
             )
     return coded
-
-
-def _state_bytes(module: nn.Module) -> int:
-    frozen = full_bytes(p for p in module.parameters() if not p.requires_grad)
-    return frozen + TRAINED_BYTES * sum(p.numel() for p in module.parameters() if p.requires_grad)

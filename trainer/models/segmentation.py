@@ -118,8 +118,10 @@ class Segmenter:
             inputs["input_boxes"] = (torch.tensor(question.box).view(2, 2) * scale).view(1, 1, 4)
         # A single click may mean a part or the whole: of three masks the likeliest is taken, as the model's authors do.
         is_open = len(question.points) == 1 and question.box is None
+        if self._known is None or self._known[0] is not image:
+            self._known = (image, self._model.get_image_embeddings(pixels(image, self._side).to(self._device)))
         found = self._model(
-            image_embeddings=self._embeddings(image),
+            image_embeddings=self._known[1],
             multimask_output=is_open,
             **{name: value.to(self._device) for name, value in inputs.items()},
         )
@@ -130,11 +132,6 @@ class Segmenter:
     @property
     def _side(self) -> int:
         return int(self._model.config.prompt_encoder_config.image_size)
-
-    def _embeddings(self, image: Image.Image) -> list[Tensor]:
-        if self._known is None or self._known[0] is not image:
-            self._known = (image, self._model.get_image_embeddings(pixels(image, self._side).to(self._device)))
-        return self._known[1]
 
 
 def pixels(image: Image.Image, side: int) -> Tensor:
@@ -202,18 +199,15 @@ class _Answers:
             question = _QUESTION.validate_json(line)
             self._segmenter = self._segmenter or Segmenter.load(self._path, best_device())
             buffer = io.BytesIO()
-            self._segmenter.find(self._opened(question.image), question).save(buffer, "PNG")
+            if self._image is None or self._image[0] != question.image:
+                with Image.open(Path(question.image), formats=("WEBP",)) as image:
+                    self._image = (question.image, image.convert("RGB"))
+            self._segmenter.find(self._image[1], question).save(buffer, "PNG")
         except ValidationError as error:
             return {"error": f"the question is wrong ({first_problem(error)}); reload the page"}
         except (InputError, OSError, torch.OutOfMemoryError) as error:
             return {"error": str(error)}
         return {"mask": base64.b64encode(buffer.getvalue()).decode()}
-
-    def _opened(self, path: str) -> Image.Image:
-        if self._image is None or self._image[0] != path:
-            with Image.open(Path(path), formats=("WEBP",)) as image:
-                self._image = (path, image.convert("RGB"))
-        return self._image[1]
 
 
 def main() -> None:

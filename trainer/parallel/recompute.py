@@ -75,7 +75,13 @@ def recompute_cheap(units: Sequence[nn.Module], inputs_only: Collection[nn.Modul
         is_compiled: Whether torch.compile traces the units.
     """
     if is_compiled:
-        policy = partial(_policy, _base_shapes(units))
+        # The shapes of the base's weights as they are multiplied with: an adapter's halves have others.
+        layers = [layer for unit in units for layer in _expensive_layers(unit, ())]
+        linear = {(layer.in_features, layer.out_features) for layer in layers if isinstance(layer, nn.Linear)}
+        policy = partial(
+            _policy,
+            frozenset({*linear, *(tuple(layer.weight.shape) for layer in layers if isinstance(layer, nn.Conv2d))}),
+        )
         for unit in units:
             unit.forward = for_class(type(unit), _traced(unit.forward, policy))
         return
@@ -387,13 +393,6 @@ def _versions(tree: Any) -> list[int]:
     return [tensor._version for tensor in _tensors(tree)]
 
 
-def _base_shapes(units: Sequence[nn.Module]) -> Shapes:
-    """Return the shapes of the base's weights as they are multiplied with: an adapter's halves have others."""
-    layers = [layer for unit in units for layer in _expensive_layers(unit, ())]
-    linear = {(layer.in_features, layer.out_features) for layer in layers if isinstance(layer, nn.Linear)}
-    return frozenset({*linear, *(tuple(layer.weight.shape) for layer in layers if isinstance(layer, nn.Conv2d))})
-
-
 def _policy(shapes: Shapes, _: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Decide about an operation that torch.compile traces."""
     packet = op._overloadpacket
@@ -405,4 +404,5 @@ def _policy(shapes: Shapes, _: SelectiveCheckpointContext, op: Any, *args: Any, 
 
 
 def _is_quantized(op: Any) -> bool:
+    """Whether it is an operator of ours, which decodes the weight of a layer or of experts and multiplies."""
     return op.namespace == "shardstudio" and op._opname in ("linear", "experts")

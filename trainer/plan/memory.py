@@ -150,7 +150,9 @@ def plan_of(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve = 
     memory = simulate(model_pass, sharding)
     if cfg.objective.compares_pairs:
         _add_reference(model_pass, memory)
-    received = _received(memory, sharding)
+    # The bytes that a rank receives, by ring algorithms (see `trainer.parallel.strategy`).
+    inside = ring_share(sharding.ranks) * (memory.gathered + memory.scattered)
+    received = inside + 2 * ring_share(sharding.replicas) * memory.reduced
     return MemoryPlan(
         strategy=strategy,
         checkpointing=cfg.train.checkpointing,
@@ -214,12 +216,6 @@ def _add_reference(model_pass: ModelPass, memory: Memory) -> None:
     memory.flops *= (passes + 1) / passes
     memory.gathered *= 3 / 2
     memory.copied *= 3 / 2
-
-
-def _received(memory: Memory, sharding: Sharding) -> float:
-    """Return the bytes that a rank receives, by ring algorithms (see `trainer.parallel.strategy`)."""
-    inside = ring_share(sharding.ranks) * (memory.gathered + memory.scattered)
-    return inside + 2 * ring_share(sharding.replicas) * memory.reduced
 
 
 def _time(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Sharding, card: Card) -> Time:

@@ -14,13 +14,13 @@ from typing import Any
 from markupsafe import Markup
 
 from trainer.plan.memory import MemoryPlan, verdict
-from trainer.plan.picture import Limit, draw
+from trainer.plan.picture import Limit, draw, outline
 from trainer.plan.simulate.phases import Phase, by_kind, memory_kind, moment
 from trainer.plan.simulate.timeline import Point
 from trainer.system import files
 from trainer.system.amounts import GIB
 from trainer.system.errors import InputError
-from trainer.view.render import render
+from trainer.view.render import VIEW
 
 FIRST_LINE = "<!doctype html><!-- a memory plan of ShardStudio: --html replaces this file -->"
 """Only files that begin with it are replaced."""
@@ -87,9 +87,7 @@ def write(file: Path, name: str, whole: str, sections: Sequence[Section]) -> Non
         InputError: It cannot be written.
     """
     refuse(file)  # a plan may take minutes, in which others write files too
-    page = render(
-        "plan.html", first_line=Markup(FIRST_LINE), name=name, whole=whole, gib=GIB, sections=map(_shown, sections)
-    )
+    page = VIEW.page("plan.html", first_line=Markup(FIRST_LINE), name=name, whole=whole, sections=map(_shown, sections))
     try:
         files.replace(file, page)
     except OSError as error:
@@ -99,13 +97,12 @@ def write(file: Path, name: str, whole: str, sections: Sequence[Section]) -> Non
 def _shown(one: Section) -> dict[str, Any]:
     """Return what the template shows of a section."""
     plan, limit, fullest = one.plan, Limit.of(one.plan), one.plan.fullest
-    sentence = verdict(plan)
     return {
         "name": one.name,
         "title": one.title,
         "mood": (plan.verdict or "").replace(" ", "-"),
-        "verdict": f"{sentence[0].upper()}{sentence[1:]}.",
-        "picture": draw(one.points, limit),
+        "verdict": verdict(plan),
+        "picture": draw(outline(one.points), limit),
         "explained": _explained(plan, limit),
         "largest": [vars(item) | {"kind": memory_kind(item.name)} for item in fullest.items if item.size >= GIB / 100],
         "need": fullest.need,

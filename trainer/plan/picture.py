@@ -17,7 +17,10 @@ from trainer.plan.memory import MemoryPlan
 from trainer.plan.simulate.phases import by_kind
 from trainer.plan.simulate.timeline import Point
 from trainer.system.amounts import GIB
-from trainer.view.colors import ALL_TOKENS, MEMORY_KINDS
+from trainer.view.chart import Axis
+from trainer.view.colors import MEMORY_KINDS
+from trainer.view.render import VIEW
+from trainer.view.svg import Shape, dot, path, rect, text
 
 NUM_BARS = 320
 """Most parts of the computing that are drawn."""
@@ -32,30 +35,42 @@ KIND_WORDS: Mapping[str, str] = {
 MOST_NAMED_PASSES = 3
 """Forward and backward of more passes are too narrow for their names."""
 OPTIMIZER = "optimizer"
-WIDTH, HEIGHT = 800, 340
-LEFT, RIGHT, TOP, BOTTOM = 56, 14, 62, 58
-STUB, GAP = 14, 4
-"""Width of the optimizer, whose computing is too short to be seen, and of the gap before it."""
 MOST_TICKS = 6
 SMALLEST_SHOWN = 1 / 500
 """A kind of memory with less than this share of the peak is too low to be seen, and not in the legend."""
 OUT_OF_SIGHT = 2.5
 """A card or reserve that would make the picture higher than this multiple of the rest is not drawn."""
-_TOKENS = ("--panel", "--line", "--ink", "--ink2", "--ink3", "--bad", *(f"--{kind}" for kind in MEMORY_KINDS))
-STYLE = f"""
-.step-memory {{ color-scheme: light dark; display: block; width: 100%;
-  {" ".join(f"{name}: light-dark({', '.join(ALL_TOKENS[name])});" for name in _TOKENS)} }}
-.step-memory text {{ font: 12px system-ui, sans-serif; fill: var(--ink3); }}
-.step-memory .peak {{ font-weight: 600; fill: var(--ink); }}
-.step-memory :is(.grid, .span, .card, .mark) {{ fill: none; }}
-.step-memory .grid {{ stroke: var(--line); }} .step-memory .span {{ stroke: var(--ink3); }}
-.step-memory .card {{ stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 6 3; }}
-.step-memory .mark {{ stroke: var(--ink); stroke-dasharray: 2 2; }}
-.step-memory .dot {{ fill: var(--ink); stroke: var(--panel); stroke-width: 1.5; }}
-.step-memory .band {{ fill: var(--reserve); opacity: .3; }}
-.step-memory .tip {{ fill: transparent; }} .step-memory .tip:hover {{ fill: var(--ink); opacity: .12; }}
-{" ".join(f".step-memory .{kind} {{ fill: var(--{kind}); }}" for kind in MEMORY_KINDS)}
-"""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The sizes of a picture, in its own units.
+
+    Attributes:
+        width: Its width.
+        height: Its height.
+        left: Margin.
+        right: Margin.
+        top: Margin.
+        bottom: Margin.
+        stub: Width of the optimizer, whose computing is too short to be seen.
+        gap: Width of the gap before it.
+        is_small: Without legend, shares and long names: what shows it has them.
+    """
+
+    width: int
+    height: int
+    left: int
+    right: int
+    top: int
+    bottom: int
+    stub: int
+    gap: int
+    is_small: bool = False
+
+
+LARGE = Frame(800, 340, left=56, right=14, top=62, bottom=58, stub=14, gap=4)
+SMALL = Frame(320, 190, left=30, right=4, top=18, bottom=32, stub=8, gap=3, is_small=True)
 
 
 @dataclass(frozen=True)
@@ -182,173 +197,143 @@ def sentence(found: Outline, limit: Limit) -> str:
     return text + (f", of the {_gib(limit.memory)} of {limit.card}." if limit.memory else ".")
 
 
-def draw(points: Sequence[Point], limit: Limit) -> Markup:
-    """Return the picture as one SVG element, which follows the light or dark of what shows it."""
-    found = outline(points)
-    peak = found.fullest.peak
-    seen = limit.seen(peak)
-    axes = _Axes.of(max(peak + seen.reserve, seen.memory or 0.0))
+def draw(found: Outline, limit: Limit, frame: Frame = LARGE) -> Markup:
+    """Return the picture as one SVG element, in the colours of what shows it."""
+    seen = limit.seen(found.fullest.peak)
+    highest = max(found.fullest.peak + seen.reserve, seen.memory or 0.0, 1.0)
+    picture = _Picture(found, limit, seen, frame, 1.06 * highest)
     parts = (
-        *axes.grid(),
-        *_legend(found, limit, seen),
-        *_areas(found, axes),
-        *_names_of_spans(found),
-        *_reserve_and_card(found, seen, axes),
-        *_tooltips(found),
-        *_peak(found, axes),
+        picture.grid(),
+        () if frame.is_small else picture.legend(),
+        picture.areas(),
+        picture.spans(),
+        picture.reserve_and_card(),
+        picture.tooltips(),
+        picture.peak(),
     )
-    return Markup(
-        '<svg class="step-memory" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        'aria-label="{sentence}"><style>{style}</style>{parts}</svg>'
-    ).format(
-        width=WIDTH,
-        height=HEIGHT,
-        sentence=sentence(found, limit),
-        style=Markup(STYLE),
-        parts=Markup().join(parts),
-    )
+    words = "" if frame.is_small else sentence(found, limit)  # the panel has it below the picture
+    shapes = [shape for part in parts for shape in part]
+    return VIEW.part("chart.html", "step_memory", frame, words, shapes)
 
 
 @dataclass(frozen=True)
-class _Axes:
-    """top: bytes at the upper edge.  tick: bytes between two lines."""
+class _Picture:
+    """What is drawn. seen: of the limits what is near enough to be drawn.  top: bytes at the upper edge."""
 
+    found: Outline
+    limit: Limit
+    seen: Limit
+    frame: Frame
     top: float
-    tick: float
 
-    @classmethod
-    def of(cls, highest: float) -> _Axes:
-        top = 1.06 * max(highest, 1.0)
-        step = top / MOST_TICKS / GIB
-        power = 10.0 ** math.floor(math.log10(step))
-        nice = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step)
-        return cls(top, nice * GIB)
+    @property
+    def base(self) -> int:
+        """Where 0 bytes are."""
+        return self.frame.height - self.frame.bottom
+
+    @property
+    def end(self) -> int:
+        """The right edge."""
+        return self.frame.width - self.frame.right
 
     def y(self, num_bytes: float) -> float:
-        return HEIGHT - BOTTOM - num_bytes / self.top * (HEIGHT - TOP - BOTTOM)
+        return self.base - num_bytes / self.top * (self.base - self.frame.top)
 
-    def grid(self) -> Iterator[Markup]:
+    def x(self, share: float) -> float:
+        return self.frame.left + share * (self.end - self.frame.left - self.frame.stub - self.frame.gap)
+
+    def edges(self, bar: Bar) -> tuple[float, float]:
+        """Return where a bar begins and ends in the picture."""
+        return (self.end - self.frame.stub, self.end) if bar.start == bar.end else (self.x(bar.start), self.x(bar.end))
+
+    def grid(self) -> Iterator[Shape]:
         """Yield the lines and numbers of both axes, and their names."""
-        digits = max(0, -math.floor(math.log10(self.tick / GIB) + 1e-9))
-        for number in range(int(self.top / self.tick) + 1):
-            y = self.y(number * self.tick)
-            yield _path("grid", f"M{LEFT} {y:.1f}H{WIDTH - RIGHT}")
-            yield _text(LEFT - 6, y + 4, f"{number * self.tick / GIB:.{digits}f}", "end")
-        for share in (0, 25, 50, 75, 100):
-            yield _text(_x(share / 100), HEIGHT - BOTTOM + 15, f"{share} %", "middle" if share else "start")
-        yield _text(LEFT, HEIGHT - 6, "share of the step\u2019s computing")
-        yield _text(LEFT - 6, TOP - 10, "GiB", "end")
+        frame = self.frame
+        marks = Axis(0.0, self.top / GIB).marks(MOST_TICKS)
+        digits = max(0, -math.floor(math.log10(marks[1]) + 1e-9))
+        for mark in marks:
+            y = self.y(mark * GIB)
+            yield path("grid", f"M{frame.left} {y:.1f}H{self.end}")
+            yield text(frame.left - 5, y + 4, f"{mark:.{digits}f}", "end")
+        for share in () if frame.is_small else (0, 25, 50, 75, 100):
+            yield text(self.x(share / 100), self.base + 15, f"{share} %", "middle" if share else "start")
+        yield text(frame.left, frame.height - 4, "share of the step\u2019s computing")
+        yield text(frame.left - 5, frame.top - 9, "GiB", "end")
 
+    def legend(self) -> Iterator[Shape]:
+        """Yield the kinds that are in the picture, and the card."""
+        bars, seen = self.found.bars, self.seen
+        least = self.found.fullest.peak * SMALLEST_SHOWN
+        shown = [kind for at, kind in enumerate(MEMORY_KINDS[:-1]) if max(bar.kinds[at] for bar in bars) >= least]
+        shown += ["reserve"] if seen.reserve else []
+        x = float(self.frame.left)
+        for kind in shown:
+            yield rect("band" if kind == "reserve" else kind, (x, 7), (x + 10, 17))
+            yield text(x + 15, 16, KIND_WORDS[kind])
+            x += 28 + 6.2 * len(KIND_WORDS[kind])
+        if seen.memory:
+            yield path("card", f"M{x:.0f} 12h14")
+            yield text(x + 19, 16, f"{seen.card}, {_gib(seen.memory)}")
+        elif self.limit.memory:
+            yield text(self.end, 16, f"of {_gib(self.limit.memory)}, {self.limit.card}", "end")
 
-def _x(share: float) -> float:
-    return LEFT + share * (WIDTH - LEFT - RIGHT - STUB - GAP)
+    def areas(self) -> Iterator[Shape]:
+        """Yield the area of each kind with all kinds below it, the highest first: those below are drawn over it."""
+        *computing, optimizer = self.found.bars
+        for at in reversed(range(len(MEMORY_KINDS))):
+            if any(bar.kinds[at] for bar in self.found.bars):
+                areas = [self._area(bars, at) for bars in (computing, [optimizer]) if bars]
+                yield path(MEMORY_KINDS[at], "".join(areas))
 
+    def _area(self, bars: Sequence[Bar], at: int) -> str:
+        """Return the outline of the first `at + 1` kinds, down to the axis."""
+        heights = [(round(self.y(sum(bar.kinds[: at + 1])), 1), self.edges(bar)[1]) for bar in bars]
+        lines = []
+        for height, group in groupby(heights, key=lambda pair: pair[0]):
+            lines.append(f"V{height:g}H{list(group)[-1][1]:.1f}")
+        return f"M{self.edges(bars[0])[0]:.1f} {self.base}{''.join(lines)}V{self.base}Z"
 
-def _edges(bar: Bar) -> tuple[float, float]:
-    """Return where a bar begins and ends in the picture."""
-    if bar.start == bar.end:
-        return WIDTH - RIGHT - STUB, WIDTH - RIGHT
-    return _x(bar.start), _x(bar.end)
+    def spans(self) -> Iterator[Shape]:
+        """Yield a line below the axis for each span, and its name where there is room."""
+        line = self.base + (4 if self.frame.is_small else 21)
+        for span in self.found.spans:
+            start, end = self.x(span.start) + 1, self.x(span.end) - 1
+            yield path("span", f"M{start:.1f} {line}H{end:.1f}")
+            if end - start > 5 * len(span.name):
+                yield text((start + end) / 2, line + 12, span.name, "middle")
+        yield path("span", f"M{self.end - self.frame.stub} {line}H{self.end}")
+        yield text(self.end, self.frame.height - 4, OPTIMIZER, "end")
 
+    def reserve_and_card(self) -> Iterator[Shape]:
+        """Yield the reserve on top of the peak, and the line of the card's memory where it is in the picture."""
+        peak, seen = self.found.fullest.peak, self.seen
+        if seen.reserve:
+            words = f"{_gib(peak + seen.reserve)} with the reserve: gaps of the allocator, CUDA\u2019s context"
+            yield rect("band", (self.frame.left, self.y(peak + seen.reserve)), (self.end, self.y(peak)), words)
+        if seen.memory:
+            yield path("card", f"M{self.frame.left} {self.y(seen.memory):.1f}H{self.end}")
 
-def _areas(found: Outline, axes: _Axes) -> Iterator[Markup]:
-    """Yield the area of each kind with all kinds below it, the highest first: those below are drawn over it."""
-    *computing, optimizer = found.bars
-    for at in reversed(range(len(MEMORY_KINDS))):
-        if not any(bar.kinds[at] for bar in found.bars):
-            continue
-        paths = "".join(_steps(bars, at, axes) for bars in (computing, [optimizer]) if bars)
-        yield _path(MEMORY_KINDS[at], paths)
+    def tooltips(self) -> Iterator[Shape]:
+        """Yield what the pointer shows of each bar, over its whole height."""
+        for bar in self.found.bars:
+            start, end = self.edges(bar)
+            words = f"{bar.words}: {_gib(bar.peak)}"
+            if not self.frame.is_small:
+                kinds = zip(MEMORY_KINDS, bar.kinds, strict=True)
+                parts = [f"{KIND_WORDS[kind]} {size / GIB:.2f}" for kind, size in kinds if size >= GIB / 200]
+                words += f" ({', '.join(parts)}), {bar.after / GIB:.2f} after it"
+            yield rect("tip", (start, self.frame.top), (end, self.base), words)
 
-
-def _steps(bars: Sequence[Bar], at: int, axes: _Axes) -> str:
-    """Return the outline of the first `at + 1` kinds, down to the axis."""
-    heights = [(round(axes.y(sum(bar.kinds[: at + 1])), 1), _edges(bar)[1]) for bar in bars]
-    lines = []
-    for height, group in groupby(heights, key=lambda pair: pair[0]):
-        lines.append(f"V{height:g}H{list(group)[-1][1]:.1f}")
-    return f"M{_edges(bars[0])[0]:.1f} {HEIGHT - BOTTOM}{''.join(lines)}V{HEIGHT - BOTTOM}Z"
-
-
-def _names_of_spans(found: Outline) -> Iterator[Markup]:
-    """Yield the names of the spans below the axis, each with a line over its width."""
-    y = HEIGHT - BOTTOM + 34
-    for span in found.spans:
-        start, end = _x(span.start) + 1, _x(span.end) - 1
-        yield _path("span", f"M{start:.1f} {y - 13}H{end:.1f}")
-        yield _text((start + end) / 2, y, span.name, "middle")
-    yield _path("span", f"M{WIDTH - RIGHT - STUB} {y - 13}H{WIDTH - RIGHT}")
-    yield _text(WIDTH - RIGHT, HEIGHT - 6, OPTIMIZER, "end")
-
-
-def _reserve_and_card(found: Outline, limit: Limit, axes: _Axes) -> Iterator[Markup]:
-    """Yield the reserve on top of the peak, and the line of the card's memory where it is in the picture."""
-    peak = found.fullest.peak
-    if limit.reserve:
-        top, bottom = axes.y(peak + limit.reserve), axes.y(peak)
-        text = f"{_gib(peak + limit.reserve)} with the reserve: gaps of the allocator, CUDA\u2019s context"
-        yield _rect("band", (LEFT, top), (WIDTH - RIGHT, bottom), text)
-    if limit.memory:
-        y = axes.y(limit.memory)
-        yield _path("card", f"M{LEFT} {y:.1f}H{WIDTH - RIGHT}")
-
-
-def _legend(found: Outline, limit: Limit, seen: Limit) -> Iterator[Markup]:
-    """Yield the kinds that are in the picture, and the card."""
-    least = found.fullest.peak * SMALLEST_SHOWN
-    shown = [kind for at, kind in enumerate(MEMORY_KINDS[:-1]) if max(bar.kinds[at] for bar in found.bars) >= least]
-    shown += ["reserve"] if seen.reserve else []
-    x = float(LEFT)
-    for kind in shown:
-        look = "band" if kind == "reserve" else kind
-        yield _rect(look, (x, 7), (x + 10, 17))
-        yield _text(x + 15, 16, KIND_WORDS[kind])
-        x += 28 + 6.2 * len(KIND_WORDS[kind])
-    if seen.memory:
-        yield _path("card", f"M{x:.0f} 12h14")
-        yield _text(x + 19, 16, f"{seen.card}, {_gib(seen.memory)}")
-    elif limit.memory:
-        yield _text(WIDTH - RIGHT, 16, f"of {_gib(limit.memory)}, {limit.card}", "end")
-
-
-def _tooltips(found: Outline) -> Iterator[Markup]:
-    """Yield what the pointer shows of each bar, over its whole height."""
-    for bar in found.bars:
-        start, end = _edges(bar)
-        parts = ", ".join(
-            f"{KIND_WORDS[kind]} {size / GIB:.2f}"
-            for kind, size in zip(MEMORY_KINDS, bar.kinds, strict=True)
-            if size >= GIB / 200
-        )
-        text = f"{bar.words}: {_gib(bar.peak)} ({parts}), {bar.after / GIB:.2f} after it"
-        yield _rect("tip", (start, TOP), (end, HEIGHT - BOTTOM), text)
-
-
-def _peak(found: Outline, axes: _Axes) -> Iterator[Markup]:
-    """Yield a mark at the peak and its name above the picture."""
-    most = found.fullest
-    x, y = sum(_edges(most)) / 2, axes.y(most.peak)
-    text = f"{_gib(most.peak)}: {most.words}"
-    half = 3.4 * len(text)
-    anchor = "start" if x - half < LEFT else "end" if x + half > WIDTH - RIGHT else "middle"
-    yield _path("mark", f"M{x:.1f} {TOP - 14}V{y:.1f}")
-    yield Markup('<circle class="dot" cx="{:.1f}" cy="{:.1f}" r="3.5"/>').format(x, y)
-    yield _text(x, TOP - 19, text, anchor, "peak")
-
-
-def _path(kind: str, lines: str) -> Markup:
-    return Markup('<path class="{}" d="{}"/>').format(kind, lines)
-
-
-def _rect(kind: str, corner: tuple[float, float], opposite: tuple[float, float], title: str = "") -> Markup:
-    (left, top), (right, bottom) = corner, opposite
-    return Markup('<rect class="{}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}">{}</rect>').format(
-        kind, left, top, right - left, bottom - top, Markup("<title>{}</title>").format(title) if title else ""
-    )
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", kind: str = "label") -> Markup:
-    return Markup('<text class="{}" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(kind, x, y, anchor, text)
+    def peak(self) -> Iterator[Shape]:
+        """Yield a mark at the peak and its name above the picture."""
+        most, frame = self.found.fullest, self.frame
+        x, y = sum(self.edges(most)) / 2, self.y(most.peak)
+        words = _gib(most.peak) if frame.is_small else f"{_gib(most.peak)}: {most.words}"
+        half = 3.4 * len(words)
+        anchor = "start" if x - half < frame.left else "end" if x + half > self.end else "middle"
+        yield path("mark", f"M{x:.1f} {frame.top - 4}V{y:.1f}")
+        yield dot("dot", x, y, 2.5 if frame.is_small else 3.5)
+        yield text(x, frame.top - 7, words, anchor, "peak")
 
 
 def _gib(num_bytes: float) -> str:

@@ -323,11 +323,13 @@ class EventWriter:
 
     def __init__(self, path: Path) -> None:
         self._file = files.opened_to_append(path)
-        self._torn = self._ends_inside_a_line()
+        size = os.fstat(self._file).st_size
+        self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
     def write(self, record: AnyEvent | RankLine) -> None:
         """Append one line. Raises OSError if the disk is full; a line torn by that never damages the next one."""
-        line = (b"\n" if self._torn else b"") + _encode(record)
+        values = {key: _as_json(value) for key, value in vars(record).items()}
+        line = (b"\n" if self._torn else b"") + (json.dumps(values, allow_nan=False).encode() + b"\n")
         self._torn = True
         if os.write(self._file, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -341,10 +343,6 @@ class EventWriter:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _ends_inside_a_line(self) -> bool:
-        size = os.fstat(self._file).st_size
-        return size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
 
 class LossyWriter:
@@ -367,11 +365,6 @@ class LossyWriter:
             self._writer.write(event)
         except OSError:
             self._lost += 1
-
-
-def _encode(record: AnyEvent | RankLine) -> bytes:
-    values = {key: _as_json(value) for key, value in vars(record).items()}
-    return json.dumps(values, allow_nan=False).encode() + b"\n"
 
 
 def _as_json(value: object) -> object:

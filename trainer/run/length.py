@@ -45,13 +45,10 @@ class RunLength:
                 if self._epochs[self._stage] is not None:
                     self._steps[self._stage] = event.steps
             case _ if is_start(event):
-                self._begin()
-
-    def _begin(self) -> None:
-        """Begin again with a config that may have changed; the stages that have ended keep their steps."""
-        ended, self._latest = self._steps[: self._stage], None
-        self._epochs, fresh = list(self.cfg.stage_epochs), list(self.cfg.stage_steps)
-        self._steps = [*ended[: len(fresh)], *fresh[len(ended) :]]
+                # Begin again with a config that may have changed; the stages that have ended keep their steps.
+                ended, self._latest = self._steps[: self._stage], None
+                self._epochs, fresh = list(self.cfg.stage_epochs), list(self.cfg.stage_steps)
+                self._steps = [*ended[: len(fresh)], *fresh[len(ended) :]]
 
     @property
     def stages(self) -> tuple[int, ...]:

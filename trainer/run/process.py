@@ -243,7 +243,9 @@ def alive(run: RunDir) -> bool:
         return launch.boot_id != "" and _is_held(output_file(run, launches(run)))
     if launch.job and launch.job != _job() and launch.job.partition("-")[0] == _job().partition("-")[0]:
         return False
-    if _has_recorded_its_end(run):
+    # Only the end of the file is read, because watchers call this every second.
+    begin = max(0, run.events_file.stat().st_size - TAIL_BYTES)
+    if last_state(EventReader(run.events_file, begin).read()) in ENDS:
         return False
     written = (run.launch_file, run.events_file, *run.ranks.glob("*.jsonl"))
     return time.time() - max(files.written(file.stat()) for file in written) < MAX_SILENCE_S
@@ -262,12 +264,6 @@ def _is_held(output: Path) -> bool:
     except FileNotFoundError:
         return False
     return False
-
-
-def _has_recorded_its_end(run: RunDir) -> bool:
-    """Whether the last status is an end. Reads only the end of the file, because watchers call this every second."""
-    begin = max(0, run.events_file.stat().st_size - TAIL_BYTES)
-    return last_state(EventReader(run.events_file, begin).read()) in ENDS
 
 
 def _process(run: RunDir) -> psutil.Process | None:

@@ -157,6 +157,7 @@ def _taken_over(folders: Sequence[Path], at: int) -> dict[str, str | None]:
 
 
 def _handed_over(stage: Path) -> dict[str, str | None]:
+    """{field: path} that a finished stage sets in those after it; the file holds paths relative to its folder."""
     folder = weights_of(stage)
     fields = files.read_json(folder / HANDOVER, _FIELDS, "remove the folder of this stage to train it again")
     return {field: value and str(folder / value) for field, value in fields.items()}

@@ -6,7 +6,6 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
@@ -107,13 +105,14 @@ class RunLog:
         """Receives the progress and the notes of a model that is being loaded."""
         return Listener(read=partial(self._weights_read, state), note=partial(self.note, state), warn=self.warn)
 
-    def model_loaded(self, loaded: LoadedModel, trainables: Sequence[nn.Parameter], seconds: float, step: int) -> None:
+    def model_loaded(self, loaded: LoadedModel, seconds: float, step: int) -> None:
         """Log how much was read and how much of it is trained."""
         ranks = "1 rank" if self._world.size == 1 else f"{self._world.size} ranks"
+        trained = loaded.trainables.values()
         self.note(
             "loading",
             f"rank 0 read {loaded.bytes_read / 2**20:,.1f} MiB in {seconds:.1f} s; "
-            f"{sum(parameter.numel() for parameter in trainables):,} trained parameters in {len(trainables)} tensors; "
+            f"{sum(parameter.numel() for parameter in trained):,} trained parameters in {len(trained)} tensors; "
             f"{ranks}, strategy {loaded.strategy}",
             step,
         )

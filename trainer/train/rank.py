@@ -25,7 +25,6 @@ with quick_imports():
     from trainer.run.events import Emit, EventWriter, ExportEvent, State, StatusEvent, WarningEvent
     from trainer.run.folder import RunDir, shared_cache
     from trainer.run.preemption import Preemption, catch_preemption
-    from trainer.run.stages import Stage
     from trainer.system.errors import InputError
     from trainer.system.process_exit import run_and_exit
     from trainer.system.terminal import complain, say
@@ -102,7 +101,11 @@ def _train(run: RunDir) -> None:
     # The other ranks have left: the export of a large model takes minutes, and nobody needs to wait for it.
     if end.state == "finished" and not stage.is_last:
         emit(StatusEvent(state="exporting", step=end.step, message="weights for the next stage"))
-        _hand_over(stage, run, end.weights)
+        # The next stage begins once these weights exist.
+        from trainer.export.export import hand_over
+
+        torch.set_num_threads(os.cpu_count() or 1)
+        hand_over(stage, run, shared_cache(stage.config, run.path.parent), end.weights)
         return
     if end.state == "finished" and cfg.export_what != "none":
         emit(StatusEvent(state="exporting", step=end.step))
@@ -146,13 +149,14 @@ def _train_on(
         from trainer.run.manifest import newest_step
         from trainer.train.loop import Trainer
         from trainer.train.rehearsal import check_rows
+        from trainer.train.setup import stop_requested
 
         cfg, run = attached.config, attached.run
         families.get(cfg.model.family)
     try:
         untrained = stages.remaining(run, attached.stage) if world.rank == 0 else []
-        stop_requested = partial(_stop_requested, run, world, preemption)
-        check_rows(untrained, RankContext(cfg, world, attached.cache, emit, stop_requested))
+        is_stopping = partial(stop_requested, run, world, preemption, os.getppid())
+        check_rows(untrained, RankContext(cfg, world, attached.cache, emit, is_stopping))
         trainer = Trainer(cfg, run, world, attached.cache, emit, preemption, attached.stage.before)
     except StopRequested:
         return _End("stopped", newest_step(run.checkpoints), {})
@@ -170,18 +174,6 @@ def _train_on(
         raise
     finally:
         trainer.close()
-
-
-def _stop_requested(run: RunDir, world: World, preemption: Preemption) -> bool:
-    return bool(preemption) or (world.rank == 0 and run.requested("stop"))
-
-
-def _hand_over(stage: Stage, run: RunDir, weights: Mapping[str, Tensor]) -> None:
-    """Write the weights of a stage for the next one, which begins once they exist."""
-    from trainer.export.export import hand_over
-
-    torch.set_num_threads(os.cpu_count() or 1)
-    hand_over(stage, run, shared_cache(stage.config, run.path.parent), weights)
 
 
 def _export(cfg: RunConfig, run: RunDir, before: int, weights: Mapping[str, Tensor] | None = None) -> list[Path]:

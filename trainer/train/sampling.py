@@ -8,12 +8,15 @@ from pathlib import Path
 
 from torch import nn
 
+from trainer.config.schema import RunConfig
 from trainer.data.source import Generate, Sampler
 from trainer.distributed.world import World
 from trainer.rng import SampleRng
-from trainer.run.events import AnyEvent, SampleEvent
+from trainer.run.events import AnyEvent, PromptsEvent, SampleEvent
 from trainer.run.folder import RunDir
+from trainer.run.prompts import check_prompts, clear_prompts, prompts_in_force, requested_prompts
 from trainer.run.samples import Sample
+from trainer.system.errors import InputError
 from trainer.train.log import RunLog
 
 
@@ -75,6 +78,35 @@ class SampleSchedule:
             self._log.warn(f"samples could not be written ({error}); free disk space", step)
         return paths
 
+    def change_prompts(self, cfg: RunConfig, step: int) -> None:
+        """Take the prompts that were requested since the last samples. If they cannot be used, the former ones stay.
+        Collective."""
+        prompts, problem = self._world.gather(self._requested(cfg))[0]
+        if prompts and not problem:
+            try:
+                self._sampler.change_prompts(prompts)
+                self._log.emit(PromptsEvent(step=step, prompts=prompts, instead_of=cfg.sample.prompts))
+            except InputError as error:
+                problem = str(error)
+        if problem:
+            self._log.warn(f"the samples keep their prompts: {problem}", step)
+        if self._world.rank == 0 and (prompts or problem):
+            try:
+                clear_prompts(self._run, prompts)
+            except OSError as error:  # it is taken again before the next samples, which changes nothing
+                self._log.warn(f"the request for other prompts could not be removed ({error})", step)
+
+    def _requested(self, cfg: RunConfig) -> tuple[tuple[str, ...] | None, str]:
+        """(the requested prompts, if any; why they cannot be used), on rank 0, the only one that sees requests."""
+        prompts = None
+        try:
+            prompts = requested_prompts(self._run) if self._world.rank == 0 else None
+            if prompts is not None:
+                check_prompts(cfg, prompts)
+        except InputError as error:
+            return prompts, str(error)
+        return prompts, ""
+
     def _file(self, index: int, step: int) -> Path:
         """The file of a sample. Where another prompt has taken its name, this prompt's digest is added to it."""
         prompt, suffix = self._sampler.prompts[index], self._sampler.kind(index).suffix
@@ -83,6 +115,16 @@ class SampleSchedule:
             return file
         digest = hashlib.blake2b(prompt.encode(), digest_size=4).hexdigest()
         return file.with_name(f"{file.stem}-{digest}{suffix}")
+
+
+def with_requested_prompts(cfg: RunConfig, events: Sequence[AnyEvent], world: World, log: RunLog) -> RunConfig:
+    """The config with the prompts that were requested before a run was resumed. Collective. events: on rank 0."""
+    prompts = world.gather(prompts_in_force(events, cfg))[0]
+    try:
+        return cfg.with_prompts(prompts)
+    except InputError as error:  # other fields of the config were changed since
+        log.warn(f"samples are generated from sample.prompts, not from those requested before: {error}")
+        return cfg
 
 
 def generate_all(numbers: Sequence[int], generate: Callable[[int], Sample], world: World) -> dict[int, Sample]:

@@ -41,11 +41,11 @@ from trainer.run.samples import IMAGE
 from trainer.system import files
 from trainer.system.amounts import file_size
 from trainer.system.errors import InputError
-from trainer.view.charts import CHART_STYLE, chart, step_split
-from trainer.view.lines import Line, Point, line_of, loss_lines, metric_lines, seconds_lines, spread
+from trainer.view import render, svg
+from trainer.view.chart import Chart, Line, Point
+from trainer.view.lines import line_of, loss_lines, metric_lines, seconds_lines
 from trainer.view.numbers import default_decay, format_duration, short, smoothed
-from trainer.view.render import render
-from trainer.view.steps import losses_by_name, metrics_by_name, seconds_waited, step_parts
+from trainer.view.steps import losses_by_name, metrics_by_name
 
 SAMPLE_COLUMNS = 8
 MOST_FILES = 20_000
@@ -78,7 +78,7 @@ def _messages(run: RunDir, events: Sequence[AnyEvent], add_remedy: AddRemedy) ->
 def _page(run: RunDir, events: Sequence[AnyEvent], messages: Sequence[WarningEvent | ErrorEvent]) -> str:
     cfg, steps = run.config(), latest_steps(events)
     memory, problems = _memory(run, cfg.parallel.world_size)
-    return render(
+    return render.VIEW.page(
         "report.html",
         name=run.path.name,
         headline=_headline(cfg),
@@ -87,10 +87,9 @@ def _page(run: RunDir, events: Sequence[AnyEvent], messages: Sequence[WarningEve
         samples=_samples(run, events),
         charts=_charts(cfg, events, memory),
         problems=problems,
-        split=step_split(step_parts(steps), seconds_waited(steps)) if steps else None,
+        split=svg.step_split(steps) if steps else None,
         changed=_changed(cfg),
         config=run.config_file.read_text(encoding="utf-8"),
-        chart_style=Markup(CHART_STYLE),
     )
 
 
@@ -186,14 +185,15 @@ def _duration_s(events: Sequence[AnyEvent]) -> float:
 def _charts(cfg: RunConfig, events: Sequence[AnyEvent], memory: Sequence[Line]) -> list[Markup]:
     steps, decay = latest_steps(events), default_decay(RunLength.of(cfg, events).typical)
     held_out = [event for event in events if isinstance(event, ValidationEvent)]
-    return [
-        chart("Loss", [*loss_lines(steps, decay), Line("validation", _validation(events), "dots")]),
-        *(chart(name.capitalize(), metric_lines(name, steps, held_out, decay)) for name in metrics_by_name(steps)),
-        chart("Learning rate", [line_of("learning rate", steps, lambda step: step.lr)]),
-        chart("Gradient norm", [line_of("before clipping", steps, lambda step: step.grad_norm, "noisy", decay)]),
-        chart("Seconds per step", seconds_lines(steps, decay), "seconds"),
-        chart("Memory allocated", memory, "GiB"),
+    charts = [
+        Chart("Loss", [*loss_lines(steps, decay), Line("validation", _validation(events), "dots")]),
+        *(Chart(name.capitalize(), metric_lines(name, steps, held_out, decay)) for name in metrics_by_name(steps)),
+        Chart("Learning rate", [line_of("learning rate", steps, lambda step: step.lr)]),
+        Chart("Gradient norm", [line_of("before clipping", steps, lambda step: step.grad_norm, "noisy", decay)]),
+        Chart("Seconds per step", seconds_lines(steps, decay), "seconds"),
+        Chart("Memory allocated", memory, "GiB"),
     ]
+    return list(map(svg.draw, charts))
 
 
 def _validation(events: Iterable[AnyEvent]) -> list[Point]:
@@ -241,10 +241,17 @@ def _samples(run: RunDir, events: Iterable[AnyEvent]) -> _Samples | None:
     if not samples:
         return None
     all_steps = sorted({step for row in samples.values() for step in row})
-    steps = spread(all_steps, SAMPLE_COLUMNS)
+    steps = _spread(all_steps, SAMPLE_COLUMNS)
     shown = f"{len(steps)} of {len(all_steps)} steps with samples" if len(steps) < len(all_steps) else ""
     rows = [(prompt, [_cell(run, row.get(step)) for step in steps]) for (_, prompt), row in samples.items()]
     return _Samples(shown, steps, rows)
+
+
+def _spread(steps: Sequence[int], limit: int) -> list[int]:
+    """Return at most `limit` steps, evenly spaced, including the first and the last."""
+    if len(steps) <= limit:
+        return list(steps)
+    return [steps[round(at * (len(steps) - 1) / (limit - 1))] for at in range(limit)]
 
 
 def _cell(run: RunDir, event: SampleEvent | None) -> _Cell | None:

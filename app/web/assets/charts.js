@@ -1,4 +1,4 @@
-// Line charts: `studio.chart(container, {title, ylabel, small})` returns `{set(text)}`, where text is charts.chart_json's.
+// Line charts: `studio.chart(container, {title, ylabel, small})` returns `{set(text)}`, where text is that of `Chart.json`.
 // All charts of a screen have one crosshair, one zoom, one smoothing and one x axis: `page` and `settings`.
 'use strict';
 {

@@ -68,6 +68,8 @@ def view(
     cut = lengths.cut if lengths else {}
     only = looks.marked(studio.looks.of(config), found, mark) if mark else None
     seen = dataset.view(config.data, found, cut, Filter(show, search, only), page)
+    roots = dataset.folders(config.data)
+    images = [image for image in found.images if image in found.held_out][:MOST_SHOWN] if found.held_out else []
     return state | {
         "cards": [_card(item, config, found, cut.get(str(item.image))) for item in seen.items],
         "first": seen.first,
@@ -75,7 +77,7 @@ def view(
         "num_chosen": seen.num_chosen,
         "num_replaceable": seen.num_replaceable,
         "counts": asdict(seen.counts) if seen.counts else None,
-        "held_out": _held_out(config, found),
+        "held_out": [_shown(image, roots) for image in images],
         "lengths": _measured(lengths),
         **_undo(captions, config),
     }
@@ -220,12 +222,6 @@ def _shown(image: Path, roots: list[Path]) -> dict[str, str]:
     except OSError:
         present = ""
     return {"image": str(image), "name": _shortened(str(image), roots), "stamp": present}
-
-
-def _held_out(config: RunConfig, found: ScanResult) -> list[dict[str, str]]:
-    roots = dataset.folders(config.data)
-    images = [image for image in found.images if image in found.held_out][:MOST_SHOWN] if found.held_out else []
-    return [_shown(image, roots) for image in images]
 
 
 def _lengths(studio: Studio, config: RunConfig, found: ScanResult, is_fresh: bool) -> LengthsResult | None:

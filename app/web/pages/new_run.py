@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from app.data.thumbnails import FULL
 from app.form import draft as form
 from app.form import fit_answers, form_answers, model_answers
-from app.form.draft import Checked, Draft
+from app.form.draft import Draft
 from app.form.fit_preview import Allowed
 from app.form.plan_preview import TARGETS, THIS_MACHINE
 from app.form.planned_steps import planned_steps
@@ -368,7 +368,7 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
         "errors": form_answers.errors(checked),
         "ready": checked.can_start,
         "waiting": checked.waiting,
-        "warnings": _warnings(checked),
+        "warnings": [*form_answers.notes(checked), *checked.warnings],
         "changes": form_answers.changes(checked),
         "plan": form_answers.plan(preview, checked.config, studio.gpus(), steps, whole),
         "fit": fit_answers.offer(*studio.fit_question(draft, target), target),
@@ -385,7 +385,3 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
         ],
     }
     return answer | {"key": hashlib.sha256(json.dumps(answer).encode()).hexdigest()[:16]}
-
-
-def _warnings(checked: Checked) -> Sequence[str]:
-    return [*form_answers.notes(checked), *checked.warnings]

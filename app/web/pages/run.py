@@ -10,12 +10,12 @@ from app.runs import notes, run_screen
 from app.runs.monitor import CHARTS, Follower, RunView
 from app.runs.run_screen import LogWish, Part
 from app.studio import Studio
-from app.web import charts
 from app.web.answers import Calls
 from app.web.pages.frame import title
 from trainer.run import process
 from trainer.run.prompts import request_prompts
 from trainer.system.errors import InputError
+from trainer.view.chart import MOST_SENT, MOST_SENT_SMALL, Chart
 
 UNITS: Mapping[str, str] = {"Seconds per step": "seconds", "Speed": "per second"}
 """{chart: title of its y axis}; default: the chart's title in lower case."""
@@ -90,7 +90,7 @@ def _curves(follower: Follower, view: RunView) -> Part:
 
     def make() -> dict[str, str]:
         large = next(iter(CHARTS))
-        sizes = {name: charts.MOST_POINTS if name == large else charts.MOST_SMALL_POINTS for name in follower.charts()}
-        return {name: charts.chart_json(name, follower.lines(name), source, size) for name, size in sizes.items()}
+        sizes = {name: MOST_SENT if name == large else MOST_SENT_SMALL for name in follower.charts()}
+        return {name: Chart(name, follower.lines(name), source=source).json(size) for name, size in sizes.items()}
 
     return Part(repr(view.curves), make)

@@ -12,7 +12,6 @@ from app.runs.monitor import Follower, RunView, explained
 from app.runs.run_comparison import MOST_COMPARED
 from app.runs.run_table import Summaries, Summary
 from app.studio import Studio
-from app.web import charts
 from app.web.answers import Calls
 from app.web.pages.frame import title
 from app.web.served_files import address
@@ -20,6 +19,7 @@ from trainer.run import process
 from trainer.run.events import SampleEvent
 from trainer.run.folder import RunDir, is_run
 from trainer.system.errors import InputError
+from trainer.view.chart import Chart
 
 
 def calls(studio: Studio) -> Calls:
@@ -116,7 +116,7 @@ def _compared(studio: Studio, followers: list[Follower], views: list[RunView]) -
             {"name": name, "label": label, **asdict(run_comparison.result(follower))}
             for (name, label), follower in zip(labels.items(), followers, strict=True)
         ],
-        "chart": charts.chart_json("Loss, smoothed", run_comparison.overlaid(followers, list(labels.values()))),
+        "chart": Chart("Loss, smoothed", run_comparison.overlaid(followers, list(labels.values()))).json(),
         "settings": [asdict(setting) for setting in run_comparison.differing(configs)],
         "samples": [
             {

@@ -55,14 +55,12 @@ def calls(studio: Studio) -> Calls:
         run = studio.run(name)
         view = studio.follower(run).view()
         wanted = {(cell.index, cell.prompt, cell.step) for cell in cells}
-        found = {key: sample for sample in view.samples if (key := _key(sample)) in wanted}
+        found = {
+            key: sample for sample in view.samples if (key := (sample.index, sample.prompt, sample.step)) in wanted
+        }
         return [_shown(studio, run, found.get((cell.index, cell.prompt, cell.step)), is_full) for cell in cells]
 
     return {"samples_list": samples_list, "samples_images": samples_images}
-
-
-def _key(sample: SampleEvent) -> tuple[int, str, int]:
-    return sample.index, sample.prompt, sample.step
 
 
 def _shown(studio: Studio, run: RunDir, sample: SampleEvent | None, is_full: bool) -> dict[str, str]:

@@ -17,9 +17,8 @@ from markupsafe import Markup
 from PIL import Image
 
 from app import notebook
-from app.notebook import dashboard_widget
+from app.notebook import dashboard_widget, panels
 from app.notebook.dashboard_widget import Dashboard
-from app.runs import html
 from app.runs.monitor import Follower
 from tests.app.browser import recorded
 from tests.runs import awaited, make_pictures, run_config, write_preset
@@ -306,7 +305,7 @@ def test_a_button_asks_the_trainer_and_says_what_follows(run: RunDir, shown: Sho
     for what, button in board.buttons.items():
         button.click()
         assert run.requested(what)
-        assert html.CONFIRMATIONS[what] in board.message.value
+        assert panels.CONFIRMATIONS[what] in board.message.value
     living.clear()
     board.buttons["stop"].click()
     assert "is not running" in board.message.value

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from app.runs import html, monitor
+from app.notebook import panels
+from app.runs import monitor
 from app.runs.monitor import DRAWN_STEPS, Follower
 from tests.runs import run_config
 from trainer.run.events import (
@@ -68,7 +69,7 @@ def test_a_run_in_epochs_shows_them_until_its_steps_are_known_and_then_both(tmp_
     view = Follower(run).view()
     assert (view.num_steps, view.length, view.epoch) == (1200, "1,200", "epoch 1.1 of 4")
     assert view.sentence.startswith("Training: step 340 of 1,200, epoch 1.1 of 4, 8.00 images/s, about ")
-    shown = str(html.status(view))
+    shown = str(panels.status(view))
     assert "340 / 1,200" in shown and "1.1 of 4" in shown and 'aria-valuemax="1200"' in shown
 
 

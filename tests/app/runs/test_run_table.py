@@ -19,6 +19,7 @@ from tests.app.browser import recorded
 from trainer.run.events import AnyEvent, ErrorEvent, EventWriter, SampleEvent, StatusEvent, ValidationEvent
 from trainer.run.folder import RunDir
 from trainer.run.process import MAX_SILENCE_S
+from trainer.system.index import Index
 
 
 @pytest.fixture
@@ -119,18 +120,30 @@ def test_what_is_not_read_in_time_is_read_by_the_next_calls(studio: Studio):
 def test_rows_and_sizes_are_kept_on_disk_for_the_next_process(studio: Studio):
     recorded(studio.runs, "kept")
     mine = settled(Summaries(studio)).rows
-    wait_for(lambda: (studio.runs / "drafts" / "run-table.json").exists())
+    wait_for(lambda: bool(Index(studio.runs / "drafts").all(run_table.SIZES)))
     again = Summaries(studio).changes(budget_s=-1)
     assert (again.rows, again.num_unread) == (mine, 0)
     assert mine[0].size == sum(file.stat().st_size for file in (studio.runs / "kept").rglob("*") if file.is_file())
 
 
-def test_a_damaged_table_on_disk_is_read_anew_from_the_runs(studio: Studio):
+@pytest.mark.parametrize("row", [b"", b"{[", b"[[1], {}]"])
+def test_a_row_that_a_stranger_wrote_is_read_anew_from_its_run(studio: Studio, row: bytes):
     recorded(studio.runs, "one")
-    file = studio.runs / "drafts" / "run-table.json"
-    file.parent.mkdir()
-    file.write_text("{[")
+    for kind in (run_table.ROWS, run_table.SIZES):
+        Index(studio.runs / "drafts").put(kind, {"one": row})
     assert [row.state for row in Summaries(studio).all()] == ["finished"]
+
+
+def test_of_a_deleted_run_no_row_is_kept_on_disk(studio: Studio):
+    recorded(studio.runs, "kept")
+    recorded(studio.runs, "gone")
+    index = Index(studio.runs / "drafts")
+    settled(Summaries(studio))
+    wait_for(lambda: all(index.get(run_table.ROWS, name) for name in ("kept", "gone")))
+    shutil.rmtree(studio.runs / "gone")
+    settled(Summaries(studio))
+    wait_for(lambda: not index.get(run_table.ROWS, "gone"))
+    assert index.get(run_table.ROWS, "kept")
 
 
 def test_a_damaged_run_has_a_row_with_its_sentence_until_it_is_mended(studio: Studio):
@@ -157,7 +170,7 @@ def test_a_folder_whose_name_is_not_utf8_has_a_row_that_says_so_and_harms_no_oth
     }
     assert summaries._counter is not None
     summaries._counter.join()
-    assert "good" in (studio.runs / "drafts" / "run-table.json").read_text()
+    assert [name for name, row in Index(studio.runs / "drafts").all(run_table.ROWS).items() if row] == [b"good"]
 
 
 def test_a_sample_is_a_file_of_its_run(studio: Studio):
@@ -190,7 +203,7 @@ def test_five_hundred_runs_are_answered_within_a_second_of_the_processor(studio:
     assert len(first.changes().rows) == 500
     assert time.process_time() - began < 1, "cold: most are read by the next calls"
     settled(first)
-    wait_for(lambda: (studio.runs / "drafts" / "run-table.json").exists())
+    wait_for(lambda: bool(Index(studio.runs / "drafts").all(run_table.SIZES)))
     later = Summaries(studio)
     began = time.process_time()
     answer = later.changes()

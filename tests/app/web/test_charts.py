@@ -16,10 +16,9 @@ from PIL import Image
 from playwright.sync_api import Download, Locator, Page
 
 from app.web import bundle
-from app.web.charts import MOST_POINTS, chart_json
 from tests.app.browser import BEYOND
+from trainer.view.chart import MOST_SENT, Chart, Line
 from trainer.view.colors import variables
-from trainer.view.lines import Line
 from trainer.view.numbers import default_decay, smoothed
 
 SITE = "http://charts.test"
@@ -71,6 +70,10 @@ def noisy(values: Sequence[float], label: str = "each step") -> Line:
     points = list(enumerate(values, 1))
     minutes = [step / 30 for step, _ in points]
     return Line(label, points, "noisy", default_decay(len(values)), minutes)
+
+
+def chart_json(title: str, lines: Sequence[Line], source: str = "") -> str:
+    return Chart(title, lines, source=source).json()
 
 
 def readout(chart: Locator) -> list[str]:
@@ -125,8 +128,8 @@ def test_a_line_sent_as_means_of_steps_is_smoothed_as_its_steps_are(decay: float
 
 
 def test_a_short_line_is_sent_whole_and_a_long_one_keeps_its_spike():
-    short = json.loads(chart_json("Loss", [noisy(noise(MOST_POINTS))]))
-    assert len(short["lines"][0]["values"]) == MOST_POINTS
+    short = json.loads(chart_json("Loss", [noisy(noise(MOST_SENT))]))
+    assert len(short["lines"][0]["values"]) == MOST_SENT
     assert "counts" not in short["lines"][0]
     values = noise(10_000)
     values[7_777] = 9.0

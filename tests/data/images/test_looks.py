@@ -11,10 +11,9 @@ import pytest
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from tests.app.browser import BEYOND
-from trainer.config.sections import DataConfig
 from trainer.data.images import looks
-from trainer.data.images.looks import KnownLooks, Look
-from trainer.system.errors import InputError
+from trainer.data.images.known_files import index_of
+from trainer.data.images.looks import Look, known_looks
 
 NUM_SCENES = 240
 SHARPEST, SMOOTHEST = 1.0, 1.6
@@ -124,33 +123,27 @@ def test_blurred_and_flat_images_are_found_among_others(scenes: list[Path], foun
 def test_a_second_look_reads_nothing_and_a_changed_file_is_read_again(
     scenes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The memory is given other numbers, which only those see that read no file."""
+    """The index is given other numbers, which only those see that read no file."""
     kept, changed = tmp_path / "data" / "kept.jpg", tmp_path / "data" / "changed.jpg"
     kept.parent.mkdir()
     kept.write_bytes(scenes[0].read_bytes())
     changed.write_bytes(scenes[1].read_bytes())
-    cfg = DataConfig(path=str(kept.parent))
-    known = KnownLooks.of(cfg, tmp_path)
-    known.look(kept)
+    known, kind = known_looks(tmp_path), looks.KIND
+    known.read(kept)
     known.save()
-    assert looks._read(next((tmp_path / "images").iterdir())) == {}, "it may change again without another time stamp"
+    assert index_of(tmp_path).all(kind) == {}, "it may change again without another time stamp"
     monkeypatch.setattr("trainer.system.files.COARSEST_NS", 0)
-    known = KnownLooks.of(cfg, tmp_path)
-    look = known.look(kept)
-    known.look(changed)
+    known = known_looks(tmp_path)
+    look = known.read(kept).value
+    known.read(changed)
     known.save()
-    (memory,) = (tmp_path / "images").iterdir()
-    memory.write_text(memory.read_text().replace(f", {look.sharpness}, ", ", -1.0, "))
+    records = index_of(tmp_path).all(kind)
+    changed_numbers = {key: row.replace(str(look.sharpness).encode(), b"-1.0") for key, row in records.items()}
+    index_of(tmp_path).put(kind, changed_numbers)
     changed.write_bytes(scenes[9].read_bytes())
-    again = KnownLooks.of(cfg, tmp_path)
-    assert again.look(kept) == look._replace(sharpness=-1.0)
-    assert again.look(changed) == looks.measure(scenes[9])
-    again.save(is_complete=False)
-    memory.write_text("damaged")
-    assert KnownLooks.of(cfg, tmp_path).look(kept) == look
-    kept.unlink()
-    with pytest.raises(InputError, match=r"kept\.jpg: cannot be read"):
-        KnownLooks.of(cfg, tmp_path).look(kept)
+    again = known_looks(tmp_path)
+    assert again.read(kept).value == look._replace(sharpness=-1.0)
+    assert again.read(changed).value == looks.measure(scenes[9])
 
 
 def random_looks(count: int) -> list[Look]:

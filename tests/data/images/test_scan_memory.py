@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import os
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +16,9 @@ from PIL import Image
 from tests.data.images.test_image_files import data
 from trainer.config.sections import DataConfig
 from trainer.data.images import scan_memory
-from trainer.data.images.image_files import Dataset, scan
-from trainer.data.images.known_files import KnownFiles
-from trainer.data.images.scan_memory import ScanMemory, checked
+from trainer.data.images.image_files import CaptionedImage, Dataset, scan
+from trainer.data.images.known_files import KnownFiles, index_of
+from trainer.data.images.scan_memory import HANDED, SCANS, ScanMemory, checked
 from trainer.system.errors import InputError
 
 
@@ -100,8 +100,9 @@ def test_ranks_look_at_the_files_themselves_where_no_launcher_just_did(
     everything: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     checked(everything, tmp_path / "cache")()
-    (handed,) = (tmp_path / "cache").rglob("*.handed")
-    digest, pid, started, at = json.loads(handed.read_text(encoding="utf-8"))
+    index = index_of(tmp_path / "cache")
+    ((settings, handed),) = index.all(HANDED).items()
+    digest, pid, started, at = json.loads(handed)
     if why == "other settings":
         everything = everything.model_copy(update={"trigger": "another"})
     changed = {
@@ -111,7 +112,7 @@ def test_ranks_look_at_the_files_themselves_where_no_launcher_just_did(
         "damaged": ["../../else"],
     }
     if why in changed:
-        handed.write_text(json.dumps(changed[why]), encoding="utf-8")
+        index.put(HANDED, {settings: json.dumps(changed[why]).encode()})
     Image.new("RGB", (32, 48)).save(tmp_path / "more" / "a.png")
     (tmp_path / "more" / "a.txt").write_text("new", encoding="utf-8")
     Image.new("RGB", (32, 48)).save(tmp_path / "before" / "a.png")
@@ -169,40 +170,37 @@ def test_another_setting_is_scanned_anew_and_both_are_kept(
     assert done == [everything, other]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"files": [], "train": [[0]], "validation": [], "warnings": []}'])
-def test_a_damaged_memory_is_replaced(everything: DataConfig, tmp_path: Path, content: str) -> None:
-    expected = ScanMemory(everything, tmp_path / "cache").scan(KnownFiles)
-    (kept,) = (tmp_path / "cache").rglob("*.scan")
-    whole = kept.read_text(encoding="utf-8")
+@pytest.mark.parametrize("content", ["", "{", "[]", "null path", "[1,[]]\n{}"])
+def test_a_scan_that_a_stranger_wrote_is_replaced(everything: DataConfig, tmp_path: Path, content: str) -> None:
+    expected, index = ScanMemory(everything, tmp_path / "cache").scan(KnownFiles), index_of(tmp_path / "cache")
+    ((digest, kept),) = index.all(SCANS).items()
     checked(everything, tmp_path / "cache")()
+    written = (
+        re.sub(rb'"location":"[^"]*"', b'"location":null', kept, count=1) if "path" in content else content.encode()
+    )
     for opened in (ScanMemory, ScanMemory.of_launcher):
-        kept.write_text(content, encoding="utf-8")
+        index.put(SCANS, {digest: written})
         assert opened(everything, tmp_path / "cache").scan(KnownFiles) == expected
-        assert kept.read_text(encoding="utf-8") == whole
-
-
-@pytest.mark.parametrize("path", [5, None, [], {}])
-def test_a_memory_with_a_path_that_is_none_is_replaced(everything: DataConfig, tmp_path: Path, path: Any) -> None:
-    expected = ScanMemory(everything, tmp_path / "cache").scan(KnownFiles)
-    (kept,) = (tmp_path / "cache").rglob("*.scan")
-    content = json.loads(kept.read_text(encoding="utf-8"))
-    content["files"][0][0] = path
-    kept.write_text(json.dumps(content), encoding="utf-8")
-    assert ScanMemory(everything, tmp_path / "cache").scan(KnownFiles) == expected
+        assert index.get(SCANS, digest) == kept
 
 
 def test_each_of_many_images_takes_few_bytes(tmp_path: Path) -> None:
     count = 500
-    files = [
-        [f"/home/someone/data sets/images/{number:06d}.png", 640, 480, "none", False, False] for number in range(count)
+    images = [
+        CaptionedImage(
+            f"/home/someone/data sets/images/{number:06d}.png",
+            640,
+            480,
+            caption=f"image {number}",
+            weight=1.0,
+            sides=(512,),
+        )
+        for number in range(count)
     ]
-    shared = [[1.0, 1.0, True, [512], False, 0.0, None]]
-    rows = [[number, 0, f"image {number}", [], [0.5, 0.5], None, [], None] for number in range(count)]
-    content = {"files": files, "shared": shared, "train": rows, "validation": [], "warnings": []}
     memory = ScanMemory(data(tmp_path), tmp_path / "cache", "0" * 32)
-    (tmp_path / "cache" / "images").mkdir(parents=True)
-    (tmp_path / "cache" / "images" / f"{'0' * 32}.scan").write_text(json.dumps(content))
-    memory.scan(KnownFiles)  # what a first time alone imports
+    memory._walked.update(image.location for image in images)
+    memory.keep(Dataset(tuple(images), (), ()))
+    assert memory.scan(KnownFiles).train == tuple(images)  # imports what a first time alone imports
     tracemalloc.start()
     try:
         found = memory.scan(KnownFiles)
@@ -213,10 +211,19 @@ def test_each_of_many_images_takes_few_bytes(tmp_path: Path) -> None:
     assert len(found.train) == count and count * 200 < held < count * 500
 
 
+def test_names_that_are_not_utf_8_are_recalled(everything: DataConfig, tmp_path: Path, monkeypatch: Any) -> None:
+    for file in (*tmp_path.glob("more/h.*"), tmp_path / "before" / "h.png"):
+        file.rename(file.with_name(f"\udcff{file.suffix}"))
+    done = scanned(monkeypatch)
+    found = [ScanMemory(everything, tmp_path / "cache").scan(KnownFiles) for _ in range(2)]
+    assert found[0] == found[1] and len(done) == 1
+    assert found[1].train[3].location == f"{tmp_path}/more/\udcff.png"
+
+
 def test_a_file_that_was_changed_just_now_is_not_trusted(tmp_path: Path) -> None:
     Image.new("RGB", (32, 48)).save(tmp_path / "a.png")
     ScanMemory(data(tmp_path, missing_caption="empty"), tmp_path / "cache").scan(KnownFiles)
-    assert list((tmp_path / "cache").rglob("*.scan")) == []
+    assert index_of(tmp_path / "cache").all(SCANS) == {}
 
 
 def test_images_that_a_table_names_elsewhere_are_not_remembered(
@@ -237,12 +244,11 @@ def test_the_scans_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("trainer.system.files.COARSEST_NS", -(10**12))
     Image.new("RGB", (32, 48)).save(tmp_path / "a.png")
     configs = [data(tmp_path, missing_caption="empty", trigger=f"t{number}") for number in range(12)]
-    for number, cfg in enumerate(configs):
+    for cfg in configs:
+        ScanMemory(configs[0], tmp_path / "cache").scan(KnownFiles)
         ScanMemory(cfg, tmp_path / "cache").scan(KnownFiles)
-        for place, kept in enumerate(sorted((tmp_path / "cache").rglob("*.scan"), key=lambda one: one.stat().st_mtime)):
-            os.utime(kept, (number + place / 100, number + place / 100))
     done = scanned(monkeypatch)
-    ScanMemory(configs[-1], tmp_path / "cache").scan(KnownFiles)
-    ScanMemory(configs[0], tmp_path / "cache").scan(KnownFiles)
-    assert done == [configs[0]]
-    assert len(list((tmp_path / "cache").rglob("*.scan"))) == scan_memory.MOST_KEPT
+    for cfg in (configs[-1], configs[0], configs[1]):
+        ScanMemory(cfg, tmp_path / "cache").scan(KnownFiles)
+    assert done == [configs[1]]
+    assert len(index_of(tmp_path / "cache").all(SCANS)) == scan_memory.MOST_KEPT

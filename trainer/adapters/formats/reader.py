@@ -88,7 +88,10 @@ def read_adapter(
             if layer in layers:
                 raise group.error(f"'{name}' is '{layer}', which the file changes under another name too; keep one")
             layers[layer] = _uncorrected(group, fitted, base(layer)) if group.is_corrected else fitted
-    _check_one_kind(stored.file, layers)
+    examples = {adapter.kind: layer for layer, adapter in layers.items()}
+    if len(examples) > 1:
+        found = ", ".join(f"{kind} of '{layer}'" for kind, layer in examples.items())
+        raise InputError(f"{stored.file}: mixes kinds of adapters ({found}); only one kind can be continued")
     return layers
 
 
@@ -447,10 +450,3 @@ def _text(size: tuple[int, int | None]) -> str:
 
 def _sizes(tensor: Tensor) -> str:
     return " x ".join(map(str, tensor.shape))
-
-
-def _check_one_kind(file: Path, layers: Mapping[str, LayerAdapter]) -> None:
-    examples = {adapter.kind: layer for layer, adapter in layers.items()}
-    if len(examples) > 1:
-        found = ", ".join(f"{kind} of '{layer}'" for kind, layer in examples.items())
-        raise InputError(f"{file}: mixes kinds of adapters ({found}); only one kind can be continued")

@@ -52,11 +52,12 @@ class Buckets:
         """
         nearest = {side: self.nearest(image, side) for side in sides or tuple(self.by_side)[:1]}
         chosen = chosen_sides(image, nearest) if self.at == "largest" else tuple(nearest)
-        kept = {nearest[side]: side for side in reversed(chosen) if self._keeps_enough(image, nearest[side])}
+        kept = {
+            nearest[side]: side
+            for side in reversed(chosen)
+            if math.prod(kept_part(image.size, nearest[side])) >= self.least_kept
+        }
         return tuple((side, size) for size, side in reversed(kept.items()))
-
-    def _keeps_enough(self, image: ImageFile, size: Size) -> bool:
-        return math.prod(kept_part(image.size, size)) >= self.least_kept
 
 
 def bucket_sizes(resolution: int, multiple: int, max_aspect: float, longest: int | None = None) -> tuple[Size, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from trainer.config.load import load_config
@@ -30,7 +30,9 @@ SHOWN_BEFORE = 60
 
 def measure(family: ImageFamily, cfg: RunConfig, images: Sequence[CaptionedImage]) -> Measured:
     """Compare the captions and prompts of a run with the lengths its model reads. Loads the family's tokenizers."""
-    prompts = _sample_texts(cfg)
+    filled = [fill_trigger(text, cfg.data.trigger) for text in cfg.sample.prompts]
+    prompts = {f"sample.prompts.{number}": text for number, text in enumerate(filled)}
+    prompts["sample.negative"] = cfg.sample.negative
     own = [(image, caption) for image in images for caption in image.captions]
     distinct = list(dict.fromkeys([*(caption for _, caption in own), *prompts.values()]))
     lengths = dict(zip(distinct, family.text_lengths(distinct), strict=True))
@@ -89,13 +91,6 @@ def _partly_read(texts: Sequence[Sequence[TextLength]]) -> str:
     whole = next(length.encoder for length in texts[0] if not length.is_cut)
     cut = ", ".join(f"{length.encoder} the first {length.read} tokens" for length in texts[0] if length.is_cut)
     return f"{count} read whole by {whole} only: {cut}; shorten what all of them should read"
-
-
-def _sample_texts(cfg: RunConfig) -> Mapping[str, str]:
-    """{field: text} of the prompts, with their trigger filled in, and the negative prompt."""
-    prompts = {f"sample.prompts.{number}": text for number, text in enumerate(cfg.sample.prompts)}
-    filled = {field: fill_trigger(text, cfg.data.trigger) for field, text in prompts.items()}
-    return filled | {"sample.negative": cfg.sample.negative}
 
 
 def answer(config: Path, runs: Path) -> Answer:

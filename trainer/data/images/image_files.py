@@ -362,7 +362,11 @@ class _Scanner:
             images: Those that are used.
             files: All files of a folder of images; none of tables.
         """
-        unread = [file for file in files if file.suffix.lower() not in IMAGE_SUFFIXES and not self._is_read(file)]
+        unread = [
+            file
+            for file in files
+            if file.suffix.lower() not in IMAGE_SUFFIXES and not (file.name in METADATA or str(file) in self._captioned)
+        ]
         near = unread_files.nearest(unread, [Path(place) for place, _ in self._uncaptioned]) if files else {}
         texts = [file for file in unread if file.suffix.lower() == ".txt"]
         rivals = [file for file in texts if self._texts[f"{unread_files.stem_of(file)}.txt"] in self._captioned]
@@ -374,9 +378,6 @@ class _Scanner:
         if count and not images and not self.findings.problems:
             self.findings.problems.append(f"{source.field}: {source.root}: none of its {count} images can be read")
         self._warn_of_open_trigger(source, images)
-
-    def _is_read(self, file: Path) -> bool:
-        return file.name in METADATA or str(file) in self._captioned
 
     def _name_uncaptioned(self, source: _Source, count: int, near: Mapping[Path, Path], lists: Sequence[Path]) -> None:
         """Name the images of a folder that have no caption, as a problem or, where that is allowed, as a warning.
@@ -512,6 +513,7 @@ class _Scanner:
         return images
 
     def _of_row(self, source: _Source, row: TableRow, prefix: str) -> CaptionedImage | None:
+        """The image of a row of a table, which also names its references and has no focus; None for a finding."""
         captions = self._complete(row.captions, row.place, "write it into the row")
         return self._image(row.image, f"{prefix}{row.name}", captions, WHOLE.focus, source, row.references)
 

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field, fields
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Annotated, Any, cast
+from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.ImageFile import ImageFile as PillowImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
+from pydantic import AfterValidator, PlainSerializer
 
 from trainer.config.size import Size
 from trainer.data.images import colour, png_chunks
@@ -52,6 +54,18 @@ _FORMATS = ("JPEG", "PNG", "BMP", "TIFF", "WEBP", "GIF", "AVIF")
 reader of Pillow is tried, whatever a file holds: its PostScript reader runs Ghostscript."""
 
 
+def _quoted(text: str) -> str:
+    return quote_from_bytes(os.fsencode(text))
+
+
+def _unquoted(text: str) -> str:
+    return os.fsdecode(unquote_to_bytes(text))
+
+
+NativeText = Annotated[str, PlainSerializer(_quoted, when_used="json"), AfterValidator(_unquoted)]
+"""A path, or a sentence with one. It need not be UTF-8, which JSON must be: there it is quoted as in a URL."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImageFile:
     """An image file.
@@ -65,7 +79,7 @@ class ImageFile:
         is_turned: Whether the EXIF orientation swaps width and height.
     """
 
-    location: str
+    location: NativeText
     width: int
     height: int
     profile: Profile = field(default="none", kw_only=True)

@@ -188,8 +188,11 @@ class ImageSource(DataSource):
         return ImageBatchSampler(self._batch_key, self._weights, sizes, self._cfg.train.seed, choices)
 
     def _choices(self, image: CaptionedImage) -> Choices:
-        # Guidance pushes samples away from what a dropped caption gives, which therefore must be the subject that is
-        # trained, not a regularization image.
+        """The random choices of an image.
+
+        Guidance pushes samples away from what a dropped caption gives, which therefore must be the subject that is
+        trained, not a regularization image.
+        """
         return Choices(image.caption_dropout if image.is_own else 0.0, len(image.captions), image.may_flip)
 
     def num_samples(self, epochs: float, context: RankContext) -> int:

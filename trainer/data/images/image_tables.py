@@ -407,7 +407,11 @@ def _tar_members(file: Path, stream: io.BufferedReader) -> Iterator[tuple[str, _
 
     A sample is the name up to the first dot of its last part.
     """
-    _require_plain(file, stream)
+    # A compressed tar file may have the name of another one.
+    head = stream.read(6)
+    stream.seek(0)
+    if any(head.startswith(mark) for mark in COMPRESSED_MARKS):
+        raise InputError(f"{file}: {IS_COMPRESSED}")
     try:
         with tarfile.open(fileobj=cast("IO[bytes]", _Headers(stream)), mode="r:") as tar:
             while (one := tar.next()) is not None:
@@ -423,14 +427,6 @@ def _tar_members(file: Path, stream: io.BufferedReader) -> Iterator[tuple[str, _
         raise InputError(f"{file}: not a tar file, or cut off ({error}); copy it again") from error
     if not is_whole:
         raise InputError(f"{file}: cut off: it has no end mark; copy it again")
-
-
-def _require_plain(file: Path, stream: io.BufferedReader) -> None:
-    """Raise InputError for a compressed tar file under the name of another one."""
-    head = stream.read(6)
-    stream.seek(0)
-    if any(head.startswith(mark) for mark in COMPRESSED_MARKS):
-        raise InputError(f"{file}: {IS_COMPRESSED}")
 
 
 def _sample(

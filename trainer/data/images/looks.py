@@ -10,11 +10,8 @@ variance of the Laplacian (J. Pech-Pacheco et al., Diatom autofocusing in bright
 from __future__ import annotations
 
 import base64
-import contextlib
 import functools
-import json
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,16 +19,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import PIL
 from PIL import Image
-from pydantic import TypeAdapter
 
-from trainer.config.sections import DataConfig
 from trainer.data.images.image_io import load_grey, read_header
-from trainer.data.images.image_members import file_of
-from trainer.data.images.known_files import MOST_BYTES, key_of, memory_of
-from trainer.system import files
-from trainer.system.errors import InputError
-from trainer.system.files import Stamp
+from trainer.data.images.known_files import FileMemory, index_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,6 +31,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Version of the stored records: raise it when `measure` finds something else in the same file."""
+KIND = f"look {FORMAT} {PIL.__version__}"
+"""Of the records in the index."""
 SIDE = 512
 """Longer side in pixels at which sharpness and contrast are measured; smaller images keep their size."""
 HASHED = 32
@@ -156,56 +150,9 @@ def _sharpness(pixels: NDArray[np.float32]) -> float:
     return float((around - 4 * pixels[1:-1, 1:-1]).var())
 
 
-class KnownLooks:
-    """Looks by path. What was measured of a file that has not changed since is not measured again."""
-
-    def __init__(self, memory: Path | None = None) -> None:
-        """Open a memory. Whatever is wrong with it, only time is lost. None: nothing is kept."""
-        self._memory = memory
-        self._saved = {} if memory is None else _read(memory)
-        self._found: dict[str, tuple[Stamp, int, Look]] = {}
-        self._is_changed = False
-
-    @classmethod
-    def of(cls, cfg: DataConfig, cache: Path) -> KnownLooks:
-        """The looks of a dataset. cache: the folder that runs share."""
-        return cls(memory_of(cfg, cache).with_suffix(f".looks-{FORMAT}.json"))
-
-    def look(self, path: Path) -> Look:
-        """Return how an image looks. Raises InputError when it cannot be read."""
-        try:
-            stamp = Stamp.of(file_of(path))
-        except OSError as error:
-            raise files.unreadable(path, error) from error
-        key = key_of(path)
-        known = self._saved.get(key)
-        if known is None or known[0] != stamp:
-            known = (stamp, time.time_ns(), measure(path))
-            self._is_changed = True
-        self._found[key] = known
-        return known[2]
-
-    def save(self, is_complete: bool = True) -> None:
-        """Keep what was measured. is_complete: whether all images were asked for, so that others are forgotten."""
-        self._is_changed |= is_complete and self._saved.keys() != self._found.keys()
-        if self._memory is None or not self._is_changed:
-            return
-        kept = self._found if is_complete else self._saved | self._found
-        safe = {key: entry for key, entry in kept.items() if entry[0].is_safe(entry[1])}
-        with contextlib.suppress(OSError):  # a full or read-only disk: the files are read again
-            files.make_private_if_new(self._memory.parent)
-            files.replace(self._memory, json.dumps(safe))
-            self._is_changed = False
-
-
-_KNOWN = TypeAdapter(dict[str, tuple[Stamp, int, Look]])
-
-
-def _read(memory: Path) -> dict[str, tuple[Stamp, int, Look]]:
-    try:
-        return files.read_json(memory, _KNOWN, at_most=MOST_BYTES)
-    except (OSError, InputError):
-        return {}
+def known_looks(cache: Path) -> FileMemory[Look]:
+    """Return what was measured of images. cache: the folder that runs share."""
+    return FileMemory(index_of(cache), KIND, Look, measure)
 
 
 def copies(looks: Sequence[Look], is_stopped: Callable[[], bool] = lambda: False) -> list[Copies]:

@@ -7,47 +7,42 @@ See DECISIONS 194, 199.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import PIL
 import psutil
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from trainer.config.sections import DataConfig
 from trainer.data.images.image_files import CaptionedImage, Dataset, read_folders, scan, separate_folders
-from trainer.data.images.image_io import WHOLE, ImageFile, entries_below, folders_with_images
+from trainer.data.images.image_io import NativeText, entries_below, folders_with_images
 from trainer.data.images.image_members import file_of
-from trainer.data.images.known_files import FOLDER, MOST_BYTES, KnownFiles
+from trainer.data.images.known_files import KnownFiles, index_of
 from trainer.system import files
 from trainer.system.errors import InputError
 
 FORMAT = 1
 """Version of the stored records: raise it when a scan of the same files finds something else."""
 Keep = Callable[[], None]
-SUFFIX = ".scan"
-HANDED_SUFFIX = ".handed"
+SCANS, HANDED = f"scan {FORMAT} {PIL.__version__}", "handed"
+"""Kinds of records in the index: scans by their digest, and the digest that a launcher named by its settings."""
 HANDED_S = 120.0
 """Seconds for which ranks take what their launcher saw; later, as after a restart, they look themselves."""
-_HANDED = TypeAdapter(tuple[str, int, float, float])
 MOST_KEPT = 8
-"""Files of each kind that are kept, the ones that were used last."""
-_FILE = ("width", "height", "profile", "has_frames", "is_turned")
-"""Fields of `ImageFile` in addition to its path."""
-_LINKED = ("mask", "references", "rejected")
-"""Fields that hold other images."""
-_OWN = ("caption", "more_captions", "focus", *_LINKED)
-"""Fields that differ between the images of a folder."""
-_SHARED = tuple(field.name for field in fields(CaptionedImage) if field.name not in ("location", *_FILE, *_OWN))
-"""Those that do not: each combination of them is kept once."""
+"""Scans that are kept, the ones that were used last."""
+_HANDED = TypeAdapter(tuple[str | None, int, float, float])
+_HEAD = TypeAdapter(tuple[int, tuple[NativeText, ...]])
+"""The first line of a record: how many of its images are trained on, and the warnings. Each image is a line of its own:
+what the parser takes for 100,000 in one text, 57 MB, it does not give back."""
+_IMAGE = TypeAdapter(CaptionedImage)
 
 
 def checked(cfg: DataConfig, cache: Path) -> Keep:
@@ -62,7 +57,7 @@ def checked(cfg: DataConfig, cache: Path) -> Keep:
     memory = ScanMemory(cfg, cache)
     if memory.has_scan:
         return memory.hand_over
-    known = KnownFiles.of(cfg, cache)
+    known = KnownFiles(index_of(cache))
     found = scan(cfg, known=known)
 
     def keep() -> None:
@@ -86,7 +81,7 @@ class ScanMemory:
     """
 
     def __init__(self, cfg: DataConfig, cache: Path, digest: str | None = None) -> None:
-        self._cfg, self._cache = cfg, cache
+        self._cfg, self._index = cfg, index_of(cache)
         self.digest = digest
         self._walked: set[str] = set()
         if digest is None:
@@ -95,7 +90,7 @@ class ScanMemory:
     @classmethod
     def of_launcher(cls, cfg: DataConfig, cache: Path) -> ScanMemory:
         """The scan that the process which started this rank has just checked; else as the files are now."""
-        return cls(cfg, cache, _handed(_hand_over_file(cfg, cache)))
+        return cls(cfg, cache, _handed(index_of(cache).get(HANDED, _settings(cfg))))
 
     def _walk(self) -> None:
         """Look at the stamps of all files."""
@@ -119,22 +114,14 @@ class ScanMemory:
             self.digest = content.hexdigest()[:32]
 
     @property
-    def _file(self) -> Path | None:
-        return self._cache / FOLDER / f"{self.digest}{SUFFIX}" if self.digest else None
-
-    @property
     def has_scan(self) -> bool:
-        return self._file is not None and self._file.exists()
+        return self.digest is not None and self._index.get(SCANS, self.digest) is not None
 
     def hand_over(self) -> None:
         """Name the digest to the ranks that this process starts next, so that they need not look at all files again."""
-        file = _hand_over_file(self._cfg, self._cache)
-        with contextlib.suppress(OSError):  # a full or read-only disk: the ranks look themselves
-            if self.digest is None:
-                file.unlink(missing_ok=True)
-            else:
-                launcher = psutil.Process()
-                keep_last(file, json.dumps([self.digest, launcher.pid, launcher.create_time(), time.time()]))
+        launcher = psutil.Process()
+        handed = [self.digest, launcher.pid, launcher.create_time(), time.time()]
+        self._index.put(HANDED, {_settings(self._cfg): json.dumps(handed).encode()})
 
     def scan(self, known: Callable[[], KnownFiles]) -> Dataset:
         """The scan, which is made and kept if it is not known.
@@ -155,38 +142,41 @@ class ScanMemory:
         return found
 
     def _recalled(self) -> Dataset | None:
-        if self._file is None:
+        content = self._index.get(SCANS, self.digest) if self.digest else None
+        if self.digest is None or content is None:
             return None
-        try:
-            with without_collection():
-                found = _dataset(json.loads(files.read(self._file, at_most=MOST_BYTES)))
-            os.utime(self._file)
-        except (OSError, InputError, ValueError, TypeError, KeyError, IndexError):  # none, or damaged: scanned again
-            return None
-        return found
+        self._index.touch(SCANS, self.digest)
+        with suppress(ValidationError), without_collection():  # what a stranger wrote is scanned again
+            head, *lines = content.split(b"\n")
+            num_train, warnings = _HEAD.validate_json(head)
+            images = tuple(map(_IMAGE.validate_json, lines))
+            return Dataset(images[:num_train], images[num_train:], warnings)
+        return None
 
     def keep(self, dataset: Dataset) -> None:
         """Keep a scan that has just been made, if all that it read was looked at."""
-        content = _content(dataset)
-        if self._file is None or any(str(file_of(Path(path))) not in self._walked for path, *_ in content["files"]):
+        images = (*dataset.train, *dataset.validation)
+        others = ((image.mask, image.rejected) for image in images)
+        read = (image.path for image in chain(dataset.images, *others) if image is not None)
+        if self.digest is None or any(str(file_of(path)) not in self._walked for path in read):
             self.digest = None  # a row of a table may name an image anywhere
             return
-        with contextlib.suppress(OSError):  # a full or read-only disk: the next start scans again
-            keep_last(self._file, json.dumps(content))
+        head = _HEAD.dump_json((len(dataset.train), dataset.warnings))
+        lines = (_IMAGE.dump_json(image, exclude_defaults=True) for image in images)
+        self._index.put(SCANS, {self.digest: b"\n".join((head, *lines))}, MOST_KEPT)
 
 
-def _hand_over_file(cfg: DataConfig, cache: Path) -> Path:
-    settings = hashlib.sha256(cfg.model_dump_json().encode()).hexdigest()[:32]
-    return cache / FOLDER / f"{settings}{HANDED_SUFFIX}"
+def _settings(cfg: DataConfig) -> str:
+    return hashlib.sha256(cfg.model_dump_json().encode()).hexdigest()[:32]
 
 
-def _handed(file: Path) -> str | None:
+def _handed(content: bytes | None) -> str | None:
     """The digest that a launcher named just now, if this process is its rank; ranks of other machines never are."""
     try:
-        digest, pid, started, at = files.read_json(file, _HANDED, at_most=MOST_BYTES)
+        digest, pid, started, at = _HANDED.validate_json(content or b"")
         own = psutil.Process()
         launchers = {(one.pid, one.create_time()) for one in (own, *own.parents())}
-    except (OSError, InputError, psutil.Error):
+    except (ValidationError, psutil.Error):
         return None
     return digest if (pid, started) in launchers and 0 <= time.time() - at < HANDED_S else None
 
@@ -205,78 +195,7 @@ def _stamps(cfg: DataConfig, passed: list[str]) -> Iterator[tuple[str, os.stat_r
             yield entry.path, entry.stat()
 
 
-def _content(dataset: Dataset) -> dict[str, Any]:
-    """A dataset as JSON can hold it. Each file stands once, with its number."""
-    numbers: dict[ImageFile, int] = {}
-    listed: list[list[Any]] = []
-    shared: dict[tuple[Any, ...], int] = {}
-
-    def number_of(image: ImageFile) -> int:
-        file = ImageFile(image.location, **{name: getattr(image, name) for name in _FILE})
-        if file not in numbers:
-            numbers[file] = len(numbers)
-            listed.append([file.location, *(getattr(file, name) for name in _FILE)])
-        return numbers[file]
-
-    def row_of(image: CaptionedImage) -> list[Any]:
-        common = shared.setdefault(tuple(getattr(image, name) for name in _SHARED), len(shared))
-        return [number_of(image), common, *(_linked(name, getattr(image, name), number_of) for name in _OWN)]
-
-    rows = {name: [row_of(image) for image in getattr(dataset, name)] for name in ("train", "validation")}
-    return {"files": listed, "shared": list(shared), **rows, "warnings": dataset.warnings}
-
-
-def _linked(name: str, value: Any, number_of: Any) -> Any:
-    if name not in _LINKED or value is None:
-        return value
-    return [number_of(one) for one in value] if isinstance(value, tuple) else number_of(value)
-
-
-def _dataset(content: Mapping[str, Any]) -> Dataset:
-    listed = content["files"]
-    if not all(isinstance(path, str) for path, *_ in listed):
-        raise TypeError("a path is not a text")
-    shared = [dict(zip(_SHARED, row, strict=True)) for row in content["shared"]]
-    for common in shared:
-        common["sides"] = tuple(common["sides"])
-
-    def file_of(number: int) -> ImageFile:
-        path, width, height, profile, has_frames, is_turned = listed[number]
-        return ImageFile(path, width, height, profile=profile, has_frames=has_frames, is_turned=is_turned)
-
-    def image_of(row: Sequence[Any]) -> CaptionedImage:
-        number, common, caption, more_captions, (x, y), mask, references, rejected = row
-        path, width, height, profile, has_frames, is_turned = listed[number]
-        return CaptionedImage(
-            path,
-            width,
-            height,
-            profile=profile,
-            has_frames=has_frames,
-            is_turned=is_turned,
-            caption=caption,
-            more_captions=tuple(more_captions),
-            focus=WHOLE.focus if (x, y) == WHOLE.focus else (x, y),
-            mask=None if mask is None else file_of(mask),
-            references=tuple(map(file_of, references)),
-            rejected=None if rejected is None else file_of(rejected),
-            **shared[common],
-        )
-
-    train, validation = (tuple(map(image_of, content[name])) for name in ("train", "validation"))
-    return Dataset(train, validation, tuple(content["warnings"]))
-
-
-def keep_last(file: Path, content: str) -> None:
-    """Write a file named by a digest, and remove all but the MOST_KEPT last used ones of its suffix. Raises OSError."""
-    files.make_private_if_new(file.parent)
-    files.replace(file, content)
-    kept = sorted(file.parent.glob(f"{'[0-9a-f]' * 32}{file.suffix}"), key=lambda one: one.stat().st_mtime_ns)
-    for old in kept[:-MOST_KEPT]:
-        old.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
+@contextmanager
 def without_collection() -> Iterator[None]:
     """Make many objects that all stay: looking for garbage among them again and again takes as long as they do."""
     was_on = gc.isenabled()

@@ -63,7 +63,11 @@ class MixedSource(DataSource):
         self._train, self._validation = (self._usable(rows) for rows in (questions.train, questions.validation))
         for warning in questions.warnings:
             emit(WarningEvent(message=warning))
-        self.digest = _digest(self._images.digest, self._train, cfg)
+        texts = [repr(row) for row in self._train]
+        budget = "" if cfg.data.pack_tokens is None else f" {cfg.data.pack_tokens}"
+        self.digest = hashlib.sha256(
+            f"{self._images.digest} {cfg.data.question_share} {texts}{budget}".encode()
+        ).hexdigest()
         self.num_held_out = len(data.validation) + len(self._validation)
         self._samples_of_an_epoch = math.nan
 
@@ -234,7 +238,9 @@ class MixedSource(DataSource):
         if not isinstance(content, ImageFile):
             return SequencePart(kind, content)
         size = (
-            self._conditioning_size(content, num_conditioning) if kind == "conditioning" else self._drawn_size(content)
+            self._conditioning_size(content, num_conditioning)
+            if kind == "conditioning"
+            else self._family.drawn_size(content.size, self._cfg.data.resolution)
         )
         return SequencePart(kind, size)
 
@@ -261,9 +267,6 @@ class MixedSource(DataSource):
 
     def _conditioning_size(self, image: ImageFile, num_conditioning: int = 1) -> Size:
         return self._family.conditioning_size(image.size, self._cfg.data, num_conditioning)
-
-    def _drawn_size(self, image: ImageFile) -> Size:
-        return self._family.drawn_size(image.size, self._cfg.data.resolution)
 
 
 def _nothing(kind: str, number: int) -> bool:
@@ -352,10 +355,3 @@ def load_conditioning(
     """Load an image in the size of a conditioning image. num_conditioning: as `MultimodalFamily.conditioning_size`."""
     size = family.conditioning_size(image.size, cfg.data, num_conditioning).frame
     return load_resized(image, size, cfg.data.background)
-
-
-def _digest(images: str, rows: Sequence[AnyRow], cfg: RunConfig) -> str:
-    """Digest of images and rows."""
-    texts = [repr(row) for row in rows]
-    budget = "" if cfg.data.pack_tokens is None else f" {cfg.data.pack_tokens}"
-    return hashlib.sha256(f"{images} {cfg.data.question_share} {texts}{budget}".encode()).hexdigest()

@@ -117,7 +117,14 @@ class Encoder:
         if self.compares != (kind == PREFERENCE):
             raise InputError(NOT_A_PAIR if self.compares else A_PAIR)
         if not is_known(values):
-            raise InputError(_no_keys(values))
+            keys = shortened(", ".join(f'"{key}"' for key in values), 200)
+            lists = [
+                key for key, value in values.items() if isinstance(value, list) and value and isinstance(value[0], dict)
+            ]
+            remedy = (
+                f'; if the rows are in "{lists[0]}", write that list alone' if lists else remedy_of_separator(values)
+            )
+            raise InputError(f"{f'has only {keys}' if keys else 'holds nothing'}; a row has {KEYS}{remedy}")
         values = standard(values)
         if self.compares:
             return self._preference(values, where)
@@ -147,7 +154,10 @@ class Encoder:
         if isinstance(values["chosen"], list) and isinstance(values["rejected"], list):
             _check_beginnings(_conversation(values, "chosen"), _conversation(values, "rejected"))
         chosen, rejected = (self._answer(values, key) for key in ("chosen", "rejected"))
-        shared = _common(chosen.tokens, rejected.tokens)
+        # Number of tokens that both begin with.
+        length = min(len(chosen.tokens), len(rejected.tokens))
+        differ = np.flatnonzero(chosen.tokens[:length] != rejected.tokens[:length])
+        shared = int(differ[0]) if len(differ) else length
         if shared == len(chosen.tokens) == len(rejected.tokens):
             raise InputError('"chosen" and "rejected" have equal tokens, so that neither is preferred; remove the row')
         for key, answer in (("chosen", chosen), ("rejected", rejected)):
@@ -226,13 +236,6 @@ def _row_document(row: FoundRow, encoder: Encoder) -> Document:
         raise InputError(f"{row.where()}: {error}") from error
 
 
-def _no_keys(values: Mapping[str, Any]) -> str:
-    keys = shortened(", ".join(f'"{key}"' for key in values), 200)
-    lists = [key for key, value in values.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    remedy = f'; if the rows are in "{lists[0]}", write that list alone' if lists else remedy_of_separator(values)
-    return f"{f'has only {keys}' if keys else 'holds nothing'}; a row has {KEYS}{remedy}"
-
-
 def _conversation(values: Mapping[str, Any], key: str) -> list[Any]:
     """The messages of an answer with those of its prompt, which may be among the answer's, as in published datasets."""
     answer, prompt = values[key], values.get("prompt", "")
@@ -267,13 +270,6 @@ def _check_beginnings(chosen: Sequence[Any], rejected: Sequence[Any]) -> None:
 def _read(message: Any) -> tuple[Any, ...]:
     """The values of a message that templates read."""
     return tuple(message.get(key) for key in ("role", "content", "tool_calls")) if isinstance(message, dict) else (0, 0)
-
-
-def _common(one: NDArray[np.integer[Any]], other: NDArray[np.integer[Any]]) -> int:
-    """Number of tokens that both begin with."""
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(one[:length] != other[:length])
-    return int(differ[0]) if len(differ) else length
 
 
 def _string(values: Mapping[str, object], key: str) -> str:

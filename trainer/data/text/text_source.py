@@ -68,7 +68,10 @@ class TextSource(DataSource):
         self._cfg, self._family, self._emit = cfg, family, emit
         self._folders = folders_of(cfg.data)
         files, self._held_out_files = of_config(cfg.data)
-        self.digest = world.gather(_digest(files, self._folders))[0]
+        # Digest of the files and of how often their documents occur.
+        found, mixed = digest(files), [(len(folder.files), folder.weight) for folder in self._folders]
+        plain = len(mixed) == 1 and mixed[0][1] == 1
+        self.digest = world.gather(found if plain else hashlib.sha256(f"{found} {mixed}".encode()).hexdigest())[0]
         _check_same(files, world)
         check_preferences((*files, *self._held_out_files), cfg.objective.compares_pairs)
         emit(StatusEvent(state="loading", message=f"texts are read from {named(files)}"))
@@ -306,13 +309,6 @@ def check_length(cfg: RunConfig, family: TextFamily) -> None:
         raise InputError(
             f"data.length: {cfg.data.length} tokens, but the model was made for {family.longest} at most; lower it"
         )
-
-
-def _digest(files: tuple[Path, ...], folders: Sequence[TextFolder]) -> str:
-    """Digest of the files and of how often their documents occur."""
-    found, mixed = digest(files), [(len(folder.files), folder.weight) for folder in folders]
-    plain = len(mixed) == 1 and mixed[0][1] == 1
-    return found if plain else hashlib.sha256(f"{found} {mixed}".encode()).hexdigest()
 
 
 def _check_same(files: tuple[Path, ...], world: World) -> None:

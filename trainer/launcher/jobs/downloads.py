@@ -48,7 +48,9 @@ class Downloads:
             InputError: It is not a published model that can be downloaded, is here already, or its download is running.
             OSError: The folder cannot be written.
         """
-        _require_known(model_id)
+        known = [model.id for model in published_models().values() if not model.is_built_in]
+        if model_id not in known:
+            raise InputError(f"{not_one_of(model_id, known)}; download another one with `hf download`")
         folder = self._folder_of(model_id)
         files.make_private_if_new(self.folder)
         files.make_private_if_new(folder)
@@ -154,12 +156,6 @@ class Downloads:
 
     def _read_launch(self, model_id: str) -> Launch | None:
         return Launch.read_file(self._launch(model_id), "remove it if the download has ended")
-
-
-def _require_known(model_id: str) -> None:
-    known = [model.id for model in published_models().values() if not model.is_built_in]
-    if model_id not in known:
-        raise InputError(f"{not_one_of(model_id, known)}; download another one with `hf download`")
 
 
 def _spawn(argv: list[str], output: Path) -> subprocess.Popen[bytes]:

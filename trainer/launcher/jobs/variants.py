@@ -121,7 +121,8 @@ def create(config: ConfigFile, variants: Mapping[str, Sequence[str]], runs: Path
             )
     run = preflight.new_run(config, runs)
     for number, (label, variant) in enumerate(checked.items(), 1):
-        RunDir.create(run.path, variant, run.path / "trials" / f"{number:02d}-{_file_name(label)}")
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.") or "trial"
+        RunDir.create(run.path, variant, run.path / "trials" / f"{number:02d}-{name}")
     files.replace(run.path / "trials" / "labels.json", _LABELS.dump_json(list(variants)))
     return run
 
@@ -169,10 +170,6 @@ def _read(label: str, trial: RunDir) -> Trial:
         losses=tuple(step.loss for step in steps),
         validation=tuple(event.loss for event in events if isinstance(event, ValidationEvent)),
     )
-
-
-def _file_name(label: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.") or "trial"
 
 
 _COST = TypeAdapter(Cost)

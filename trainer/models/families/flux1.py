@@ -6,25 +6,21 @@ model attends to, L = 512 for dev and 256 for schnell; "pooled_embeds" (P,) of C
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
-from PIL import Image
 from torch import Tensor, nn
 
 from trainer.config.families import Distilled
-from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
-from trainer.config.size import Size
-from trainer.models.base import FLOW_FIELDS, ImageFamily, LoadModule, TextLength
-from trainer.models.objectives.base import Batch, Example, Loss
-from trainer.models.objectives.flow_matching import flow_loss
-from trainer.models.parts.folder import check_architecture, open_folder, write_model_index, write_random, write_tiny
+from trainer.config.sections import ModelConfig, ObjectiveConfig
+from trainer.models.base import FLOW_FIELDS, LoadModule, TextLength
+from trainer.models.flow_transformer import FlowTransformer, Index
+from trainer.models.objectives.base import Batch, Example
+from trainer.models.parts.folder import check_architecture
 from trainer.models.parts.image.clip import (
     CLIP_L,
     CLIP_TOKENS,
@@ -35,14 +31,7 @@ from trainer.models.parts.image.clip import (
     write_tiny_clip,
     write_tiny_clip_tokenizer,
 )
-from trainer.models.parts.image.euler import (
-    denoise,
-    euler_scheduler,
-    linear_mu_of,
-    spaced_sigmas,
-    write_euler_scheduler,
-)
-from trainer.models.parts.image.images import device_of, pack, patchify, unpack, unpatchify
+from trainer.models.parts.image.images import pack, patchify, unpack, unpatchify
 from trainer.models.parts.image.t5 import (
     T5_TYPES,
     T5_XXL,
@@ -53,10 +42,9 @@ from trainer.models.parts.image.t5 import (
     write_tiny_t5_tokenizer,
 )
 from trainer.models.parts.image.text_encoder import TextEncoder, load_tokenizer, max_tokens, text_lengths
-from trainer.models.parts.image.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
+from trainer.models.parts.image.vae import published_vae, tiny_vae
 from trainer.models.parts.layout import numbered, tensors_of
 from trainer.parallel.parallelize import ShardSpec
-from trainer.rng import SampleRng
 from trainer.system.errors import InputError
 from trainer.system.pinned import send
 from trainer.weights.files import Fused
@@ -91,8 +79,10 @@ class TextEncoders:
     t5: TextEncoder
 
 
-class Flux1(ImageFamily):
-    components = ("transformer",)
+class Flux1(FlowTransformer):
+    network = FluxTransformer2DModel
+    lora_loader = "FluxLoraLoaderMixin"
+    encoder_folders = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae")
     shard = ShardSpec(
         blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
         returns_views=("FluxSingleTransformerBlock", "FluxTransformer2DModel"),
@@ -117,21 +107,15 @@ class Flux1(ImageFamily):
             architecture="schnell",
         ),
     )
-    size_multiple = 16
     objective_fields = FLOW_FIELDS | {"guidance"}
     conditional_fields: ClassVar = {"objective.guidance": ("transformer/config.json", "guidance_embeds", False)}
     options_read = frozenset({"architecture", "distilled", "max_tokens"})
     longest_text = 512
+    reads_negative = False
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
-        self._folder = open_folder(model, ARCHITECTURES, self._write_tiny)
-        self._transformer = self._folder.config("transformer", FluxTransformer2DModel.__name__)
-        self._vae = self._folder.read("vae/config.json")
-        self._scheduler = self._folder.read("scheduler/scheduler_config.json")
         self._check_encoders()
-        # The config as the model reads it: fields that the file leaves out have their defaults.
-        self._architecture: Any = self.build("transformer").config
         check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
         self._check_inputs()
         self._max_tokens = max_tokens(model, self._folder, "tokenizer_2", MAX_TOKENS[self._kind])
@@ -140,20 +124,11 @@ class Flux1(ImageFamily):
     def model_spec(self) -> str:
         return f"flux-1-{self._kind}"
 
-    def build(self, component: str) -> nn.Module:
-        with torch.device("meta"):
-            model: nn.Module = FluxTransformer2DModel.from_config(self._transformer)
-        return model
-
     def layout(self, component: str) -> tuple[Fused, ...]:
         model = self.build(component)
         double = numbered("double_blocks", "transformer_blocks", model, DOUBLE_BLOCK)
         single = numbered("single_blocks", "single_transformer_blocks", model, SINGLE_BLOCK)
         return tensors_of(model, (*MODULES, *double, *single))
-
-    def fingerprint(self) -> str:
-        names = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae")
-        return hashlib.sha256(f"{self._max_tokens} {self._folder.digest(*names)}".encode()).hexdigest()
 
     def text_encoder(self, load: LoadModule) -> TextEncoders:
         from transformers import CLIPTextModel
@@ -162,9 +137,6 @@ class Flux1(ImageFamily):
             load_clip(load, self._folder, "text_encoder", "tokenizer", CLIPTextModel),
             load_t5(load, self._folder, "text_encoder_2", "tokenizer_2"),
         )
-
-    def image_encoder(self, load: LoadModule) -> nn.Module:
-        return load(build_vae(self._vae), self._folder.weights("vae"), ())
 
     @torch.no_grad()
     def encode_text(self, encoder: TextEncoders, caption: str) -> Example:
@@ -178,44 +150,8 @@ class Flux1(ImageFamily):
         tokenizer = load_tokenizer(self._folder, "tokenizer_2")
         return [(length,) for length in text_lengths("text_encoder_2", tokenizer, captions, self._max_tokens)]
 
-    @torch.no_grad()
-    def encode_image(self, encoder: Any, image: Image.Image) -> Example:
-        return {"latents": encode_latents(encoder, image)[0].cpu()}
-
-    def batch_key(self, example: Example) -> Hashable:
-        return (*example["latents"].shape[-2:], example["prompt_embeds"].shape[0])
-
-    def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
-            return self._predict(model, noisy, sigma, batch, self.objective.guidance)
-
-        height, width = batch["latents"].shape[-2:]
-        return flow_loss(self.objective, self.shift, batch, height * width // 4, rng, predict)
-
-    @torch.no_grad()
-    def draw(
-        self,
-        model: nn.ModuleDict,
-        encoder: Any,
-        text: Example,
-        negative: Example | None,
-        cfg: CompleteSample,
-        rng: SampleRng,
-    ) -> Image.Image:
-        """Generate an image. Only dev reads `cfg.guidance`; no model reads the negative prompt."""
-        device = device_of(encoder)
-        width, height = (2 * (side // self.size_multiple) for side in cfg.size)
-        prompt = {key: tensor.to(device).unsqueeze(0) for key, tensor in text.items()}
-
-        def predict(latents: Tensor, sigma: Tensor) -> Tensor:
-            return self._predict(model, latents, sigma, prompt, cfg.guidance)
-
-        noise = rng.normal("sample", (self._vae["latent_channels"], height, width)).to(device)
-        mu = linear_mu_of(self._scheduler, height * width // 4)
-        scheduler = euler_scheduler(self._scheduler, cfg.steps, device, mu, sigmas=spaced_sigmas(cfg.steps))
-        return decode_latents(encoder, denoise(scheduler, noise, predict))
-
     def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
+        """Alphas are separate in this model's files."""
         from diffusers.loaders.lora_pipeline import FluxLoraLoaderMixin
 
         state, alphas = FluxLoraLoaderMixin.lora_state_dict(
@@ -225,9 +161,8 @@ class Flux1(ImageFamily):
             state, network_alphas=alphas, transformer=model["transformer"], low_cpu_mem_usage=True
         )
 
-    def blank_example(self, size: Size, text_tokens: int, dtype: torch.dtype) -> Example:
+    def blank_text(self, num_tokens: int, dtype: torch.dtype) -> Example:
         return {
-            "latents": torch.zeros(self._vae["latent_channels"], size.height // 8, size.width // 8),
             "prompt_embeds": torch.zeros(self._max_tokens, self._architecture.joint_attention_dim, dtype=dtype),
             "pooled_embeds": torch.zeros(self._architecture.pooled_projection_dim, dtype=dtype),
         }
@@ -265,6 +200,24 @@ class Flux1(ImageFamily):
         }
 
     @property
+    def latent_channels(self) -> int:
+        return int(self._architecture.in_channels) // 4
+
+    def write_tiny_encoders(self, folder: Path, configs: Mapping[str, Any]) -> Index:
+        from transformers import CLIPTextModel
+
+        write_tiny_clip(folder / "text_encoder", configs["text_encoder"], CLIPTextModel)
+        write_tiny_t5(folder / "text_encoder_2", configs["text_encoder_2"])
+        write_tiny_clip_tokenizer(folder / "tokenizer", TINY_TOKENS)
+        write_tiny_t5_tokenizer(folder / "tokenizer_2", TINY_TOKENS)
+        return "FluxPipeline", {
+            "text_encoder": ("transformers", "CLIPTextModel"),
+            "text_encoder_2": ("transformers", "T5EncoderModel"),
+            "tokenizer": ("transformers", "CLIPTokenizer"),
+            "tokenizer_2": ("transformers", "T5TokenizerFast"),
+        }
+
+    @property
     def _kind(self) -> str:
         return "dev" if self._architecture.guidance_embeds else "schnell"
 
@@ -286,25 +239,19 @@ class Flux1(ImageFamily):
                 f"the autoencoder gives {needed}; only text-to-image models are trained, use dev or schnell"
             )
 
-    def _write_tiny(self) -> Path:
-        name = self.config.options.architecture or DEFAULT_ARCHITECTURE
-        configs = self.tiny(name)
-        return write_tiny(self.cache, f"flux1-{name}", TINY_VERSION, configs, lambda to: _write_tiny(to, configs))
-
-    def _predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, prompt: Batch, guidance: float) -> Tensor:
-        """Predict the velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  prompt: (B, ...) of `encode_text`."""
+    def predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
         patches = patchify(latents)
         height, width = patches.shape[-2:]
         ids = send(image_ids(height, width), latents.device)
         packed = model["transformer"](
             hidden_states=pack(patches),
-            encoder_hidden_states=prompt["prompt_embeds"].to(latents.dtype),
-            pooled_projections=prompt["pooled_embeds"].to(latents.dtype),
+            encoder_hidden_states=batch["prompt_embeds"].to(latents.dtype),
+            pooled_projections=batch["pooled_embeds"].to(latents.dtype),
             timestep=sigma,
             guidance=torch.full_like(sigma, guidance) if self._architecture.guidance_embeds else None,
             img_ids=ids,
             # Integers, as for the image: bf16 is exact only up to 256.
-            txt_ids=ids.new_zeros(prompt["prompt_embeds"].shape[1], 3),
+            txt_ids=ids.new_zeros(batch["prompt_embeds"].shape[1], 3),
             return_dict=False,
         )[0]
         return unpatchify(unpack(packed.float(), height, width))
@@ -358,33 +305,8 @@ SINGLE_BLOCK = {
 
 # The model of `model.path: tiny`.
 
-TINY_VERSION = 1
-"""Part of the folder's name: raise it when equal configs give other files than before."""
 TINY_WIDTH = 32
 TINY_TOKENS = 32
-
-
-def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
-    from transformers import CLIPTextModel
-
-    write_random(folder / "transformer", lambda: FluxTransformer2DModel(**configs["transformer"]))
-    write_random(folder / "vae", lambda: AutoencoderKL(**configs["vae"]))
-    write_tiny_clip(folder / "text_encoder", configs["text_encoder"], CLIPTextModel)
-    write_tiny_t5(folder / "text_encoder_2", configs["text_encoder_2"])
-    write_tiny_clip_tokenizer(folder / "tokenizer", TINY_TOKENS)
-    write_tiny_t5_tokenizer(folder / "tokenizer_2", TINY_TOKENS)
-    write_euler_scheduler(folder / "scheduler", configs["scheduler"])
-    write_model_index(
-        folder,
-        "FluxPipeline",
-        scheduler=("diffusers", "FlowMatchEulerDiscreteScheduler"),
-        text_encoder=("transformers", "CLIPTextModel"),
-        text_encoder_2=("transformers", "T5EncoderModel"),
-        tokenizer=("transformers", "CLIPTokenizer"),
-        tokenizer_2=("transformers", "T5TokenizerFast"),
-        transformer=("diffusers", "FluxTransformer2DModel"),
-        vae=("diffusers", "AutoencoderKL"),
-    )
 
 
 def _tiny_transformer(guidance_embeds: bool) -> dict[str, Any]:

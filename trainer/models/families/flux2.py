@@ -9,8 +9,7 @@ See DECISIONS 32.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,40 +17,19 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
-from PIL import Image
 from torch import Tensor, nn
 
 from trainer.config.families import Distilled
-from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
-from trainer.config.size import Size
-from trainer.models.base import (
-    FLOW_FIELDS,
-    ImageFamily,
-    LoadModule,
-    TextLength,
-    references_of,
-)
-from trainer.models.objectives.base import Batch, Example, Loss
-from trainer.models.objectives.flow_matching import empirical_mu, flow_loss
+from trainer.config.sections import ModelConfig, ObjectiveConfig
+from trainer.models.base import FLOW_FIELDS, LoadModule, TextLength, references_of
+from trainer.models.flow_transformer import FlowTransformer, Index
+from trainer.models.objectives.base import Batch, Example
+from trainer.models.objectives.flow_matching import empirical_mu
 from trainer.models.parts.chat.chat_template import rendered
-from trainer.models.parts.folder import check_architecture, open_folder, write_model_index, write_random, write_tiny
-from trainer.models.parts.image.euler import (
-    denoise,
-    euler_scheduler,
-    guidance_inputs,
-    guided,
-    spaced_sigmas,
-    write_euler_scheduler,
-)
-from trainer.models.parts.image.images import device_of, pack, unpack
-from trainer.models.parts.image.packed_vae import (
-    PACKED_VAE,
-    build_packed_vae,
-    decode_packed,
-    encode_packed,
-    tiny_packed_vae,
-    write_tiny_packed_vae,
-)
+from trainer.models.parts.folder import check_architecture, write_random
+from trainer.models.parts.image.euler import euler_scheduler, spaced_sigmas
+from trainer.models.parts.image.images import pack, unpack
+from trainer.models.parts.image.packed_vae import PACKED_AUTOENCODER, PACKED_VAE, tiny_packed_vae
 from trainer.models.parts.image.text_encoder import (
     NO_LAYER_TYPES,
     QWEN3_4B,
@@ -70,7 +48,6 @@ from trainer.models.parts.image.text_encoder import (
 )
 from trainer.models.parts.layout import numbered, tensors_of
 from trainer.parallel.parallelize import ShardSpec
-from trainer.rng import SampleRng
 from trainer.system.pinned import send
 from trainer.weights.files import Fused
 
@@ -115,23 +92,6 @@ REFERENCE_TIME = 10
 """Distance in time between consecutive images, the noisy image first, as in diffusers' pipelines."""
 
 
-@dataclass(frozen=True)
-class TextRecipe:
-    """How captions become embeddings.
-
-    Attributes:
-        layers: Numbers of the hidden states that are stacked.
-        max_tokens: Length that captions are padded or cut to.
-        tokenize: (tokenizer, caption, max_tokens) -> tokens.
-        template: (tokenizer, caption) -> the caption in the chat template.
-    """
-
-    layers: tuple[int, ...]
-    max_tokens: int
-    tokenize: Callable[[Any, str, int], Mapping[str, Tensor]]
-    template: Callable[[Any, str], str]
-
-
 def _messages_dev(caption: str) -> list[dict[str, Any]]:
     from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 
@@ -172,11 +132,14 @@ def _tokenize_klein(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[st
     return tokens
 
 
-TOKENIZE = {"mistral": (_tokenize_dev, _template_dev), "qwen3": (_tokenize_klein, _template_klein)}
+TEXT_RECIPES = {"mistral": (_tokenize_dev, _template_dev), "qwen3": (_tokenize_klein, _template_klein)}
+"""{text encoder: ((tokenizer, caption, max_tokens) -> tokens, (tokenizer, caption) -> the caption in its template)}."""
 
 
-class Flux2(ImageFamily):
-    components = ("transformer",)
+class Flux2(FlowTransformer):
+    network = Flux2Transformer2DModel
+    autoencoder = PACKED_AUTOENCODER
+    lora_loader = "Flux2LoraLoaderMixin"
     shard = ShardSpec(blocks=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"))
     # `to_out` is a ModuleList in double blocks and a Linear in single ones: full names, never suffixes.
     adapter_targets: Mapping[str, tuple[str, ...]] = {
@@ -199,25 +162,21 @@ class Flux2(ImageFamily):
         )
         for size in ("4B", "9B")
     )
-    size_multiple = 16
     objective_fields = FLOW_FIELDS | {"guidance"}
     conditional_fields: ClassVar = {"objective.guidance": ("transformer/config.json", "guidance_embeds", True)}
     options_read = frozenset({"architecture", "distilled", "text_layers", "max_tokens"})
     longest_text = MAX_TOKENS
     reads_references = True
-    diffusers_adapters = ImageFamily.diffusers_adapters | {"lokr"}
+    diffusers_adapters = FlowTransformer.diffusers_adapters | {"lokr"}
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
-        self._folder = open_folder(model, ARCHITECTURES, self._write_tiny)
-        self._transformer = self._folder.config("transformer", Flux2Transformer2DModel.__name__)
-        self._vae = self._folder.read("vae/config.json")
-        self._scheduler = self._folder.read("scheduler/scheduler_config.json")
-        self._language_model = language_model_config(self._folder, *TOKENIZE)
-        # The config as the model reads it: fields that the file leaves out have their defaults.
-        self._architecture: Any = self.build("transformer").config
+        self._language_model = language_model_config(self._folder, *TEXT_RECIPES)
         check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
-        self._text = self._text_recipe()
+        needed = self._architecture.joint_attention_dim
+        self._text_layers = stacked_layers(model, self._language_model, needed, self._folder)
+        self._max_tokens = max_tokens(model, self._folder, "tokenizer", MAX_TOKENS)
+        self._tokenize, self._template = TEXT_RECIPES[self._language_model["model_type"]]
 
     @property
     def model_spec(self) -> str:
@@ -225,90 +184,39 @@ class Flux2(ImageFamily):
         names = {(a.num_layers, a.num_single_layers): name for name, a in ARCHITECTURES.items()}
         return f"Flux.2-{names.get((config.num_layers, config.num_single_layers), 'tiny')}"
 
-    def build(self, component: str) -> nn.Module:
-        with torch.device("meta"):
-            model: nn.Module = Flux2Transformer2DModel.from_config(self._transformer)
-        return model
-
     def layout(self, component: str) -> tuple[Fused, ...]:
         model = self.build(component)
         double = numbered("double_blocks", "transformer_blocks", model, DOUBLE_BLOCK)
         single = numbered("single_blocks", "single_transformer_blocks", model, SINGLE_BLOCK)
         return tensors_of(model, (*MODULES, *double, *single))
 
-    def fingerprint(self) -> str:
-        files = self._folder.digest("text_encoder", "tokenizer", "vae")
-        return hashlib.sha256(f"{self._text.layers} {self._text.max_tokens} {files}".encode()).hexdigest()
+    @property
+    def reads_negative(self) -> bool:
+        return not self._architecture.guidance_embeds
+
+    @property
+    def text_recipe(self) -> str:
+        return f"{self._text_layers} {self._max_tokens}"
 
     def text_encoder(self, load: LoadModule) -> TextEncoder:
         classes = _language_model_classes(self._language_model["model_type"])
-        return load_language_model(load, self._folder, classes, self._language_model, self._text.layers)
-
-    def image_encoder(self, load: LoadModule) -> nn.Module:
-        return load(build_packed_vae(self._vae), self._folder.weights("vae"), ())
+        return load_language_model(load, self._folder, classes, self._language_model, self._text_layers)
 
     @torch.no_grad()
     def encode_text(self, encoder: TextEncoder, caption: str) -> Example:
-        tokens = self._text.tokenize(encoder.tokenizer, caption, self._text.max_tokens)
-        states = hidden_states(encoder.model, tokens, self._text.layers)
+        tokens = self._tokenize(encoder.tokenizer, caption, self._max_tokens)
+        states = hidden_states(encoder.model, tokens, self._text_layers)
         return {"prompt_embeds": torch.cat(states, dim=-1)[0].cpu()}
 
     def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
-        tokenizer, read = load_tokenizer(self._folder, "tokenizer"), self._text.max_tokens
-        template = partial(self._text.template, tokenizer)
+        tokenizer, read = load_tokenizer(self._folder, "tokenizer"), self._max_tokens
+        template = partial(self._template, tokenizer)
         # Both templates include the tokens around a caption.
         lengths = text_lengths("text_encoder", tokenizer, captions, read, template, special=False)
         return [(length,) for length in lengths]
 
-    @torch.no_grad()
-    def encode_image(self, encoder: Any, image: Image.Image) -> Example:
-        return {"latents": encode_packed(encoder, image)[0].cpu()}
-
-    def batch_key(self, example: Example) -> Hashable:
-        references = (tuple(reference.shape[-2:]) for reference in references_of(example))
-        return (*example["latents"].shape[-2:], example["prompt_embeds"].shape[0], *references)
-
-    def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
-            return self._predict(model, noisy, sigma, batch, self.objective.guidance)
-
-        height, width = batch["latents"].shape[-2:]
-        return flow_loss(self.objective, self.shift, batch, height * width, rng, predict)
-
-    @torch.no_grad()
-    def draw(
-        self,
-        model: nn.ModuleDict,
-        encoder: Any,
-        text: Example,
-        negative: Example | None,
-        cfg: CompleteSample,
-        rng: SampleRng,
-    ) -> Image.Image:
-        device = device_of(encoder)
-        width, height = (side // self.size_multiple for side in cfg.size)
-        examples = [text] if self._architecture.guidance_embeds else guidance_inputs(text, negative, cfg.guidance)
-        # The negative prompt is combined with the same reference images.
-        batches = [{key: t.to(device) for key, t in self.collate([text | e]).items()} for e in examples]
-
-        def predict(latents: Tensor, sigma: Tensor) -> Tensor:
-            return guided([self._predict(model, latents, sigma, b, cfg.guidance) for b in batches], cfg.guidance)
-
-        noise = rng.normal("sample", (self._architecture.in_channels, height, width)).to(device)
-        return decode_packed(encoder, denoise(self._sampler(height * width, cfg.steps, device), noise, predict))
-
-    def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
-        from diffusers.loaders.lora_pipeline import Flux2LoraLoaderMixin
-
-        state = Flux2LoraLoaderMixin.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
-        Flux2LoraLoaderMixin.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
-
-    def blank_example(self, size: Size, text_tokens: int, dtype: torch.dtype) -> Example:
-        side = self.size_multiple
-        return {
-            "latents": torch.zeros(self._architecture.in_channels, size.height // side, size.width // side),
-            "prompt_embeds": torch.zeros(self._text.max_tokens, self._architecture.joint_attention_dim, dtype=dtype),
-        }
+    def blank_text(self, num_tokens: int, dtype: torch.dtype) -> Example:
+        return {"prompt_embeds": torch.zeros(self._max_tokens, self._architecture.joint_attention_dim, dtype=dtype)}
 
     @classmethod
     def published(cls, architecture: str) -> dict[str, Any]:
@@ -342,10 +250,17 @@ class Flux2(ImageFamily):
             "scheduler": {"shift": 3.0, "use_dynamic_shifting": True, "time_shift_type": "exponential"},
         }
 
-    def _write_tiny(self) -> Path:
-        name = self.config.options.architecture or DEFAULT_ARCHITECTURE
-        configs = self.tiny(name)
-        return write_tiny(self.cache, f"flux2-{name}", TINY_VERSION, configs, lambda to: _write_tiny(to, configs))
+    def write_tiny_encoders(self, folder: Path, configs: Mapping[str, Any]) -> Index:
+        from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+
+        config = configs["text_encoder"]
+        write_random(folder / "text_encoder", lambda: _tiny_language_model(config))
+        tokens = TINY_TOKENS[config["model_type"]]
+        write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY, tokens, TINY_TOKENS_KEPT, [SYSTEM_MESSAGE] * 16)
+        return "Flux2KleinPipeline" if config["model_type"] == "qwen3" else "Flux2Pipeline", {
+            "text_encoder": ("transformers", config["architectures"][0]),
+            "tokenizer": ("transformers", "Qwen2TokenizerFast"),
+        }
 
     def _own_architecture(self) -> Architecture:
         config = self._architecture
@@ -353,18 +268,8 @@ class Flux2(ImageFamily):
             config.num_layers, config.num_single_layers, config.guidance_embeds, self._language_model["model_type"]
         )
 
-    def _text_recipe(self) -> TextRecipe:
-        """The published recipe of the folder's text encoder; values of the config or the folder replace its own."""
-        tokenize, template = TOKENIZE[self._language_model["model_type"]]
-        needed = self._architecture.joint_attention_dim
-        layers = stacked_layers(self.config, self._language_model, needed, self._folder)
-        return TextRecipe(layers, max_tokens(self.config, self._folder, "tokenizer", MAX_TOKENS), tokenize, template)
-
-    def _predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
-        """Predict the velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  batch: prompt_embeds and references.
-
-        The tokens of reference images follow those of the noisy image; the predictions for them are not used.
-        """
+    def predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
+        # The tokens of reference images follow those of the noisy image; the predictions for them are not used.
         height, width = latents.shape[-2:]
         images, text = [latents, *references_of(batch)], batch["prompt_embeds"]
         ids = torch.cat([image_ids(x.shape[-2], x.shape[-1], i * REFERENCE_TIME) for i, x in enumerate(images)])
@@ -379,7 +284,7 @@ class Flux2(ImageFamily):
         )[0]
         return unpack(packed[:, : height * width].float(), height, width)
 
-    def _sampler(self, num_tokens: int, num_steps: int, device: torch.device) -> Any:
+    def sampler(self, num_tokens: int, num_steps: int, device: torch.device) -> Any:
         mu = empirical_mu(num_tokens, num_steps)
         return euler_scheduler(self._scheduler, num_steps, device, mu, sigmas=spaced_sigmas(num_steps))
 
@@ -443,24 +348,10 @@ SINGLE_BLOCK = {
 
 # The model of `model.path: tiny`.
 
-TINY_VERSION = 1
-"""Part of the folder's name: raise it when equal configs give other files than before."""
 TINY_LAYERS = (1, 2, 3)
 TINY_TOKENS = {"mistral3": 64, "qwen3": 48}  # dev's system message alone takes about 40
 TINY_VOCABULARY = 1024
 TINY_TOKENS_KEPT = (*TINY_SPECIAL, "[IMG]")
-
-
-def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
-    from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
-
-    write_random(folder / "transformer", lambda: Flux2Transformer2DModel(**configs["transformer"]))
-    write_tiny_packed_vae(folder / "vae", configs["vae"])
-    write_random(folder / "text_encoder", lambda: _tiny_language_model(configs["text_encoder"]))
-    tokens = TINY_TOKENS[configs["text_encoder"]["model_type"]]
-    write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY, tokens, TINY_TOKENS_KEPT, [SYSTEM_MESSAGE] * 16)
-    write_euler_scheduler(folder / "scheduler", configs["scheduler"])
-    _write_tiny_index(folder, configs["text_encoder"]["architectures"][0])
 
 
 def _tiny_transformer(guidance_embeds: bool, text_width: int) -> dict[str, Any]:
@@ -503,15 +394,3 @@ def _tiny_language_model(config: dict[str, Any]) -> nn.Module:
     config_class, model_class = classes[config["model_type"]]
     model: nn.Module = model_class(config_class.from_dict(config))
     return model
-
-
-def _write_tiny_index(folder: Path, encoder_class: str) -> None:
-    write_model_index(
-        folder,
-        "Flux2KleinPipeline" if encoder_class == "Qwen3ForCausalLM" else "Flux2Pipeline",
-        scheduler=("diffusers", "FlowMatchEulerDiscreteScheduler"),
-        text_encoder=("transformers", encoder_class),
-        tokenizer=("transformers", "Qwen2TokenizerFast"),
-        transformer=("diffusers", "Flux2Transformer2DModel"),
-        vae=("diffusers", "AutoencoderKLFlux2"),
-    )

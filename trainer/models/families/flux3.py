@@ -8,9 +8,8 @@ front. See DECISIONS 37.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,26 +17,17 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers.models.transformers.transformer_flux3 import Flux3Attention, Flux3Transformer2DModel
-from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
-from trainer.config.size import Size
-from trainer.models.base import ImageFamily, LoadModule, TextLength, references_of
-from trainer.models.objectives.base import Batch, Example, Loss
-from trainer.models.objectives.flow_matching import Shift, flow_loss
+from trainer.config.sections import ModelConfig, ObjectiveConfig
+from trainer.models.base import LoadModule, TextLength, references_of
+from trainer.models.flow_transformer import FlowTransformer, Index
+from trainer.models.objectives.base import Batch, Example
+from trainer.models.objectives.flow_matching import Shift
 from trainer.models.parts.chat.chat_template import rendered
-from trainer.models.parts.folder import check_architecture, open_folder, write_random, write_tiny
-from trainer.models.parts.image.euler import denoise, euler_scheduler, guidance_inputs, guided, spaced_sigmas
-from trainer.models.parts.image.images import device_of, pack, unpack
-from trainer.models.parts.image.packed_vae import (
-    PACKED_VAE,
-    build_packed_vae,
-    decode_packed,
-    encode_packed,
-    tiny_packed_vae,
-    write_tiny_packed_vae,
-)
+from trainer.models.parts.folder import check_architecture, write_random
+from trainer.models.parts.image.images import pack, unpack
+from trainer.models.parts.image.packed_vae import PACKED_AUTOENCODER, PACKED_VAE, tiny_packed_vae
 from trainer.models.parts.image.text_encoder import (
     QWEN3_4B,
     TextEncoder,
@@ -53,7 +43,6 @@ from trainer.models.parts.image.text_encoder import (
 )
 from trainer.models.parts.layout import numbered, tensors_of
 from trainer.parallel.parallelize import ShardSpec
-from trainer.rng import SampleRng
 from trainer.system.errors import InputError
 from trainer.system.pinned import send
 from trainer.weights.files import Fused
@@ -82,8 +71,11 @@ ROPE_SCALE = 0.5
 """Distance between neighbouring tokens of an image in the rotary positions."""
 
 
-class Flux3(ImageFamily):
-    components = ("transformer",)
+class Flux3(FlowTransformer):
+    network = Flux3Transformer2DModel
+    autoencoder = PACKED_AUTOENCODER
+    lora_loader = "Flux3LoraLoaderMixin"
+    fixed_scheduler: ClassVar = {"shift": SAMPLER_SHIFT}
     shard = ShardSpec(
         blocks=("Flux3ModeTransformerBlock", "Flux3SingleTransformerBlock"),
         fp32_inputs=frozenset({"img_ids", "image_cond_ids"}),
@@ -100,7 +92,6 @@ class Flux3(ImageFamily):
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
     model_files: ClassVar = {"transformer/config.json": ("_class_name", Flux3Transformer2DModel.__name__)}
-    size_multiple = 16
     options_read = frozenset({"architecture", "text_layers", "max_tokens"})
     longest_text = 4096  # the option's own limit
     shift = Shift(constant=SAMPLER_SHIFT)
@@ -108,24 +99,25 @@ class Flux3(ImageFamily):
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
-        self._folder = open_folder(model, ARCHITECTURES, self._write_tiny)
-        self._transformer = self._folder.config("transformer", Flux3Transformer2DModel.__name__)
-        self._vae = self._folder.config("vae", "AutoencoderKLFlux2")
+        self._vae = self._folder.config("vae", self.autoencoder.name)
         self._language_model = language_model_config(self._folder, "qwen3_vl")
         self._max_tokens = max_tokens(model, self._folder, "tokenizer", MAX_TOKENS)
-        # The config as the model reads it: fields that the file leaves out have their defaults.
-        self._architecture: Any = self.build("transformer").config
         check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
         self._check_transformer()
-        self._text_layers = self._stacked_layers()
+        needed = self._architecture.joint_attention_dim
+        self._text_layers = stacked_layers(model, self._language_model, needed, self._folder)
 
     @property
     def model_spec(self) -> str:
         return "Flux.3-klein" if self._own_architecture() == ARCHITECTURES["flux3"] else "Flux.3-tiny"
 
+    @property
+    def text_recipe(self) -> str:
+        return f"{self._text_layers} {self._max_tokens}"
+
     def build(self, component: str) -> nn.Module:
+        model = super().build(component)
         with torch.device("meta"):
-            model: nn.Module = Flux3Transformer2DModel.from_config(self._transformer)
             _widen_norms(model)
         return model
 
@@ -134,18 +126,11 @@ class Flux3(ImageFamily):
         blocks = (block for theirs, ours in BLOCKS.items() for block in numbered(theirs, ours, model, BLOCK))
         return tensors_of(model, (*MODULES, *blocks))
 
-    def fingerprint(self) -> str:
-        files = self._folder.digest("text_encoder", "tokenizer", "vae")
-        return hashlib.sha256(f"{self._text_layers} {self._max_tokens} {files}".encode()).hexdigest()
-
     def text_encoder(self, load: LoadModule) -> TextEncoder:
         from transformers import Qwen3VLTextConfig, Qwen3VLTextModel
 
         classes = (Qwen3VLTextConfig, Qwen3VLTextModel)
         return load_language_model(load, self._folder, classes, self._language_model, self._text_layers)
-
-    def image_encoder(self, load: LoadModule) -> nn.Module:
-        return load(build_packed_vae(self._vae), self._folder.weights("vae"), ())
 
     @torch.no_grad()
     def encode_text(self, encoder: TextEncoder, caption: str) -> Example:
@@ -168,57 +153,9 @@ class Flux3(ImageFamily):
         template = partial(_templated, tokenizer)
         return [(length,) for length in text_lengths("text_encoder", tokenizer, captions, self._max_tokens, template)]
 
-    @torch.no_grad()
-    def encode_image(self, encoder: Any, image: Image.Image) -> Example:
-        return {"latents": encode_packed(encoder, image)[0].cpu()}
-
-    def batch_key(self, example: Example) -> Hashable:
-        references = (tuple(reference.shape[-2:]) for reference in references_of(example))
-        return (*example["latents"].shape[-2:], example["prompt_embeds"].shape[0], *references)
-
-    def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
-            return _predict(model, noisy, sigma, batch)
-
-        height, width = batch["latents"].shape[-2:]
-        return flow_loss(self.objective, self.shift, batch, height * width, rng, predict)
-
-    @torch.no_grad()
-    def draw(
-        self,
-        model: nn.ModuleDict,
-        encoder: Any,
-        text: Example,
-        negative: Example | None,
-        cfg: CompleteSample,
-        rng: SampleRng,
-    ) -> Image.Image:
-        device = device_of(encoder)
-        width, height = (side // self.size_multiple for side in cfg.size)
-        # The negative prompt is combined with the same reference images.
-        examples = [text | example for example in guidance_inputs(text, negative, cfg.guidance)]
-        prompts = [{key: t.to(device) for key, t in self.collate([example]).items()} for example in examples]
-
-        def predict(latents: Tensor, sigma: Tensor) -> Tensor:
-            return guided([_predict(model, latents, sigma, prompt) for prompt in prompts], cfg.guidance)
-
-        noise = rng.normal("sample", (self._architecture.in_channels, height, width)).to(device)
-        scheduler = euler_scheduler({"shift": SAMPLER_SHIFT}, cfg.steps, device, sigmas=spaced_sigmas(cfg.steps))
-        return decode_packed(encoder, denoise(scheduler, noise, predict))
-
-    def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
-        from diffusers.loaders.lora_pipeline import Flux3LoraLoaderMixin as Loader
-
-        state = Loader.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
-        Loader.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
-
-    def blank_example(self, size: Size, text_tokens: int, dtype: torch.dtype) -> Example:
-        tokens = min(math.ceil(text_tokens / WINDOW) * WINDOW, self._max_tokens)
-        side = self.size_multiple
-        return {
-            "latents": torch.zeros(self._architecture.in_channels, size.height // side, size.width // side),
-            "prompt_embeds": torch.zeros(tokens, self._architecture.joint_attention_dim, dtype=dtype),
-        }
+    def blank_text(self, num_tokens: int, dtype: torch.dtype) -> Example:
+        tokens = min(math.ceil(num_tokens / WINDOW) * WINDOW, self._max_tokens)
+        return {"prompt_embeds": torch.zeros(tokens, self._architecture.joint_attention_dim, dtype=dtype)}
 
     @classmethod
     def published(cls, architecture: str) -> dict[str, Any]:
@@ -249,13 +186,38 @@ class Flux3(ImageFamily):
             "text_encoder": _tiny_text_encoder(),
         }
 
+    def predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
+        height, width = latents.shape[-2:]
+        text, references = batch["prompt_embeds"], references_of(batch)
+        conditions: dict[str, Tensor] = {}
+        if references:
+            ids = [image_ids(x.shape[-2], x.shape[-1], -number) for number, x in enumerate(references, 1)]
+            conditions["image_cond_hidden_states"] = torch.cat([pack(image) for image in references], dim=1)
+            conditions["image_cond_ids"] = send(torch.cat(ids), latents.device)
+        packed = model["transformer"](
+            hidden_states=pack(latents),
+            encoder_hidden_states=text.to(latents.dtype),
+            timestep=sigma,
+            img_ids=send(image_ids(height, width), latents.device),
+            txt_ids=send(text_ids(text.shape[1]), latents.device),
+            return_dict=False,
+            **conditions,
+        )[0]
+        return unpack(packed.float(), height, width)
+
+    def write_tiny_encoders(self, folder: Path, configs: Mapping[str, Any]) -> Index:
+        from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+        def text_encoder() -> Any:
+            return Qwen3VLForConditionalGeneration(Qwen3VLConfig(**configs["text_encoder"]))
+
+        write_random(folder / "text_encoder", text_encoder)
+        write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY, TINY_TOKENS)
+        return "", {}
+
     def _own_architecture(self) -> Architecture:
         config = self._architecture
         return Architecture(config.num_layers, config.num_single_layers, config.num_attention_heads)
-
-    def _stacked_layers(self) -> tuple[int, ...]:
-        needed = self._architecture.joint_attention_dim
-        return stacked_layers(self.config, self._language_model, needed, self._folder)
 
     def _check_transformer(self) -> None:
         config = self._architecture
@@ -264,10 +226,6 @@ class Flux3(ImageFamily):
                 f"{self._folder.field} {self.folder}: the transformer is step-distilled (flow_map); train the model it "
                 "was made from, black-forest-labs/flux-3-image-klein-base"
             )
-
-    def _write_tiny(self) -> Path:
-        configs = self.tiny()
-        return write_tiny(self.cache, DEFAULT_ARCHITECTURE, TINY_VERSION, configs, lambda to: _write_tiny(to, configs))
 
 
 FAMILY = Flux3
@@ -305,27 +263,6 @@ def _tokenize(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[str, Ten
     # The model was trained with all padding at position 1, and it attends to padding.
     positions = torch.arange(window)[None].masked_fill(tokens["attention_mask"] == 0, 1)
     return {**tokens, "position_ids": positions}
-
-
-def _predict(model: nn.ModuleDict, latents: Tensor, sigma: Tensor, prompt: Batch) -> Tensor:
-    """Predict the velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  prompt: prompt_embeds and references."""
-    height, width = latents.shape[-2:]
-    text, references = prompt["prompt_embeds"], references_of(prompt)
-    conditions: dict[str, Tensor] = {}
-    if references:
-        ids = [image_ids(x.shape[-2], x.shape[-1], -number) for number, x in enumerate(references, 1)]
-        conditions["image_cond_hidden_states"] = torch.cat([pack(image) for image in references], dim=1)
-        conditions["image_cond_ids"] = send(torch.cat(ids), latents.device)
-    packed = model["transformer"](
-        hidden_states=pack(latents),
-        encoder_hidden_states=text.to(latents.dtype),
-        timestep=sigma,
-        img_ids=send(image_ids(height, width), latents.device),
-        txt_ids=send(text_ids(text.shape[1]), latents.device),
-        return_dict=False,
-        **conditions,
-    )[0]
-    return unpack(packed.float(), height, width)
 
 
 def image_ids(height: int, width: int, image: int = 0) -> Tensor:
@@ -375,25 +312,10 @@ BLOCK = {
 
 # The model of `model.path: tiny`.
 
-TINY_VERSION = 1
-"""Part of the folder's name: raise it when equal configs give other files than before."""
 TINY_LAYERS = (1, 2)
 TINY_TOKENS = 2 * WINDOW
 TINY_WIDTH = 32
 TINY_VOCABULARY = 512
-
-
-def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
-    """Write the folder, without an index: diffusers' modular pipeline takes its parts one by one."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    def text_encoder() -> Any:
-        return Qwen3VLForConditionalGeneration(Qwen3VLConfig(**configs["text_encoder"]))
-
-    write_random(folder / "transformer", lambda: Flux3Transformer2DModel(**configs["transformer"]))
-    write_tiny_packed_vae(folder / "vae", configs["vae"])
-    write_random(folder / "text_encoder", text_encoder)
-    write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY, TINY_TOKENS)
 
 
 def _tiny_transformer() -> dict[str, Any]:

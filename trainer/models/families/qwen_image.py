@@ -7,7 +7,6 @@ if their lengths differ, "prompt_mask" (B, L) is true for a caption's own tokens
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,28 +21,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from trainer.config.families import Distilled
-from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
-from trainer.config.size import Size
-from trainer.models.base import ImageFamily, LoadModule, TextLength
-from trainer.models.objectives.base import Batch, Example, Loss
-from trainer.models.objectives.flow_matching import Shift, ShiftLine, flow_loss
-from trainer.models.parts.folder import (
-    check_architecture,
-    check_inputs,
-    open_folder,
-    write_model_index,
-    write_random,
-    write_tiny,
-)
-from trainer.models.parts.image.euler import (
-    denoise,
-    euler_scheduler,
-    guidance_inputs,
-    guided,
-    linear_mu_of,
-    spaced_sigmas,
-    write_euler_scheduler,
-)
+from trainer.config.sections import ModelConfig, ObjectiveConfig
+from trainer.models.base import LoadModule, TextLength
+from trainer.models.flow_transformer import FlowTransformer, Index, pad_captions
+from trainer.models.objectives.base import Batch, Example
+from trainer.models.objectives.flow_matching import Shift, ShiftLine
+from trainer.models.parts.folder import check_architecture, check_inputs, write_random
+from trainer.models.parts.image.euler import euler_scheduler, guided, linear_mu_of, spaced_sigmas
 from trainer.models.parts.image.images import device_of, image_of, pack, patchify, pixels_of, unpack, unpatchify
 from trainer.models.parts.image.text_encoder import (
     TextEncoder,
@@ -56,8 +40,8 @@ from trainer.models.parts.image.text_encoder import (
     tiny_language_model,
     write_tiny_tokenizer,
 )
+from trainer.models.parts.image.vae import Autoencoder
 from trainer.parallel.parallelize import ShardSpec
-from trainer.rng import SampleRng
 from trainer.system.errors import InputError
 from trainer.weights.files import Fused, WeightFiles
 
@@ -95,8 +79,45 @@ TEMPLATE_TOKENS = 34
 """Tokens of the template before the caption, whose states are left out."""
 
 
-class QwenImage(ImageFamily):
-    components = ("transformer",)
+def _build_vae(config: Mapping[str, Any]) -> nn.Module:
+    with torch.device("meta"):
+        vae: nn.Module = AutoencoderKLQwenImage.from_config(dict(config))
+    return vae
+
+
+def _encode(vae: Any, image: Image.Image) -> Tensor:
+    # The autoencoder belongs to a video model: an image is a film of one frame.
+    film = vae.encode(pixels_of(image, device_of(vae)).unsqueeze(2)).latent_dist.mode()
+    mean, std = _latent_statistics(vae)
+    latents: Tensor = (film.squeeze(2) - mean) / std
+    return latents
+
+
+def _decode(vae: Any, latents: Tensor) -> Image.Image:
+    mean, std = _latent_statistics(vae)
+    film = vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0]
+    return image_of(film.squeeze(2))
+
+
+def _latent_statistics(vae: Any) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the latents, each (1, C, 1, 1)."""
+    mean, std = (
+        torch.tensor(values, device=device_of(vae)).view(1, -1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return mean, std
+
+
+def _write_tiny_vae(folder: Path, config: Mapping[str, Any]) -> None:
+    write_random(folder, lambda: AutoencoderKLQwenImage(**config))
+
+
+class QwenImage(FlowTransformer):
+    network = QwenImageTransformer2DModel
+    autoencoder = Autoencoder(
+        AutoencoderKLQwenImage.__name__, 8, _build_vae, _encode, _decode, write_tiny=_write_tiny_vae
+    )
+    lora_loader = "QwenImageLoraLoaderMixin"
     shard = ShardSpec(blocks=("QwenImageTransformerBlock",), returns_views=("QwenImageTransformer2DModel",))
     adapter_targets: Mapping[str, tuple[str, ...]] = {
         "transformer": (
@@ -108,21 +129,15 @@ class QwenImage(ImageFamily):
     default_architecture = DEFAULT_ARCHITECTURE
     model_files: ClassVar = {"transformer/config.json": ("_class_name", QwenImageTransformer2DModel.__name__)}
     distilled = (Distilled(("Qwen-Image-Lightning",), base="Qwen/Qwen-Image", steps=8, marks={}),)
-    size_multiple = 16
     options_read = frozenset({"architecture", "distilled", "max_tokens"})
     longest_text = 1024
     shift = Shift(ShiftLine(many=8192, high=0.9))
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
-        self._folder = open_folder(model, ARCHITECTURES, self._write_tiny)
-        self._transformer = self._folder.config("transformer", QwenImageTransformer2DModel.__name__)
-        self._vae = self._folder.config("vae", AutoencoderKLQwenImage.__name__)
-        self._scheduler = self._folder.read("scheduler/scheduler_config.json")
+        self._vae = self._folder.config("vae", self.autoencoder.name)
         self._language_model = language_model_config(self._folder, "qwen2_5_vl")
         self._max_tokens = max_tokens(model, self._folder, "tokenizer", MAX_TOKENS)
-        # The config as the model reads it: fields that the file leaves out have their defaults.
-        self._architecture: Any = self.build("transformer").config
         check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
         self._check_inputs()
 
@@ -138,9 +153,12 @@ class QwenImage(ImageFamily):
     def model_spec(self) -> str:
         return "qwen-image"
 
+    @property
+    def latent_channels(self) -> int:
+        return int(self._vae["z_dim"])
+
     def build(self, component: str) -> nn.Module:
-        with torch.device("meta"):
-            model: Any = QwenImageTransformer2DModel.from_config(self._transformer)
+        model: Any = super().build(component)
         rope = model.pos_embed
         # Its frequencies are not buffers: nothing would restore what the meta device lost.
         model.pos_embed = type(rope)(theta=rope.theta, axes_dim=rope.axes_dim, scale_rope=rope.scale_rope)
@@ -154,20 +172,11 @@ class QwenImage(ImageFamily):
         """The original file has diffusers' names."""
         return tuple(Fused(name, (name,)) for name in self.build(component).state_dict())
 
-    def fingerprint(self) -> str:
-        files = self._folder.digest("text_encoder", "tokenizer", "vae")
-        return hashlib.sha256(f"{self._max_tokens} {files}".encode()).hexdigest()
-
     def text_encoder(self, load: LoadModule) -> TextEncoder:
         from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
         classes = (Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel)
         return load_language_model(load, self._folder, classes, self._language_model, self._text_layers)
-
-    def image_encoder(self, load: LoadModule) -> nn.Module:
-        with torch.device("meta"):
-            vae = AutoencoderKLQwenImage.from_config(self._vae)
-        return load(vae, self._folder.weights("vae"), ())
 
     @torch.no_grad()
     def encode_text(self, encoder: TextEncoder, caption: str) -> Example:
@@ -189,72 +198,20 @@ class QwenImage(ImageFamily):
         needed, read = length.needed - TEMPLATE_TOKENS, length.read - TEMPLATE_TOKENS
         return super().longer_text(replace(length, needed=needed, read=read))
 
-    @torch.no_grad()
-    def encode_image(self, encoder: Any, image: Image.Image) -> Example:
-        # The autoencoder belongs to a video model: an image is a film of one frame.
-        film = encoder.encode(pixels_of(image, device_of(encoder)).unsqueeze(2)).latent_dist.mode()
-        mean, std = _latent_statistics(encoder)
-        return {"latents": ((film.squeeze(2) - mean) / std)[0].cpu()}
-
     def batch_key(self, example: Example) -> Hashable:
         # The model gets a mask of the padding: captions of any length share a batch.
         return tuple(example["latents"].shape[-2:])
 
     def collate(self, examples: Sequence[Example]) -> Batch:
-        texts = [example["prompt_embeds"] for example in examples]
-        batch = {key: torch.stack([e[key] for e in examples]) for key in examples[0] if key != "prompt_embeds"}
-        batch["prompt_embeds"] = pad_sequence(texts, batch_first=True)
-        if len({len(text) for text in texts}) == 1:
+        batch, lengths = pad_captions(examples)
+        if len(set(lengths)) == 1:
             return batch
-        mask = pad_sequence([torch.ones(len(text), dtype=torch.bool) for text in texts], batch_first=True)
+        mask = pad_sequence([torch.ones(length, dtype=torch.bool) for length in lengths], batch_first=True)
         return batch | {"prompt_mask": mask}
 
-    def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        height, width = (side // 2 for side in batch["latents"].shape[-2:])
-
-        def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
-            tokens = _predict(model, pack(patchify(noisy)), (height, width), sigma, batch)
-            return unpatchify(unpack(tokens, height, width))
-
-        return flow_loss(self.objective, self.shift, batch, height * width, rng, predict)
-
-    @torch.no_grad()
-    def draw(
-        self,
-        model: nn.ModuleDict,
-        encoder: Any,
-        text: Example,
-        negative: Example | None,
-        cfg: CompleteSample,
-        rng: SampleRng,
-    ) -> Image.Image:
-        device = device_of(encoder)
-        width, height = (side // self.size_multiple for side in cfg.size)
-        prompts = [
-            {"prompt_embeds": e["prompt_embeds"].to(device)[None]}
-            for e in guidance_inputs(text, negative, cfg.guidance)
-        ]
-
-        def predict(tokens: Tensor, sigma: Tensor) -> Tensor:
-            predictions = [_predict(model, tokens, (height, width), sigma, prompt) for prompt in prompts]
-            return _guided(predictions, cfg.guidance)
-
-        noise = rng.normal("sample", (self._vae["z_dim"], 2 * height, 2 * width)).to(device)
-        tokens = denoise(self._sampler(height * width, cfg.steps, device), pack(patchify(noise)), predict)
-        return _decode(encoder, unpatchify(unpack(tokens, height, width)))
-
-    def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
-        from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin as Loader
-
-        state = Loader.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
-        Loader.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
-
-    def blank_example(self, size: Size, text_tokens: int, dtype: torch.dtype) -> Example:
-        tokens = min(text_tokens, self._max_tokens)
-        return {
-            "latents": torch.zeros(self._vae["z_dim"], size.height // 8, size.width // 8),
-            "prompt_embeds": torch.zeros(tokens, self._architecture.joint_attention_dim, dtype=dtype),
-        }
+    def blank_text(self, num_tokens: int, dtype: torch.dtype) -> Example:
+        tokens = min(num_tokens, self._max_tokens)
+        return {"prompt_embeds": torch.zeros(tokens, self._architecture.joint_attention_dim, dtype=dtype)}
 
     @classmethod
     def published(cls, architecture: str) -> dict[str, Any]:
@@ -285,6 +242,42 @@ class QwenImage(ImageFamily):
             "scheduler": _tiny_scheduler(),
         }
 
+    def predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
+        patches = patchify(latents)
+        height, width = patches.shape[-2:]
+        packed = model["transformer"](
+            hidden_states=pack(patches),
+            encoder_hidden_states=batch["prompt_embeds"].to(latents.dtype),
+            encoder_hidden_states_mask=batch.get("prompt_mask"),
+            timestep=sigma,
+            img_shapes=[[(1, height, width)]] * len(latents),
+            return_dict=False,
+        )[0]
+        return unpatchify(unpack(packed.float(), height, width))
+
+    def guided(self, predictions: Sequence[Tensor], guidance: float) -> Tensor:
+        """Classifier-free guidance that keeps each token's length from the prediction for the prompt."""
+        if len(predictions) == 1:
+            return predictions[0]
+        height, width = (side // 2 for side in predictions[0].shape[-2:])
+        before, after = (pack(patchify(v)).contiguous() for v in (predictions[0], guided(predictions, guidance)))
+        lengths = [torch.linalg.vector_norm(tokens, dim=-1, keepdim=True) for tokens in (before, after)]
+        return unpatchify(unpack(after * (lengths[0] / lengths[1]), height, width))
+
+    def write_tiny_encoders(self, folder: Path, configs: Mapping[str, Any]) -> Index:
+        from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+        def text_encoder() -> Any:
+            return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**configs["text_encoder"]))
+
+        write_random(folder / "text_encoder", text_encoder)
+        # The tokenizer is trained on the template, so that it has its 34 tokens before the caption.
+        write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY, TINY_TOKENS, corpus=[TEMPLATE.format("")] * 16)
+        return "QwenImagePipeline", {
+            "text_encoder": ("transformers", "Qwen2_5_VLForConditionalGeneration"),
+            "tokenizer": ("transformers", "Qwen2TokenizerFast"),
+        }
+
     @property
     def _text_layers(self) -> tuple[int]:
         return (self._language_model["num_hidden_layers"],)
@@ -304,88 +297,21 @@ class QwenImage(ImageFamily):
         given = (4 * self._vae["z_dim"], self._language_model["hidden_size"])
         check_inputs(self._folder, (config.in_channels, config.joint_attention_dim), given)
 
-    def _sampler(self, num_tokens: int, num_steps: int, device: torch.device) -> Any:
+    def sampler(self, num_tokens: int, num_steps: int, device: torch.device) -> Any:
         # A single step starts at pure noise: stretching to the scheduler's last level would compute 0 / 0.
-        config = self._scheduler | ({"shift_terminal": None} if num_steps == 1 else {})
+        config = {**self._scheduler, **({"shift_terminal": None} if num_steps == 1 else {})}
         mu = linear_mu_of(self._scheduler, num_tokens)
         return euler_scheduler(config, num_steps, device, mu, sigmas=spaced_sigmas(num_steps))
-
-    def _write_tiny(self) -> Path:
-        configs = self.tiny()
-        return write_tiny(self.cache, DEFAULT_ARCHITECTURE, TINY_VERSION, configs, lambda to: _write_tiny(to, configs))
 
 
 FAMILY = QwenImage
 
 
-def _predict(model: nn.ModuleDict, tokens: Tensor, size: tuple[int, int], sigma: Tensor, prompt: Batch) -> Tensor:
-    """Predict the velocity, fp32, shaped as tokens (B, h * w, C). size: (h, w).  sigma: (B,).  prompt: a Batch."""
-    predicted: Tensor = model["transformer"](
-        hidden_states=tokens,
-        encoder_hidden_states=prompt["prompt_embeds"].to(tokens.dtype),
-        encoder_hidden_states_mask=prompt.get("prompt_mask"),
-        timestep=sigma,
-        img_shapes=[[(1, *size)]] * len(tokens),
-        return_dict=False,
-    )[0]
-    return predicted.float()
-
-
-def _guided(predictions: Sequence[Tensor], guidance: float) -> Tensor:
-    """Classifier-free guidance that keeps each token's length from the prediction for the prompt."""
-    if len(predictions) == 1:
-        return predictions[0]
-    combined = guided(predictions, guidance)
-    before, after = (torch.linalg.vector_norm(tokens, dim=-1, keepdim=True) for tokens in (predictions[0], combined))
-    kept: Tensor = combined * (before / after)
-    return kept
-
-
-def _latent_statistics(vae: Any) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the latents, each (1, C, 1, 1)."""
-    mean, std = (
-        torch.tensor(values, device=device_of(vae)).view(1, -1, 1, 1)
-        for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    return mean, std
-
-
-def _decode(vae: Any, latents: Tensor) -> Image.Image:
-    mean, std = _latent_statistics(vae)
-    film = vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0]
-    return image_of(film.squeeze(2))
-
-
 # The model of `model.path: tiny`.
 
-TINY_VERSION = 1
-"""Part of the folder's name: raise it when equal configs give other files than before."""
 TINY_TOKENS = 48
 TINY_WIDTH = 32
 TINY_VOCABULARY = 512
-
-
-def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    def text_encoder() -> Any:
-        return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**configs["text_encoder"]))
-
-    write_random(folder / "transformer", lambda: QwenImageTransformer2DModel(**configs["transformer"]))
-    write_random(folder / "vae", lambda: AutoencoderKLQwenImage(**configs["vae"]))
-    write_random(folder / "text_encoder", text_encoder)
-    # The tokenizer is trained on the template, so that it has its 34 tokens before the caption.
-    write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY, TINY_TOKENS, corpus=[TEMPLATE.format("")] * 16)
-    write_euler_scheduler(folder / "scheduler", configs["scheduler"])
-    write_model_index(
-        folder,
-        "QwenImagePipeline",
-        scheduler=("diffusers", "FlowMatchEulerDiscreteScheduler"),
-        text_encoder=("transformers", "Qwen2_5_VLForConditionalGeneration"),
-        tokenizer=("transformers", "Qwen2TokenizerFast"),
-        transformer=("diffusers", "QwenImageTransformer2DModel"),
-        vae=("diffusers", "AutoencoderKLQwenImage"),
-    )
 
 
 def _tiny_transformer() -> dict[str, Any]:

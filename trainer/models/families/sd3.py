@@ -7,25 +7,22 @@ CLIPs. A Batch adds a batch dim in front.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
-from PIL import Image
 from torch import Tensor, nn
 
 from trainer.config.families import Distilled
-from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
-from trainer.config.size import Size
-from trainer.models.base import ImageFamily, LoadModule, TextLength
-from trainer.models.objectives.base import Batch, Example, Loss
-from trainer.models.objectives.flow_matching import Shift, flow_loss
-from trainer.models.parts.folder import check_architecture, open_folder, write_model_index, write_random, write_tiny
+from trainer.config.sections import ModelConfig, ObjectiveConfig
+from trainer.models.base import LoadModule, TextLength
+from trainer.models.flow_transformer import FlowTransformer, Index
+from trainer.models.objectives.base import Batch, Example
+from trainer.models.objectives.flow_matching import Shift
+from trainer.models.parts.folder import check_architecture
 from trainer.models.parts.image.clip import (
     CLIP_G,
     CLIP_L,
@@ -38,14 +35,7 @@ from trainer.models.parts.image.clip import (
     write_tiny_clip,
     write_tiny_clip_tokenizer,
 )
-from trainer.models.parts.image.euler import (
-    denoise,
-    euler_scheduler,
-    guidance_inputs,
-    guided,
-    linear_mu_of,
-    write_euler_scheduler,
-)
+from trainer.models.parts.image.euler import euler_scheduler, linear_mu_of
 from trainer.models.parts.image.images import device_of
 from trainer.models.parts.image.t5 import (
     T5_TYPES,
@@ -57,10 +47,9 @@ from trainer.models.parts.image.t5 import (
     write_tiny_t5_tokenizer,
 )
 from trainer.models.parts.image.text_encoder import TextEncoder, load_tokenizer, max_tokens, text_lengths
-from trainer.models.parts.image.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
+from trainer.models.parts.image.vae import published_vae, tiny_vae
 from trainer.models.parts.layout import numbered, tensors_of
 from trainer.parallel.parallelize import ShardSpec
-from trainer.rng import SampleRng
 from trainer.weights.files import Fused
 
 
@@ -103,8 +92,9 @@ class TextEncoders:
     t5: TextEncoder | None
 
 
-class Sd3(ImageFamily):
-    components = ("transformer",)
+class Sd3(FlowTransformer):
+    network = SD3Transformer2DModel
+    lora_loader = "SD3LoraLoaderMixin"
     shard = ShardSpec(blocks=("JointTransformerBlock",), fp32_inputs=frozenset({"timestep"}))
     adapter_targets: Mapping[str, tuple[str, ...]] = {
         "transformer": (
@@ -127,9 +117,8 @@ class Sd3(ImageFamily):
             marks={},
         ),
     )
-    size_multiple = 16
     # The positions of all published models but 3.5 medium, which has twice as many.
-    longest_side: int = 192 * size_multiple
+    longest_side: int = 192 * 16
     options_read = frozenset({"architecture", "distilled", "max_tokens", "without"})
     shift = Shift(constant=3.0)
     optional_encoders = (T5,)
@@ -137,23 +126,15 @@ class Sd3(ImageFamily):
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
-        self._folder = open_folder(model, ARCHITECTURES, self._write_tiny)
-        self._transformer = self._folder.config("transformer", SD3Transformer2DModel.__name__)
-        self._vae = self._folder.read("vae/config.json")
-        self._scheduler = self._folder.read("scheduler/scheduler_config.json")
         self._has_t5 = T5 not in model.options.without and (self.folder / T5).is_dir()
+        clips = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae")
+        self.encoder_folders = (*clips, *((T5, "tokenizer_3") if self._has_t5 else ()))
         self._check_encoders()
-        # The config as the model reads it: fields that the file leaves out have their defaults.
-        self._architecture: Any = self.build("transformer").config
         check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
-        self.longest_side = min(self.longest_side, self._num_positions() * self.size_multiple)
+        self.longest_side = min(self.longest_side, self._architecture.pos_embed_max_size * self.size_multiple)
         self._max_tokens = model.options.max_tokens or MAX_TOKENS
         if self._has_t5 or (self.folder / "tokenizer_3").is_dir():
             self._max_tokens = max_tokens(model, self._folder, "tokenizer_3", MAX_TOKENS)
-
-    def _num_positions(self) -> int:
-        """The positions of patches along a side."""
-        return int(self._architecture.pos_embed_max_size)
 
     @property
     def never_trained(self) -> tuple[str, ...]:
@@ -166,11 +147,6 @@ class Sd3(ImageFamily):
         names = (MODEL_SPECS[name] for name, architecture in ARCHITECTURES.items() if architecture == found)
         return next(names, "stable-diffusion-3-tiny")
 
-    def build(self, component: str) -> nn.Module:
-        with torch.device("meta"):
-            model: nn.Module = SD3Transformer2DModel.from_config(self._transformer)
-        return model
-
     def layout(self, component: str) -> tuple[Fused, ...]:
         model: Any = self.build(component)
         last = f"{BLOCKS}.{len(model.transformer_blocks) - 1}.context_block.adaLN_modulation.1"
@@ -178,12 +154,10 @@ class Sd3(ImageFamily):
         marked = (replace(module, halves_swapped=module.name == last) for module in blocks)
         return tensors_of(model, (*MODULES, *marked))
 
-    def fingerprint(self) -> str:
-        clips = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae")
-        files = self._folder.digest(*clips, *((T5, "tokenizer_3") if self._has_t5 else ()))
+    @property
+    def text_recipe(self) -> str:
         # Without T5 only the transformer determines the width of the embeddings.
-        used = f"{self._has_t5} {self._max_tokens} {self._architecture.joint_attention_dim}"
-        return hashlib.sha256(f"{used} {files}".encode()).hexdigest()
+        return f"{self._has_t5} {self._max_tokens} {self._architecture.joint_attention_dim}"
 
     def text_encoder(self, load: LoadModule) -> TextEncoders:
         from transformers import CLIPTextModelWithProjection
@@ -192,9 +166,6 @@ class Sd3(ImageFamily):
         second = load_clip(load, self._folder, "text_encoder_2", "tokenizer_2", CLIPTextModelWithProjection)
         t5 = load_t5(load, self._folder, T5, "tokenizer_3") if self._has_t5 else None
         return TextEncoders((first, second), t5)
-
-    def image_encoder(self, load: LoadModule) -> nn.Module:
-        return load(build_vae(self._vae), self._folder.weights("vae"), ())
 
     @torch.no_grad()
     def encode_text(self, encoder: TextEncoders, caption: str) -> Example:
@@ -222,55 +193,10 @@ class Sd3(ImageFamily):
     def longer_text(self, length: TextLength) -> str | None:
         return super().longer_text(length) if length.encoder == T5 else None
 
-    @torch.no_grad()
-    def encode_image(self, encoder: Any, image: Image.Image) -> Example:
-        return {"latents": encode_latents(encoder, image)[0].cpu()}
-
-    def batch_key(self, example: Example) -> Hashable:
-        return (*example["latents"].shape[-2:], example["prompt_embeds"].shape[0])
-
-    def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
-            return _predict(model, noisy, sigma, batch)
-
-        return flow_loss(self.objective, self.shift, batch, self._num_tokens(batch["latents"]), rng, predict)
-
-    @torch.no_grad()
-    def draw(
-        self,
-        model: nn.ModuleDict,
-        encoder: Any,
-        text: Example,
-        negative: Example | None,
-        cfg: CompleteSample,
-        rng: SampleRng,
-    ) -> Image.Image:
-        device = device_of(encoder)
-        width, height = (2 * (side // self.size_multiple) for side in cfg.size)
-        prompts = [
-            {key: tensor.to(device).unsqueeze(0) for key, tensor in example.items()}
-            for example in guidance_inputs(text, negative, cfg.guidance)
-        ]
-
-        def predict(latents: Tensor, sigma: Tensor) -> Tensor:
-            return guided([_predict(model, latents, sigma, prompt) for prompt in prompts], cfg.guidance)
-
-        noise = rng.normal("sample", (self._architecture.in_channels, height, width)).to(device)
-        mu = linear_mu_of(self._scheduler, self._num_tokens(noise))
-        scheduler = euler_scheduler(self._scheduler, cfg.steps, device, mu)
-        return decode_latents(encoder, denoise(scheduler, noise, predict))
-
-    def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
-        from diffusers.loaders.lora_pipeline import SD3LoraLoaderMixin
-
-        state = SD3LoraLoaderMixin.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
-        SD3LoraLoaderMixin.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
-
-    def blank_example(self, size: Size, text_tokens: int, dtype: torch.dtype) -> Example:
+    def blank_text(self, num_tokens: int, dtype: torch.dtype) -> Example:
         config = self._architecture
         clips = self._folder.encoder_config("text_encoder", *CLIP_TYPES)["max_position_embeddings"]
         return {
-            "latents": torch.zeros(config.in_channels, size.height // 8, size.width // 8),
             "prompt_embeds": torch.zeros(clips + self._max_tokens, config.joint_attention_dim, dtype=dtype),
             "pooled_embeds": torch.zeros(config.pooled_projection_dim, dtype=dtype),
         }
@@ -314,9 +240,37 @@ class Sd3(ImageFamily):
             "scheduler": {"shift": 3.0},
         }
 
-    def _num_tokens(self, latents: Tensor) -> int:
-        patch: int = self._architecture.patch_size
-        return latents.shape[-2] * latents.shape[-1] // patch**2
+    def predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
+        velocity: Tensor = model["transformer"](
+            hidden_states=latents,
+            encoder_hidden_states=batch["prompt_embeds"].to(latents.dtype),
+            pooled_projections=batch["pooled_embeds"].to(latents.dtype),
+            timestep=sigma * 1000,
+            return_dict=False,
+        )[0]
+        return velocity.float()
+
+    def sampler(self, num_tokens: int, num_steps: int, device: torch.device) -> Any:
+        """Here the scheduler spaces the noise levels."""
+        return euler_scheduler(self._scheduler, num_steps, device, linear_mu_of(self._scheduler, num_tokens))
+
+    def write_tiny_encoders(self, folder: Path, configs: Mapping[str, Any]) -> Index:
+        from transformers import CLIPTextModelWithProjection
+
+        write_tiny_clip(folder / "text_encoder", configs["text_encoder"], CLIPTextModelWithProjection)
+        write_tiny_clip(folder / "text_encoder_2", configs["text_encoder_2"], CLIPTextModelWithProjection)
+        write_tiny_t5(folder / T5, configs[T5])
+        write_tiny_clip_tokenizer(folder / "tokenizer", TINY_TOKENS)
+        write_tiny_clip_tokenizer(folder / "tokenizer_2", TINY_TOKENS, pad_token="!")
+        write_tiny_t5_tokenizer(folder / "tokenizer_3", TINY_TOKENS)
+        return "StableDiffusion3Pipeline", {
+            "text_encoder": ("transformers", "CLIPTextModelWithProjection"),
+            "text_encoder_2": ("transformers", "CLIPTextModelWithProjection"),
+            "text_encoder_3": ("transformers", "T5EncoderModel"),
+            "tokenizer": ("transformers", "CLIPTokenizer"),
+            "tokenizer_2": ("transformers", "CLIPTokenizer"),
+            "tokenizer_3": ("transformers", "T5TokenizerFast"),
+        }
 
     def _own_architecture(self) -> Architecture:
         config = self._architecture
@@ -330,11 +284,6 @@ class Sd3(ImageFamily):
         for name in ("tokenizer", "tokenizer_2"):
             self._folder.read(f"{name}/tokenizer_config.json")
 
-    def _write_tiny(self) -> Path:
-        name = self.config.options.architecture or DEFAULT_ARCHITECTURE
-        configs = self.tiny(name)
-        return write_tiny(self.cache, f"sd3-{name}", TINY_VERSION, configs, lambda to: _write_tiny(to, configs))
-
 
 FAMILY = Sd3
 
@@ -344,18 +293,6 @@ def _clip_embeds(encoder: TextEncoder, caption: str) -> tuple[Tensor, Tensor]:
     ids = clip_tokens(encoder.tokenizer, caption).to(device_of(encoder.model))
     states, output = clip_states(encoder.model, ids)
     return states, output.text_embeds
-
-
-def _predict(model: nn.ModuleDict, latents: Tensor, sigma: Tensor, prompt: Batch) -> Tensor:
-    """Predict the velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  prompt: (B, ...) of `encode_text`."""
-    velocity: Tensor = model["transformer"](
-        hidden_states=latents,
-        encoder_hidden_states=prompt["prompt_embeds"].to(latents.dtype),
-        pooled_projections=prompt["pooled_embeds"].to(latents.dtype),
-        timestep=sigma * 1000,
-        return_dict=False,
-    )[0]
-    return velocity.float()
 
 
 PREFIX = "model.diffusion_model."
@@ -397,37 +334,8 @@ BLOCK = {
 
 # The model of `model.path: tiny`.
 
-TINY_VERSION = 1
-"""Part of the folder's name: raise it when equal configs give other files than before."""
 TINY_WIDTH = 32
 TINY_TOKENS = 32
-
-
-def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
-    from transformers import CLIPTextModelWithProjection
-
-    write_random(folder / "transformer", lambda: SD3Transformer2DModel(**configs["transformer"]))
-    write_random(folder / "vae", lambda: AutoencoderKL(**configs["vae"]))
-    write_tiny_clip(folder / "text_encoder", configs["text_encoder"], CLIPTextModelWithProjection)
-    write_tiny_clip(folder / "text_encoder_2", configs["text_encoder_2"], CLIPTextModelWithProjection)
-    write_tiny_t5(folder / T5, configs[T5])
-    write_tiny_clip_tokenizer(folder / "tokenizer", TINY_TOKENS)
-    write_tiny_clip_tokenizer(folder / "tokenizer_2", TINY_TOKENS, pad_token="!")
-    write_tiny_t5_tokenizer(folder / "tokenizer_3", TINY_TOKENS)
-    write_euler_scheduler(folder / "scheduler", configs["scheduler"])
-    write_model_index(
-        folder,
-        "StableDiffusion3Pipeline",
-        scheduler=("diffusers", "FlowMatchEulerDiscreteScheduler"),
-        text_encoder=("transformers", "CLIPTextModelWithProjection"),
-        text_encoder_2=("transformers", "CLIPTextModelWithProjection"),
-        text_encoder_3=("transformers", "T5EncoderModel"),
-        tokenizer=("transformers", "CLIPTokenizer"),
-        tokenizer_2=("transformers", "CLIPTokenizer"),
-        tokenizer_3=("transformers", "T5TokenizerFast"),
-        transformer=("diffusers", "SD3Transformer2DModel"),
-        vae=("diffusers", "AutoencoderKL"),
-    )
 
 
 def _tiny_transformer(published: Architecture) -> dict[str, Any]:

@@ -39,4 +39,5 @@ def dropout_warning(file: Path, shares: Mapping[str, float]) -> str:
 
 
 def _is_share(value: object) -> bool:
+    """Whether it drops anything; configs also hold counts and switches under such names."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1

@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 
@@ -41,13 +40,10 @@ def published_folder(model: ModelConfig, cache: Path) -> Path:
             save_file({}, weights)
         for part, values in published.items():
             name = "tokenizer_config.json" if part.startswith("tokenizer") else "config.json"
-            _replace(folder / part if part.endswith(".json") else folder / part / name, values)
+            file = folder / part if part.endswith(".json") else folder / part / name
+            config = json.loads(file.read_text(encoding="utf-8"))
+            text = config.get("text_config", config)  # encoders that also read images have it
+            text |= values
+            file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     return write_once(cache / f"published-{model.family}-{architecture}-{key}", write)
-
-
-def _replace(file: Path, values: dict[str, Any]) -> None:
-    config = json.loads(file.read_text(encoding="utf-8"))
-    text = config.get("text_config", config)  # encoders that also read images have it
-    text |= values
-    file.write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -119,27 +119,22 @@ class MemoryTracker:
         self.flops += operations(func, args, kwargs, out)
         self._count_sent(func, args)
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
-                self._track_output(tensor)
+            if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or tensor.device.type != self.device:
+                continue
+            if tensor.untyped_storage()._cdata not in self._allocations:
+                self.track(tensor, self.what)
         if func._overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_backward:
             self._use_briefly(args[1].numel() * 4)  # the gradient of the queries is summed in fp32
         elif is_quantized(func):
-            self._observe_quantized(func._opname, args)
-
-    def _observe_quantized(self, name: str, args: Any) -> None:
-        """Count the memory of an operator on quantized weights: it decodes the weight and multiplies."""
-        records, format, inputs, dtype = decoding(name, args)
-        decoded = 0 if name == "decoded" else grains(records.shape[0] * inputs * dtype.itemsize)
-        self._use_briefly(decoded + decoding_bytes(records, format, inputs, dtype))
+            # An operator on quantized weights decodes the weight and multiplies.
+            records, format, inputs, dtype = decoding(func._opname, args)
+            decoded = 0 if func._opname == "decoded" else grains(records.shape[0] * inputs * dtype.itemsize)
+            self._use_briefly(decoded + decoding_bytes(records, format, inputs, dtype))
 
     def _use_briefly(self, num_bytes: int) -> None:
         """Count bytes that are allocated and freed within one operator."""
         self._add(self.what, grains(num_bytes))
         self._add(self.what, -grains(num_bytes))
-
-    def _track_output(self, tensor: Tensor) -> None:
-        if tensor.device.type == self.device and tensor.untyped_storage()._cdata not in self._allocations:
-            self.track(tensor, self.what)
 
     def _count_sent(self, func: Any, args: Any) -> None:
         if func.namespace != "c10d":

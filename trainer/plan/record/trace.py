@@ -159,7 +159,10 @@ def trace_passes(
         sizes: Inputs of the passes.
         kinds: Kinds of passes.
     """
-    cfg = _plain(cfg)
+    # The config sharded over two ranks, with one pass per step.
+    parallel = ParallelConfig(devices=2, strategy="full")
+    train = cfg.train.model_copy(update={"batch_size": 1, "micro_batch": 1, "compile": False, "checkpointing": "none"})
+    cfg = cfg.model_copy(update={"parallel": parallel, "train": train})
     built = build_model(cfg, family)
     runs = _shorten(built.module, family)
     with sharded_model(built, cfg, family, device) as sharded:
@@ -281,13 +284,6 @@ def _moment_figures(marks: Sequence[Mark]) -> MomentFigures:
     """Collect the figures of one moment. marks: the moment's mark for each size."""
     columns = zip(*((mark.change, mark.peak, mark.flops) for mark in marks), strict=True)
     return MomentFigures(*columns)
-
-
-def _plain(cfg: RunConfig) -> RunConfig:
-    """Return the config sharded over two ranks, with one pass per step."""
-    parallel = ParallelConfig(devices=2, strategy="full")
-    train = cfg.train.model_copy(update={"batch_size": 1, "micro_batch": 1, "compile": False, "checkpointing": "none"})
-    return cfg.model_copy(update={"parallel": parallel, "train": train})
 
 
 def _shorten(model: nn.ModuleDict, family: ModelFamily) -> dict[str, int]:

@@ -308,7 +308,8 @@ class _Search:
                 at = choices.first_fitting(rungs, self.fits)
                 if at is not None:
                     self._plan_faster(rungs[: at + 1])
-                    yield self._relieved(rungs[at])
+                    relief = None if self._fits(rungs[at]) else self._relief(rungs[at])
+                    yield relief or rungs[at]
                     end = at
 
     def _plan_faster(self, rungs: Sequence[Choice]) -> None:
@@ -459,10 +460,6 @@ class _Search:
         if plan is None or not is_free or plan.fullest.name != CAPTIONS:
             return None
         return {**changes, field: True}
-
-    def _relieved(self, changes: Choice) -> Choice:
-        relief = None if self._fits(changes) else self._relief(changes)
-        return relief or changes
 
     def _seconds(self, changes: Choice) -> float:
         plan = self._plan(changes)

@@ -39,7 +39,9 @@ def assigned(changes: Mapping[str, Any]) -> str:
 
 def largest(cfg: RunConfig, card: Card, cache: Path) -> dict[str, int]:
     """Return {field: largest value with which the run fits, other fields unchanged}, without fields that have none."""
-    fields = [*_size_field(cfg), "train.micro_batch"]
+    # Of several resolutions none decides alone, so that there is no largest one to name.
+    fields = [size_field(cfg)] if trains_on(cfg) == "text" or cfg.data.has_one_resolution else []
+    fields += ["train.micro_batch"]
     fields += ["adapter.rank"] if isinstance(cfg.adapter, RankAdapter) else []
     card, reserve = calibrate(cache, card)
 
@@ -71,11 +73,6 @@ def planned(cfg: RunConfig, card: Card | None, cache: Path, reserve: Reserve | N
     if reserve is None:
         card, reserve = calibrate(cache, card)
     return plan_of(cfg, model, card, reserve) if model else None
-
-
-def _size_field(cfg: RunConfig) -> list[str]:
-    """The field with the size of an example, if it alone decides."""
-    return [size_field(cfg)] if trains_on(cfg) == "text" or cfg.data.has_one_resolution else []
 
 
 def _can_fit(cfg: RunConfig, card: Card, cache: Path, reserve: Reserve) -> bool:

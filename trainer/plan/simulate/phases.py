@@ -150,7 +150,9 @@ def _memories(
         sharded = over_all(cfg)
         yield CAPTIONS, captions(encoders, sharded), sharded.ranks if encoders.text.units else 1
     if encoders.image:
-        yield IMAGES, _images(encoders, cfg.data.all_sides[-1] ** 2), 1
+        activations = encoders.of_image(encoders.encoding, cfg.data.all_sides[-1] ** 2)
+        items = {AUTOENCODER: float(encoders.image), "activations": activations}
+        yield IMAGES, Memory(peak=sum(items.values()), items=items), 1
     yield TRAINING, training, shards
     if drawing := sampling(cfg, model, model_pass, sharding):
         yield SAMPLING, drawing, shards
@@ -187,12 +189,6 @@ def captions(encoders: Encoders, sharding: Sharding) -> Memory:
     weights = memory.items.pop("weights", 0.0)
     memory.items["text encoders"] = memory.items.get("text encoders", 0.0) + weights
     return memory
-
-
-def _images(encoders: Encoders, pixels: int) -> Memory:
-    activations = encoders.of_image(encoders.encoding, pixels)
-    items = {AUTOENCODER: float(encoders.image), "activations": activations}
-    return Memory(peak=sum(items.values()), items=items)
 
 
 def _export(model_pass: ModelPass, sharding: Sharding, allocated: Mapping[str, float]) -> Memory:

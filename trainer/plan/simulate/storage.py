@@ -25,16 +25,13 @@ def host_of(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Sha
     """
     copied = checkpoint_bytes(cfg, model_pass) / sharding.ranks
     unsharded = trained(model_pass) * 4
+    what = "weights and optimizer state" if cfg.parallel.cpu_offload else "frozen weights of offloaded blocks"
     items = [
-        Item("offloaded", memory.host, f"on each rank: {_offloaded(cfg)}, pinned"),
+        Item("offloaded", memory.host, f"on each rank: {what}, pinned"),
         Item("checkpoint", copied, "on each rank: a copy that is written while training goes on"),
         Item("export", unsharded, "on rank 0 at the end: the trained weights, unsharded"),
     ]
     return tuple(item for item in items if item.size)
-
-
-def _offloaded(cfg: RunConfig) -> str:
-    return "weights and optimizer state" if cfg.parallel.cpu_offload else "frozen weights of offloaded blocks"
 
 
 def disk_of(cfg: RunConfig, model: Model, model_pass: ModelPass) -> tuple[Item, ...]:

@@ -142,6 +142,7 @@ def _number(cell: str) -> int:
 
 
 def _text(cell: str) -> str:
+    """The text, or nothing for [N/A] and the like."""
     return "" if cell.startswith("[") else cell
 
 

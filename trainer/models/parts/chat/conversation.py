@@ -237,7 +237,10 @@ class Chat:
                 "the chat template changes what the assistant says, so that its tokens cannot be identified; "
                 "set data.chat_template to a template with {% generation %} marks"
             )
-        by_message = _spans_in_loss(messages, spans)
+        # {index of a message: its span}, of the turns in the loss. spans: one for each turn of the assistant.
+        spoken = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
+        pairs = zip(spoken, spans, strict=True)
+        by_message = {index: span for index, span in pairs if not is_read_only(messages[index], 0)}
         for text, at in texts:
             start, stop = by_message.get(text.message, (at, at + 1))
             if not start <= at < stop:
@@ -581,13 +584,6 @@ def is_read_only(message: Message, number: int) -> bool:
     if train is not None and not isinstance(train, bool):
         raise InputError(f'message {number}: "train" is {json.dumps(train, default=str)}; use true or false')
     return weight == 0 or train is False
-
-
-def _spans_in_loss(messages: Sequence[Message], spans: Sequence[Span]) -> dict[int, Span]:
-    """{index of a message: its span}, of the turns in the loss. spans: one for each turn of the assistant."""
-    spoken = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
-    pairs = zip(spoken, spans, strict=True)
-    return {index: span for index, span in pairs if not is_read_only(messages[index], 0)}
 
 
 def _text_of(part: object, number: int) -> str:

@@ -39,23 +39,21 @@ def ends_of_turns(tokenizer: Any, chat: Chat) -> Ends:
     """
     asked: Message = {"role": "user", "content": QUESTION}
     answer: Message = {"role": ASSISTANT, "content": ANSWER}
-    marks = _marks(tokenizer)
+    marks = frozenset(tokenizer.added_tokens_decoder) | frozenset(tokenizer.all_special_ids)
     end = _rendered(chat, [asked, answer]).rpartition(ANSWER)[2].strip()
     following = end or _between(_rendered(chat, [asked, answer, {"role": "user", "content": NEXT}]), ANSWER)
     found = [_first(tokenizer, following, marks)]
     called = _rendered(chat, [asked, CALL]).rstrip()
     if called and "tool_calls" in chat.template:
-        found.append(_last(tokenizer, called))
+        # The last token of a text, where it is special: a call itself may end with a token, as `</tool_call>`.
+        last: int = tokenizer(called, add_special_tokens=False, verbose=False)["input_ids"][-1]
+        added = tokenizer.added_tokens_decoder.get(last)
+        found.append(last if last in tokenizer.all_special_ids or (added is not None and added.special) else None)
         after = _rendered(chat, [asked, CALL, RESULT])
         if found[-1] is None and after.startswith(called):
             found.append(_first(tokenizer, _between(after, called), marks))
     is_lost = bool(end) and found[0] is None
     return Ends(tuple(dict.fromkeys(one for one in found if one is not None)), end.split()[0] if is_lost else "")
-
-
-def _marks(tokenizer: Any) -> frozenset[int]:
-    """Tokens that a text is split at before all else, so that they are the same tokens in any text."""
-    return frozenset(tokenizer.added_tokens_decoder) | frozenset(tokenizer.all_special_ids)
 
 
 def _rendered(chat: Chat, messages: Sequence[Message]) -> str:
@@ -74,10 +72,3 @@ def _first(tokenizer: Any, text: str, marks: frozenset[int]) -> int | None:
     """The first token of a text, where it is a mark."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids[0] if ids and ids[0] in marks else None
-
-
-def _last(tokenizer: Any, text: str) -> int | None:
-    """The last token of a text, where it is special: a call itself may end with a token, as `</tool_call>`."""
-    last: int = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][-1]
-    added = tokenizer.added_tokens_decoder.get(last)
-    return last if last in tokenizer.all_special_ids or (added is not None and added.special) else None

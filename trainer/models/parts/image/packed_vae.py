@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer.models.parts.folder import fill_random, save_module
 from trainer.models.parts.image.images import device_of, image_of, patchify, pixels_of, unpatchify
+from trainer.models.parts.image.vae import Autoencoder
 from trainer.rng import generator
 
 if TYPE_CHECKING:
@@ -71,3 +72,8 @@ def write_tiny_packed_vae(folder: Path, config: Mapping[str, Any]) -> None:
     with torch.no_grad():
         vae.bn(patchify(vae.encode(nn.functional.interpolate(squares, scale_factor=8)).latent_dist.mode()))
     save_module(folder, vae)
+
+
+PACKED_AUTOENCODER = Autoencoder(
+    "AutoencoderKLFlux2", 16, build_packed_vae, encode_packed, decode_packed, write_tiny=write_tiny_packed_vae
+)

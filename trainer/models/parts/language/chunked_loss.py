@@ -10,7 +10,7 @@ predicted tokens at a time, and their gradients are taken at once, in forward. A
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,7 +84,7 @@ class _WithLoss:
         asked = {ROUTERS: kwargs.pop(ROUTERS)} if ROUTERS in kwargs else {}
         kwargs |= dict.fromkeys(asked, False)
         with _decoder(self._model, asked) as decoder:
-            if _drops_by_sample(self._model):
+            if any(isinstance(module, SampleDropout) and module.p > 0 for module in _head_modules(self._model)):
                 logits = self._forward(*args, **kwargs).logits
                 total = _whole_sum(logits, predicted, targets, token_weights)
                 return total, decoder.output.get("router_logits") or ()
@@ -108,7 +108,9 @@ class _WithLoss:
                 parts = _losses(head, states, targets, self._tokens)
                 total = torch.stack([(losses * token_weights[part]).sum() for part, losses in parts]).sum()
                 return total, routers
-            trained = _head_parameters(self._model)
+            # The trained parameters outside of the decoder, those that the two share included.
+            held = (parameter for module in _head_modules(self._model) for parameter in module._parameters.values())
+            trained = list({id(p): p for p in held if p is not None and p.requires_grad}.values())
             total = _Sum.apply(head, states, targets, token_weights, self._tokens, *trained)  # type: ignore[no-untyped-call]
             return total, routers
 
@@ -220,14 +222,3 @@ def _decoder(model: Any, asked: Mapping[str, bool]) -> Iterator[_Decoder]:
 def _head_modules(model: Any) -> list[nn.Module]:
     inside = {id(module) for module in model.base_model.modules()}
     return [module for module in model.modules() if id(module) not in inside]
-
-
-def _head_parameters(model: Any) -> Sequence[Tensor]:
-    """Return the trained parameters outside of the decoder, those that the two share included."""
-    held = (parameter for module in _head_modules(model) for parameter in module._parameters.values())
-    return list({id(p): p for p in held if p is not None and p.requires_grad}.values())
-
-
-def _drops_by_sample(model: Any) -> bool:
-    """Whether an adapter of the head has dropout, whose masks are for whole items."""
-    return any(isinstance(module, SampleDropout) and module.p > 0 for module in _head_modules(model))

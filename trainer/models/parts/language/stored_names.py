@@ -62,7 +62,8 @@ def read_names(model: Any, files: Sequence[Path], whole: Any = None, transposed:
         InputError: The files hold tensors that neither model has, or several values for a tensor that the model shares.
     """
     stored = WeightFiles.read(files).entries
-    own = _own_shapes(model, transposed)
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
+    own = {name: shape[::-1] if name in transposed else shape for name, shape in shapes.items()}
     naming = model if whole is None else whole
     shapes = own if whole is None else dict.fromkeys(whole.state_dict(), ())
     read = _Conversion.of(naming, model.state_dict().keys() if whole is None else shapes.keys())
@@ -90,12 +91,6 @@ def read_names(model: Any, files: Sequence[Path], whole: Any = None, transposed:
         {name: entry_of(tensor.t() if name in transposed else tensor) for name, tensor in entries.items()},
         written,
     )
-
-
-def _own_shapes(model: Any, transposed: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """The shapes in the files of the model's tensors, by their names in the model."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
-    return {name: shape[::-1] if name in transposed else shape for name, shape in shapes.items()}
 
 
 def first_names(model: Any) -> dict[str, str]:

@@ -99,7 +99,9 @@ def _small(fields: Mapping[str, Any]) -> dict[str, Any]:
         elif name.endswith(("token_id", "_token")) and isinstance(value, int) and value >= VOCABULARY:
             small[name] = 0
         elif isinstance(value, list | tuple) and (len(value) == layers or name in PER_LAYER):
-            small[name] = [_size(name, one) for one in _both_kinds(list(value))]
+            small[name] = [
+                SIZES[name] if name in SIZES and isinstance(one, int) else one for one in _both_kinds(list(value))
+            ]
     if {"expand", "num_heads", "head_dim"} <= fields.keys():  # heads of a state space, not of attention
         small["num_heads"] = fields["expand"] * HIDDEN // HEAD_DIM
     return small
@@ -107,10 +109,6 @@ def _small(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _first(fields: Mapping[str, Any], *names: str) -> int:
     return next((fields[name] for name in names if isinstance(fields.get(name), int)), 0)
-
-
-def _size(name: str, value: Any) -> Any:
-    return SIZES[name] if name in SIZES and isinstance(value, int) else value
 
 
 def _both_kinds(values: list[Any]) -> list[Any]:
