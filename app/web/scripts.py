@@ -36,7 +36,9 @@ def add(app: FastAPI) -> None:
 
 def page_end(facts: Mapping[str, Any]) -> str:
     """Return the markup at the end of the page: the scripts, in the order of the rail, and what they are told once."""
-    addresses = [f"{folder()}/{name}.js" for name in NAMES]
+    own = [f"{name}.js" for name in NAMES]
+    # Those that only others import are listed too: the browser asks for all at once and not import by import.
+    addresses = [f"{folder()}/{name}" for name in (*own, *sorted(contents().keys() - own))]
     return TEMPLATES.page("scripts.html", addresses=addresses, facts=json.dumps(facts), too_old=TOO_OLD)
 
 

@@ -24,7 +24,9 @@ def client() -> TestClient:
 
 def test_each_script_of_the_page_is_served_as_it_is_and_kept_by_the_browser(client: TestClient):
     listed = re.findall(r'<script type="module" src="([^"]+)"></script>', scripts.page_end({}))
-    assert [address.rpartition("/")[2] for address in listed] == [f"{name}.js" for name in scripts.NAMES]
+    names = [address.rpartition("/")[2] for address in listed]
+    assert names[: len(scripts.NAMES)] == [f"{name}.js" for name in scripts.NAMES], "in the order of the rail"
+    assert sorted(names) == sorted(file.name for file in scripts.FOLDER.glob("*.js"))
     for address in listed:
         answer = client.get(address)
         assert answer.content == (scripts.FOLDER / address.rpartition("/")[2]).read_bytes()
