@@ -605,9 +605,9 @@ def test_deleting_and_restoring_reach_only_what_the_page_shows(client: httpx.Cli
         ("empty", {"key": "x"}, "New run has another folder meanwhile"),
         ("make", {"above": "/etc", "name": "x"}, "outside "),
         ("make", {"above": str(own_data), "name": "../x"}, "not a name for a folder"),
-        ("finish", {"id": "../../secret"}, "not an upload"),
-        ("cancel", {"id": "../../secret"}, "not an upload"),
+        ("finish", {"file": {"folder": str(own_data), "name": "unsent.png", "size": 9}}, "choose the file again"),
     ]
+    assert call(client, "cancel", id="../../secret") == {"value": None}  # as of any upload that is gone
     for name, values, said in probes:
         assert said in call(client, name, **values)["error"], name
     assert tree(own_data.parent) == before
@@ -650,7 +650,7 @@ def test_images_of_a_table_are_neither_deleted_nor_pushed_aside_by_new_ones(clie
     assert (len(shown), "its images are in all.tar" in found["problem"]) == (8, True)
     refusal = call(client, "delete", key=found["key"], images=[shown[0]["image"]])["error"]
     assert refusal.endswith(": stands in a table; remove it there")
-    refusal = call(client, "begin", folder=str(own_data), name="a.png", size=100)["error"]
+    refusal = call(client, "begin", file={"folder": str(own_data), "name": "a.png", "size": 100})["error"]
     assert "its images are in all.tar, which is not read once the folder has images of its own" in refusal
 
 
