@@ -34,6 +34,7 @@ def test_a_rank_imports_no_optional_package_of_the_libraries_it_uses(tmp_path: P
 
 def test_hidden_packages_are_found_again_and_imported_ones_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.system.imports.OPTIONAL", ("wave", "json"))
+    monkeypatch.setattr("trainer.system.imports._come_first", lambda: True)  # not so where other tests ran before
     monkeypatch.delitem(sys.modules, "wave", raising=False)
     with light_imports():
         with pytest.raises(ModuleNotFoundError):
@@ -42,6 +43,18 @@ def test_hidden_packages_are_found_again_and_imported_ones_are_not_hidden(monkey
     import wave
 
     assert (wave.__name__, json.__name__) == ("wave", "json")
+
+
+AFTER_OTHERS = """\
+import diffusers.utils
+from trainer.models import families
+families.get("flux2")
+"""
+
+
+def test_families_are_imported_after_a_library_that_has_found_a_package() -> None:
+    """diffusers remembers that bitsandbytes is installed, as it is here, and imports it for its quantizers."""
+    subprocess.run([sys.executable, "-c", AFTER_OTHERS], env=worker_environment(), check=True)
 
 
 READS = """\

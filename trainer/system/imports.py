@@ -40,7 +40,7 @@ def light_imports() -> Iterator[None]:
     Packages of OPTIONAL that were not imported before look as if they were not installed. Libraries that are imported
     inside go on without them; our own code imports them later, where it uses them.
     """
-    hidden = [name for name in OPTIONAL if name not in sys.modules]
+    hidden = [name for name in OPTIONAL if name not in sys.modules] if _come_first() else []
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: importlib's mark of what is not found
     functools.lru_cache = _cache_of_folders
     try:
@@ -49,6 +49,12 @@ def light_imports() -> Iterator[None]:
         functools.lru_cache = _bounded
         for name in hidden:
             del sys.modules[name]
+
+
+@functools.cache
+def _come_first() -> bool:
+    """Whether none of the libraries was imported before: one that has found a package imports it later by name."""
+    return not any(name in sys.modules for name in ("diffusers", "peft", "transformers"))
 
 
 def _cache_of_folders(maxsize: int | Callable[..., Any] | None = 128, typed: bool = False) -> Any:
