@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from app.runs import run_table
-from tests.app.browser import BEYOND, Server, faultless, recorded, serving, until, until_so
+from tests.app.browser import BEYOND, CORE, Server, faultless, recorded, serving, until, until_so
 from trainer.run.events import ErrorEvent, StatusEvent
 from trainer.run.folder import RunDir
 
@@ -44,6 +44,7 @@ def table(tab: Page, server: Server) -> Iterator[Page]:
         with faultless(tab, server.url):
             tab.goto(f"{server.url}#/runs")
             tab.locator("#runs tbody tr").first.wait_for()
+            tab.evaluate(CORE)
             tab.locator("#runs-filter").fill("table-")
             until(tab, "!document.querySelector('#runs [data-state=unread]')")
             yield tab
