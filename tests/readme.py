@@ -16,6 +16,13 @@ def documents() -> Iterator[Path]:
         yield from sorted(file for file in (ROOT / room).rglob("*.md") if "node_modules" not in file.parts)
 
 
+def prose() -> str:
+    """Return the documents of the program and its rooms as one text, without those of `tests/`, which are tables."""
+    return "\n".join(
+        document.read_text(encoding="utf-8") for document in documents() if ROOT / "tests" not in document.parents
+    )
+
+
 def readme(room: str) -> Path:
     """The README of a room, as `trainer/adapters`."""
     return ROOT / room / "README.md"

@@ -228,6 +228,7 @@ def _adamw8bit(groups: Sequence[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
 
         @torch.no_grad()
         def step(self, closure: None = None) -> None:
+            # Each shape of a shard is compiled by itself; beyond torch's limit of variants the rest would run eagerly.
             with torch._dynamo.utils.disable_cache_limit():
                 for group in self.param_groups:
                     for parameter in group["params"]:
@@ -242,6 +243,7 @@ def _adamw8bit(groups: Sequence[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
                 state["exp_avg_sq"] = self._new_buffer(parameter, False)
             state["step"] += 1
             shards = local((parameter.detach(), gradient, state["exp_avg"], state["exp_avg_sq"]))
+            # A rank may hold no row of a small parameter.
             if shards[0].numel():
                 weight, gradient, mean, square = shards
                 rates = group["lr"], *group["betas"], group["weight_decay"], group["eps"]

@@ -136,6 +136,7 @@ class Captioning:
         with files.locked(root / ".lock"):
             if (running := self._running_near(request)) is not None:
                 return running
+            # Captions of jobs that ended while no page was open; what they captioned is not asked again.
             self.apply_earlier(Path(request.folder))
             job = self._unfinished(request)
             if job is None:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,8 +24,10 @@ from trainer.system.errors import InputError
 
 MOST_HISTORY = 16 * files.MIB
 """Bytes of the log of changes; the older half of a longer log is dropped."""
-MOST_READ = 256 * files.MIB
-"""Bytes of the log that are read, from its end: changes that are made together may be longer than a history."""
+MOST_LINE = 2 * files.MIB
+"""Bytes of one change: two captions of 64 KiB, each byte of which JSON may escape as six."""
+BLOCK = 64 * 1024
+"""Bytes of the log per read, from its end."""
 
 
 @dataclass(frozen=True)
@@ -233,9 +234,7 @@ class Captions:
         self.problem = ""
         with files.locked(folder / f"{self._log.name}.lock"):
             try:
-                if os.path.lexists(self._log) and not (
-                    stat.S_ISREG(self._log.lstat().st_mode) and os.access(self._log, os.R_OK | os.W_OK)
-                ):
+                if os.path.lexists(self._log) and not _is_log(self._log):
                     aside = files.put_aside(self._log)
                     self.problem = f"{self._log}: cannot be read; it was renamed to {aside.name}, remove it"
                 self._log.touch(0o600)
@@ -246,11 +245,14 @@ class Captions:
                 yield log
 
     def _latest(self, log: BinaryIO, folders: Sequence[Path] | None = None) -> list[_Noted]:
-        """Return the latest batch of changes."""
-        found, damaged = list[_Noted](), 0
+        """Return the latest batch of changes. Reads only as much of the log's end as it needs."""
+        size, damaged = log.seek(0, os.SEEK_END), 0
+        found: list[_Noted] = []
         own = None if folders is None else tuple(_start(f"{folder}/".replace("//", "/")) for folder in folders)
-        for at, line in reversed(_lines(log)):
-            if own is not None and line.startswith(_start("")) and not line.startswith(own):
+        for at, line in _lines_backwards(log, size):
+            if not found and size - at > MOST_HISTORY:
+                break
+            if not line or (own is not None and line.startswith(_start("")) and not line.startswith(own)):
                 continue
             try:
                 change = _CHANGE.validate_json(line)
@@ -267,14 +269,27 @@ class Captions:
 
     def _all(self, log: BinaryIO) -> Iterator[_Noted]:
         """Yield all changes that can be read, the first one first."""
-        for at, line in _lines(log):
+        at = log.seek(0)
+        for line in log:
             with suppress(ValidationError):
                 yield _Noted(**vars(_CHANGE.validate_json(line)), at=at)
+            at += len(line)
 
     def _remove(self, log: BinaryIO, places: Collection[int]) -> None:
         """Drop the lines that begin at these bytes of the log."""
-        kept = [line for at, line in _lines(log) if at not in places]
-        files.replace(self._log, b"".join(kept))
+        first = min(places)
+        log.seek(first)
+        kept, at = [], first
+        for line in log:
+            if at not in places:
+                kept.append(line)
+            at += len(line)
+        if not kept:
+            log.truncate(first)
+            os.fsync(log.fileno())
+            return
+        log.seek(0)
+        files.replace(self._log, log.read(first) + b"".join(kept))
 
     def _shorten(self, log: BinaryIO) -> None:
         """Drop the older half of a log that is too long, but never a change of the latest batch."""
@@ -284,9 +299,14 @@ class Captions:
         latest = self._latest(log)
         if not latest or latest[0].at <= size // 2:
             return
-        newer = [(at, line) for at, line in _lines(log) if size // 2 <= at <= latest[0].at]
-        torn = _batch(newer[0][1])  # of some changes that were made together only these are left
-        begin = next((at for at, line in newer if torn is None or _batch(line) != torn), latest[0].at)
+        log.seek(size // 2)
+        log.readline()  # the rest of a line; below, the rest of its batch
+        begin = log.tell()
+        batch = _batch(log.readline())
+        while begin < latest[0].at and batch is not None:
+            begin = log.tell()
+            if _batch(log.readline()) != batch:
+                break
         log.seek(begin)
         files.replace(self._log, log.read())
 
@@ -352,6 +372,10 @@ def _check(file: Path, caption: str) -> None:
         raise InputError(f"{file}: {too_long(size)}")
 
 
+def _is_log(file: Path) -> bool:
+    return stat.S_ISREG(file.lstat().st_mode) and os.access(file, os.R_OK | os.W_OK)
+
+
 def _batch(line: bytes) -> int | None:
     try:
         return _CHANGE.validate_json(line).batch
@@ -359,11 +383,24 @@ def _batch(line: bytes) -> int | None:
         return None
 
 
-def _lines(log: BinaryIO) -> list[tuple[int, bytes]]:
-    """(byte where it begins, line) of each line."""
-    begin = log.seek(max(0, log.seek(0, os.SEEK_END) - MOST_READ))
-    lines = log.readlines()
-    return list(zip(accumulate(map(len, lines), initial=begin), lines, strict=False))
+def _lines_backwards(log: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (byte where it begins, line) of each line, the last one first."""
+    tail, end = b"", size
+    while end > 0:
+        begin = max(0, end - BLOCK)
+        tail = os.pread(log.fileno(), end - begin, begin) + tail
+        first, *lines = tail.split(b"\n")
+        at = begin + len(tail)
+        for line in reversed(lines):
+            at -= len(line)
+            yield at, line
+            at -= 1
+        if len(first) > MOST_LINE:
+            yield begin, b"endless"
+            first = b""
+        tail, end = first, begin
+    if tail:
+        yield 0, tail
 
 
 def _read(file: Path) -> str | None:

@@ -122,6 +122,7 @@ def opened(
     try:
         for part in parts:
             place /= part
+            # A part is one step down, and each step refuses links: no name leads out of the root.
             if part in ("", ".", "..") or "/" in part or "\0" in part:
                 raise InputError(f"{place}: not the name of a folder")
             if makes:

@@ -172,6 +172,7 @@ def view(data: DataConfig, found: ScanResult, truncated: Collection[str], chosen
         page: Number of the page; the last one where there are fewer.
     """
     is_counted = len(found.images) <= MOST_COUNTED
+    # Reading the captions of 100,000 images takes seconds: only those of the page are read.
     if not is_counted and not chosen.needs_captions:
         images = [
             image

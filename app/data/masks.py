@@ -278,6 +278,7 @@ class Masks:
         try:
             with self._locked(), _opened(place, makes=content is not None) as folder:
                 name, former = _present(folder, place)
+                # Another window or program may have written since: nothing of theirs is lost.
                 if _digest(former) != before:
                     raise ChangedElsewhere(f"{place.folder / name}: changed elsewhere since it was loaded")
                 if former is not None and former != content:

@@ -7,13 +7,13 @@ Nothing else is written down, so a folder of data that comes from a stranger can
 from __future__ import annotations
 
 import calendar
-import errno
 import os
 import re
 import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,16 +134,12 @@ def empty(root: Path) -> int:
     with opened(real, (FOLDER,)) as trash:
         names = [name for name in os.listdir(trash) if _NAME.fullmatch(name)]
         for name in names:
-            _remove(name, trash)
+            # What a stranger put in its place is not opened as a folder: a pipe would never end.
+            if stat.S_ISDIR(os.stat(name, dir_fd=trash, follow_symlinks=False).st_mode):
+                shutil.rmtree(name, dir_fd=trash)
+            else:
+                os.unlink(name, dir_fd=trash)
     return len(names)
-
-
-def _remove(name: str, trash: int) -> None:
-    """Remove a deletion for good, or what a stranger put in its place: opening a pipe as a folder would never end."""
-    if stat.S_ISDIR(os.stat(name, dir_fd=trash, follow_symlinks=False).st_mode):
-        shutil.rmtree(name, dir_fd=trash)
-    else:
-        os.unlink(name, dir_fd=trash)
 
 
 def _below(root: Path, image: Path) -> Path:
@@ -159,15 +155,11 @@ def _below(root: Path, image: Path) -> Path:
 
 def _begin(real: Path) -> str:
     """Make an empty folder for a deletion and return its name."""
-    now = time.strftime(_TIME, time.gmtime())
+    seconds, micros = divmod(time.time_ns() // 1000, 10**6)
+    name = f"{time.strftime(_TIME, time.gmtime(seconds))}-{micros:06}"
     with opened(real, (FOLDER,), makes=True, mode=0o700) as trash:
-        for number in range(1, 10**6):
-            try:
-                os.mkdir(f"{now}-{number}", 0o700, dir_fd=trash)
-            except FileExistsError:
-                continue
-            return f"{now}-{number}"
-    raise InputError(f"{real / FOLDER}: full; empty the trash")
+        os.mkdir(name, 0o700, dir_fd=trash)
+    return name
 
 
 def _delete(real: Path, deletion: str, path: Path) -> None:
@@ -215,15 +207,9 @@ def _deletion(real: Path, name: str) -> Deletion:
 def _forget(real: Path, name: str) -> None:
     """Remove the empty folders of a deletion; what else is in them stays."""
     with opened(real, (FOLDER,)) as trash:
-        for _, folders, _, descriptor in os.fwalk(name, topdown=False, dir_fd=trash):
+        for _, folders, _, above in os.fwalk(name, topdown=False, dir_fd=trash):
             for inner in folders:
-                _remove_empty(inner, descriptor)
-        _remove_empty(name, trash)
-
-
-def _remove_empty(name: str, above: int) -> None:
-    try:
-        os.rmdir(name, dir_fd=above)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.ENOTDIR):  # a link to a folder is not one
-            raise
+                with suppress(OSError):  # not empty, or a link to a folder
+                    os.rmdir(inner, dir_fd=above)
+        with suppress(OSError):
+            os.rmdir(name, dir_fd=trash)

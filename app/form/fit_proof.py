@@ -85,6 +85,7 @@ def prove(found: Found, runs: Path, limit: float | None = None) -> Found:
         raise InputError("--prove: the run has stages; prove a preset of one stage, or leave --prove out")
     (one,) = found.fits
     proposals = list(one.proposals)
+    # The fastest comes first, so that the first one that holds is the answer.
     while proposals:
         proof = _prove_one(proposals[0], found, runs, limit)
         if not proof.failure:

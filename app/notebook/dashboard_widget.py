@@ -123,19 +123,18 @@ class Dashboard:
             self._fill(self.loss, svg.draw(Chart("Loss", self._follower.lines("Loss"))))
             self._curves = view.curves
         if view.samples != self._samples:
-            self._fill(self.samples, self._newest(view))
+            newest = sorted(view.samples, key=lambda sample: (-sample.step, sample.index))[:NUM_SAMPLES]
+            self._fill(self.samples, panels.newest((sample, *self._small(sample)) for sample in newest))
             self._samples = view.samples
-        self._fill(self.warnings, self._warnings())
+        warnings = [event for event in self._follower.events() if isinstance(event, WarningEvent)]
+        lines = dict.fromkeys(f"Warning, step {event.step}: {event.message}" for event in reversed(warnings))
+        self._fill(self.warnings, TEMPLATES.part("panels.html", "items", list(lines)[:NUM_WARNINGS]))
         for button in self.buttons.values():
             button.disabled = not view.is_running
 
     def _fill(self, place: widgets.HTML, content: Markup) -> None:
         self._content[place] = content
         place.value = content
-
-    def _newest(self, view: RunView) -> Markup:
-        newest = sorted(view.samples, key=lambda sample: (-sample.step, sample.index))[:NUM_SAMPLES]
-        return panels.newest((sample, *self._small(sample)) for sample in newest)
 
     def _small(self, sample: SampleEvent) -> tuple[str, str]:
         """Return (its picture as base64, why it cannot be shown), each "" where there is none."""
@@ -146,11 +145,6 @@ class Dashboard:
         except InputError as error:
             return "", str(error)
         return base64.b64encode(small.read_bytes()).decode(), ""
-
-    def _warnings(self) -> Markup:
-        warnings = [event for event in self._follower.events() if isinstance(event, WarningEvent)]
-        lines = dict.fromkeys(f"Warning, step {event.step}: {event.message}" for event in reversed(warnings))
-        return TEMPLATES.part("panels.html", "items", list(lines)[:NUM_WARNINGS])
 
     def _static_output(self) -> dict[str, str]:
         """Everything that is shown, as an output that works without a kernel."""

@@ -1,8 +1,8 @@
 """Functions that the page's scripts call by `POST /calls/NAME`, and how their answers and refusals travel.
 
 A script sends one object; its members become the keyword arguments of a function, checked against the function's types.
-The answer is `{"value": ...}`, or `{"error": sentence}` for what was refused. See DECISIONS 151.
-`security.Guard` lets no stranger call, and no large body in.
+The answer is `{"value": ...}`, or `{"error": sentence}` for what was refused. `security.Guard` lets no stranger call,
+and no large body in. See DECISIONS 151.
 """
 
 from __future__ import annotations

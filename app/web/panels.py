@@ -31,7 +31,7 @@ PANELS: dict[ModuleType, tuple[str, ...]] = {
     samples: ("samples",),
     files: ("files",),
     results: ("results",),
-    runs: ("runs",),
+    runs: ("runs", "compare"),
     queue: ("queue",),
     captioning: ("captioning",),
     upload: ("upload",),

@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.data.upload.uploads import MOST_CHUNK
+from app.data.upload.uploads import ID, MOST_CHUNK
 from trainer.system import files
 from trainer.system.errors import InputError
 from trainer.view.render import Templates
@@ -37,7 +37,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 ALL_ADDRESSES = ("0.0.0.0", "::")
 MAX_BODY_BYTES = 4 * 2**20
 MAX_LOGIN_BYTES = 4096
-CHUNK = re.compile(r"/uploads/[0-9a-f]{32}")
+CHUNK = re.compile(f"/uploads/{ID.pattern}")
 """The address that takes a chunk of an image: see `upload_routes`."""
 UPLOADS_CLOSED = (
     "Uploads are off: this page has a name for other machines (--name) and no password; start it with --auth-file "

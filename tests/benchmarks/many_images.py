@@ -22,9 +22,10 @@ from tests.runs import alone, make_run
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.data.encoded_memory import KIND
-from trainer.data.images.known_files import KnownFiles, index_of
+from trainer.data.images.known_files import KnownFiles
 from trainer.data.images.scan_memory import ScanMemory, checked
 from trainer.system.files import COARSEST_NS
+from trainer.system.index import Index
 from trainer.train.loop import Trainer
 
 IMAGES = 100_000
@@ -109,7 +110,7 @@ def main() -> int:
         second = min(wait_for_run(preset, f"again-{number}").first_step for number in range(2))
         one = memory(preset, is_small=True)
         used = memory(preset, is_small=False) - one
-        index_of(Path(name) / "cache").put(KIND, {"": b""}, most=1)
+        Index(Path(name) / "cache").put(KIND, {"": b""}, most=1)
         listing = memory(preset, is_small=False) - one
     print(f"scan                 {scanned:.1f} s (limit {SCAN_LIMIT_S:g} s for {IMAGES:,})")
     print(f"first start          {first:.1f} s, {1e3 * (first - second) / options.images:.1f} ms an image")

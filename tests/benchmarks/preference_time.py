@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.readme import documents
+from tests.readme import prose
 from tests.runs import alone, make_run, text_config
 from trainer.run.events import AnyEvent, ValidationEvent
 from trainer.train.loop import Trainer
@@ -49,7 +49,7 @@ def make_pairs(text: str) -> list[dict[str, str]]:
 
 def learn(root: Path, seconds: float = SECONDS) -> Preferred:
     """Train for so many seconds, then measure the held-out pairs."""
-    pairs = make_pairs("\n".join(document.read_text(encoding="utf-8") for document in documents()))
+    pairs = make_pairs(prose())
     cut = len(pairs) * 9 // 10
     for name, part in (("train", pairs[:cut]), ("held", pairs[cut:])):
         (root / f"{name}.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in part), encoding="utf-8")

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.readme import documents
+from tests.readme import prose
 from tests.runs import alone, make_run, text_config
 from trainer.run.events import AnyEvent, StepEvent, ValidationEvent
 from trainer.train.loop import Trainer
@@ -39,7 +39,7 @@ class Learned:
 
 def learn(root: Path) -> Learned:
     """Train until the loss is below half of the entropy, for MOST_STEPS at most."""
-    text = b"".join(document.read_bytes() for document in documents())
+    text = prose().encode()
     cut = len(text) * 9 // 10
     (root / "text").mkdir()
     (root / "text" / "train.txt").write_text(text[:cut].decode(errors="ignore"), encoding="utf-8")

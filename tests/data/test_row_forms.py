@@ -138,10 +138,7 @@ def test_a_row_is_read_in_the_form_of_its_dataset(row: dict[str, Any], expected:
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        (
-            {"prompt": "Q", "chosen": "A", "rejected": "B", "score": 1},
-            {"prompt": "Q", "chosen": "A", "rejected": "B"},
-        ),
+        ({"prompt": "Q", "chosen": "A", "rejected": "B", "score": 1}, {"prompt": "Q", "chosen": "A", "rejected": "B"}),
         (
             {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "A"}}
             | {"rejected": {"from": "gpt", "value": "B"}},

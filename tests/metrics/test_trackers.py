@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
+import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -21,8 +23,9 @@ from tests.runs import make_pictures, run_config, write_preset
 from trainer.config.load import load_config
 from trainer.config.sections import TrackersConfig
 from trainer.launcher import preflight, torchrun
-from trainer.metrics.trackers import WATCH_SECONDS, Files, IdleTimer, following, short, shown_config
-from trainer.metrics.trackers.feed import Feed, Note, Position, SampleImage
+from trainer.metrics.trackers import short, shown_config
+from trainer.metrics.trackers.feed import Feed, Figures, Item, Note, Position, SampleImage
+from trainer.metrics.trackers.follow import FOLLOW_SECONDS, Sender, Trackers
 from trainer.run import process as processes
 from trainer.run.events import (
     AnyEvent,
@@ -38,7 +41,6 @@ from trainer.run.events import (
     WarningEvent,
 )
 from trainer.run.folder import RunDir
-from trainer.run.preemption import PREEMPTION_SIGNALS
 from trainer.system.errors import InputError
 
 NAMES = ("tensorboard", "wandb", "trackio")
@@ -208,7 +210,7 @@ def test_wandb_without_login_writes_files_for_wandb_sync_and_says_so(run: RunDir
     send(run, "wandb")
     [opened] = wandb_records(run, "run")
     [_, said] = warnings(run)
-    files = run.path / "wandb" / f"offline-run-*-{opened['run_id']}"
+    files = run.path / "wandb" / f"*run-*-{opened['run_id']}"
     assert said == (
         "trackers.wandb writes offline: No API key configured. Use `wandb login` to log in. "
         f"Send it later with: wandb sync {files}"
@@ -222,13 +224,43 @@ def test_wandb_without_login_writes_files_for_wandb_sync_and_says_so(run: RunDir
     assert "cluster" not in config
 
 
+@contextmanager
+def server(answer: bytes | None) -> Iterator[int]:
+    """Yield the port of a server that sends every request the same answer; without one, it never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        open_ones: list[socket.socket] = []
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    open_ones.append(listening.accept()[0])
+                    if answer is not None:
+                        open_ones[-1].recv(1 << 16)
+                        open_ones[-1].sendall(answer)
+                        open_ones[-1].close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listening.getsockname()[1]
+        listening.shutdown(socket.SHUT_RDWR)
+        for one in open_ones:
+            one.close()
+
+
 @pytest.mark.slow  # wandb itself tries for ten seconds
-def test_wandb_without_network_writes_files_too(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n", None],
+    ids=["no network", "the key is refused", "no answer"],
+)
+def test_wandb_without_a_server_that_takes_it_writes_files_too(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, answer: bytes | None
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
     write(run, step(1, 3.0))
-    send(run, "wandb")
+    with server(answer) as port:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+        send(run, "wandb")
     assert in_wandb(run)["loss"] == [(1, 3.0)]
     [said] = warnings(run)
     assert said.startswith("trackers.wandb writes offline: ")
@@ -288,28 +320,6 @@ def test_what_looks_like_a_secret_is_not_repeated(text: str, shown: str) -> None
     assert short(text) == shown
 
 
-def test_a_tracker_that_raises_leaves_no_secret_in_its_log_either(run: RunDir) -> None:
-    write(run, step(1, 3.0), SampleEvent(step=1, prompt="a fox", index=0, path="samples/token=abcdef"))
-    with rank_0(run, "tensorboard"):
-        [said] = until(lambda: warnings(run))
-        until(lambda: not trackers(run))
-    log = Files(run, "tensorboard").log.read_text()
-    assert "Traceback" in log
-    assert "abcdef" not in log + said
-
-
-def test_a_clock_that_is_set_is_no_sign_of_death(tmp_path: Path) -> None:
-    file = tmp_path / "lock"
-    file.touch()
-    timer = IdleTimer(file)
-    os.utime(file, (0, 0))
-    assert timer.idle_s() < 1
-    time.sleep(0.2)
-    assert timer.idle_s() >= 0.2
-    file.touch()
-    assert timer.idle_s() < 0.1
-
-
 def test_trackers_are_not_given_what_a_site_calls_its_things(tmp_path: Path) -> None:
     cfg = run_config(tmp_path, cluster__slurm={"account": "team-7"}, cluster__image="registry.example.org/s:1")
     given = shown_config(cfg)
@@ -317,168 +327,175 @@ def test_trackers_are_not_given_what_a_site_calls_its_things(tmp_path: Path) -> 
     assert given.keys() | {"cluster"} == cfg.model_dump().keys()
 
 
-def test_no_tracker_imports_torch() -> None:
-    modules = ", ".join(f"trainer.metrics.trackers.{name}" for name in ("__main__", *NAMES))
-    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], env=processes.worker_environment(), check=True, timeout=100)
+class Fake:
+    """A Tracker in place of TensorBoard's, which keeps what it gets. broken: done with each item, and at the end."""
+
+    def __init__(self, broken: Callable[[], object] = lambda: None) -> None:
+        self.got: list[Item] = []
+        self.failed: bool | None = None
+        self._broken = broken
+
+    def figures(self, item: Item) -> None:
+        self.got.append(item)
+        self._broken()
+
+    image = note = figures
+
+    def flush(self) -> None: ...
+
+    def finish(self, failed: bool) -> None:
+        self._broken()
+        self.failed = failed
 
 
-# A rank 0 of a few lines: it starts a tracker, says how long that took, and leaves when its input ends.
-RANK_0 = """
-import sys, time
-from pathlib import Path
-from trainer.config.sections import TrackersConfig
-from trainer.run.events import EventWriter
-from trainer.run.folder import RunDir
-from trainer.metrics.trackers import following
-run = RunDir.open(Path(sys.argv[1]))
-before = time.perf_counter()
-with following(TrackersConfig(**{sys.argv[2]: True}), run, EventWriter(run.events_file).write, int(sys.argv[3])):
-    print(time.perf_counter() - before, flush=True)
-    sys.stdin.read()
-"""
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fake], Fake]:
+    """Put a Fake in TensorBoard's place."""
+
+    def put(fake: Fake) -> Fake:
+        connected = types.SimpleNamespace(connect=lambda *given: fake)
+        monkeypatch.setitem(sys.modules, "trainer.metrics.trackers.tensorboard", connected)
+        return fake
+
+    return put
 
 
 @contextmanager
-def rank_0(run: RunDir, name: str, patience_s: int = 60) -> Iterator[subprocess.Popen[str]]:
-    """Inside, a process with a tracker is at work; at the end it leaves, waiting for nothing."""
-    argv = [sys.executable, "-c", RANK_0, str(run.path), name, str(patience_s)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(argv, env=processes.worker_environment(), stdin=pipe, stdout=pipe, text=True) as process:
-        process.stdout.readline()
-        yield process
-        process.stdin.close()
-        assert process.wait(5) == 0
+def follow(run: RunDir, patience_s: float = 60, end_s: float = 60, code: int = 0) -> Iterator[None]:
+    """Inside, rank 0 has a tracker; it exits with this code."""
+    trackers = Trackers(patience_s, end_s)
+    trackers.start(TrackersConfig(tensorboard=True), run, EventWriter(run.events_file).write)
+    yield
+    trackers.end(code)
 
 
-def tracker_of(run: RunDir, name: str) -> psutil.Process:
-    """The process of a tracker that is at work."""
-    return until(lambda: next((each for each in trackers(run) if name in each.cmdline()), None), 20)
-
-
-def trackers(run: RunDir) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        argv = process.info["cmdline"] or []
-        if (
-            "trainer.metrics.trackers" in argv
-            and str(run.path) in argv
-            and process.info["status"] != psutil.STATUS_ZOMBIE
-        ):
-            found.append(process)
-    return found
+def stopped(run: RunDir, reason: str) -> str:
+    rest = f"python -m trainer.metrics.trackers {run.path} tensorboard"
+    return f"trackers.tensorboard stopped: {reason}; send the rest with: {rest}"
 
 
 def until(asked: Callable[[], object], timeout_s: float = 60):
     deadline = time.monotonic() + timeout_s
     while not (answer := asked()):
         assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.1)
+        time.sleep(0.05)
     return answer
 
 
-def test_a_tracker_outlives_rank_0_and_ends_by_itself_when_all_is_shown(run: RunDir) -> None:
-    with rank_0(run, "tensorboard"):
-        write(run, step(1, 3.0), status("finished", 1))
-    until(lambda: not trackers(run))
-    assert in_tensorboard(run)["loss"] == [(1, 3.0)]
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_tracker_gets_what_is_written_to_the_end_and_whether_the_run_failed(run: RunDir, use, code: int) -> None:
+    fake = use(Fake())
+    with follow(run, code=code):
+        write(run, step(1, 3.0))
+        until(lambda: fake.got)
+        write(run, step(2, 2.0))
+    assert [item.step for item in fake.got] == [1, 2]
+    assert fake.failed == bool(code)
     assert warnings(run) == []
 
 
-def test_a_tracker_shows_what_the_launcher_writes_of_a_rank_that_died(run: RunDir) -> None:
-    with rank_0(run, "tensorboard"):
-        write(run, status("training"))
-        tracker_of(run, "tensorboard")
+def test_a_run_whose_events_say_that_it_failed_is_sent_as_failed(run: RunDir, use) -> None:
+    fake = use(Fake())
     write(run, ErrorEvent(message="rank 0 died"), status("failed", 1))
-    until(lambda: not trackers(run))
-    assert texts(run) == ["**state** training", "**error** rank 0 died", "**state** failed"]
+    Sender(run, "tensorboard", warnings(run).append).send()
+    assert [item.text for item in fake.got] == ["rank 0 died", "failed"]
+    assert fake.failed
 
 
-def test_two_processes_never_send_the_same_run_at_once(run: RunDir) -> None:
-    with rank_0(run, "tensorboard"):
-        until(Files(run, "tensorboard").position.exists)
-        with rank_0(run, "tensorboard"):
-            write(run, step(1, 3.0))
-            until(lambda: len(trackers(run)) == 2)
-            write(run, step(2, 2.0), status("finished", 2))
-    until(lambda: not trackers(run))
-    assert in_tensorboard(run)["loss"] == [(1, 3.0), (2, 2.0)]
-    assert warnings(run) == []
+def test_a_tracker_that_raises_is_one_warning_without_its_key_and_passes_that_thing_over(
+    run: RunDir, use, capfd
+) -> None:
+    def fail() -> None:
+        raise ConnectionError("401 for api_key=abcdef")
+
+    use(Fake(fail))
+    with follow(run, patience_s=1.5):
+        write(run, step(1, 3.0), step(2, 2.5))
+        until(lambda: warnings(run))
+        time.sleep(1.5 + 2 * FOLLOW_SECONDS)  # the watch has looked as well
+    assert warnings(run) == [stopped(run, "ConnectionError: 401 for api_key=***")]
+    logged = capfd.readouterr().err
+    assert "Traceback" in logged and "abcdef" not in logged
+    fake = use(Fake())
+    Sender(run, "tensorboard", warnings(run).append).send()
+    assert [item.step for item in fake.got if isinstance(item, Figures)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "reason", "code"),
+    [
+        (1.5, "it made no progress for 1.5 s", 0),
+        (60, "it was not done 0.5 s after the end of the run", 2),
+    ],
+    ids=["while the run goes on", "at its end"],
+)
+def test_a_tracker_that_hangs_is_one_warning_and_neither_the_end_nor_exit_handlers_wait_for_it(
+    run: RunDir, use, monkeypatch, patience_s: float, reason: str, code: int
+) -> None:
+    released, handlers = threading.Event(), []
+    monkeypatch.setattr("atexit.register", lambda *handler: handlers.append(handler))
+    fake = use(Fake(released.wait))
+    with follow(run, patience_s, 0.5, code):
+        write(run, step(1, 3.0))
+        until(lambda: fake.got)
+        if patience_s < 60:
+            until(lambda: warnings(run))
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    assert warnings(run) == [stopped(run, reason)]
+    assert handlers == [(os._exit, code)]
+    released.set()
+
+
+# A rank 0 of a few lines: it starts a tracker, says so, and ends when its input does.
+RANK_0 = """
+import atexit, sys, time
+from pathlib import Path
+from trainer.config.sections import TrackersConfig
+from trainer.run.events import EventWriter
+from trainer.run.folder import RunDir
+from trainer.metrics.trackers.follow import Trackers
+run = RunDir.open(Path(sys.argv[1]))
+atexit.register(time.sleep, 1000)  # as that of a library that waits for its thread
+trackers = Trackers(60, 0.5)
+trackers.start(TrackersConfig(**{sys.argv[2]: True}), run, EventWriter(run.events_file).write)
+print(flush=True)
+sys.stdin.read()
+trackers.end(0)
+"""
+
+
+def rank_0(run: RunDir, name: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    argv = [sys.executable, "-c", RANK_0, str(run.path), name]
+    process = subprocess.Popen(argv, env=processes.worker_environment(), stdin=pipe, stdout=pipe, text=True)
+    process.stdout.readline()
+    until(Sender(run, name, warnings(run).append).file.exists)
+    return process
+
+
+def test_a_process_ends_whatever_its_tracker_waits_for(run: RunDir) -> None:
+    with rank_0(run, "tensorboard") as process:
+        os.mkfifo(run.samples / "pipe.png")  # whoever opens it waits for ever
+        write(run, SampleEvent(step=1, prompt="a fox", index=0, path="samples/pipe.png"), status("finished"))
+        process.stdin.close()
+        assert process.wait(60) == 0
+    assert warnings(run) == [stopped(run, "it was not done 0.5 s after the end of the run")]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", pytest.param("wandb", marks=pytest.mark.slow)])
-def test_a_tracker_that_is_killed_is_one_warning_and_the_rest_can_be_sent(run: RunDir, name: str) -> None:
-    with rank_0(run, name):
+def test_what_a_killed_rank_0_has_not_sent_is_sent_by_hand_and_not_while_it_lives(run: RunDir, name: str) -> None:
+    with rank_0(run, name) as process:
         write(run, step(1, 3.0))
-        process = tracker_of(run, name)
-        position = Files(run, name).position
-        until(lambda: position.exists() and '"step": 1' in position.read_text())
-        children = process.children(recursive=True)
-        process.send_signal(signal.SIGKILL)
-        [said] = until(lambda: [said for said in warnings(run) if "stopped" in said])
-        assert said == (
-            f"trackers.{name} stopped: SIGKILL ended its process; see logs/tracker-{name}.log, and send the rest "
-            f"with: python -m trainer.metrics.trackers {run.path} {name}"
-        )
+        until(lambda: '"step": 1' in Sender(run, name, warnings(run).append).file.read_text())
+        with pytest.raises(InputError, match="another process sends this run's events"):
+            Sender(run, name, warnings(run).append).send()
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
         until(lambda: not any(child.is_running() for child in children))
-    write(run, step(2, 2.0))
+    write(run, step(2, 2.0), ErrorEvent(message="rank 0 died"), status("failed", 2))
     send(run, name)
     assert READERS[name](run)["loss"][-1] == (2, 2.0)
-
-
-@pytest.mark.slow
-def test_a_tracker_that_raises_is_one_warning_and_passes_that_thing_over_when_sent_again(run: RunDir) -> None:
-    missing = SampleEvent(step=1, prompt="a fox", index=0, path="samples/no.png")
-    with rank_0(run, "tensorboard"):
-        write(run, step(1, 3.0), missing, step(2, 2.0))
-        [said] = until(lambda: warnings(run))
-        assert said == (
-            "trackers.tensorboard stopped: FileNotFoundError: [Errno 2] No such file or directory: "
-            f"'{run.path}/samples/no.png'; see logs/tracker-tensorboard.log, and send the rest with: "
-            f"python -m trainer.metrics.trackers {run.path} tensorboard"
-        )
-        until(lambda: not trackers(run))
-        time.sleep(2 * WATCH_SECONDS)  # rank 0 has looked as well
-    assert len(warnings(run)) == 1
-    send(run, "tensorboard")
-    assert in_tensorboard(run)["loss"] == [(1, 3.0), (2, 2.0)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_over", [False, True], ids=["while the run goes on", "after its end"])
-def test_a_tracker_that_hangs_ends_with_one_warning(run: RunDir, is_over: bool) -> None:
-    with rank_0(run, "tensorboard", patience_s=3):
-        until(Files(run, "tensorboard").position.exists)  # a folder with a pipe is not opened, so it comes later
-        os.mkfifo(run.samples / "pipe.png")  # whoever opens it waits for ever
-        write(run, SampleEvent(step=1, prompt="a fox", index=0, path="samples/pipe.png"), status("finished"))
-        if not is_over:
-            until(lambda: warnings(run))
-    [said] = until(lambda: warnings(run))
-    assert said.startswith("trackers.tensorboard stopped: it made no progress for 3 s; see ")
-    until(lambda: not trackers(run))
-
-
-@pytest.mark.slow
-def test_a_tracker_that_is_frozen_is_ended_by_rank_0(run: RunDir) -> None:
-    with rank_0(run, "tensorboard", patience_s=5):
-        process = tracker_of(run, "tensorboard")
-        until(Files(run, "tensorboard").position.exists)
-        process.send_signal(signal.SIGSTOP)
-        [said] = until(lambda: warnings(run))
-        assert said.startswith("trackers.tensorboard stopped: it did nothing for ")
-        until(lambda: not trackers(run))
-
-
-@pytest.mark.slow
-def test_what_asks_the_ranks_to_leave_does_not_end_a_tracker(run: RunDir) -> None:
-    with rank_0(run, "tensorboard"):
-        process = tracker_of(run, "tensorboard")
-        until(Files(run, "tensorboard").position.exists)
-        for number in PREEMPTION_SIGNALS:
-            process.send_signal(number)
-        write(run, step(1, 3.0), status("stopped", 1))
-    until(lambda: not trackers(run))
-    assert in_tensorboard(run)["loss"] == [(1, 3.0)]
 
 
 def test_a_package_that_is_not_installed_is_named_before_anything_starts(
@@ -495,14 +512,17 @@ def test_a_package_that_is_not_installed_is_named_before_anything_starts(
     assert str(error.value) == f"{preset}:5: {message}"
     assert not (tmp_path / "runs").exists()
     run = RunDir.create(tmp_path, run_config(tmp_path))
-    with pytest.raises(InputError) as error, following(TrackersConfig(trackio=True), run, lambda event: None):
-        pass
+    with pytest.raises(InputError) as error:
+        Trackers().start(TrackersConfig(trackio=True), run, lambda event: None)
     assert str(error.value) == message
 
 
 def test_without_trackers_nothing_is_started(run: RunDir) -> None:
-    with following(TrackersConfig(), run, lambda event: None):
-        assert trackers(run) == []
+    before = threading.active_count()
+    trackers = Trackers()
+    trackers.start(TrackersConfig(), run, lambda event: None)
+    assert threading.active_count() == before
+    trackers.end(0)
     assert not (run.path / "trackers").exists()
 
 
@@ -512,12 +532,28 @@ def test_a_real_run_is_shown_by_all_trackers(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, cfg)
     torchrun.start(cfg, run)
     assert processes.wait(run, 120) == "finished"
-    until(lambda: not trackers(run))
     for name in NAMES:
         found = READERS[name](run)
         assert [number for number, _ in found["loss"]] == [1, 2, 3]
         assert {"memory/rank0"} <= found.keys()
     assert [said for said in warnings(run) if "stopped" in said] == []
+
+
+@pytest.mark.slow
+def test_a_real_run_whose_tracker_waits_for_a_server_for_ever_is_finished_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = run_config(make_pictures(tmp_path / "photos"), train__steps=3, trackers__wandb=True)
+    run = RunDir.create(tmp_path, cfg)
+    with server(None) as port:
+        for name, value in (("API_KEY", "a" * 40), ("BASE_URL", f"http://127.0.0.1:{port}"), ("INIT_TIMEOUT", "1000")):
+            monkeypatch.setenv(f"WANDB_{name}", value)
+        torchrun.start(cfg, run)
+        assert processes.wait(run, 300) == "finished"
+    [said] = warnings(run)
+    assert said.startswith(
+        "trackers.wandb stopped: it was not done 30 s after the end of the run; send the rest with: "
+    )
 
 
 def test_a_picture_outside_of_a_run_and_what_is_not_a_png_are_sent_nowhere(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
+from tests.parallel.fsdp_calls import check_calls
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.distributed.world import World
 from trainer.models.parts.bagel.bagel_network import (
@@ -39,7 +40,6 @@ from trainer.models.parts.bagel.bagel_packing import (
     unpatched,
 )
 from trainer.models.parts.folder import fill_random
-from trainer.parallel.fsdp_rules import check_calls
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.parallelize import ShardSpec, blocks_of, parallelize
 from trainer.weights.files import WeightFiles, read_tensor

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
+from tests.parallel.fsdp_calls import check_calls
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.distributed.world import World
 from trainer.models.parts.language.next_token import (
@@ -22,7 +23,6 @@ from trainer.models.parts.language.next_token import (
     restarting_positions,
 )
 from trainer.models.parts.language.tiny_configs import tiny_config
-from trainer.parallel.fsdp_rules import check_calls
 from trainer.parallel.load import fill_rows
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.parallelize import ShardSpec, blocks_of, parallelize

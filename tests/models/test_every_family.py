@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.distributed.pool import run_ranks
 from tests.models.common import IMAGES, batch_of, examples, load, make, model_of, picture, refusal
+from tests.parallel.fsdp_calls import check_calls
 from tests.runs import make_pictures, make_run, run_config, train
 from trainer.config.sections import ModelOptions, ObjectiveConfig
 from trainer.distributed.world import World
@@ -24,7 +25,6 @@ from trainer.models.objectives import flow_matching
 from trainer.models.objectives.base import Batch, Example
 from trainer.models.objectives.flow_matching import Shift, draw_sigma
 from trainer.models.objectives.kinds import fields_of
-from trainer.parallel.fsdp_rules import check_calls
 from trainer.parallel.parallelize import blocks_of
 from trainer.rng import SampleRng
 from trainer.weights.files import stored_tensors

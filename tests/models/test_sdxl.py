@@ -10,10 +10,11 @@ from diffusers import (
     DDPMScheduler,
     StableDiffusionXLPipeline,
 )
-from diffusers.training_utils import compute_snr
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tests.audit.families import REFERENCES
+from tests.audit.reference import Draws
 from tests.distributed import run_ranks
 from tests.models.common import (
     SAME,
@@ -62,8 +63,13 @@ def sdxl(cache) -> Sdxl:
 
 
 @pytest.fixture(scope="module")
-def pipeline(sdxl) -> StableDiffusionXLPipeline:
-    return without_bar(StableDiffusionXLPipeline.from_pretrained(sdxl.folder, local_files_only=True))
+def reference(sdxl) -> Any:
+    return REFERENCES["sdxl"](sdxl.folder, {})
+
+
+@pytest.fixture(scope="module")
+def pipeline(reference) -> StableDiffusionXLPipeline:
+    return reference.pipeline
 
 
 @pytest.fixture
@@ -94,22 +100,19 @@ def conditions(family: Sdxl, caption: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("caption", CAPTIONS)
-@torch.no_grad()
-def test_states_and_pooled_text_equal_those_of_the_whole_encoders_in_the_pipeline(sdxl, pipeline, caption):
-    states, pooled = conditions(sdxl, caption)
-    expected, _, expected_pooled, _ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False)
-    torch.testing.assert_close(states, expected[0], **SAME)
-    torch.testing.assert_close(pooled, expected_pooled[0], **SAME)
-    assert (states.shape, pooled.shape) == ((32, 16 + 24), (32,))
+def test_states_and_pooled_text_equal_those_of_the_whole_encoders_in_the_pipeline(sdxl, reference, caption):
+    found = sdxl.encode_text(sdxl.text_encoder(load), caption)
+    expected = reference.text(caption)
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, **SAME)
+    assert [tuple(tensor.shape) for tensor in expected.values()] == [(32, 16), (32, 24), (32,)]
 
 
 @pytest.mark.parametrize("size", [(64, 64), (96, 32)])
-@torch.no_grad()
-def test_encoded_image_is_the_mean_of_the_vaes_posterior_at_its_scaling_factor(sdxl, pipeline, size):
+def test_encoded_image_is_the_mean_of_the_vaes_posterior_at_its_scaling_factor(sdxl, reference, size):
     image = picture(*size)
     ours = sdxl.encode_image(sdxl.image_encoder(load), image)["latents"]
-    mean = pipeline.vae.encode(pipeline.image_processor.preprocess(image)).latent_dist.mean
-    torch.testing.assert_close(ours, mean[0] * pipeline.vae.config.scaling_factor, **SAME)
+    torch.testing.assert_close(ours, reference.latents(image), **SAME)
     assert ours.shape == (4, size[1] // 8, size[0] // 8)
 
 
@@ -145,28 +148,14 @@ def test_sample_equals_the_pipelines_picture_for_the_same_noise(cache, copied, g
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("zero_snr", [False, True])
 @pytest.mark.parametrize("gamma", [None, 5.0])
-@torch.no_grad()
-def test_loss_is_that_of_diffusers_scheduler_target_weight_and_time_ids(
-    cache, copied, pipeline, prediction, zero_snr, gamma
-):
+def test_loss_is_that_of_diffusers_scheduler_target_weight_and_time_ids(cache, copied, prediction, zero_snr, gamma):
     objective = ObjectiveConfig(min_snr_gamma=gamma)
     family = with_scheduler(cache, copied, objective, prediction_type=prediction, rescale_betas_zero_snr=zero_snr)
-    items, rng = examples(family, 2), SampleRng(5, [8, 9])
-    loss = family.loss(model_of(family), batch_of(family, items), rng)
-    scheduler = DDPMScheduler.from_pretrained(copied, subfolder="scheduler")
-    latents = torch.stack([item["latents"] for item in items])
-    noise, timesteps = rng.normal("noise", (4, 4, 8)), (rng.uniform("timestep") * 1000).long()
-    states, _, pooled, _ = pipeline.encode_prompt(["picture 0", "picture 1"], do_classifier_free_guidance=False)
-    ids = pipeline._get_add_time_ids((32, 64), (0, 0), (32, 64), states.dtype, text_encoder_projection_dim=32)
-    conditions = {"text_embeds": pooled, "time_ids": ids.expand(2, -1)}
-    noisy = scheduler.add_noise(latents, noise, timesteps)
-    predicted = pipeline.unet(noisy, timesteps, states, added_cond_kwargs=conditions).sample
-    target = noise if prediction == "epsilon" else scheduler.get_velocity(latents, noise, timesteps)
-    errors = (predicted - target).square().mean(dim=(1, 2, 3))
-    if gamma:
-        snr = compute_snr(scheduler, timesteps)
-        errors = errors * snr.clamp(max=gamma) / (snr if prediction == "epsilon" else snr + 1)
-    torch.testing.assert_close(loss.total, errors.sum(), atol=1e-5, rtol=1e-5)
+    reference = REFERENCES["sdxl"](copied, {"min_snr_gamma": gamma})
+    items = examples(family, 2)
+    loss = family.loss(model_of(family), batch_of(family, items), SampleRng(5, [8, 9]))
+    expected = [reference.loss(item["latents"], item, Draws(5, i)) for item, i in zip(items, (8, 9), strict=True)]
+    assert loss.total.item() == pytest.approx(sum(expected), abs=1e-5, rel=1e-5)
     assert loss.weight.item() == 2
 
 
@@ -191,16 +180,6 @@ def test_objective_prediction_overrides_the_schedulers_in_loss_and_sample(cache,
         results.append((family.loss(model, batch_of(family, items), rng).total.item(), image.tobytes()))
     assert results[0] == results[1]
     assert results[0][0] != results[2][0] and results[0][1] != results[2][1]
-
-
-def test_padding_of_weight_0_changes_neither_loss_nor_weight(cache):
-    sdxl = training(cache, min_snr_gamma=5.0)
-    items, model = examples(sdxl, 2), model_of(sdxl)
-    whole = sdxl.loss(model, batch_of(sdxl, items), SampleRng(0, [4, 5]))
-    padded = {**sdxl.collate([*items, items[0]]), "weight": torch.tensor([1.0, 1.0, 0.0])}
-    loss = sdxl.loss(model, padded, SampleRng(0, [4, 5, 4]))
-    torch.testing.assert_close(loss.total, whole.total, atol=1e-5, rtol=0)
-    assert loss.weight.item() == 2
 
 
 # Windows of text

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
+from tests.parallel.fsdp_calls import check_calls
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.distributed.world import World
-from trainer.parallel.fsdp_rules import check_calls, entries, weight_problems
+from trainer.parallel.fsdp_rules import entries, weight_problems
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.parallelize import ShardSpec, blocks_of, parallelize
 

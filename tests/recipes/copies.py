@@ -11,8 +11,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CODE = ("trainer", "app", "presets", "launch.py")
-TOYS = Path(__file__).parent / "toys"
 TIMEOUT_S = 500
+
+
+def toy(name: str) -> str:
+    """The text of a toy's file."""
+    return (Path(__file__).parent / "toys" / name).read_text(encoding="utf-8")
 
 
 def listed(recipe: str, **names: str) -> set[str]:
@@ -54,7 +58,18 @@ class Copy:
 
     def python(self, *arguments: object) -> str:
         """Run Python on the copy's code and return what it prints."""
-        done = subprocess.run(
+        done = self._run(arguments)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def refusal(self, *arguments: object) -> str:
+        """Run what fails and return its errors."""
+        done = self._run(arguments)
+        assert done.returncode == 1, done.stdout
+        return done.stderr
+
+    def _run(self, arguments: tuple[object, ...]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             [sys.executable, *map(str, arguments)],
             cwd=self.path,
             env={**os.environ, "PYTHONPATH": str(self.path)},
@@ -63,8 +78,6 @@ class Copy:
             timeout=TIMEOUT_S,
             check=False,
         )
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        return done.stdout
 
 
 def _files(root: Path) -> set[str]:

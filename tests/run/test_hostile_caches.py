@@ -31,8 +31,8 @@ from trainer.run.folder import CACHE_LINK, CACHE_NAMES, RunDir, guard_cache
 from trainer.system.errors import InputError
 
 PLACES = (
-    "base", "examples", "examples/.parts", "examples/ab", "images", "models", "plans", "rows",
-    "base/.draft", "images/index.sqlite", "plans/measured.jsonl", "plans/a.json.gz", "rows/a.json",
+    "base", "examples", "examples/.parts", "examples/ab", "models", "plans",
+    "base/.draft", "index.sqlite", "plans/measured.jsonl", "plans/a.json.gz",
 )  # fmt: skip
 LONG_AGO = (10**9, 10**9)
 
@@ -107,18 +107,7 @@ def test_a_cache_that_is_a_link_itself_and_links_within_it_are_used(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "place",
-    (
-        "venv",
-        ".cache",
-        "flux",
-        "models/flux",
-        "models/tiny-sd",
-        "base/sdxl",
-        "images/photos",
-        "rows/table",
-        "plans/a.txt",
-    ),
+    "place", ("venv", ".cache", "flux", "models/flux", "models/tiny-sd", "base/sdxl", "images", "rows", "plans/a.txt")
 )
 def test_links_of_names_that_no_run_uses_are_left_alone(
     tmp_path: Path, preset: ConfigFile, home: Path, place: str
@@ -135,8 +124,7 @@ def test_links_of_names_that_no_run_uses_are_left_alone(
     (
         "Examples", "examples/AB", "examples/.parts/a", f"base/{'a' * 32}.safetensors",
         "models/tiny-sdxl-0123456789ab", "models/published-sd3-large-0123456789ab", "models/.tiny-sdxl-0123456789ab-x",
-        "images/index.sqlite-wal", "images/index-shared.sqlite-journal", "images/.index.sqlite.lock",
-        "plans/.12-34.part", "rows/a.checked", "rows/.12-34.part",
+        "index.sqlite-wal", "index-shared.sqlite-journal", ".index.sqlite.lock", "plans/.12-34.part",
     ),
 )  # fmt: skip
 def test_a_link_of_any_name_that_a_run_writes_is_named(tmp_path: Path, home: Path, place: str) -> None:
@@ -156,7 +144,7 @@ def test_every_name_that_runs_leave_in_a_cache_is_one_that_is_guarded(tmp_path: 
     published_folder(preset.config.model, cache / "models")
     ExampleCache(cache / "examples").write("ab" * 32, {"latents": torch.zeros(1)})
     made = [file.relative_to(cache) for file in cache.rglob("*") if len(file.relative_to(cache).parts) < 3]
-    assert {file.parts[0] for file in made} == {"examples", "images", "models", "plans"}
+    assert {file.parts[0] for file in made} == {"examples", "models", "plans", "index.sqlite", ".index.sqlite.lock"}
     for file in made:
         folder = "" if len(file.parts) == 1 else file.parts[0]
         assert CACHE_NAMES[folder].fullmatch(file.name), file

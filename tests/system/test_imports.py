@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import inspect
 import os
 import subprocess
 import sys
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainer.run.process import worker_environment
-from trainer.system.imports import OPTIONAL, light_imports, quick_imports
+from trainer.system.imports import OPTIONAL, light_imports
 
 RANK = f"""\
 import sys, trainer.train.loop, trainer.export
@@ -62,45 +60,6 @@ def test_a_rank_does_not_read_the_sources_of_all_models_twice() -> None:
     done = subprocess.run(argv, env=worker_environment(), capture_output=True, text=True, check=True)
     found, twice = map(int, done.stdout.splitlines()[-1].split())
     assert twice < 50, f"{twice} of {found}"  # a few that it imports are read once more
-
-
-def test_the_distributions_of_packages_are_those_of_the_standard_library() -> None:
-    with light_imports():
-        found = importlib.metadata.packages_distributions()
-    assert vars(found) == {}, "found before it was looked into"
-    assert found == importlib.metadata.packages_distributions()
-    assert len(found) == len(list(found)) > 10 and "pydantic" in found and "no such package" not in found
-
-
-def test_a_damaged_package_does_not_keep_libraries_from_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def damaged() -> None:
-        raise TypeError("a line of RECORD")
-
-    monkeypatch.setattr("trainer.system.imports._packages", damaged)
-    with light_imports():
-        found = importlib.metadata.packages_distributions()
-    assert "optimum" not in found and len(found) == 0
-    monkeypatch.undo()
-    with light_imports():
-        pass
-    assert importlib.metadata.packages_distributions.__module__ == "importlib.metadata"
-
-
-def test_the_module_of_running_code_is_found_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    frames = [sys._getframe(0), sys._getframe(1)]
-    code = "import sys\nframes.append(sys._getframe())"
-    exec(code, {"frames": frames, "__name__": "pathlib"})  # says that it is what it is not
-    exec(code, {"frames": frames})
-    monkeypatch.setitem(sys.modules, "slotted", type("Slotted", (), {"__slots__": ()})())
-    exec(code, {"frames": frames, "__name__": "slotted"})
-    things = [*frames, Path, pytest, test_caches_that_are_made_meanwhile_are_those_of_the_standard_library]
-    expected = [inspect.getmodule(thing) for thing in things]
-    with quick_imports():
-        assert [inspect.getmodule(thing) for thing in things] == expected
-        with monkeypatch.context() as without:
-            without.setattr("trainer.system.imports._module", None)  # a search would fail
-            assert inspect.getmodule(frames[0]) is sys.modules[__name__]
-    assert inspect.getmodule.__module__ == "inspect"
 
 
 def test_caches_that_are_made_meanwhile_are_those_of_the_standard_library() -> None:

@@ -73,6 +73,8 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
     "cut": lambda folder: os.truncate(folder / NAME, 4096),
     "a page": lambda folder: damage(folder, b"\xff" * 4000, 4096),
     "a record": run_sql("UPDATE records SET value = x'00'"),
+    "a record of no bytes": run_sql("UPDATE records SET value = NULL"),
+    "a key of no bytes": run_sql("INSERT INTO records SELECT kind, 1, sum, used, value FROM records LIMIT 1"),
     "another table": run_sql("CREATE TABLE more (x)"),
     "a trigger": run_sql("CREATE TRIGGER t AFTER UPDATE ON records BEGIN DELETE FROM records; END"),
     "a view": run_sql("DROP TABLE records; CREATE VIEW records AS SELECT 1 kind, 2 key, 3 value, 4 sum, 5 used"),

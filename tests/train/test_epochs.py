@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -30,7 +29,7 @@ from tests.runs import (
 from trainer.config.schema import RunConfig
 from trainer.data.encode import StopRequested
 from trainer.data.text.text_files import TextFolder
-from trainer.data.text.text_rows import key_of
+from trainer.data.text.text_rows import KIND, key_of
 from trainer.data.text.text_source import encoder_of
 from trainer.data.text.text_stream import TextStream
 from trainer.models import families
@@ -38,6 +37,7 @@ from trainer.run.events import AnyEvent, EventReader, LengthEvent, StageEvent, S
 from trainer.run.folder import RunDir
 from trainer.run.length import RunLength
 from trainer.system.errors import InputError
+from trainer.system.index import Index
 from trainer.train.loop import Trainer
 from trainer.view.report import write_report
 
@@ -65,12 +65,11 @@ def length_of(events: list[AnyEvent]) -> LengthEvent:
     return event
 
 
-def forget_counts(bench: Bench) -> Path:
-    """Remove the counted rows of earlier tests. Returns their folder."""
-    folder = bench.root / "cache" / "rows"
-    for file in folder.glob("*"):
-        file.unlink()
-    return folder
+def forget_counts(bench: Bench) -> Index:
+    """Remove the counted rows of earlier tests. Returns their index."""
+    index = Index(bench.root / "cache")
+    index.put(KIND, {}, most=0)
+    return index
 
 
 def rates(events: list[AnyEvent]) -> list[float]:
@@ -115,9 +114,9 @@ def test_text_trains_two_passes_and_the_rows_are_counted_once(text: Bench) -> No
     assert (length_of(outcome.events).steps, length_of(outcome.events).epoch_steps) == (steps, rows / 4)
     assert len(outcome.losses) == steps
     assert rates(outcome.events) == pytest.approx(cosine(steps, 1e-4, 2))
-    (file,) = counts.iterdir()
-    assert json.loads(file.read_text()) == rows
-    file.write_text("5", encoding="utf-8")
+    ((key, count),) = counts.all(KIND).items()
+    assert count == b"%d" % rows
+    counts.put(KIND, {key: b"5"})
     again = Trainer(cfg, make_run(text.root, cfg, "again"), alone(), text.root / "cache", lambda event: None)
     again.close()
     assert again.num_steps == 3  # of 2 x 5 rows
@@ -133,13 +132,12 @@ def test_a_damaged_count_in_the_cache_is_counted_again(text: Bench) -> None:
     cfg, run = text.run("damaged", train__epochs=1)
     trainer = Trainer(cfg, run, alone(), text.root / "cache", lambda event: None)
     trainer.close()
-    (file,) = counts.iterdir()
-    whole = file.read_bytes()
-    file.write_text("{", encoding="utf-8")
+    ((key, count),) = counts.all(KIND).items()
+    counts.put(KIND, {key: b"{"})
     again = Trainer(cfg, make_run(text.root, cfg, "repaired"), alone(), text.root / "cache", lambda event: None)
     again.close()
     assert again.num_steps == trainer.num_steps
-    assert file.read_bytes() == whole
+    assert counts.all(KIND) == {key: count}
 
 
 def test_rows_are_counted_again_for_another_tokenizer_template_or_class_of_model(text: Bench, tmp_path: Path) -> None:
@@ -185,7 +183,7 @@ def test_a_stop_while_rows_are_counted_ends_the_run(text: Bench, monkeypatch: py
         Trainer(cfg, run, alone(), text.root / "cache", events.append)
     said = [(event.state, event.message) for event in events if isinstance(event, StatusEvent)]
     assert said[-1] == ("encoding", "counting the rows of an epoch")
-    assert not any(counts.glob("*"))
+    assert counts.all(KIND) == {}
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ def remaining(adapter: AdapterSection, weight: Tensor, change: Tensor) -> float:
     parameters = _drawn(model, added)
     optimizer = torch.optim.Adam(parameters, LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    # The output for the identity is the layer's whole weight, whatever the adapter computes on the way.
     eye = torch.eye(into)
     for _ in range(STEPS):
         distance = (model["net"]["layer"](eye).T - weight - change).square().sum()  # type: ignore[index]

@@ -109,6 +109,8 @@ def parameters_of(
             + (f"set {kind.settings(there)}" if fits_model else "the file belongs to another model")
         )
     tensors = {tensor: value.float() for tensor, value in found.tensors.items()}
+    # alpha / rank of the file may be another one than this run's: the tensors take in the ratio, so that the update
+    # stays the same.
     for tensor in kind.scaled:
         if tensor in tensors:
             tensors[tensor] = tensors[tensor] * (found.scale / kind.scale(cfg, tensors))

@@ -96,6 +96,7 @@ def _watched_step(trainer: Trainer) -> Cost:
         trainer.train_step()
     trainer.flush_metrics()
     passes = cfg.micro_steps
+    # Activations are those of one pass, so that the images of one pass are what they are for.
     images = cfg.train.batch_size // world.data_size // passes
     model = _whole(trainer)
     shards = loaded.mesh.size(-1) if loaded.mesh else 1

@@ -121,6 +121,7 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
         return
     yield from _unknown_names(cfg, known)
     yield from unread("model.options", cfg.model.options, known.options_read)
+    # The architecture of a real model is in its files, which are not read here: all its conditional fields pass.
     conditional = tuple(known.conditional_fields)
     if cfg.model.path == "tiny":
         architecture = cfg.model.options.architecture or known.default_architecture

@@ -35,6 +35,7 @@ def preset_file(preset: str | Path, own: Path) -> Path:
         InputError: It is neither a file nor the name of a preset.
     """
     file, name = Path(preset), str(preset)
+    # What has folders or a suffix is meant as a path: a missing one must not become a preset of that name.
     if file.is_file() or len(file.parts) != 1 or file.suffix in (".yaml", ".yml"):
         return file
     presets = find_presets(own)

@@ -350,6 +350,8 @@ def _preference_rules(cfg: RunConfig) -> Iterator[Problem]:
                 "full would change the model that objective.dpo_beta compares with; use adapter or frozen",
                 depends_on=("objective.dpo_beta",),
             )
+    # An answer that is cut, or an image of which a part is masked, has another likelihood than the one that was judged:
+    # the two of a pair could not be compared.
     yield from _reference_rules(cfg)
     cuts = (("packing", cfg.data.packing, "split", "whole"), ("too_long", cfg.data.too_long, "cut", "drop"))
     for name, value, cut, kept in cuts:

@@ -225,7 +225,8 @@ def content_keys(files: Sequence[str], group: RankGroup, known: KnownFiles | Non
             if digests[index] not in (None, found.value):
                 raise InputError(f"{files[index]}: its content differs between machines; copy the dataset again")
             digests[index] = found.value
-            known.add(Path(files[index]), found)
+            if index not in own:
+                known.add(Path(files[index]), found)
     if group.index == 0:
         known.save()
     return list(map(str, digests))

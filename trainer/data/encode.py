@@ -37,7 +37,7 @@ from trainer.data.images.image_io import (
     load_rgb,
 )
 from trainer.data.images.image_source import EncodedData, EncodedImage, EncodedPrompt, Pixels, with_trigger
-from trainer.data.images.known_files import KnownFiles, index_of
+from trainer.data.images.known_files import KnownFiles
 from trainer.data.images.scan_memory import ScanMemory
 from trainer.data.prompts import CACHE_VERSION, origin_of, text_keys
 from trainer.distributed.context import RankContext
@@ -47,6 +47,7 @@ from trainer.models.objectives.base import Example
 from trainer.run.events import Emit, StatusEvent, WarningEvent
 from trainer.system.errors import InputError
 from trainer.system.files import make_private_if_new
+from trainer.system.index import Index
 
 T = TypeVar("T")
 
@@ -106,13 +107,14 @@ class _DataEncoder:
 
     @cached_property
     def _known(self) -> KnownFiles:
-        return KnownFiles(index_of(self.context.cache))
+        return KnownFiles(Index(self.context.cache))
 
     def encode(self, others: Sequence[ImageFile]) -> EncodedData:
         scans = ScanMemory.of_launcher(self.context.cfg.data, self.context.cache)
         dataset = scans.scan(lambda: self._known)
-        memory = EncodedMemory(self.cache, index_of(self.context.cache), scans.digest, self._way)
+        memory = EncodedMemory(self.cache, Index(self.context.cache), scans.digest, self._way)
         encoded = memory.recalled(dataset)
+        # Encoding is collective: one rank that lacks an answer has all of them look for it.
         are_known = all(self.context.world.gather(encoded is not None))
         if encoded is not None and are_known:
             self._warn(encoded.warnings)

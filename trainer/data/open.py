@@ -32,6 +32,7 @@ def open_data(family: ModelFamily, load: LoadModule, context: RankContext) -> tu
         case MultimodalFamily():
             questions = question_files.of_config(cfg.data)
             rows = (*questions.train, *questions.validation)
+            # One pass over the encoders for images and rows: each is loaded, sharded and freed once.
             data = encode_data(family, load, context, [image for row in rows for image in row.encoded])
             encoder = PromptEncoder(family, context, data.cache, data.origin)
             mixed = MixedSource(cfg, family, data, questions, context.emit)

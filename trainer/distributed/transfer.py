@@ -46,6 +46,7 @@ def receive(file: Path, source: int, group: dist.ProcessGroup) -> None:
         stream = file.open("wb")
     except OSError as error:
         stream, failure = None, error
+    # Received to the end even where it cannot be written: the sender would wait for ever.
     while left:
         chunk = torch.empty(min(CHUNK, left), dtype=torch.uint8)
         dist.recv(chunk, source, group)

@@ -166,6 +166,7 @@ def verify_adapter(
             f"{differing[0]}"
         )
     errors = [_error(file, name, found[name], layer, base, 2 * TOLERANCE[dtype]) for name, layer in expected.items()]
+    # Over all layers: the update of a single one may be so small that rounding is most of it.
     error, size = (math.hypot(*parts) for parts in zip(*errors, strict=True))
     if not error <= TOLERANCE[dtype] * size + 1e-12:
         raise RuntimeError(

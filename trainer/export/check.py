@@ -43,6 +43,7 @@ def check_export(cfg: RunConfig, family: ModelFamily, trainables: Mapping[str, n
             family.loaded_by_users(component, family.component_folder(component), numbers=False)
         except RuntimeError as error:
             raise InputError(str(error)) from error
+    # The writer itself is asked, with tensors that have no data: no second list of what a format can carry.
     with torch.device("meta"):
         weights = {name: torch.empty(p.shape) for name, p in trainables.items()}
 

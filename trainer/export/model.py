@@ -66,6 +66,7 @@ def export_model(
     if cfg.export.format in SINGLE_FILES:
         tensors = _original_tensors(family)
         ending = "-fp8" if cfg.export.dtype == "fp8" else ""
+        # A draft gets its name when this block ends: a file that differs from the trained weights never has it.
         with draft(folder / f"{name}{ending}.safetensors") as file:
             _write_single_file(file, cfg, family, model, base, tensors)
             difference = _verify_single_file(file, cfg, expected, tensors)

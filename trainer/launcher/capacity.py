@@ -53,6 +53,7 @@ def problems(
     found = (plan or unplaced_plan)(cfg, runs)
     if found is None:
         return
+    # On GPUs the plan says what fits; only ranks on the CPU take the host's memory for all.
     if not given and not _is_rocm():
         yield from _missing_memory(found)
     yield from _missing_pinned_memory(cfg, _placed(cfg, found, given, runs))

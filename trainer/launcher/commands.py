@@ -307,6 +307,7 @@ def watch(cfg: RunConfig, run: RunDir, events: EventReader) -> int:
     with StopRequests() as stops, progress_display(RunLength.of(cfg, former)) as display:
         launch = process.Launch.read(run)
         shown = _follow(cfg, run, events, display, stops)
+    # The folder was deleted under the run: its ranks are still there, and there is no log to conclude from.
     if not run.path.is_dir():
         if launch is not None and launch.is_here and launch.process() is not None:
             process.end_family(launch.pid)

@@ -166,6 +166,7 @@ def write(found: Found, preset: Path, runs: Path, to: Path | None) -> Path:
             continue
         try:
             files.create(file, rewritten(text, found.best, file))
+        # Another command took the name since.
         except FileExistsError:
             continue
         return file

@@ -374,6 +374,7 @@ def run_queue(runs: Path, say: Callable[[str], None], module: str = "trainer") -
         queue.require_settings()
         taken: list[Entry] = []
         while not queue.settings.is_paused and (queue.waiting() or queue.running()):
+            # Asked again each time: the page may add runs, or reorder and pause them, meanwhile.
             for entry in queue.start_next():
                 taken.append(entry)
                 say(f"{entry.name}: {entry.error or queue.run_of(entry).path}")

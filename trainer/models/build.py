@@ -130,6 +130,8 @@ def build_model(cfg: RunConfig, family: ModelFamily) -> BuiltModel:
     _freeze_base(model, cfg, family)
     if cfg.quantize.format != "none":
         formats = _stored_formats(model, cfg, family)
+        # Quantized before the adapter is injected, so that an adapter's layer finds the layer of bytes as its base.
+        # Experts that share one tensor are no `nn.Linear`, and have a module of their own.
         experts = {name for name in formats if is_quantizable(model.get_submodule(name))}
         for name in experts:
             quantize_experts(model.get_submodule(name), formats[name])

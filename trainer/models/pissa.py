@@ -133,6 +133,7 @@ def start_factors(
     assert isinstance(cfg.adapter, RankAdapter)
     began, layers = time.perf_counter(), list(ranks)
     found: Factors = {}
+    # Each layer is decomposed by one rank, and all ranks need all factors.
     for first in range(0, len(layers), world.size):
         mine = layers[first + world.rank : first + world.rank + 1]
         factors = {

@@ -48,6 +48,7 @@ def check_sharding(cfg: RunConfig, family: TextFamily) -> tuple[str, ...]:
     if not problems:
         return ()
     kind, others = type(family.build(name)).__name__, _other_blocks(family)
+    # Blocks that the model declares may be replaced; those that the user names are refused, with ones that fit.
     if cfg.model.options.blocks is None and others is not None:
         family.shard_by(others)
         how = f"by its {', '.join(others)}" if others else "as one unit, which every rank gathers whole in each pass"

@@ -52,6 +52,7 @@ def preferred(
             warn(f"train.attention: {wanted} is a kernel of GPUs; torch's own choice is used")
         yield
         return
+    # `flash3` is activated for the whole process, not for a context: it is taken back at the end.
     before = current_flash_attention_impl()
     problem = _problem(wanted, device, dtype) if wanted != "auto" else ""
     if problem:

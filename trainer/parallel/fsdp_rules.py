@@ -1,6 +1,6 @@
 """Whether a model calls its parts in a way that FSDP2 can follow, found out before it is sharded.
 
-`check_calls` is for our own networks, in the tests; `weight_problems` for any, in every sharded run of one.
+`weight_problems` asks any network, in every sharded run of one. Our own have further rules, which the tests check.
 
 FSDP2 gathers a module's weights when its `forward`, or a method registered beside it, is entered, frees them when it
 returns, and hooks itself to the tensors that come out. Parameters used outside these entry points fail
@@ -44,35 +44,11 @@ def entries(model: nn.Module, units: Sequence[nn.Module], methods: Sequence[str]
     return found
 
 
-def check_calls(
-    model: nn.Module,
-    units: Sequence[nn.Module],
-    methods: Sequence[str],
-    run: Callable[[], object],
-    copied: Sequence[str] = (),
-) -> None:
-    """Run a forward pass of the model before it is sharded. Raises ValueError naming all that FSDP2 cannot follow.
-
-    run: calls the model as training does; on the meta device it costs no memory.  units: modules that are to be
-    sharded one by one.  methods: as in `entries`.  copied: class names of modules whose outputs are copied where they
-    are views (see `parallelize.parallelize`).
-
-    Refused are: an entry point that `forward` calls; a unit called past the model; a weight used while its unit does
-    not run, as by an entry point that is not listed, or by code that reads it; an output that is a view, in which a
-    change in place loses FSDP2's hook; and one that is kept on a module, or inside an object, where no hook finds it.
-    """
-    watch = _OutputWatch(model, units, copied)
-    with watch.doors(entries(model, units, methods)), watch:
-        run()
-    if watch.problems:
-        raise ValueError("\n".join(watch.problems))
-
-
 def weight_problems(model: nn.Module, units: Sequence[nn.Module], run: Callable[[], object]) -> list[str]:
     """Run a forward pass of any model and return what surely fails when it is sharded, and nothing that may train.
 
-    This is `check_calls` without its rules for outputs: whether a view or a kept tensor fails depends on what becomes
-    of it, and OPT, whose blocks return views, and Gemma 3n, whose layers share keys and values, train exactly.
+    Outputs are not judged: whether a view or a kept tensor fails depends on what becomes of it, and OPT, whose blocks
+    return views, and Gemma 3n, whose layers share keys and values, train exactly.
 
     Args:
         model: On the meta device, in a copy of its own: what it keeps on itself in `run` has no values. It may ask
@@ -89,7 +65,7 @@ def weight_problems(model: nn.Module, units: Sequence[nn.Module], run: Callable[
     ]
     if nested:
         return list(dict.fromkeys(nested))
-    watch = _Watch(model, units)
+    watch = Watch(model, units)
     with watch.doors(()), watch:
         run()
     return watch.problems
@@ -146,7 +122,7 @@ def _loads(instruction: dis.Instruction, name: tuple[str, ...]) -> bool:
     return instruction.opname.startswith("LOAD_FAST") and last == name
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees which parameters every operation uses while which modules run."""
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
@@ -163,12 +139,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             owner = self._owners.get(id(tensor))
             if owner is not None and owner not in self._running and owner not in self._misused:
                 self._misused.add(owner)
-                self._refuse(
-                    f"{self._parameters[id(tensor)]} is used while {self._called(owner)}, whose weights are gathered "
+                self.refuse(
+                    f"{self._parameters[id(tensor)]} is used while {self.called(owner)}, whose weights are gathered "
                     "only then, does not run; use it inside, call the module itself, or list the method in "
                     "ShardSpec.methods",
                 )
@@ -200,90 +176,30 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter(self, module: nn.Module, method: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if module in self._running:
-            self._refuse(_nested(type(module).__name__, method))
+            self.refuse(_nested(type(module).__name__, method))
         elif module is not self._model and self._model not in self._running:
-            self._refuse(
-                f"{self._called(module)} is called past the model, which gathers its own weights first and sets FSDP2 "
+            self.refuse(
+                f"{self.called(module)} is called past the model, which gathers its own weights first and sets FSDP2 "
                 "up; call the model, and the block inside its forward",
             )
-        return self._run(module, method, original, args, kwargs)
+        return self.run(module, method, original, args, kwargs)
 
-    def _run(self, module: nn.Module, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, module: nn.Module, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._running.append(module)
         try:
             return original(*args, **kwargs)
         finally:
             self._running.pop()
 
-    def _called(self, module: nn.Module) -> str:
+    def called(self, module: nn.Module) -> str:
         kind = type(module).__name__
         return kind if module is self._model else f"{self._names[module]} ({kind})"
 
-    def _refuse(self, problem: str) -> None:
+    def refuse(self, problem: str) -> None:
         if problem not in self.problems:
             self.problems.append(problem)
 
 
-class _OutputWatch(_Watch):  # type: ignore[no-untyped-call]
-    """Sees besides what comes out of a unit, and what stays."""
-
-    def __init__(self, model: nn.Module, units: Sequence[nn.Module], copied: Sequence[str]) -> None:
-        super().__init__(model, units)
-        self._copied = copied
-
-    def _run(self, module: nn.Module, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        kept_before = {id(tensor) for tensor in _kept(module, args, kwargs)}
-        output = super()._run(module, method, original, args, kwargs)
-        self._check_output(module, method, output)
-        if any(tensor.requires_grad and id(tensor) not in kept_before for tensor in _kept(module, args, kwargs)):
-            self._refuse(
-                f"{self._called(module)} keeps a tensor it computed on itself or in an object it was given, as a cache "
-                "of keys and values does, where FSDP2's hooks do not find it; return it instead, or turn the cache off",
-            )
-        return output
-
-    def _check_output(self, module: nn.Module, method: str, output: Any) -> None:
-        is_copied = method == "forward" and type(module).__name__ in self._copied
-        if not is_copied and any(tensor._is_view() for tensor in _tensors(output)):
-            self._refuse(
-                f"{self._called(module)} returns a view from {method}: changed in place by its caller it loses "
-                "FSDP2's hook, and backward finds the weights freed; return a .clone() of it",
-            )
-        for hidden in _hidden(output):
-            self._refuse(
-                f"{self._called(module)} returns tensors inside a {type(hidden).__name__}, where FSDP2's hooks do "
-                "not find them; return tensors, tuples or dicts",
-            )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors that FSDP2's hooks find in an output. Those of torch 2.13 look into dataclasses; others may not."""
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-def _hidden(value: Any) -> Iterator[Any]:
-    """Objects in an output that hold tensors where FSDP2's hooks do not find them."""
-    return (leaf for leaf in tree_leaves(value) if not isinstance(leaf, Tensor) and any(True for _ in _inside(leaf)))
-
-
-def _inside(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:
-    """Tensors in an object, at any depth; callables are not searched."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if callable(value) or id(value) in seen:  # modules too are callable
-        return
-    leaves = [leaf for leaf in tree_leaves(value) if leaf is not value]
-    for part in leaves or (vars(value).values() if hasattr(value, "__dict__") else ()):
-        yield from _inside(part, seen | {id(value)})
-
-
-def _kept(module: nn.Module, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Tensors that outlive a call: on the module and its children, and in the objects it is given."""
-    for part in module.modules():
-        for name, value in vars(part).items():
-            if name not in ("_parameters", "_modules"):
-                yield from _inside(value)
-    for argument in (*args, *kwargs.values()):
-        for hidden in _hidden(argument):
-            yield from _inside(hidden)

@@ -115,6 +115,7 @@ def check_same_weights(
                 wrong = (
                     f"row {row} of '{name}' on rank {other} is not what rank {world.rank} finds in {source.entry.file}"
                 )
+    # Found above, raised here: a rank that left the loop early would keep the others waiting in this gather.
     found = next(filter(None, world.gather(wrong)), None)
     if found:
         raise InputError(f"{found}; give every machine the same files, and remove the folder of quantize.cache")

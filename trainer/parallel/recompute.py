@@ -274,6 +274,7 @@ class _Pass:
             out = run(*args, **kwargs)
         call = _Call(len(self._shapes))
         results = {_storage(tensor) for tensor in _tensors(out)}
+        # In reverse, so that of inputs with one storage the first one counts.
         numbers = {(_storage(tensor), tensor.dtype): number for number, tensor in reversed([*enumerate(inputs)])}
         largest = max((tensor.nbytes for tensor in _tensors(out)), default=0) if is_layer else None
         sources = [self._source(saved, results, numbers, largest) for saved in packed]

@@ -53,6 +53,7 @@ def choose_strategy(cfg: ParallelConfig, ranks: int, local_ranks: int, state_byt
     if cfg.strategy != "auto":
         return cfg.strategy
     if ranks == 1:
+        # FSDP shards nothing on a single rank, but it is what keeps parameters in host memory.
         return "full" if cfg.cpu_offload else "none"
     room = RESIDENT_SHARE * memory
     if cfg.nodes > 1 and local_ranks > 1 and state_bytes / local_ranks <= room:

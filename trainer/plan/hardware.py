@@ -81,10 +81,12 @@ class Card:
         stays. All plans for a card are thus compared by one measure, whatever their size.
         """
         steps = [step for step in self.measured if step.is_compiled == is_compiled]
+        # What this machine has measured is worth more than what others have.
         steps = [step for step in steps if step.is_here] or steps
         groups: defaultdict[int, list[MeasuredStep]] = defaultdict(list)
         for step in steps:
             groups[round(math.log(step.flops, PER_GROUP))].append(step)
+        # Steps of about one size are one point: the median of a group is not moved by a slow run.
         points = sorted(
             (
                 median(math.log(step.flops) for step in group),

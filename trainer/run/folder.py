@@ -53,14 +53,12 @@ CACHE_LINK = (
 CACHE_NAMES: Mapping[str, re.Pattern[str]] = {
     folder: re.compile(names, re.IGNORECASE | re.DOTALL)
     for folder, names in {
-        "": "base|examples|images|models|plans|rows",
+        "": r"base|examples|models|plans|\.?index.*\.sqlite.*",
         "base": r"\..*|[0-9a-f]{32}\.safetensors",
         "examples": r"\..*|format|[0-9a-f]{2}",
         "examples/.parts": ".*",
-        "images": r"\..*|index.*\.sqlite.*",
         "models": r"\.?(tiny|published)-.+-[0-9a-f]{12}(-.*)?",
         "plans": r"\..*|measured\.jsonl|.*\.json\.gz",
-        "rows": r"\..*|.*\.(json|checked)",
     }.items()
 }
 """{folder of a cache: names in it under which runs write, remove or append to files}. Drafts begin with a dot. Other

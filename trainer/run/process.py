@@ -320,7 +320,7 @@ def terminate(run: RunDir) -> None:
 
 
 def end_family(pid: int) -> None:
-    """Kill a torchrun and its ranks. On SIGTERM they would save a checkpoint first. Trackers notice it and exit."""
+    """Kill a torchrun and its ranks. On SIGTERM they would save a checkpoint first."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         family = [process, *process.children()]  # torchrun gives each rank a session of its own

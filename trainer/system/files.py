@@ -128,6 +128,7 @@ def replace_at(folder: int, name: str, content: bytes) -> None:
         with suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=folder)
         raise
+    # The name is in the folder, which a power cut may set back as well.
     os.fsync(folder)
 
 
@@ -323,6 +324,7 @@ def opened_to_append(file: Path, mode: int = 0o600) -> int:
         OSError: It cannot be opened.
         InputError: It is not a regular file of this one name.
     """
+    # Without O_NONBLOCK the opening of a device or a pipe that lies there may wait for ever.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(file, flags, mode)

@@ -40,7 +40,8 @@ UNUSED_NS = 180 * 24 * 3600 * 10**9
 MOST = 1_000_000
 """Records of a kind that are kept, unless its writer names fewer."""
 SUFFIXES = ("", "-wal", "-shm", "-journal")
-TABLE = "CREATE TABLE records (kind TEXT, key BLOB, value BLOB, sum INTEGER, used INTEGER, PRIMARY KEY (kind, key))"
+TABLE = "CREATE TABLE records (kind TEXT, key BLOB, sum INTEGER, used INTEGER, value BLOB, PRIMARY KEY (kind, key))"
+"""A value may have 20 MB: what is looked for in each row stands before it."""
 Key = str | bytes
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class Index:
         """
         now = time.time_ns()
         keyed = ((_bytes(key), value) for key, value in records.items())
-        rows = [(kind, key, value, zlib.crc32(value, zlib.crc32(key)), now) for key, value in keyed]
+        rows = [(kind, key, zlib.crc32(value, zlib.crc32(key)), now, value) for key, value in keyed]
 
         def write(db: sqlite3.Connection) -> None:
             with db:  # a transaction
@@ -187,6 +188,7 @@ class Index:
                 os.unlink(draft)
 
     def _remove(self) -> None:
+        """Remove the database and what SQLite keeps next to it, under the lock that a process that makes it holds."""
         with files.locked(self._lock_file):
             for suffix in SUFFIXES:
                 self.file.with_name(self.file.name + suffix).unlink(missing_ok=True)
@@ -230,8 +232,9 @@ def _is_local(folder: Path) -> bool:
 
 
 def _checked(key: bytes, value: bytes, checksum: int) -> bytes:
-    """The value. Raises DatabaseError where a writer that was killed without a log has left something else."""
-    if zlib.crc32(value, zlib.crc32(key)) != checksum:
+    """The value. Raises DatabaseError where a stranger, or a writer that was killed without a log, left another."""
+    is_plain = isinstance(key, bytes) and isinstance(value, bytes)  # sqlite keeps any type in any column
+    if not is_plain or zlib.crc32(value, zlib.crc32(key)) != checksum:
         raise _Damaged("a record differs from its checksum")
     return value
 

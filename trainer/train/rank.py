@@ -19,8 +19,8 @@ with quick_imports():
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from trainer.config.schema import RunConfig
-    from trainer.config.sections import TrackersConfig
     from trainer.distributed.attach import RankRun, attach
+    from trainer.metrics.trackers.follow import Trackers
     from trainer.run import process, stages
     from trainer.run.events import Emit, EventWriter, ExportEvent, State, StatusEvent, WarningEvent
     from trainer.run.folder import RunDir, shared_cache
@@ -38,8 +38,17 @@ def main() -> NoReturn:
     """Exit code 0: done or stopped; 1: failed (raised, as torch's `record` wants it); 2: the user's mistake."""
     arguments = _parser().parse_args()
     if not arguments.export:
-        on_every_rank(RunDir(arguments.run_dir.absolute()), _train)
+        run_and_exit(partial(_train_with_trackers, RunDir(arguments.run_dir.absolute())))
     run_and_exit(partial(_export_again, arguments))
+
+
+def _train_with_trackers(run: RunDir) -> int:
+    trackers, code = Trackers(), 1
+    try:
+        code = _work(run, lambda run: _train(run, trackers))
+        return code
+    finally:
+        trackers.end(code)  # last: neither the other ranks nor the record of an error wait for them
 
 
 def _export_again(arguments: argparse.Namespace) -> int:
@@ -70,12 +79,11 @@ def _work(run: RunDir, work: Callable[[RunDir], None]) -> int:
 
 
 @record
-def _train(run: RunDir) -> None:
+def _train(run: RunDir, trackers: Trackers) -> None:
     with quick_imports():
         from trainer.distributed.watchdog import Watchdog
         from trainer.distributed.world import connect, connect_gpus, find_rendezvous
         from trainer.metrics.debug_log import debug_log
-        from trainer.metrics.trackers import following
         from trainer.train.log import emitter
 
     rendezvous = find_rendezvous(run)
@@ -88,9 +96,10 @@ def _train(run: RunDir) -> None:
         debug_log(cfg.trackers, run, world.rank),
     ):
         emit = emitter(run, world, attached.stage.before)
-        trackers = cfg.trackers if world.rank == 0 else TrackersConfig()
+        if world.rank == 0:
+            trackers.start(cfg.trackers, run, emit)
         answer = partial(_start_again_with, run, emit)
-        with Watchdog(world, run, cfg.parallel.timeout, preemption, answer) as watchdog, following(trackers, run, emit):
+        with Watchdog(world, run, cfg.parallel.timeout, preemption, answer) as watchdog:
             connect_gpus(world)
             end = _train_on(attached, world, emit, preemption, watchdog.request)
     stage = attached.stage

@@ -32,14 +32,16 @@ from trainer.models.build import build_model
 from trainer.models.objectives import kinds as objectives
 from trainer.models.start import check_start
 from trainer.run.events import StatusEvent
-from trainer.system import files
 from trainer.system.errors import InputError
+from trainer.system.index import Index
 from trainer.system.terminal import say
 
 MOST_CHECKED = 64 * 2**20
 """Bytes of a file whose rows are read before the first stage. The rest is read when it is trained."""
 TURN_S = 2.0
 """Seconds for the rows of a stage before a rank starts, and after which rank 0 tells the others that it still reads."""
+CHECKED = "checked"
+"""Kind of records in the index: of rows that were read."""
 _CONFIGS = TypeAdapter(tuple[RunConfig, ...])
 
 
@@ -127,6 +129,7 @@ def check_rows(stages: Sequence[tuple[str, RunConfig]], context: RankContext) ->
     world.heartbeat.enter("reading rows", moves=False)
     turns = _turns(stages, context.cache) if world.rank == 0 else iter(())
     while True:
+        # Rank 0 reads while the others wait here, one turn at a time: all of them stop or fail at the same one.
         turn = world.gather(next(turns, _Turn()))[0]
         if turn.problem:
             raise InputError(turn.problem)
@@ -162,8 +165,8 @@ def _read(cfg: RunConfig, cache: Path) -> Iterator[str]:
         return
     family = families.make(cfg, cache)
     assert isinstance(family, TextFamily)
-    mark = cache / "rows" / f"{key_of(cfg, family, digest(paths))}.checked"
-    if mark.exists():
+    index, key = Index(cache), key_of(cfg, family, digest(paths))
+    if index.get(CHECKED, key) is not None:
         return
     encoder, began, count = encoder_of(family, compares), time.monotonic(), 0
     for path in paths:
@@ -176,10 +179,7 @@ def _read(cfg: RunConfig, cache: Path) -> Iterator[str]:
                 yield f"reading rows: {count:,}"
             if share * size > MOST_CHECKED:
                 break
-    with suppress(OSError):  # without the mark they are read again
-        files.make_private_if_new(cache)
-        mark.parent.mkdir(exist_ok=True)
-        files.replace(mark, "")
+    index.put(CHECKED, {key: b""})
 
 
 if __name__ == "__main__":

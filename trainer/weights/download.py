@@ -262,6 +262,7 @@ def explain(model: PublishedModel, error: BaseException) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     chain = [error]
+    # The hub's library wraps errors, and the reason is often in the cause.
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     if isinstance(error, InputError):

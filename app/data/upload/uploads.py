@@ -1,8 +1,9 @@
 """Takes images and captions from a browser, in chunks, into one folder of data. Without a browser and gradio.
 
 A file is collected in the private folder `drafts/uploads` and enters the folder of data only when it is complete and a
-run can read it. Its id is made of the folder and of what the browser knows of the file, so the same file that is chosen
-again goes on where it stopped, also after a restart, and one that is there already is not sent again.
+run can read it. The part that is there is all that is written down: its name is the id, made of the folder and of what
+the browser knows of the file, so the same file that is chosen again goes on where it stopped, also after a restart. An
+image gets the time that it has in the browser, by which it is found again and not sent twice.
 
 Nothing is overwritten. An image whose name another image has, whatever its suffix, gets ` (2)`. The page sends images
 before their captions and names the image of each caption, so a caption follows an image that was renamed. A caption
@@ -13,20 +14,21 @@ See DECISIONS 196.
 
 from __future__ import annotations
 
+import binascii
 import fcntl
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 import stat
-import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-
-from pydantic import TypeAdapter, ValidationError
 
 from app.data.data_folders import DataFolders, is_same
 from app.data.upload import upload_kinds, upload_names
@@ -45,12 +47,12 @@ LEAST_FREE = 2**30
 """Bytes that stay free on the disks that are written."""
 ABANDONED_S = 7 * 86_400.0
 """An upload without a new chunk for so long is removed."""
-SWEPT_EVERY_S = 3600.0
-MOST_REMEMBERED = 50_000
-"""Finished uploads that are remembered, the newest ones."""
 MOST_GIVEN = 4096
 """Characters of what a browser says about a file."""
-_HEX = frozenset("0123456789abcdef")
+SAMPLES, SAMPLE = 16, 64 * 1024
+"""Parts of a file, and bytes of each, that its mark is made of: the whole of one up to a megabyte."""
+ID = re.compile(r"[0-9a-f]{32}-(?P<size>[0-9]{1,12})")
+"""The id of an upload, with the bytes that it has when it is complete."""
 
 
 class WrongOffset(InputError):
@@ -68,9 +70,38 @@ class WrongOffset(InputError):
 class Unknown(InputError):
     """No unfinished upload has this id."""
 
+    def __init__(self) -> None:
+        super().__init__("this upload is finished, cancelled or too old; choose the file again")
+
 
 class NotWritten(InputError):
     """The disk is full, or the folder closed. What was sent is kept, and the upload goes on when it is chosen again."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a browser says about a file.
+
+    Attributes:
+        folder: Where it goes.
+        name: Its name, without a folder.
+        size: Its bytes.
+        path: Its path in the folder that was chosen.
+        image: Name in the folder of the image that a caption belongs to.
+        head: Its first bytes in hexadecimal digits, by which most files that are not read are refused before they are
+            sent.
+        modified_ms: When it was changed, in milliseconds since 1970; 0 where that is not known.
+        mark: Adler-32 of its samples in hexadecimal digits: unpacked archives give all their files one time.
+    """
+
+    folder: str
+    name: str
+    size: int
+    path: str = ""
+    image: str = ""
+    head: str = ""
+    modified_ms: int = 0
+    mark: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,33 +132,6 @@ class Begun:
     placed: Placed | None = None
 
 
-@dataclass(frozen=True)
-class _Upload:
-    """The record of an unfinished upload. `device` and `inode` are those of the folder."""
-
-    folder: str
-    device: int
-    inode: int
-    name: str
-    size: int
-    image: str
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A finished upload, with the file's stamp: another file of the same name is not it."""
-
-    id: str
-    name: str
-    size: int
-    modified: int
-    inode: int
-
-
-_UPLOAD = TypeAdapter(_Upload)
-_KEPT = TypeAdapter(_Kept)
-
-
 class Uploads:
     """The unfinished uploads of one folder of runs. Several windows and pages may send at once.
 
@@ -141,40 +145,29 @@ class Uploads:
         self.folders = folders
         self._state = state
         self._clock = clock
-        self._swept_at = 0.0
-        self._finished = _Finished(state / "finished.jsonl")
-        self._lock = threading.Lock()
 
-    def begin(self, folder: str, name: str, size: int, identity: str = "", image: str = "", head: bytes = b"") -> Begun:
+    def begin(self, chosen: Chosen) -> Begun:
         """Begin an upload, or go on with it.
-
-        Args:
-            folder: Where the file goes.
-            name: Its name, without a folder.
-            size: Its bytes.
-            identity: What else the browser knows of it: its path in the chosen folder and its time.
-            image: Name in the folder of the image that a caption belongs to.
-            head: Its first bytes, by which most files that are not read are refused before they are sent.
 
         Raises:
             InputError: It would be refused, there are too many unfinished uploads, or the disk is too full.
         """
-        self._require_open()
-        if max(map(len, (name, identity, image))) > MOST_GIVEN:
-            raise InputError(f"{name[:200]!r}: its name or path is longer than {MOST_GIVEN} characters; rename it")
-        real, safe = self.folders.checked(folder), upload_names.safe(name)
-        safe = METADATA if safe.lower() == METADATA else safe
-        upload_kinds.check_start(safe, size, head[: upload_kinds.HEAD])
-        about = [str(real), name, size, identity, image]
-        id = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
-        with self._locked(), self.folders.opened(real) as descriptor:
-            require_usable(descriptor, real)
-            self._sweep()
-            if kept := self._finished.find(id, descriptor):
-                return Begun(id, size, Placed(kept.name, is_new=False))
-            status = os.fstat(descriptor)
-            upload = _Upload(str(real), status.st_dev, status.st_ino, safe, size, image)
-            return Begun(id, self._prepare(id, upload, descriptor))
+        real, name = self._checked(chosen)
+        head = _bytes(chosen)
+        upload_kinds.check_start(name, chosen.size, head)
+        files.make_private(self._state)
+        with self.folders.opened(real) as folder:
+            require_usable(folder, real)
+            part = self._part_file(id := _id(chosen, folder))
+            if head and chosen.mark and not upload_kinds.is_text(name):
+                stem, suffix = os.path.splitext(name)[0], upload_kinds.image_suffix(name, head)
+                found, is_there = _name_of_image(folder, stem, suffix, lambda other: _is_chosen(folder, other, chosen))
+                if is_there:
+                    return Begun(id, chosen.size, Placed(found, is_new=False))
+            if not os.path.lexists(part):
+                self._require_room(name, chosen, folder)
+            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+            return Begun(id, part.stat().st_size)
 
     def append(self, id: str, offset: int, chunk: bytes) -> int:
         """Add a chunk and return the bytes that are there now.
@@ -187,181 +180,135 @@ class Uploads:
         self._require_open()
         if len(chunk) > MOST_CHUNK:
             raise InputError(f"a chunk of {len(chunk)} bytes is larger than {MOST_CHUNK}; reload the page")
-        upload = self._upload(id)
         with self._part(id) as part:
-            received = os.fstat(part).st_size
+            received, size = os.fstat(part).st_size, _size(id)
             if offset != received:
                 raise WrongOffset(received)
-            if received + len(chunk) > upload.size:
-                raise InputError(f"{upload.name}: more than its {upload.size} bytes; choose the file again")
+            if received + len(chunk) > size:
+                raise InputError(f"more than its {size} bytes; choose the file again")
             rest = memoryview(chunk)
             try:
                 while rest:
                     rest = rest[os.write(part, rest) :]
             except OSError as error:
-                wrong = f"{upload.name}: cannot be written to {self._state} ({error.strerror})"
                 raise NotWritten(
-                    f"{wrong}; free some space and choose it again, it goes on where it stopped"
+                    f"cannot be written to {self._state} ({error.strerror}); free some space and choose it again, it "
+                    "goes on where it stopped"
                 ) from error
             return received + len(chunk)
 
-    def finish(self, id: str) -> Placed:
+    def finish(self, chosen: Chosen) -> Placed:
         """Check a complete file and put it into its folder. A file that is refused is removed.
 
         Raises:
-            InputError: It is not complete, not read by a run, or its folder was replaced meanwhile.
+            InputError: It is not complete, or not read by a run.
+            Unknown: It is not there, or its folder was replaced meanwhile.
             NotWritten: The folder cannot be written; it can be finished later.
         """
-        self._require_open()
-        upload = self._upload(id)
-        with self._part(id) as part:
-            received = os.fstat(part).st_size
-            if received != upload.size:
-                raise InputError(f"{upload.name}: {received} of its {upload.size} bytes are here; send the rest")
+        real, name = self._checked(chosen)
+        with self.folders.opened(real) as folder, self._part(id := _id(chosen, folder)) as part:
+            received, file = os.fstat(part).st_size, self._part_file(id)
+            if received != chosen.size:
+                raise InputError(f"{name}: {received} of its {chosen.size} bytes are here; send the rest")
             try:
-                placed = self._place(id, upload, part)
-            except NotWritten:
-                raise
+                suffix = CAPTION if upload_kinds.is_text(name) else upload_kinds.check_image(file, name)
+                # One at a time: a.png and a.jpg, which are sent at once, would both find the name free and share a
+                # caption.
+                with files.locked(self._state / "placing"):
+                    _share(part, os.fstat(folder))
+                    if name == METADATA:
+                        placed = _place_metadata(folder, file)
+                    elif suffix == CAPTION:
+                        placed = _place_caption(folder, file, name, chosen)
+                    else:
+                        placed = _place_image(folder, file, os.path.splitext(name)[0], suffix, chosen)
             except InputError:
-                self._forget(id)
+                file.unlink(missing_ok=True)
                 raise
-        self._file(id).unlink(missing_ok=True)
-        return placed
+            except OSError as error:
+                os.fchmod(part, 0o600)
+                raise NotWritten(
+                    f"{name}: cannot be written to {real} ({error.strerror}); free some space, or change the folder's "
+                    "permissions, and choose it again; it is not sent again"
+                ) from error
+            file.unlink(missing_ok=True)
+            return placed
 
     def cancel(self, id: str) -> None:
         """Forget an unfinished upload, after another window has finished it, if it does. What the folder has stays."""
-        try:
-            with self._part(id):
-                self._forget(id)
-        except Unknown:
-            self._forget(id)
+        with suppress(Unknown), self._part(id):
+            self._part_file(id).unlink(missing_ok=True)
 
-    def _forget(self, id: str) -> None:
-        for file in (self._file(id), self._part_file(id)):
-            file.unlink(missing_ok=True)
+    def _checked(self, chosen: Chosen) -> tuple[Path, str]:
+        """Return the folder and the name to keep a file under."""
+        self._require_open()
+        if max(map(len, (chosen.name, chosen.path, chosen.image))) > MOST_GIVEN:
+            wrong = f"its name or path is longer than {MOST_GIVEN} characters"
+            raise InputError(f"{chosen.name[:200]!r}: {wrong}; rename it")
+        real, name = self.folders.checked(chosen.folder), upload_names.safe(chosen.name)
+        return real, METADATA if name.lower() == METADATA else name
 
     def _require_open(self) -> None:
         if self.closed:
             raise InputError(self.closed)
 
-    def _file(self, id: str) -> Path:
-        if len(id) != 32 or not _HEX.issuperset(id):
-            raise Unknown("not an upload; choose the file again")
-        return self._state / f"{id}.json"
-
     def _part_file(self, id: str) -> Path:
-        return self._file(id).with_suffix(".part")
-
-    def _upload(self, id: str) -> _Upload:
-        try:
-            return files.read_json(self._file(id), _UPLOAD)
-        except FileNotFoundError as error:
-            raise Unknown("this upload is finished, cancelled or too old; choose the file again") from error
+        if not ID.fullmatch(id):
+            raise Unknown
+        return self._state / f"{id}.part"
 
     @contextmanager
     def _part(self, id: str) -> Iterator[int]:
         """Open the bytes of an upload and yield their descriptor; others wait meanwhile."""
+        file = self._part_file(id)
         try:
-            part = os.open(self._part_file(id), os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
+            part = os.open(file, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError as error:
-            raise Unknown("this upload is finished, cancelled or too old; choose the file again") from error
+            raise Unknown from error
         try:
             fcntl.flock(part, fcntl.LOCK_EX)
-            if not stat.S_ISREG(os.fstat(part).st_mode):
-                raise InputError(f"{self._part_file(id)}: {files.NOT_REGULAR}")
-            if not self._is_current(id, part):  # finished or cancelled by another window while this one waited
-                raise Unknown("this upload is finished or cancelled already; choose the file again")
+            status = os.fstat(part)
+            if not stat.S_ISREG(status.st_mode):
+                raise InputError(f"{file}: {files.NOT_REGULAR}")
+            try:
+                is_current = os.path.samestat(os.stat(file, follow_symlinks=False), status)
+            except FileNotFoundError:
+                is_current = False
+            if not is_current:  # finished or cancelled by another window while this one waited
+                raise Unknown
             yield part
         finally:
             os.close(part)
 
-    def _is_current(self, id: str, part: int) -> bool:
-        try:
-            status = os.stat(self._part_file(id), follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(status, os.fstat(part))
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        files.make_private(self._state)
-        with self._lock, files.locked(self._state / "lock"):
-            yield
-
-    def _prepare(self, id: str, upload: _Upload, folder: int) -> int:
-        """Return the bytes of an upload that are there, after making a place for it where there is none."""
-        part = self._part_file(id)
-        if not os.path.lexists(self._file(id)):
-            self._require_room(upload, folder)
-        files.replace(self._file(id), _UPLOAD.dump_json(upload), 0o600)  # the folder may have been made anew
-        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
-        return part.stat().st_size
-
-    def _require_room(self, upload: _Upload, folder: int) -> None:
-        known = list(self._state.glob("*.json"))
-        if len(known) >= MOST_UNFINISHED:
-            raise InputError(
-                f"{upload.name}: {len(known)} uploads are not finished, which is the limit; finish or cancel them, or "
-                f"remove {self._state}"
-            )
-        waiting = 0
-        for file in known:
+    def _require_room(self, name: str, chosen: Chosen, folder: int) -> None:
+        """Remove what was abandoned, and raise InputError where there is no room for another upload."""
+        waiting, there, count = chosen.size, 0, 0
+        for file in self._state.glob("*.part"):
             try:
-                waiting += files.read_json(file, _UPLOAD).size
-            except (InputError, FileNotFoundError):  # damaged, or finished just now
+                status = file.stat()
+            except FileNotFoundError:  # finished just now
                 continue
-        if waiting + upload.size > MOST_WAITING:
+            if self._clock() - status.st_mtime > ABANDONED_S:
+                file.unlink(missing_ok=True)
+                continue
+            waiting, there, count = waiting + _size(file.stem), there + status.st_size, count + 1
+        if count >= MOST_UNFINISHED:
             raise InputError(
-                f"{upload.name}: unfinished uploads would take {(waiting + upload.size) / 2**30:.1f} GiB, the limit is "
+                f"{name}: {count} uploads are not finished, which is the limit; finish or cancel them, or remove "
+                f"{self._state}"
+            )
+        if waiting > MOST_WAITING:
+            raise InputError(
+                f"{name}: unfinished uploads would take {waiting / 2**30:.1f} GiB, the limit is "
                 f"{MOST_WAITING / 2**30:g}; finish or cancel some first"
             )
-        there = sum(size for size, _ in map(_size_and_time, self._state.glob("*.part")))
-        needed = max(waiting - there, 0) + upload.size + LEAST_FREE
-        free = min(shutil.disk_usage(self._state).free, _free(folder))
+        needed, disk = max(waiting - there, chosen.size) + LEAST_FREE, os.fstatvfs(folder)
+        free = min(shutil.disk_usage(self._state).free, disk.f_bavail * disk.f_frsize)
         if free < needed:
             raise InputError(
-                f"{upload.name}: needs {needed / 2**30:.1f} GiB of free disk for {upload.folder}, which has "
+                f"{name}: needs {needed / 2**30:.1f} GiB of free disk for {chosen.folder}, which has "
                 f"{free / 2**30:.1f}; free some space"
             )
-
-    def _sweep(self) -> None:
-        """Remove what was abandoned."""
-        now = self._clock()
-        if 0 <= now - self._swept_at < SWEPT_EVERY_S:
-            return
-        self._swept_at = now
-        for file in (*self._state.glob("*.part"), *self._state.glob("*.json")):
-            part, about = file.with_suffix(".part"), file.with_suffix(".json")
-            if now - max(_size_and_time(part)[1], _size_and_time(about)[1]) > ABANDONED_S:
-                part.unlink(missing_ok=True)
-                about.unlink(missing_ok=True)
-
-    def _place(self, id: str, upload: _Upload, part: int) -> Placed:
-        """Put a complete file into its folder, under a name that nothing there has."""
-        file, real = self._part_file(id), Path(upload.folder)
-        suffix = CAPTION if upload_kinds.is_text(upload.name) else upload_kinds.check_image(file, upload.name)
-        # One at a time: a.png and a.jpg, which are sent at once, would both find the name free and share a caption.
-        with self.folders.opened(real) as folder, files.locked(self._state / "placing"):
-            status = os.fstat(folder)
-            if (status.st_dev, status.st_ino) != (upload.device, upload.inode):
-                raise InputError(f"{real}: was replaced by another folder meanwhile; choose the files again")
-            _share(part, status)
-            try:
-                if upload.name == METADATA:
-                    placed = _place_metadata(folder, file)
-                elif suffix == CAPTION:
-                    placed = _place_caption(folder, file, upload)
-                else:
-                    placed = _place_image(folder, file, upload, suffix)
-            except OSError as error:
-                os.fchmod(part, 0o600)
-                raise NotWritten(
-                    f"{upload.name}: cannot be written to {real} ({error.strerror}); free some space, or change the "
-                    "folder's permissions, and choose it again; it is not sent again"
-                ) from error
-            self._finished.add(id, placed.name, folder)
-        file.unlink(missing_ok=True)
-        return placed
 
 
 def require_usable(folder: int, real: Path) -> None:
@@ -380,36 +327,82 @@ def require_usable(folder: int, real: Path) -> None:
         )
 
 
-def _place_image(folder: int, file: Path, upload: _Upload, suffix: str) -> Placed:
-    stem, present = os.path.splitext(upload.name)[0], upload_names.by_stem(os.listdir(folder))
+def _id(chosen: Chosen, folder: int) -> str:
+    """Return the id of an upload into this very folder: another one in its place has another inode."""
+    about = json.dumps([*astuple(chosen), os.fstat(folder).st_ino])
+    return f"{hashlib.sha256(about.encode()).hexdigest()[:32]}-{chosen.size}"
+
+
+def _size(id: str) -> int:
+    """Return the bytes of an upload when it is complete; 0 for a file that is not one."""
+    found = ID.fullmatch(id)
+    return int(found["size"]) if found else 0
+
+
+def _bytes(chosen: Chosen) -> bytes:
+    try:
+        return binascii.unhexlify(chosen.head)[: upload_kinds.HEAD]
+    except ValueError as error:
+        raise InputError(f"{chosen.name[:200]!r}: its first bytes are not hexadecimal; reload the page") from error
+
+
+def _is_chosen(folder: int, name: str, chosen: Chosen) -> bool:
+    """Whether an entry of an open folder is the file that a browser speaks of, by its size, time and samples."""
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except OSError:  # a link, or closed to us: another file
+        return False
+    try:
+        status, value = os.fstat(descriptor), 1
+        if not stat.S_ISREG(status.st_mode):
+            return False
+        if (status.st_size, status.st_mtime_ns // 1_000_000) != (chosen.size, chosen.modified_ms):
+            return False
+        for at in range(0, chosen.size, max(SAMPLE, -(-chosen.size // SAMPLES))):
+            value = zlib.adler32(os.pread(descriptor, SAMPLE, at), value)
+        return f"{value:x}" == chosen.mark
+    finally:
+        os.close(descriptor)
+
+
+def _name_of_image(folder: int, stem: str, suffix: str, is_it: Callable[[str], bool]) -> tuple[str, bool]:
+    """Return the name of an image in an open folder, and whether it has it there already: else the name is free."""
+    present = upload_names.by_stem(os.listdir(folder))
     for number, candidate in enumerate(upload_names.numbered(stem)):
         name = f"{candidate}{suffix}"
         taken = upload_names.in_the_way(present, candidate, number == 0)
         same = [other for other in taken if upload_names.parts(other) == upload_names.parts(name)]
-        if found := next((other for other in same if is_same(folder, other, file)), None):
-            return Placed(found, is_new=False)
-        if taken:
-            continue
-        try:
-            files.place_at(file, folder, name)
-        except FileExistsError:  # made by another program just now
-            continue
-        return Placed(name, is_new=True)
+        if found := next(filter(is_it, same), None):
+            return found, True
+        if not taken:
+            return name, False
     raise AssertionError("numbered() ends with an error")
 
 
-def _place_caption(folder: int, file: Path, upload: _Upload) -> Placed:
-    upload_kinds.check_caption(file, upload.name)
+def _place_image(folder: int, file: Path, stem: str, suffix: str, chosen: Chosen) -> Placed:
+    while True:
+        name, is_there = _name_of_image(folder, stem, suffix, lambda other: is_same(folder, other, file))
+        if is_there:
+            return Placed(name, is_new=False)
+        with suppress(FileExistsError):  # made by another program just now
+            files.place_at(file, folder, name)
+            if 0 < chosen.modified_ms < 2**42:
+                # Nanoseconds of its own: a thumbnail is known by path, size and time, and a file may replace another.
+                modified = chosen.modified_ms * 1_000_000 + secrets.randbelow(1_000_000)
+                os.utime(name, ns=(modified, modified), dir_fd=folder, follow_symlinks=False)
+            return Placed(name, is_new=True)
+
+
+def _place_caption(folder: int, file: Path, given: str, chosen: Chosen) -> Placed:
+    upload_kinds.check_caption(file, given)
     present = os.listdir(folder)
-    if upload.image:
-        if upload.image not in present or not upload_names.is_image(upload.image):
-            raise InputError(
-                f"{upload.name}: its image {upload.image[:200]!r} is not in {upload.folder}; send it first"
-            )
-        stem = os.path.splitext(upload.image)[0]
+    if chosen.image:
+        if chosen.image not in present or not upload_names.is_image(chosen.image):
+            raise InputError(f"{given}: its image {chosen.image[:200]!r} is not in {chosen.folder}; send it first")
+        stem = os.path.splitext(chosen.image)[0]
     else:
-        wanted = upload_names.parts(upload.name)[0]
-        own = os.path.splitext(upload.name)[0]
+        wanted = upload_names.parts(given)[0]
+        own = os.path.splitext(given)[0]
         images = sorted(os.path.splitext(name)[0] for name in present if upload_names.is_image(name))
         alike = [stem for stem in images if upload_names.parts(stem + CAPTION)[0] == wanted]
         stem = own if own in alike else next(iter(alike), own)
@@ -442,77 +435,9 @@ def _place_once(folder: int, file: Path, name: str, refusal: str) -> Placed:
     return Placed(name, is_new=True)
 
 
-def _size_and_time(file: Path) -> tuple[int, float]:
-    """Bytes of a file of the store and when they were written last; nothing for one that is gone meanwhile."""
-    try:
-        status = file.stat()
-    except FileNotFoundError:
-        return 0, 0.0
-    return status.st_size, status.st_mtime
-
-
 def _share(part: int, folder: os.stat_result) -> None:
     """Let those who may read the folder read the file; in a folder that gives its group away, that group."""
     if folder.st_mode & stat.S_ISGID:
         with suppress(PermissionError):  # a group that this user is not in
             os.fchown(part, -1, folder.st_gid)
     os.fchmod(part, 0o664 & folder.st_mode)
-
-
-def _free(folder: int) -> int:
-    status = os.fstatvfs(folder)
-    return status.f_bavail * status.f_frsize
-
-
-class _Finished:
-    """The newest finished uploads, one per line of a file. Without it, files are only sent again."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._known: dict[str, _Kept] | None = None
-
-    def find(self, id: str, folder: int) -> _Kept | None:
-        """Return a finished upload whose file is still in the open folder, unchanged."""
-        kept = self._read().get(id)
-        if kept is None:
-            return None
-        try:
-            status = os.stat(kept.name, dir_fd=folder, follow_symlinks=False)
-        except (OSError, ValueError):  # gone, or a damaged name
-            return None
-        is_it = (status.st_size, status.st_mtime_ns, status.st_ino) == (kept.size, kept.modified, kept.inode)
-        return kept if is_it and stat.S_ISREG(status.st_mode) else None
-
-    def add(self, id: str, name: str, folder: int) -> None:
-        """Remember a file of the open folder."""
-        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        kept = _Kept(id, name, status.st_size, status.st_mtime_ns, status.st_ino)
-        known = self._read()
-        known[id] = kept
-        with suppress(OSError):  # a full disk: the file is sent again then, and found to be there
-            if len(known) > 2 * MOST_REMEMBERED:
-                self._known = dict(list(known.items())[-MOST_REMEMBERED:])
-                files.replace(self._file, "".join(map(_line, self._known.values())), 0o600)
-            else:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-                with open(os.open(self._file, flags, 0o600), "ab") as stream:
-                    stream.write(_line(kept).encode())
-
-    def _read(self) -> dict[str, _Kept]:
-        if self._known is None:
-            self._known = {}
-            try:
-                lines = files.read(self._file).splitlines()
-            except (InputError, OSError):  # none yet, or damaged
-                lines = []
-            for line in lines:
-                try:
-                    kept = _KEPT.validate_json(line)
-                except ValidationError:  # torn by a power cut
-                    continue
-                self._known[kept.id] = kept
-        return self._known
-
-
-def _line(kept: _Kept) -> str:
-    return f"{json.dumps(asdict(kept))}\n"

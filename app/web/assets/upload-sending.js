@@ -122,10 +122,10 @@ async function send(batch, item) {
     throw new studio.Refused(
       `not sent, because ${renamed.path} is called ${renamed.name} now; correct its row and choose this file again`);
   const head = item.phase ? '' : hex(await bytes(file.slice(0, studio.facts.upload.head)));
-  const begun = await call('upload_begin',
-    { folder: batch.folder, name: file.name, size: file.size,
-      identity: `${item.path.slice(-1000)} ${file.lastModified} ${item.mark ||= await mark(file)}`,
-      image: image?.name || '', head });
+  item.mark ||= await mark(file);
+  const chosen = { folder: batch.folder, name: file.name, size: file.size, path: item.path.slice(-1000),
+    image: image?.name || '', head, modified_ms: file.lastModified, mark: item.mark };
+  const begun = await call('upload_begin', { file: chosen });
   item.id = begun.id;
   if (!begun.placed) {
     let at = begun.received;
@@ -138,10 +138,10 @@ async function send(batch, item) {
     }
   }
   if (batch.isCancelled) return;
-  const wasPlaced = begun.placed && item.isSent; // only the answer was lost
+  const wasSent = begun.placed && item.isSent; // only the answer was lost
   item.isSent = true;
-  const placed = begun.placed || await call('upload_finish', { id: begun.id });
-  Object.assign(item, { state: placed.is_new || wasPlaced ? 'added' : 'there', name: placed.name, sent: file.size });
+  const placed = begun.placed || await call('upload_finish', { file: chosen });
+  Object.assign(item, { state: placed.is_new || wasSent ? 'added' : 'there', name: placed.name, sent: file.size });
   if (item.state === 'added' && placed.name !== item.given) item.note = `is called ${placed.name} here`;
 }
 
@@ -178,14 +178,16 @@ async function bytes(blob) {
     throw new studio.Refused('cannot be read; it was moved, changed or removed: choose it again');
   }
 }
-/** A number made of samples of a file, the whole of a small one: unpacked archives give all their files one time. */
+/** Adler-32 of samples of a file, the whole of a small one: unpacked archives give all their files one time. */
 async function mark(file) {
   const step = Math.max(SAMPLE, Math.ceil(file.size / SAMPLES));
-  let hash = 0x811c9dc5; // FNV-1a
+  let low = 1, high = 0;
   for (let at = 0; at < file.size; at += step)
-    for (const byte of new Uint8Array(await bytes(file.slice(at, at + SAMPLE)))) hash =
-      Math.imul(hash ^ byte, 0x01000193) >>> 0;
-  return hash.toString(16);
+    for (const byte of new Uint8Array(await bytes(file.slice(at, at + SAMPLE)))) {
+      low = (low + byte) % 65521;
+      high = (high + low) % 65521;
+    }
+  return (high * 65536 + low).toString(16);
 }
 
 const hex = buffer => [...new Uint8Array(buffer)].map(byte => byte.toString(16).padStart(2, '0')).join('');

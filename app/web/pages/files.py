@@ -22,6 +22,7 @@ def calls(studio: Studio) -> Calls:
         follower = studio.follower(run)
         view, is_exporting = follower.view(), studio.is_exporting(run)
         export = follower.config.export
+        # The draft of an export at work looks like one that was left behind.
         is_busy = is_exporting or view.is_running
         return {
             "folder": str(run.path),

@@ -201,6 +201,7 @@ def take(studio: Studio, key: str, number: int, allow: list[Allowed], target: st
         if found is None or not 0 <= number < len(found.proposals):
             raise InputError("The page has forgotten this search: search again.")
         taken = {field: form.as_typed(field, now) for field, (_, now) in found.proposals[number].changes.items()}
+        # A field that was as in the preset has no former value, and `undo` gives it back to the preset.
         before = {field: form.as_typed(field, draft.values[field]) for field in taken if field in draft.values}
         former.update(preset=studio.name_of(draft.preset), taken=taken, before=before)
         for field, value in taken.items():
@@ -358,6 +359,7 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
     checked = studio.check(draft, is_fresh, is_typing)
     preview = studio.plan(checked, target)
     config = checked.config
+    # While somebody types, nothing waits for files to be counted.
     steps = list(config.stage_steps) if is_typing else planned_steps(studio.scans, config)
     whole = studio.planned_seconds(checked, target, steps)
     answer = {

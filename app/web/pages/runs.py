@@ -50,6 +50,7 @@ def calls(studio: Studio) -> Calls:
         for name in runs:
             try:
                 process.delete(studio.found(name))
+            # One run that cannot be deleted does not keep the others.
             except (InputError, OSError) as error:
                 refused.append(explained(error))
         return {"num_deleted": len(runs) - len(refused), "refused": refused}

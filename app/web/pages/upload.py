@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import binascii
 from collections import defaultdict
 from dataclasses import asdict
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 
 from app.data import dataset, masks, trash
 from app.data.upload import upload_kinds, upload_names
-from app.data.upload.uploads import MOST_CHUNK, require_usable
+from app.data.upload.uploads import MOST_CHUNK, Chosen, require_usable
 from app.form import draft as form
 from app.studio import Studio
 from app.web.answers import Calls
@@ -49,20 +48,14 @@ def state(studio: Studio) -> dict[str, Any]:
     }
 
 
-def begin(
-    studio: Studio, folder: str, name: str, size: int, identity: str = "", image: str = "", head: str = ""
-) -> dict[str, Any]:
-    """Begin an upload or go on with it: see `Uploads.begin`. head: the file's first bytes in hexadecimal digits."""
-    try:
-        start = binascii.unhexlify(head)
-    except ValueError as error:
-        raise InputError(f"{name[:200]!r}: its first bytes are not hexadecimal; reload the page") from error
-    return asdict(studio.uploads.begin(folder, name, size, identity, image, start))
+def begin(studio: Studio, file: Chosen) -> dict[str, Any]:
+    """Begin an upload or go on with it."""
+    return asdict(studio.uploads.begin(file))
 
 
-def finish(studio: Studio, id: str) -> dict[str, Any]:
+def finish(studio: Studio, file: Chosen) -> dict[str, Any]:
     """Check a complete file and put it into its folder."""
-    return asdict(studio.uploads.finish(id))
+    return asdict(studio.uploads.finish(file))
 
 
 def cancel(studio: Studio, id: str) -> None:

@@ -20,9 +20,9 @@ from tests.data.images.test_looks import scene
 from tests.runs import make_pictures
 from trainer.config.schema import RunConfig
 from trainer.data.images.image_io import read_header
-from trainer.data.images.known_files import index_of
 from trainer.data.images.looks import KIND
 from trainer.system.errors import InputError
+from trainer.system.index import Index
 
 WITHIN_S = 60
 
@@ -115,7 +115,7 @@ def test_a_look_can_be_stopped_and_goes_on_where_it_was(tmp_path: Path, monkeypa
     found.stop(config)
     until(lambda: not result_of(found, config).is_running)
     assert not result_of(found, config).is_complete
-    assert len(index_of(tmp_path / "runs" / "cache").all(KIND)) == result_of(found, config).num_done < 60
+    assert len(Index(tmp_path / "runs" / "cache").all(KIND)) == result_of(found, config).num_done < 60
     result = looked(found, config)
     assert result.is_complete and result.num_done == 60 and not result.failed
 

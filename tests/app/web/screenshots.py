@@ -25,10 +25,10 @@ from tests.app.browser import (
     start_chromium,
     state_is,
     until,
-    visit,
 )
 from tests.app.notebook.lab import choose as choose_menu
 from tests.app.notebook.lab import position_of, serving_lab
+from tests.app.web.screens import screens, walk
 from trainer.run import process
 from trainer.run.folder import RunDir
 from trainer.view.report import write_report
@@ -36,18 +36,6 @@ from trainer.view.report import write_report
 PICTURES = ROOT / "tests" / "pictures"
 WIDTHS = (390, 820, 1280, 1920)
 SCHEMES: tuple[Scheme, ...] = ("light", "dark")
-LAST = {
-    "new": "#thumbs img",
-    "run": "#page-run img:visible",
-    "samples": "#page-run img:visible",
-    "files": "#files-folder",
-    "runs": "#page-runs tbody img",
-    "compare": "#page-compare table",
-    "queue": "#page-queue h1",
-    "data": "#page-data img",
-    "machine": "#checks tr",
-}
-"""{screen: what it shows last}"""
 PICTURED = ("new", "run", "samples", "runs", "compare", "data")
 """Screens of which app/README.md has a picture."""
 COLOURS = 64
@@ -61,18 +49,11 @@ WITHOUT_FOLDERS = """([checkout, temporary, home]) => {
 }"""
 
 
-def places(run: str, other: str) -> dict[str, tuple[str, ...]]:
-    """{screen: its address} with these runs."""
-    of_run = {"run": ("runs", run), "samples": ("runs", run, "samples"), "files": ("runs", run, "files")}
-    rest = {name: (name,) for name in ("runs", "queue", "data", "machine")}
-    return {"new": ("new",), **of_run, "compare": ("compare", f"{run},{other}"), **rest}
-
-
 def take(browser: Browser, url: str, run: str, other: str, folder: Path) -> list[Path]:
     """A picture of each of PICTURED, with a run that has ended."""
-    chosen = {name: place for name, place in places(run, other).items() if name in PICTURED}
+    chosen = {name: screen for name, screen in screens(run, other).items() if name in PICTURED}
     with opened(browser, url, height=800) as page:
-        return [_save(_taken(page), folder / f"page-{name}.png") for name in _visited(page, chosen)]
+        return [_save(_taken(page), folder / f"page-{name}.png") for name, _ in walk(page, chosen)]
 
 
 def take_report(browser: Browser, run: RunDir, folder: Path) -> Path:
@@ -94,7 +75,7 @@ def take_all(browser: Browser, url: str, run: str, other: str, folder: Path) -> 
     for width in WIDTHS:
         for scheme in SCHEMES:
             with opened(browser, url, width=width, scheme=scheme) as page:
-                for name in _visited(page, places(run, other)):
+                for name, _ in walk(page, screens(run, other)):
                     file = folder / f"{name}-{width}-{scheme}.png"
                     _whole(page, file)
                     yield file
@@ -112,13 +93,6 @@ def _whole(page: Page, file: Path) -> None:
 def _images_shown(page: Page) -> None:
     page.wait_for_timeout(700)  # images that are loaded when they come into view
     until(page, "[...document.images].filter(image => image.offsetParent).every(image => image.complete)")
-
-
-def _visited(page: Page, found: dict[str, tuple[str, ...]]) -> Iterator[str]:
-    for name, place in found.items():
-        visit(page, *place)
-        page.locator(LAST[name]).first.wait_for()
-        yield name
 
 
 def take_notebook(browser: Browser, folder: Path) -> Path:

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, Route, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
-from tests.app.browser import HANDLERS, Server, held_back, opened, show, until, until_so, visit, write_over
+from tests.app.browser import HANDLERS, held_back, show, until, until_so, write_over
 
 
 def card(page: Page, name: str) -> Locator:
@@ -244,7 +244,7 @@ def test_a_folder_that_takes_long_is_waited_for_in_peace(own_data: Path, page: P
 
 
 @pytest.mark.slow
-def test_a_folder_without_images_says_what_to_do(own_data: Path, page: Page, browser: Browser, server: Server):
+def test_a_folder_without_images_says_what_to_do(own_data: Path, page: Page):
     aside = own_data.with_name("aside")
     own_data.rename(aside)
     own_data.mkdir()
@@ -254,10 +254,6 @@ def test_a_folder_without_images_says_what_to_do(own_data: Path, page: Page, bro
     shutil.copytree(aside, own_data, dirs_exist_ok=True)
     page.locator("#data-again").click()
     caption(page, "07.png").wait_for()
-    with opened(browser, server.url, width=390) as phone:
-        visit(phone, "data")
-        caption(phone, "07.png").wait_for()
-        assert phone.evaluate("document.documentElement.scrollWidth") == 390
     shutil.rmtree(aside)
 
 

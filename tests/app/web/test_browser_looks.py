@@ -7,23 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
 from playwright.sync_api import Browser, Page
 
-from tests.app.browser import BEYOND, Server, recorded, serving, visit, visited
+from tests.app.browser import BEYOND, Server, recorded, serving
 from tests.app.web import screenshots
-from tests.app.web.screenshots import LAST, places
 from tests.benchmarks import page as figures
 from trainer.run.events import ErrorEvent, StatusEvent
 
 OTHER = "ink-comic"
-SIZES = (
-    (390, 844),
-    pytest.param(820, 1180, marks=pytest.mark.slow),
-    (1280, 800),
-    pytest.param(1920, 1080, marks=pytest.mark.slow),
-)
 WAKES = 100
 """A second; gradio as it is wakes a thousand times."""
 
@@ -35,31 +27,6 @@ def finished(server: Server) -> str:
     recorded(server.runs, OTHER, adapter={"type": "boft"})
     recorded(server.runs, "looked-at", [error, StatusEvent(state="failed", step=40)])
     return "looked-at"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "rules"), [("light", {}), ("dark", {"runOnly": ["color-contrast"]})])
-def test_everybody_can_read_and_reach_it(tab: Page, server: Server, finished: str, scheme: str, rules):
-    found = []
-    with visited(tab, server.url, scheme=scheme) as page:
-        for name, place in places(finished, OTHER).items():
-            visit(page, *place)
-            page.locator(LAST[name]).first.wait_for()
-            page.wait_for_timeout(100)  # for what moves or fades
-            for violation in Axe().run(page, options={"resultTypes": ["violations"], **rules}).response["violations"]:
-                if violation["impact"] in ("serious", "critical"):
-                    nodes = [node["html"][:160] for node in violation["nodes"][:3]]
-                    found.append((name, violation["id"], nodes))
-    assert not found, found
-
-
-@pytest.mark.parametrize(("width", "height"), SIZES)
-def test_nothing_lies_beyond_the_edge_of_the_screen(page: Page, finished: str, width: int, height: int):
-    page.set_viewport_size({"width": width, "height": height})
-    for name, place in places(finished, OTHER).items():
-        visit(page, *place)
-        page.locator(LAST[name]).first.wait_for()
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, name
 
 
 def test_start_is_reached_and_pressed_by_the_keyboard(page: Page):

@@ -130,13 +130,3 @@ def test_the_machine_says_in_a_sentence_what_it_is_good_for(page: Page):
         assert page.locator("#checks tr").count() > 4  # the last ones, at once
     page.locator("#check-again").click()
     page.locator("#checked", has_text="Checked at").wait_for()
-
-
-def test_a_phone_shows_queue_and_machine_without_scrolling_sideways(queue: Queue, runs: Path, page: Page):
-    queue.add(run_config(runs, name="a-run-with-a-name-that-is-longer-than-a-phone-is-wide"))
-    page.set_viewport_size({"width": 390, "height": 844})
-    for name in ("queue", "machine"):
-        visit(page, name)
-        page.locator(f"#page-{name} h1").wait_for()
-        page.locator("#waiting, #checks tr").first.wait_for(state="attached")
-        assert page.evaluate("document.documentElement.scrollWidth") == 390

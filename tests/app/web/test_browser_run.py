@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
 from app.runs.monitor import SILENT_S
@@ -24,7 +23,6 @@ from tests.app.browser import (
     until,
     until_so,
     visit,
-    visited,
     watch,
 )
 from tests.runs import make_text, text_config
@@ -41,7 +39,6 @@ from trainer.run.events import (
 )
 from trainer.run.folder import RunDir
 
-SCREENS = ((390, 844), (820, 1180), (1280, 800), (1920, 1080))
 LONG_PROMPT = "a very long prompt that does not fit into one line below a small image of 160 pixels"
 
 
@@ -400,30 +397,6 @@ def test_a_language_model_writes_and_its_constant_speed_is_drawn(page: Page, ser
     page.get_by_role("dialog", name="Write with it").get_by_text("A text that continues the prompt").wait_for()
     page.keyboard.press("Escape")
     shutil.rmtree(run.path)
-
-
-@pytest.mark.slow  # test_browser_looks.py measures every screen with one run
-def test_nothing_lies_beyond_the_edge_of_a_screen(page: Page, finished: str, failed: RunDir):
-    for name in (finished, failed.path.name):
-        watch(page, name)
-        for width, height in SCREENS:
-            page.set_viewport_size({"width": width, "height": height})
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "rules"), [("light", {}), ("dark", {"runOnly": ["color-contrast"]})])
-def test_everybody_can_read_and_reach_it(tab: Page, server: Server, finished: str, failed: RunDir, scheme, rules):
-    found = []
-    with visited(tab, server.url, scheme=scheme) as page:
-        for name in (finished, failed.path.name):
-            watch(page, name)
-            page.locator("#newest img").first.wait_for()
-            for violation in Axe().run(page, options={"resultTypes": ["violations"], **rules}).response["violations"]:
-                if violation["impact"] in ("serious", "critical"):
-                    nodes = [node["html"][:160] for node in violation["nodes"][:3]]
-                    found.append((name, violation["id"], nodes))
-    assert not found, found
 
 
 def test_a_later_export_changes_neither_the_main_file_nor_how_long_the_run_took(page: Page, runs: Path) -> None:

@@ -205,21 +205,6 @@ def test_a_comparison_of_runs_that_are_not_there_says_so(table: Page):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [390, 820, 1280, 1920])
-def test_no_width_scrolls_sideways(table: Page, width: int):
-    table.set_viewport_size({"width": width, "height": 900})
-    for name in ("table-slow-20261124-211219-aebff6", "table-fast-20261124-211220-aebff7"):
-        table.locator(f"{row(name)} input").check()
-    wide = "document.documentElement.scrollWidth > innerWidth"
-    assert not table.evaluate(wide)
-    widths = "[document.querySelector('#runs').scrollWidth, document.querySelector('#runs-card').clientWidth]"
-    assert len(set(table.evaluate(widths))) == 1
-    table.locator("#runs-compare").click()
-    table.locator("#compare-settings tr[data-field='optim.lr']").wait_for()
-    assert not table.evaluate(wide)
-
-
-@pytest.mark.slow
 def test_a_table_of_500_runs_is_there_at_once_and_costs_little(browser: Browser, tmp_path: Path):
     runs = tmp_path / "runs"
     recorded(runs, "run-000")

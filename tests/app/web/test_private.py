@@ -17,7 +17,7 @@ from app.runs import run_table as all_runs
 from app.studio import Studio
 from app.web.served_files import Downloads
 from tests.app.browser import ROOT, Server, opened, recorded, serving, visit, watch
-from tests.app.web.screenshots import places
+from tests.app.web.screens import screens
 from tests.runs import make_pictures, run_config
 from trainer.config.load import dump_config, load_config
 from trainer.launcher import preflight
@@ -100,8 +100,8 @@ def look(browser: Browser, server: Server, reason: str) -> None:
         picture = shown.get_attribute("src")
         cookies = {cookie["name"]: cookie["value"] for cookie in page.context.cookies()}
         assert httpx.get(f"{server.origin}{picture}", cookies=cookies).headers["content-type"] == "image/webp"
-        for place in places("old", "old").values():
-            visit(page, *place)
+        for screen in screens("old", "old").values():
+            visit(page, *screen.place)
             page.wait_for_timeout(300)
     assert "Traceback" not in server.log
 

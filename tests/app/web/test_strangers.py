@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser
 
 from tests.app.browser import Server, opened, recorded, serving, until, visit, watch
-from tests.app.web.screenshots import places
+from tests.app.web.screens import console_of, screens
 from tests.runs import make_pictures
 from trainer.run.events import (
     ErrorEvent,
@@ -97,14 +96,6 @@ def visited_by_strangers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield server
 
 
-@contextmanager
-def console_of(page: Page) -> Iterator[list[str]]:
-    """What the browser complains of meanwhile."""
-    said: list[str] = []
-    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
-    yield said
-
-
 HOLE = "markup => document.body.append(Object.assign(document.createElement('div'), { id: 'hole', innerHTML: markup }))"
 """Shows markup as it comes, as if escaping had been forgotten."""
 
@@ -114,11 +105,11 @@ def test_no_text_of_a_strangers_run_folder_is_taken_for_markup(browser: Browser,
     with opened(browser, visited_by_strangers.url) as page, console_of(page) as said:
         watch(page, "hostile")
         assert "onerror=" in page.locator("#events").text_content(), "it was shown, as text"
-        visited = places("hostile", "other")
-        for place in visited.values():
-            visit(page, *place)
+        visited = screens("hostile", "other")
+        for screen in visited.values():
+            visit(page, *screen.place)
             page.wait_for_timeout(SETTLED_MS / len(visited))
-        visit(page, *visited["compare"])
+        visit(page, *visited["compare"].place)
         until(page, "document.querySelector('#page-compare table th') !== null")
         page.wait_for_timeout(SETTLED_MS / 4)
         assert page.evaluate("window.taken") is None

@@ -517,7 +517,7 @@ def call(client: httpx.Client, name: str, /, **values: Any) -> dict[str, Any]:
 
 
 def begun(client: httpx.Client, folder: Path, size: int, name: str = "probe.png") -> str:
-    return call(client, "begin", folder=str(folder), name=name, size=size)["value"]["id"]
+    return call(client, "begin", file={"folder": str(folder), "name": name, "size": size})["value"]["id"]
 
 
 def test_a_chunk_is_taken_from_the_page_alone(client: httpx.Client, server: Server, own_data: Path):
@@ -540,14 +540,16 @@ def test_a_chunk_is_taken_from_the_page_alone(client: httpx.Client, server: Serv
     for offset in ("", "-1", "x", "1e3", "9" * 13, "\u0663"):
         assert client.put(f"/uploads/{id}", params={"offset": offset}, content=image).status_code == 400
     assert client.put(f"/uploads/{id}?offset=7", content=image).json() == {"received": 0}
-    for other in ("0" * 32, "..", "%2e%2e%2fx", id[:-1], f"{id}/..", id.upper()):
+    for other in (f"{'0' * 32}-{len(image)}", "0" * 32, "..", "%2e%2e%2fx", id[:-1], f"{id}/..", id.upper()):
         assert client.put(f"/uploads/{other}?offset=0", content=image).status_code in (404, 405)
     assert client.post(address, content=image).status_code in (404, 405)
     assert client.post("/gradio_api/upload", files={"files": image}).status_code == 403
     assert client.put("/gradio_api/upload", content=image).status_code == 403
     assert tree(own_data.parent) == before
     assert client.put(address, content=image).json() == {"received": len(image)}
-    assert call(client, "finish", id=id) == {"value": {"name": "probe.png", "is_new": True}}
+    probe = {"folder": str(own_data), "name": "probe.png", "size": len(image)}
+    assert "Unexpected keyword argument" in call(client, "finish", file=probe, studio=1)["error"]
+    assert call(client, "finish", file=probe) == {"value": {"name": "probe.png", "is_new": True}}
     assert tree(own_data.parent) == before | {"own/probe.png": image}
 
 
@@ -568,11 +570,11 @@ def test_a_chunk_is_taken_from_the_page_alone(client: httpx.Client, server: Serv
         ({"size": 0}, "probe.png: empty"),
         ({"size": -5}, "probe.png: empty"),
         ({"size": 2**40}, "bytes are more than the limit"),
-        ({"size": 1e300}, "upload_begin: size: "),
+        ({"size": 1e300}, "upload_begin: file.size: "),
         ({"head": "zz"}, "its first bytes are not hexadecimal"),
         ({"head": b"<svg onload=x()>".hex()}, "HTML, SVG or other markup"),
         ({"folder": ["/etc"]}, "Input should be a valid string"),
-        ({"studio": 1}, "Unexpected keyword argument"),
+        ({"modified_ms": "x"}, "upload_begin: file.modified_ms: "),
     ],
 )
 def test_a_hostile_beginning_is_refused_with_a_sentence(
@@ -583,7 +585,7 @@ def test_a_hostile_beginning_is_refused_with_a_sentence(
     given = {"folder": str(own_data), "name": "probe.png", "size": 100} | values
     if isinstance(given["folder"], str):
         given["folder"] = given["folder"].format(own=own_data)
-    assert said in call(client, "begin", **given)["error"]
+    assert said in call(client, "begin", file=given)["error"]
     assert tree(own_data.parent) == before
 
 
@@ -603,9 +605,9 @@ def test_deleting_and_restoring_reach_only_what_the_page_shows(client: httpx.Cli
         ("empty", {"key": "x"}, "New run has another folder meanwhile"),
         ("make", {"above": "/etc", "name": "x"}, "outside "),
         ("make", {"above": str(own_data), "name": "../x"}, "not a name for a folder"),
-        ("finish", {"id": "../../secret"}, "not an upload"),
-        ("cancel", {"id": "../../secret"}, "not an upload"),
+        ("finish", {"file": {"folder": str(own_data), "name": "unsent.png", "size": 9}}, "choose the file again"),
     ]
+    assert call(client, "cancel", id="../../secret") == {"value": None}  # as of any upload that is gone
     for name, values, said in probes:
         assert said in call(client, name, **values)["error"], name
     assert tree(own_data.parent) == before
@@ -648,7 +650,7 @@ def test_images_of_a_table_are_neither_deleted_nor_pushed_aside_by_new_ones(clie
     assert (len(shown), "its images are in all.tar" in found["problem"]) == (8, True)
     refusal = call(client, "delete", key=found["key"], images=[shown[0]["image"]])["error"]
     assert refusal.endswith(": stands in a table; remove it there")
-    refusal = call(client, "begin", folder=str(own_data), name="a.png", size=100)["error"]
+    refusal = call(client, "begin", file={"folder": str(own_data), "name": "a.png", "size": 100})["error"]
     assert "its images are in all.tar, which is not read once the folder has images of its own" in refusal
 
 
@@ -678,10 +680,11 @@ def test_with_a_password_another_host_uploads(tmp_path: Path):
         folder, image = make_pictures(tmp_path / "data", 1), png()
         headers = {"host": "studio.example", "origin": "https://studio.example"}
         with httpx.Client(base_url=server.origin, headers=headers) as client:
-            assert client.put(f"/uploads/{'0' * 32}?offset=0", content=b"x").status_code == 401
+            assert client.put(f"/uploads/{'0' * 32}-1?offset=0", content=b"x").status_code == 401
             login = client.post("/login", data={"username": "ada", "password": "long enough"})
             client.headers["cookie"] = login.headers["set-cookie"].partition(";")[0]
             id = begun(client, folder, len(image))
             assert client.put(f"/uploads/{id}?offset=0", content=image).status_code == 200
-            assert call(client, "finish", id=id)["value"]["name"] == "probe.png"
+            probe = {"folder": str(folder), "name": "probe.png", "size": len(image)}
+            assert call(client, "finish", file=probe)["value"]["name"] == "probe.png"
         assert (folder / "probe.png").read_bytes() == image

@@ -270,14 +270,7 @@ def test_a_folder_has_its_own_settings_and_else_those_of_the_data(tmp_path: Path
         "masks": str(tmp_path / "masks"),
         "flip": True,
     }
-    config = data(
-        tmp_path / "other",
-        folders=[own],
-        trigger="ohwx",
-        resolution=64,
-        caption_dropout=0.25,
-        repeats=3,
-    )
+    config = data(tmp_path / "other", folders=[own], trigger="ohwx", resolution=64, caption_dropout=0.25, repeats=3)
     other, image = scan(config).train
     assert (other.sides, other.micro_batch, other.caption, other.caption_dropout) == ((64,), None, "a ohwx dog", 0.25)
     assert (other.mask, other.may_flip, other.weight) == (None, False, 3)

@@ -297,11 +297,7 @@ def test_printing_inks_become_the_colours_of_their_profile(tmp_path: Path, name:
 
 @pytest.mark.parametrize(
     "profile",
-    [
-        None,
-        ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes(),
-        rgb_profile(SRGB, srgb_curve()),
-    ],
+    [None, ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes(), rgb_profile(SRGB, srgb_curve())],
     ids=["none", "littlecms", "published"],
 )
 def test_colours_of_srgb_are_left_as_they_are_bit_for_bit(tmp_path: Path, profile: bytes | None) -> None:

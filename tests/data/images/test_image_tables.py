@@ -24,7 +24,8 @@ from trainer.data.images import image_members
 from trainer.data.images.image_files import scan
 from trainer.data.images.image_io import load_rgb
 from trainer.data.images.image_tables import Columns, TableRow, read_table
-from trainer.data.images.known_files import KnownFiles, index_of
+from trainer.data.images.known_files import KnownFiles
+from trainer.system.index import Index
 from trainer.system.terminal import shortened
 
 COLOURS = ((255, 0, 0), (0, 255, 0), (0, 0, 255))
@@ -215,7 +216,7 @@ def test_what_was_read_of_a_table_is_not_read_again_and_a_replaced_one_is(
 ) -> None:
     file = write_tar(tmp_path / "a.tar", {"a.png": encoded(COLOURS[0]), "a.txt": b"a"})
     config, opened = data(file), []
-    known = KnownFiles(index_of(tmp_path / "cache"))
+    known = KnownFiles(Index(tmp_path / "cache"))
     monkeypatch.setattr("trainer.system.files.COARSEST_NS", -(10**12))
     first = scan(config, known=known)
     known.save()
@@ -225,11 +226,11 @@ def test_what_was_read_of_a_table_is_not_read_again_and_a_replaced_one_is(
         raise AssertionError(path)
 
     monkeypatch.setattr("trainer.data.images.known_files.read_header", read)
-    assert scan(config, known=KnownFiles(index_of(tmp_path / "cache"))) == first
+    assert scan(config, known=KnownFiles(Index(tmp_path / "cache"))) == first
     assert opened == []
     write_tar(file, {"a.png": encoded(COLOURS[0], (64, 64)), "a.txt": b"a"})
     with pytest.raises(AssertionError):
-        scan(config, known=KnownFiles(index_of(tmp_path / "cache")))
+        scan(config, known=KnownFiles(Index(tmp_path / "cache")))
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------
@@ -526,6 +527,7 @@ import pyarrow
 from trainer.system.errors import InputError
 from trainer.config.sections import DataConfig
 from trainer.data.images import image_files; from trainer.data.mixed import question_files
+from trainer.system.index import Index
 name, path = sys.argv[1:]
 try:
     cfg = DataConfig(**{name: path})

@@ -19,7 +19,8 @@ from tests.runs import make_pictures
 from trainer.config.sections import DataConfig
 from trainer.data.cache import RankGroup, content_keys
 from trainer.data.images.image_files import scan
-from trainer.data.images.known_files import DIGESTS, HEADERS, KnownFiles, index_of
+from trainer.data.images.known_files import DIGESTS, HEADERS, KnownFiles
+from trainer.system.index import Index
 
 OLD = 1_700_000_000
 ALONE = RankGroup(0, 1, lambda value: [value])
@@ -52,13 +53,14 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def start(folder: Path) -> list[str]:
     """What a start reads of the images. Returns their digests."""
     cfg = DataConfig(path=str(folder), missing_caption="empty")
-    known = KnownFiles(index_of(folder.parent / "cache"))
+    known = KnownFiles(Index(folder.parent / "cache"))
     dataset = scan(cfg, known=known)
     return content_keys([image.location for image in dataset.train], ALONE, known)
 
 
-def test_a_second_start_opens_no_image(images: Path) -> None:
+def test_a_second_start_opens_no_image_and_writes_nothing(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = start(images)
+    monkeypatch.setattr(Index, "put", None)
     with images_opened() as opened:
         assert start(images) == first
     assert opened == []
@@ -105,7 +107,7 @@ def test_what_another_machine_read_of_its_copies_does_not_replace_what_this_one_
     theirs = KnownFiles()
     read = {number: theirs.with_digest(copies / f"{number}.png") for number in range(4)}
     cfg = DataConfig(path=str(images), missing_caption="empty")
-    known = KnownFiles(index_of(images.parent / "cache"))
+    known = KnownFiles(Index(images.parent / "cache"))
     paths = [image.location for image in scan(cfg, known=known).train]
     assert content_keys(paths, RankGroup(0, 1, lambda value: [value, (read, None)]), known) == first
     with images_opened() as opened:
@@ -117,7 +119,7 @@ def test_what_another_machine_read_of_its_copies_does_not_replace_what_this_one_
 def test_a_record_that_a_stranger_wrote_costs_the_reading_of_its_image_alone(images: Path, content: bytes) -> None:
     Image.new("RGB", (32, 32)).save(images / "2.png")  # of another length: it is compared with none
     first = start(images)
-    index = index_of(images.parent / "cache")
+    index = Index(images.parent / "cache")
     for kind in (HEADERS, DIGESTS):
         index.put(kind, {str(images / "2.png"): content})
     with images_opened() as opened:
@@ -129,10 +131,10 @@ def test_a_record_that_a_stranger_wrote_costs_the_reading_of_its_image_alone(ima
 
 
 def test_of_images_that_are_known_nothing_is_in_memory_before_it_is_asked_for(tmp_path: Path) -> None:
-    index_of(tmp_path).put(DIGESTS, {f"/data/images/{number:06d}.png": b"x" * 150 for number in range(2000)})
+    Index(tmp_path).put(DIGESTS, {f"/data/images/{number:06d}.png": b"x" * 150 for number in range(2000)})
     tracemalloc.start()
     try:
-        assert KnownFiles(index_of(tmp_path)).digest(tmp_path) is None
+        assert KnownFiles(Index(tmp_path)).digest(tmp_path) is None
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -141,8 +143,8 @@ def test_of_images_that_are_known_nothing_is_in_memory_before_it_is_asked_for(tm
 
 def test_a_memory_that_cannot_be_written_only_costs_time(images: Path) -> None:
     first = start(images)
-    shutil.rmtree(images.parent / "cache" / "images")
-    (images.parent / "cache" / "images").write_bytes(b"a file in its place")
+    shutil.rmtree(images.parent / "cache")
+    (images.parent / "cache").write_bytes(b"a file in its place")
     assert start(images) == first
 
 
@@ -151,7 +153,7 @@ def test_copies_are_found_without_reading_them_again(images: Path) -> None:
     start(images)
     cfg = DataConfig(path=str(images), missing_caption="empty")
     with images_opened() as opened:
-        dataset = scan(cfg, known=KnownFiles(index_of(images.parent / "cache")))
+        dataset = scan(cfg, known=KnownFiles(Index(images.parent / "cache")))
     assert opened == []
     assert any("the same bytes" in warning for warning in dataset.warnings)
 

@@ -12,8 +12,8 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from tests.app.browser import BEYOND
 from trainer.data.images import looks
-from trainer.data.images.known_files import index_of
 from trainer.data.images.looks import Look, known_looks
+from trainer.system.index import Index
 
 NUM_SCENES = 240
 SHARPEST, SMOOTHEST = 1.0, 1.6
@@ -131,15 +131,15 @@ def test_a_second_look_reads_nothing_and_a_changed_file_is_read_again(
     known, kind = known_looks(tmp_path), looks.KIND
     known.read(kept)
     known.save()
-    assert index_of(tmp_path).all(kind) == {}, "it may change again without another time stamp"
+    assert Index(tmp_path).all(kind) == {}, "it may change again without another time stamp"
     monkeypatch.setattr("trainer.system.files.COARSEST_NS", 0)
     known = known_looks(tmp_path)
     look = known.read(kept).value
     known.read(changed)
     known.save()
-    records = index_of(tmp_path).all(kind)
+    records = Index(tmp_path).all(kind)
     changed_numbers = {key: row.replace(str(look.sharpness).encode(), b"-1.0") for key, row in records.items()}
-    index_of(tmp_path).put(kind, changed_numbers)
+    Index(tmp_path).put(kind, changed_numbers)
     changed.write_bytes(scenes[9].read_bytes())
     again = known_looks(tmp_path)
     assert again.read(kept).value == look._replace(sharpness=-1.0)

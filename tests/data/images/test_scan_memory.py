@@ -17,9 +17,10 @@ from tests.data.images.test_image_files import data
 from trainer.config.sections import DataConfig
 from trainer.data.images import scan_memory
 from trainer.data.images.image_files import CaptionedImage, Dataset, scan
-from trainer.data.images.known_files import KnownFiles, index_of
+from trainer.data.images.known_files import KnownFiles
 from trainer.data.images.scan_memory import HANDED, SCANS, ScanMemory, checked
 from trainer.system.errors import InputError
+from trainer.system.index import Index
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_ranks_look_at_the_files_themselves_where_no_launcher_just_did(
     everything: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     checked(everything, tmp_path / "cache")()
-    index = index_of(tmp_path / "cache")
+    index = Index(tmp_path / "cache")
     ((settings, handed),) = index.all(HANDED).items()
     digest, pid, started, at = json.loads(handed)
     if why == "other settings":
@@ -172,7 +173,7 @@ def test_another_setting_is_scanned_anew_and_both_are_kept(
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null path", "[1,[]]\n{}"])
 def test_a_scan_that_a_stranger_wrote_is_replaced(everything: DataConfig, tmp_path: Path, content: str) -> None:
-    expected, index = ScanMemory(everything, tmp_path / "cache").scan(KnownFiles), index_of(tmp_path / "cache")
+    expected, index = ScanMemory(everything, tmp_path / "cache").scan(KnownFiles), Index(tmp_path / "cache")
     ((digest, kept),) = index.all(SCANS).items()
     checked(everything, tmp_path / "cache")()
     written = (
@@ -223,7 +224,7 @@ def test_names_that_are_not_utf_8_are_recalled(everything: DataConfig, tmp_path:
 def test_a_file_that_was_changed_just_now_is_not_trusted(tmp_path: Path) -> None:
     Image.new("RGB", (32, 48)).save(tmp_path / "a.png")
     ScanMemory(data(tmp_path, missing_caption="empty"), tmp_path / "cache").scan(KnownFiles)
-    assert index_of(tmp_path / "cache").all(SCANS) == {}
+    assert Index(tmp_path / "cache").all(SCANS) == {}
 
 
 def test_images_that_a_table_names_elsewhere_are_not_remembered(
@@ -251,4 +252,4 @@ def test_the_scans_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: pyt
     for cfg in (configs[-1], configs[0], configs[1]):
         ScanMemory(cfg, tmp_path / "cache").scan(KnownFiles)
     assert done == [configs[1]]
-    assert len(index_of(tmp_path / "cache").all(SCANS)) == scan_memory.MOST_KEPT
+    assert len(Index(tmp_path / "cache").all(SCANS)) == scan_memory.MOST_KEPT

@@ -75,6 +75,7 @@ def read_adapter(
             f"{stored.file}: holds layers of text encoders only, which this kind of model is not trained with; name a "
             "file with layers of the model"
         )
+    # Programs put a name of their own before all layers, as `diffusion_model.` or `lora_transformer_`.
     prefix = _common_prefix(groups, known)
     layers: dict[str, LayerAdapter] = {}
     for name, tensors in groups.items():

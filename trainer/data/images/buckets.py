@@ -88,6 +88,7 @@ def bucket_sizes(resolution: int, multiple: int, max_aspect: float, longest: int
         height = resolution**2 // width // multiple * multiple
     if longest is not None:
         wide = list(dict.fromkeys(_within(size, longest // multiple * multiple, multiple) for size in wide))
+    # The wide ones turned, without the square, which is there already.
     tall = [Size(size.height, size.width) for size in wide[:0:-1]]
     return (*tall, *wide)
 

@@ -26,14 +26,7 @@ FORMAT = 1
 """Version of the stored headers: raise it when `read_header` finds something else in the same file."""
 HEADERS, DIGESTS = f"header {FORMAT} {PIL.__version__}", "digest"
 """Kinds of records in the index, by path."""
-FOLDER = "images"
-"""In the cache that runs share."""
 T = TypeVar("T")
-
-
-def index_of(cache: Path) -> Index:
-    """Return the index of all that is remembered of images. cache: the folder that runs share."""
-    return Index(cache / FOLDER)
 
 
 class Known(NamedTuple, Generic[T]):
@@ -64,7 +57,7 @@ class FileMemory(Generic[T]):
         self._index, self._kind, self._read = index, kind, read
         self._rows: TypeAdapter[tuple[Stamp, T]] = TypeAdapter(tuple[Stamp, values])  # type: ignore[valid-type]
         self._new: dict[str, Known[T]] = {}
-        self._unsaved: set[str] = set()
+        self._unsaved: dict[str, Known[T]] = {}  # in the order of the readings, which is that of the next start
 
     def known(self, path: Path, stamp: Stamp | None = None) -> Known[T] | None:
         """What was read of a file in its present state; None where nothing was. Raises OSError for a missing file."""
@@ -87,13 +80,13 @@ class FileMemory(Generic[T]):
         """Remember what was read, here or on another rank, of the file in its present state."""
         self._new[str(path)] = known
         if known.is_safe:
-            self._unsaved.add(str(path))
+            self._unsaved[str(path)] = known
 
     def save(self) -> None:
         """Keep what was read since the last call."""
         if self._index is not None and self._unsaved:
-            new = ((path, self._new[path]) for path in self._unsaved)
-            self._index.put(self._kind, {path: self._rows.dump_json(known[:2]) for path, known in new})
+            rows = {path: self._rows.dump_json(known[:2]) for path, known in self._unsaved.items()}
+            self._index.put(self._kind, rows)
         self._unsaved.clear()
 
 
@@ -147,7 +140,8 @@ class KnownFiles:
     def add(self, path: Path, known: Known[str]) -> None:
         """Remember the digest that another rank read; but not of a copy of the file on another machine."""
         with suppress(OSError):
-            if known.stamp == Stamp.of(file_of(path)):
+            stamp = Stamp.of(file_of(path))
+            if known.stamp == stamp and self._digests.known(path, stamp) is None:
                 self._digests.add(path, known)
 
     def save(self) -> None:

@@ -23,7 +23,8 @@ import PIL
 from PIL import Image
 
 from trainer.data.images.image_io import load_grey, read_header
-from trainer.data.images.known_files import FileMemory, index_of
+from trainer.data.images.known_files import FileMemory
+from trainer.system.index import Index
 
 if TYPE_CHECKING:
     import numpy as np
@@ -152,7 +153,7 @@ def _sharpness(pixels: NDArray[np.float32]) -> float:
 
 def known_looks(cache: Path) -> FileMemory[Look]:
     """Return what was measured of images. cache: the folder that runs share."""
-    return FileMemory(index_of(cache), KIND, Look, measure)
+    return FileMemory(Index(cache), KIND, Look, measure)
 
 
 def copies(looks: Sequence[Look], is_stopped: Callable[[], bool] = lambda: False) -> list[Copies]:

@@ -25,9 +25,10 @@ from trainer.config.sections import DataConfig
 from trainer.data.images.image_files import CaptionedImage, Dataset, read_folders, scan, separate_folders
 from trainer.data.images.image_io import NativeText, entries_below, folders_with_images
 from trainer.data.images.image_members import file_of
-from trainer.data.images.known_files import KnownFiles, index_of
+from trainer.data.images.known_files import KnownFiles
 from trainer.system import files
 from trainer.system.errors import InputError
+from trainer.system.index import Index
 
 FORMAT = 1
 """Version of the stored records: raise it when a scan of the same files finds something else."""
@@ -57,7 +58,7 @@ def checked(cfg: DataConfig, cache: Path) -> Keep:
     memory = ScanMemory(cfg, cache)
     if memory.has_scan:
         return memory.hand_over
-    known = KnownFiles(index_of(cache))
+    known = KnownFiles(Index(cache))
     found = scan(cfg, known=known)
 
     def keep() -> None:
@@ -81,7 +82,7 @@ class ScanMemory:
     """
 
     def __init__(self, cfg: DataConfig, cache: Path, digest: str | None = None) -> None:
-        self._cfg, self._index = cfg, index_of(cache)
+        self._cfg, self._index = cfg, Index(cache)
         self.digest = digest
         self._walked: set[str] = set()
         if digest is None:
@@ -90,7 +91,7 @@ class ScanMemory:
     @classmethod
     def of_launcher(cls, cfg: DataConfig, cache: Path) -> ScanMemory:
         """The scan that the process which started this rank has just checked; else as the files are now."""
-        return cls(cfg, cache, _handed(index_of(cache).get(HANDED, _settings(cfg))))
+        return cls(cfg, cache, _handed(Index(cache).get(HANDED, _settings(cfg))))
 
     def _walk(self) -> None:
         """Look at the stamps of all files."""

@@ -111,6 +111,7 @@ class Encoder:
 
     def row(self, values: Mapping[str, Any], where: Callable[[], str]) -> Document:
         """Tokenize a row of a file. Raises InputError with the reason but without file and line."""
+        # Sets of preferences often hold a conversation as well, which can be trained on without them.
         if kind_of(values) == PREFERENCE and not self.compares and is_known(others := without_answers(values)):
             values = others
         kind = kind_of(values)

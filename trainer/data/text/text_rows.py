@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from trainer.config.schema import RunConfig
 from trainer.data.encode import StopRequested
 from trainer.distributed.context import RankContext
@@ -18,13 +16,15 @@ from trainer.models.parts.chat.chat_template import read_template
 from trainer.run.events import StatusEvent
 from trainer.system import files
 from trainer.system.errors import InputError
+from trainer.system.index import Index
 
 FORMAT = 1
-"""Version of the cached number: raise it when equal files and settings make other rows."""
+"""Version of the number: raise it when equal files and settings make other rows."""
+KIND = f"rows {FORMAT}"
+"""Of the records in the index."""
 ROUND = 512
 """Rows after which the ranks agree whether to stop."""
 SAID_EVERY_S = 5.0
-_COUNT: TypeAdapter[int] = TypeAdapter(int)
 
 
 def num_rows(rows: Iterable[object], key: str, context: RankContext) -> int:
@@ -41,19 +41,18 @@ def num_rows(rows: Iterable[object], key: str, context: RankContext) -> int:
         StopRequested: A stop was requested; raised on every rank.
         InputError: As iterating over `rows`.
     """
-    file = context.cache / "rows" / f"{key}.json"
-    found: list[int | None] = context.world.gather(_read(file))
+    index = Index(context.cache)
+    found: list[int | None] = context.world.gather(_number(index.get(KIND, key)))
     known = next((number for number in found if number is not None), None)
     if known is not None:
         return known
     context.world.heartbeat.enter("counting rows", moves=False)
     number = _counted(rows, context)
+    # Ranks that end their epochs at different steps would hang in the last one.
     if len(set(context.world.gather(number))) > 1:
         raise InputError("data.path: the ranks count different numbers of rows; give every machine the same files")
     if context.world.local_rank == 0:
-        files.make_private_if_new(context.cache)
-        file.parent.mkdir(exist_ok=True)
-        files.replace(file, json.dumps(number))
+        index.put(KIND, {key: b"%d" % number})
     return number
 
 
@@ -93,14 +92,9 @@ def _counted(rows: Iterable[object], context: RankContext) -> int:
     return number
 
 
-def _read(file: Path) -> int | None:
-    """Return the cached number; None where there is none that can be read."""
-    if not file.is_file():
-        return None
-    try:
-        return files.read_json(file, _COUNT, "remove it")
-    except InputError:  # a damaged file of the cache is written again
-        return None
+def _number(record: bytes | None) -> int | None:
+    """A number of the index; None where there is none, or what a stranger wrote."""
+    return int(record) if record and record.isdigit() and len(record) < 19 else None
 
 
 def _digest(file: Path) -> str:

@@ -101,6 +101,7 @@ class Position:
 
     Attributes:
         run: Id or name that the tracker's program gave the run; "" before the first time.
+        command: Sends what the tracker's program was given and has kept; "" where it keeps nothing.
         given: Number of items sent so far.
         offset: Bytes of `events.jsonl` that are done.
         skip: Events after `offset` that are done.
@@ -111,6 +112,7 @@ class Position:
 
     file: Path
     run: str = ""
+    command: str = ""
     given: int = 0
     offset: int = 0
     skip: int = 0
@@ -204,6 +206,7 @@ class Feed:
         if isinstance(event, WarningEvent):
             return Note(step, when, "warning", event.message)
         if isinstance(event, ErrorEvent):
+            self.state = "failed"  # the status follows when all ranks have ended
             return Note(step, when, "error", f"{event.message}. {event.remedy}" if event.remedy else event.message)
         return None
 

@@ -49,11 +49,15 @@ def _name(run: RunDir) -> str:
 
 def _emit_first_warning(emit: Callable[[WarningEvent], None]) -> None:
     emitted: list[str] = []
+    show_other = warnings.showwarning
 
     def show(message: Warning | str, *position: Any, **more: Any) -> None:
+        if "trackio" not in str(message).lower():
+            show_other(message, *position, **more)
+            return
         text = short(str(message))
         terminal.say(text)
-        if "trackio" in text.lower() and not emitted:
+        if not emitted:
             emitted.append(text)
             emit(WarningEvent(message=f"trackers.trackio: {text}"))
 

@@ -19,14 +19,14 @@ from trainer.run.folder import RunDir
 def connect(run: RunDir, cfg: RunConfig, position: Position, emit: Callable[[WarningEvent], None]) -> Wandb:
     """Create or continue the run at wandb. Without a login or network it is written to files for `wandb sync`."""
     position.run = position.run or secrets.token_hex(4)
+    position.command = f"wandb sync {run.path}/wandb/*run-*-{position.run}"
     try:
         opened = _open(run, cfg, position, None)
     except wandb.Error as error:
         wandb.teardown()  # else the run that could not be opened still holds the id
         opened = _open(run, cfg, position, "offline")
         reason = short(str(error).partition("\n")[0])
-        command = f"wandb sync {run.path}/wandb/offline-run-*-{position.run}"
-        emit(WarningEvent(message=f"trackers.wandb writes offline: {reason} Send it later with: {command}"))
+        emit(WarningEvent(message=f"trackers.wandb writes offline: {reason} Send it later with: {position.command}"))
     # Rows have numbers of our own and are drawn over their steps: the memory of a step comes after the step itself.
     opened.define_metric("step", hidden=True)
     opened.define_metric("*", step_metric="step")
@@ -74,6 +74,7 @@ class Wandb:
 
     def finish(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
+        wandb.teardown()  # else its exit handler waits for the server, without a limit
 
     def _log(self, values: dict[str, Any], step: int) -> None:
         self._run.log({"step": step, **values}, step=self._position.given, commit=True)

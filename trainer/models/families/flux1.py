@@ -115,8 +115,12 @@ class Flux1(FlowTransformer):
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
-        self._check_encoders()
-        check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
+        self._folder.encoder_config("text_encoder", *CLIP_TYPES)
+        self._folder.encoder_config("text_encoder_2", *T5_TYPES)
+        self._folder.read("tokenizer/tokenizer_config.json")
+        config = self._architecture
+        own = Architecture(config.num_layers, config.num_single_layers, config.guidance_embeds)
+        check_architecture(model, self._folder, ARCHITECTURES, own)
         self._check_inputs()
         self._max_tokens = max_tokens(model, self._folder, "tokenizer_2", MAX_TOKENS[self._kind])
 
@@ -220,15 +224,6 @@ class Flux1(FlowTransformer):
     @property
     def _kind(self) -> str:
         return "dev" if self._architecture.guidance_embeds else "schnell"
-
-    def _own_architecture(self) -> Architecture:
-        config = self._architecture
-        return Architecture(config.num_layers, config.num_single_layers, config.guidance_embeds)
-
-    def _check_encoders(self) -> None:
-        self._folder.encoder_config("text_encoder", *CLIP_TYPES)
-        self._folder.encoder_config("text_encoder_2", *T5_TYPES)
-        self._folder.read("tokenizer/tokenizer_config.json")
 
     def _check_inputs(self) -> None:
         """Refuse Fill, Depth and Canny, which read other images in addition to the latents."""

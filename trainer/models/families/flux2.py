@@ -172,11 +172,13 @@ class Flux2(FlowTransformer):
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
         self._language_model = language_model_config(self._folder, *TEXT_RECIPES)
-        check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
-        needed = self._architecture.joint_attention_dim
-        self._text_layers = stacked_layers(model, self._language_model, needed, self._folder)
+        config = self._architecture
+        kind = self._language_model["model_type"]
+        own = Architecture(config.num_layers, config.num_single_layers, config.guidance_embeds, kind)
+        check_architecture(model, self._folder, ARCHITECTURES, own)
+        self._text_layers = stacked_layers(model, self._language_model, config.joint_attention_dim, self._folder)
         self._max_tokens = max_tokens(model, self._folder, "tokenizer", MAX_TOKENS)
-        self._tokenize, self._template = TEXT_RECIPES[self._language_model["model_type"]]
+        self._tokenize, self._template = TEXT_RECIPES[kind]
 
     @property
     def model_spec(self) -> str:
@@ -199,8 +201,11 @@ class Flux2(FlowTransformer):
         return f"{self._text_layers} {self._max_tokens}"
 
     def text_encoder(self, load: LoadModule) -> TextEncoder:
-        classes = _language_model_classes(self._language_model["model_type"])
-        return load_language_model(load, self._folder, classes, self._language_model, self._text_layers)
+        from transformers import MistralConfig, MistralModel, Qwen3Config, Qwen3Model
+
+        classes: Any = {"mistral": (MistralConfig, MistralModel), "qwen3": (Qwen3Config, Qwen3Model)}
+        config = self._language_model
+        return load_language_model(load, self._folder, classes[config["model_type"]], config, self._text_layers)
 
     @torch.no_grad()
     def encode_text(self, encoder: TextEncoder, caption: str) -> Example:
@@ -262,12 +267,6 @@ class Flux2(FlowTransformer):
             "tokenizer": ("transformers", "Qwen2TokenizerFast"),
         }
 
-    def _own_architecture(self) -> Architecture:
-        config = self._architecture
-        return Architecture(
-            config.num_layers, config.num_single_layers, config.guidance_embeds, self._language_model["model_type"]
-        )
-
     def predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
         # The tokens of reference images follow those of the noisy image; the predictions for them are not used.
         height, width = latents.shape[-2:]
@@ -302,12 +301,6 @@ def text_ids(num_tokens: int) -> Tensor:
     """Positions of the text tokens, (L, 4); only the last column differs."""
     zero = torch.zeros(1, dtype=torch.int64)
     return torch.cartesian_prod(zero, zero, zero, torch.arange(num_tokens))
-
-
-def _language_model_classes(model_type: str) -> tuple[Any, Any]:
-    from transformers import MistralConfig, MistralModel, Qwen3Config, Qwen3Model
-
-    return {"mistral": (MistralConfig, MistralModel), "qwen3": (Qwen3Config, Qwen3Model)}[model_type]
 
 
 MODULES = (

@@ -138,7 +138,9 @@ class QwenImage(FlowTransformer):
         self._vae = self._folder.config("vae", self.autoencoder.name)
         self._language_model = language_model_config(self._folder, "qwen2_5_vl")
         self._max_tokens = max_tokens(model, self._folder, "tokenizer", MAX_TOKENS)
-        check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
+        config = self._architecture
+        own = Architecture(config.num_layers, config.num_attention_heads)
+        check_architecture(model, self._folder, ARCHITECTURES, own)
         self._check_inputs()
 
     @property
@@ -281,10 +283,6 @@ class QwenImage(FlowTransformer):
     @property
     def _text_layers(self) -> tuple[int]:
         return (self._language_model["num_hidden_layers"],)
-
-    def _own_architecture(self) -> Architecture:
-        config = self._architecture
-        return Architecture(config.num_layers, config.num_attention_heads)
 
     def _check_inputs(self) -> None:
         """Refuse parts that do not fit together, and Layered and Edit, which read more than text."""

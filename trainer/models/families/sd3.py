@@ -169,7 +169,14 @@ class Sd3(FlowTransformer):
 
     @torch.no_grad()
     def encode_text(self, encoder: TextEncoders, caption: str) -> Example:
-        states, pooled = zip(*(_clip_embeds(clip, caption) for clip in encoder.clips), strict=True)
+        states, pooled = [], []
+        for clip in encoder.clips:
+            before_last, output = clip_states(
+                clip.model, clip_tokens(clip.tokenizer, caption).to(device_of(clip.model))
+            )
+            states.append(before_last)
+            pooled.append(output.text_embeds)
+        # The CLIPs' states are side by side, padded to the width of T5's, which follow them.
         width = self._architecture.joint_attention_dim
         clips = torch.cat(states, dim=-1)
         clips = nn.functional.pad(clips, (0, width - clips.shape[-1]))
@@ -286,13 +293,6 @@ class Sd3(FlowTransformer):
 
 
 FAMILY = Sd3
-
-
-def _clip_embeds(encoder: TextEncoder, caption: str) -> tuple[Tensor, Tensor]:
-    """States before the last layer (1, L, D) and the projected end of the caption (1, P)."""
-    ids = clip_tokens(encoder.tokenizer, caption).to(device_of(encoder.model))
-    states, output = clip_states(encoder.model, ids)
-    return states, output.text_embeds
 
 
 PREFIX = "model.diffusion_model."

@@ -296,7 +296,9 @@ class Sdxl(ImageFamily):
         sizes = batch.get("original_size")
         prediction = self._predict(model, diffuse(latents, noise, alpha_bar), timestep, states, pooled, sizes)
         target = diffusion_target(self._schedule.prediction, latents, noise, alpha_bar)
-        errors = squared_error(prediction, target, batch.get("mask")) * self._snr_weight(alpha_bar)
+        errors = squared_error(prediction, target, batch.get("mask"))
+        if self.objective.min_snr_gamma is not None:
+            errors = errors * min_snr_weight(self._schedule.prediction, alpha_bar, self.objective.min_snr_gamma)
         return total_loss(errors, batch["weight"])
 
     @torch.no_grad()
@@ -515,10 +517,6 @@ class Sdxl(ImageFamily):
         # Images are scaled to cover their size, so an image is enlarged if either side was shorter.
         is_enlarged = (original_size < ids[:, 4:]).any(dim=1, keepdim=True)
         return torch.cat([torch.where(is_enlarged, original_size, ids[:, :2]), ids[:, 2:]], dim=1)
-
-    def _snr_weight(self, alpha_bar: Tensor) -> Tensor:
-        gamma, prediction = self.objective.min_snr_gamma, self._schedule.prediction
-        return torch.ones_like(alpha_bar) if gamma is None else min_snr_weight(prediction, alpha_bar, gamma)
 
     def _sampler_class(self, cfg: CompleteSample) -> tuple[str, str | None]:
         """The sampler's class in diffusers, and the reason if the folder's own class cannot be used, else None."""

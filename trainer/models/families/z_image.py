@@ -97,7 +97,9 @@ class ZImage(FlowTransformer):
         super().__init__(model, objective, cache)
         self._language_model = language_model_config(self._folder, "qwen3")
         self._max_tokens = max_tokens(model, self._folder, "tokenizer", MAX_TOKENS)
-        check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
+        config = self._architecture
+        own = Architecture(config.n_layers, config.n_refiner_layers, config.dim)
+        check_architecture(model, self._folder, ARCHITECTURES, own)
         self._check_inputs()
 
     @property
@@ -166,10 +168,11 @@ class ZImage(FlowTransformer):
 
     @classmethod
     def tiny(cls, architecture: str | None = None) -> dict[str, Any]:
+        text = tiny_language_model(TINY_WIDTH, TINY_VOCABULARY, num_layers=3)
         return {
             "transformer": _tiny_transformer(),
             "vae": tiny_vae(latent_channels=4, scaling_factor=0.3611, shift_factor=0.1159),
-            "text_encoder": _tiny_text_encoder(),
+            "text_encoder": text | {"model_type": "qwen3", "head_dim": TINY_WIDTH // 4},
             "scheduler": {"shift": SHIFTS[architecture or DEFAULT_ARCHITECTURE]},
         }
 
@@ -198,10 +201,6 @@ class ZImage(FlowTransformer):
     @property
     def _text_layers(self) -> tuple[int]:
         return (self._language_model["num_hidden_layers"] - 1,)
-
-    def _own_architecture(self) -> Architecture:
-        config = self._architecture
-        return Architecture(config.n_layers, config.n_refiner_layers, config.dim)
 
     def _check_inputs(self) -> None:
         """Refuse parts that do not fit together, and Omni, which also reads images."""
@@ -255,8 +254,3 @@ def _tiny_transformer() -> dict[str, Any]:
         "axes_dims": [4, 4, 4],
         "axes_lens": [256, 64, 64],
     }
-
-
-def _tiny_text_encoder() -> dict[str, Any]:
-    text = tiny_language_model(TINY_WIDTH, TINY_VOCABULARY, num_layers=3)
-    return text | {"model_type": "qwen3", "head_dim": TINY_WIDTH // 4}

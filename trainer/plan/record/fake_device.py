@@ -208,6 +208,7 @@ def _attention(
         out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
     else:
         bias = attn_mask
+        # As `scaled_dot_product_attention` does it: the kernel adds a bias, and a mask becomes one.
         if bias.dtype == torch.bool:
             bias = torch.zeros_like(bias, dtype=query.dtype)
         bias = bias.expand(*query.shape[:-1], key.shape[-2])

@@ -553,6 +553,7 @@ def watched_groups(model: nn.Module, moments: MomentRecorder) -> Iterator[None]:
             setattr(FSDPParamGroup, name, method)
         yield
     finally:
+        # The class is patched, and other traces follow in this process.
         for name, method in original.items():
             setattr(FSDPParamGroup, name, method)
 

@@ -60,6 +60,7 @@ def decide(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve, se
     most_offloaded = search.blocks if cfg.parallel.offload_blocks == "auto" else 0
     if not most_offloaded:
         return search.config(_first(most_again, lambda amount: search.fits(amount, 0)), 0)
+    # A few amounts instead of all: each pair costs a simulated step.
     amounts = sorted({most_again * step // STEPS for step in range(STEPS + 1)})
     fewest = _first(most_offloaded, search.can_draw)
     if not search.can_draw(fewest):

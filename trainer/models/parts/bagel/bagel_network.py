@@ -153,6 +153,8 @@ class Bagel(nn.Module):
             Logits (K, vocabulary) and velocities (N, latent numbers).
         """
         conditioning = self._encode_conditioning(patches, patch_cells, (patch_rows, patch_back, patch_mask))
+        # Each layer has two sets of weights: texts and conditioning images go through one, latents through the other,
+        # and attention joins them.
         understanding = torch.cat([self.text_embedding(text), conditioning])
         timestep = self.timestep(timestep_waves(sigma).to(latents.dtype))
         generation = self.latent_in(latents) + timestep + self.latent_positions(latent_cells).to(latents.dtype)

@@ -232,6 +232,8 @@ def _collected(
                 _conditioning(piece, at, sizes) if isinstance(piece, ConditioningPiece) else _drawn(piece, at, sizes)
             )
             texts += _marked(images[-1], at, marks)
+            # Two marks enclose an image, which has one position; what is drawn is not seen by what follows, and takes
+            # none.
             index, position = index + len(images[-1]) + 2, position + (0 if images[-1].is_noisy else 1)
     return texts, conditioning, drawn
 

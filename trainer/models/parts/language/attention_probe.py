@@ -142,6 +142,8 @@ def _try(model: Any) -> Sight | None:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for name, layer in layers.items():
         layer.register_forward_hook(partial(_note, called, layer_pattern(name)))
+    # Two documents in one row are compared with the same row whose last token differs, which shows whether attention
+    # looks ahead, and with each document alone, which shows whether it looks into the other one.
     changed = tokens.clone()
     changed[0, -1] += 1
     logits = [

@@ -101,6 +101,7 @@ def within_documents(
         raise ValueError(f"{type(module).__name__} has a bias by position, or drops out attention")
     begins = attention_mask.flatten()
     rows, heads, length, _ = query.shape
+    # torch's kernel for rows of several lengths is CUDA's alone; a CPU attends document by document.
     if query.device.type == "cpu":
         attended = by_document(query, key, value, begins, scaling, sliding_window)
         return attended.transpose(1, 2).contiguous(), None

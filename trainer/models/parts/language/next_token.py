@@ -154,6 +154,7 @@ def continue_text(
         arguments["logits_to_keep"] = 1
     text, inputs, ids = tokens[None], tokens[None], []
     draws = rng.generators("text")
+    # Never ended early: ranks that share a sharded model would wait for this one's calls.
     for _ in range(count):
         logits = model(input_ids=inputs, **arguments).logits[0, -1]
         drawn = draw_token(logits.float(), temperature, draws[0]).view(1, 1)

@@ -76,6 +76,7 @@ def read_names(model: Any, files: Sequence[Path], whole: Any = None, transposed:
     for name, tensor in found.items():
         if name in own:
             entries[name] = tensor
+        # A tied weight is in the files under any one of its names, or under all of them.
         elif name in firsts:
             entries.setdefault(firsts[name], tensor)
         elif whole is None:
