@@ -6,7 +6,9 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -214,6 +216,22 @@ for start in range(200):
 def test_a_writer_that_is_killed_200_times_loses_nothing(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", WRITER, tmp_path], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_log_that_another_process_is_removing_is_no_link(tmp_path: Path):
+    """A file that is looked at while it is removed has no name at all."""
+    program = "import sys\nfrom pathlib import Path\nwhile True: Path(sys.argv[1]).touch(), Path(sys.argv[1]).unlink()"
+    log = tmp_path / f"{NAME}-wal"
+    with subprocess.Popen([sys.executable, "-c", program, log]) as other:
+        try:
+            nameless, until = 0, time.monotonic() + 60
+            while nameless < 100 and time.monotonic() < until:
+                index._require_own(log, tmp_path)
+                with suppress(FileNotFoundError):
+                    nameless += log.lstat().st_nlink == 0
+        finally:
+            other.kill()
+    assert nameless == 100
 
 
 def test_writers_at_once_lose_nothing(tmp_path: Path):

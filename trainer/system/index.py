@@ -219,7 +219,7 @@ def _require_own(file: Path, folder: Path) -> None:
     """Raise OSError for a link, a file with a second name, and one of somebody else than this user or the folder's."""
     with suppress(FileNotFoundError):
         status = file.lstat()
-        is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+        is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1  # none while another process removes it
         if not is_plain or status.st_uid not in (os.geteuid(), folder.stat().st_uid):
             raise PermissionError(0, f"{file.name} is a link, has a second name, or is not yours; remove it")
 
