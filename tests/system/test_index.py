@@ -162,6 +162,14 @@ def test_an_index_that_another_process_holds_is_gone_without(
     assert Index(folder).all("kind") == KEPT
 
 
+def test_a_record_that_is_too_long_costs_no_other(folder: Path, caplog: pytest.LogCaptureFixture):
+    Index(folder).put("kind", {"c": bytes(10**9)})
+    assert caplog.messages == [
+        f"{folder / NAME}: not used (a record is longer than 900000000 bytes); what it holds is read again"
+    ]
+    assert Index(folder).all("kind") == KEPT
+
+
 def test_a_failure_in_one_thread_damages_nothing_for_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

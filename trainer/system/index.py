@@ -39,6 +39,8 @@ UNUSED_NS = 180 * 24 * 3600 * 10**9
 """Records that were neither written nor used for so long are removed."""
 MOST = 1_000_000
 """Records of a kind that are kept, unless its writer names fewer."""
+LONGEST = 9 * 10**8
+"""Bytes of a value; sqlite takes no row of 10^9. The scan of 1.5 million images with captions may be longer."""
 SUFFIXES = ("", "-wal", "-shm", "-journal")
 TABLE = "CREATE TABLE records (kind TEXT, key BLOB, sum INTEGER, used INTEGER, value BLOB, PRIMARY KEY (kind, key))"
 """A value may have 20 MB: what is looked for in each row stands before it."""
@@ -95,6 +97,8 @@ class Index:
         rows = [(kind, key, zlib.crc32(value, zlib.crc32(key)), now, value) for key, value in keyed]
 
         def write(db: sqlite3.Connection) -> None:
+            if any(len(value) > LONGEST for value in records.values()):
+                raise sqlite3.OperationalError(f"a record is longer than {LONGEST} bytes")
             with db:  # a transaction
                 db.execute("BEGIN IMMEDIATE")
                 db.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?)", rows)
