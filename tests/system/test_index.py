@@ -6,6 +6,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -57,6 +58,10 @@ def damage(folder: Path, content: bytes, at: int) -> None:
         file.write(content)
 
 
+def misspell(name: bytes, found: bytes) -> Callable[[Path], object]:
+    return lambda folder: damage(folder, found, (folder / NAME).read_bytes().index(name))
+
+
 def run_sql(sql: str) -> Callable[[Path], object]:
     return lambda folder: sqlite3.connect(folder / NAME).executescript(sql).close()
 
@@ -74,6 +79,8 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
     "text": lambda folder: (folder / NAME).write_text("no database " * 1000),
     "cut": lambda folder: os.truncate(folder / NAME, 4096),
     "a page": lambda folder: damage(folder, b"\xff" * 4000, 4096),
+    "the table's name": misspell(b"recordsrecords", b"re\xc1ords"),
+    "a column's name": misspell(b"used INTEGER", b"us\xc1d"),
     "a record": run_sql("UPDATE records SET value = x'00'"),
     "a record of no bytes": run_sql("UPDATE records SET value = NULL"),
     "a key of no bytes": run_sql("INSERT INTO records SELECT kind, 1, sum, used, value FROM records LIMIT 1"),
@@ -152,6 +159,43 @@ def test_an_index_that_another_process_holds_is_gone_without(
     Index(folder).put("kind", {"b": b"new"})
     assert caplog.messages == [f"{folder / NAME}: not used (database is locked); what it holds is read again"]
     other.close()
+    assert Index(folder).all("kind") == KEPT
+
+
+def test_a_record_that_is_too_long_costs_no_other(folder: Path, caplog: pytest.LogCaptureFixture):
+    Index(folder).put("kind", {"c": bytes(10**9)})
+    assert caplog.messages == [
+        f"{folder / NAME}: not used (a record is longer than 900000000 bytes); what it holds is read again"
+    ]
+    assert Index(folder).all("kind") == KEPT
+
+
+def test_a_failure_in_one_thread_damages_nothing_for_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(index, "BUSY_S", 0.1)
+    monkeypatch.setattr(index, "_say", lambda sentence: (said.append(sentence), time.sleep(0.2)))  # a slow terminal
+    said: list[str] = []
+    found, is_over = Index(folder), threading.Event()
+    found.all("kind")
+    other = sqlite3.connect(folder / NAME, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+
+    def read() -> None:
+        while not is_over.is_set():
+            found.all("kind")
+
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for _ in range(5):
+        found._is_off = False
+        found.put("kind", {"b": b"new"})
+    is_over.set()
+    for reader in readers:
+        reader.join()
+    other.close()
+    assert {sentence.split(" (")[1].split(")")[0] for sentence in said} == {"database is locked"}
     assert Index(folder).all("kind") == KEPT
 
 

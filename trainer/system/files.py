@@ -476,8 +476,11 @@ def first_problem(error: ValidationError) -> str:
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `file`, which is created if missing, across processes and threads."""
-    lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    """Hold an exclusive lock on `file`, which is created if missing, across processes and threads.
+
+    Raises OSError where it cannot be opened, or is a link: that may come from a stranger.
+    """
+    lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

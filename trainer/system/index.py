@@ -39,6 +39,8 @@ UNUSED_NS = 180 * 24 * 3600 * 10**9
 """Records that were neither written nor used for so long are removed."""
 MOST = 1_000_000
 """Records of a kind that are kept, unless its writer names fewer."""
+LONGEST = 9 * 10**8
+"""Bytes of a value; sqlite takes no row of 10^9. The scan of 1.5 million images with captions may be longer."""
 SUFFIXES = ("", "-wal", "-shm", "-journal")
 TABLE = "CREATE TABLE records (kind TEXT, key BLOB, sum INTEGER, used INTEGER, value BLOB, PRIMARY KEY (kind, key))"
 """A value may have 20 MB: what is looked for in each row stands before it."""
@@ -95,6 +97,8 @@ class Index:
         rows = [(kind, key, zlib.crc32(value, zlib.crc32(key)), now, value) for key, value in keyed]
 
         def write(db: sqlite3.Connection) -> None:
+            if any(len(value) > LONGEST for value in records.values()):
+                raise sqlite3.OperationalError(f"a record is longer than {LONGEST} bytes")
             with db:  # a transaction
                 db.execute("BEGIN IMMEDIATE")
                 db.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?)", rows)
@@ -120,22 +124,22 @@ class Index:
             otherwise: Returned where it cannot be.
             is_made: Whether a missing file is made; else there is nothing to be found.
         """
-        try:
-            with self._lock:
+        with self._lock:  # another thread must not use what is closed below
+            try:
                 if self._db is None and not self._is_off and (is_made or not self._is_missing):
                     self._open(is_made)
                 return otherwise if self._db is None else act(self._db)
-        except (OSError, sqlite3.OperationalError) as error:  # locked, full, read-only, of a newer version
-            why = error.strerror if isinstance(error, OSError) else error
-            _say(f"{self.file}: not used ({why}); what it holds is read again")
-            self._is_off = True
-            self._close()
-        except sqlite3.DatabaseError as error:
-            _say(f"{self.file}: damaged ({error}); it is removed and built anew")
-            self._close()
-            with suppress(OSError):
-                self._remove()
-        return otherwise
+            except (OSError, sqlite3.OperationalError) as error:  # locked, full, read-only, of a newer version
+                why = error.strerror if isinstance(error, OSError) else error
+                _say(f"{self.file}: not used ({why}); what it holds is read again")
+                self._is_off = True
+                self._close()
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite's own message may quote damaged text
+                _say(f"{self.file}: damaged ({error}); it is removed and built anew")
+                self._close()
+                with suppress(OSError):
+                    self._remove()
+            return otherwise
 
     def _open(self, is_made: bool) -> None:
         """Open the file if there is one, or if it is to be made."""
@@ -199,6 +203,7 @@ def _connection(file: Path, mode: str) -> sqlite3.Connection:
         f"file:{quote_from_bytes(os.fsencode(file.absolute()))}?mode={mode}",
         uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False,
     )  # fmt: skip
+    db.text_factory = bytes  # damaged text is compared, not decoded
     db.execute("PRAGMA trusted_schema=OFF")
     db.execute("PRAGMA synchronous=NORMAL")
     return db
@@ -209,9 +214,9 @@ def _require_table(db: sqlite3.Connection) -> None:
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version > FORMAT:
         raise sqlite3.OperationalError(f"a newer version wrote it, in format {version}")
-    if db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall() != [(TABLE,)]:
+    if db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall() != [(TABLE.encode(),)]:
         raise _Damaged("it holds something else")
-    if db.execute("PRAGMA journal_mode").fetchone() != ("wal",):
+    if db.execute("PRAGMA journal_mode").fetchone() != (b"wal",):
         db.execute("PRAGMA journal_mode=MEMORY")
 
 
