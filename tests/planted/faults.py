@@ -594,8 +594,7 @@ FAULTS = (
         "trainer/run/failure.py",
         "    except (InputError, IndexError):",
         "    except IndexError:",
-        "launcher/test_remedy.py",
-        "run",
+        "run/test_stages.py",
     ),
     _fault(
         "an amount of hundreds of digits in a message is read",
