@@ -90,10 +90,9 @@ peers: .venv
 plan: .venv
 	$(BIN)/python -m tests.benchmarks.plan
 
-# Kernels, bytes, operations and time of a preset's step: PRESET=presets/NAME.yaml, ARGS more arguments. Without PRESET it
-# writes tests/benchmarks/ROOFLINE.md.
+# Kernels, bytes, operations and time of a preset's step: PRESET=presets/NAME.yaml, ARGS more arguments.
 roofline: .venv
-	$(BIN)/python -m tests.benchmarks.roofline $(or $(PRESET),all) $(ARGS)
+	$(BIN)/python -m tests.benchmarks.roofline $(PRESET) $(ARGS)
 
 # What the plan knows of published models, after a change of their code; MODELS names some.
 recorded: .venv

@@ -81,16 +81,14 @@ def title_of(module: ModuleType) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.audit", description=__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the table to write")
-    results: Path = parser.parse_args().results
+    argparse.ArgumentParser(prog="python -m tests.audit", description=__doc__).parse_args()
     # One thread, as `make audit` has it: with more the last digits of a run are others.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
-    return audit({title_of(module): module.CHECKS for module in MODULES}, results)
+    return audit({title_of(module): module.CHECKS for module in MODULES}, RESULTS)
 
 
 if __name__ == "__main__":

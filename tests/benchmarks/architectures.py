@@ -238,11 +238,10 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*")
     parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir()) / "architectures.json")
-    parser.add_argument("--kinds", default=",".join(KINDS))
     given = parser.parse_args(arguments)
     results = json.loads(given.results.read_text()) if given.results.is_file() else {}
     for name in given.types or [name for name in model_types() if name not in results]:
-        results[name] = {**results.get(name, {}), **measure(name, given.kinds.split(","))}
+        results[name] = measure(name)
         given.results.write_text(json.dumps(dict(sorted(results.items())), indent=1))
         print(json.dumps(results[name]), flush=True)
     REPORT.write_text(report(dict(sorted(results.items()))), "utf-8")

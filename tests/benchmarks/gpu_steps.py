@@ -149,9 +149,7 @@ def starts(place: Place, report: Report) -> None:
             argv = [sys.executable, "-m", "tests.benchmarks.gpu_steps", place.device, str(place.folder)]
             argv += ["tiny"] * place.tiny
             env = worker_environment() | {FOLDER: str(kernels)}
-            done = subprocess.run(
-                [*argv, *(["tiny"] * place.tiny)], env=env, capture_output=True, text=True, check=False
-            )
+            done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
             found[cache] = float(done.stdout.splitlines()[-1])

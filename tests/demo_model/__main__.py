@@ -34,13 +34,15 @@ PRESET = ROOT / "presets" / "demo-base-cpu.yaml"
 ON_A_GPU = "parallel.device=cuda"
 SEED = 0
 AUTOENCODER_STEPS = 12_000
+THREADS = 2
+"""Of the training on a CPU."""
 
 
 def main() -> int:
     """Draw the pictures and make what is missing in the folder."""
     arguments = _arguments()
     folder: Path = arguments.folder.resolve()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(THREADS)
     try:
         drawn = glyphs(arguments.font)
     except InputError as error:
@@ -48,22 +50,24 @@ def main() -> int:
         return 2
     drawn += numbers_and_colours(drawn)
     taught = [picture for picture in drawn if not picture.held_out]
-    _say(f"{len(taught)} pictures, {len(drawn) - len(taught)} held out")
+    say(f"{len(taught)} pictures, {len(drawn) - len(taught)} held out")
     if not (folder / "held_out").exists():
         write_quickstart(folder / "quickstart", taught)
         write_held_out(folder / "held_out", taught)
     try:
-        make_model(folder, taught, arguments.autoencoder_steps, arguments.set)
+        make_model(folder, taught)
     except subprocess.CalledProcessError as stopped:
         if (folder / "run").exists():
-            _say("The transformer is not trained to its end. The same command goes on from the newest checkpoint.")
+            say("The transformer is not trained to its end. The same command goes on from the newest checkpoint.")
         return stopped.returncode
     size = sum(file.stat().st_size for file in (folder / "demo").rglob("*") if file.is_file())
-    _say(f"{folder / 'demo'}: {size / 1e6:.1f} MB")
+    say(f"{folder / 'demo'}: {size / 1e6:.1f} MB")
     return 0
 
 
-def make_model(folder: Path, taught: list[Picture], autoencoder_steps: int, changes: Sequence[str] = ()) -> None:
+def make_model(
+    folder: Path, taught: list[Picture], autoencoder_steps: int = AUTOENCODER_STEPS, changes: Sequence[str] = ()
+) -> None:
     """What is missing in the folder of the model's parts; `demo` is the model. changes: of the preset's fields.
 
     Raises:
@@ -72,7 +76,7 @@ def make_model(folder: Path, taught: list[Picture], autoencoder_steps: int, chan
     if not (folder / "pictures").exists():
         write_folder(folder / "pictures", in_looks(taught, SEED))
     if not (folder / "vae").exists():
-        vae = train_autoencoder(_pixels(taught), autoencoder_steps, SEED, _say)
+        vae = train_autoencoder(_pixels(taught), autoencoder_steps, SEED, say)
         vae.save_pretrained(folder / "vae")
     family = importlib.import_module(f"tests.demo_model.{load_config(PRESET, ()).config.model.family}")
     if not (folder / "base").exists():
@@ -89,9 +93,6 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.demo_model", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="where the parts are kept; `demo` in it is the model")
     parser.add_argument("--font", type=Path, default=FONT)
-    parser.add_argument("--threads", type=int, default=2, help="of the training on a CPU")
-    parser.add_argument("--autoencoder-steps", type=int, default=AUTOENCODER_STEPS)
-    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of the preset")
     return parser.parse_args()
 
 
@@ -115,10 +116,6 @@ def _train(folder: Path, changes: Sequence[str]) -> None:
 
 def _exports(folder: Path) -> list[Path]:
     return list((folder / "run" / "export").glob("*-full"))
-
-
-def _say(text: str) -> None:
-    say(text)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ BATCH = 128
 LR, MUON_LR = 1.5e-3, 4e-3
 WARMUP = 40
 SMOOTHING = 0.05
+THREADS = 2
 CPU_SECONDS = 3400.0
 """Time of the training, of all threads together."""
 FIRST_STRENGTH, HARDER, KNOWN = 0.35, 0.005, 0.5
@@ -86,10 +87,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.demo_model.captioner", description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, help="where the captioner is written; it must not exist")
     parser.add_argument("--font", type=Path, default=FONT)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cpu-seconds", type=float, default=CPU_SECONDS)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(THREADS)
     try:
         if arguments.folder.exists():
             raise InputError(f"{arguments.folder}: exists already; name a new folder, or remove it")
@@ -100,7 +99,7 @@ def main() -> int:
     say(f"{len(drawn.names)} names")
     captions = Captions.of(drawn.names)
     arguments.folder.mkdir(parents=True)  # before half an hour of training, so that a wrong folder is found now
-    model = train(drawn, captions, arguments.cpu_seconds, SEED, say)
+    model = train(drawn, captions, CPU_SECONDS, SEED, say)
     write(arguments.folder, model, captions.tokenizer)
     return 0
 

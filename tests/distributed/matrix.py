@@ -7,6 +7,7 @@ See DECISIONS 16.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -255,6 +256,8 @@ def _savings() -> str:
 
 def main() -> int:
     """Run the matrix, write it, and return 1 if a cell is beyond its tolerance."""
+    about = f"Train all cells on this CPU, a quarter of an hour, and write {RESULTS.name}."
+    argparse.ArgumentParser(prog="python -m tests.distributed.matrix", description=about).parse_args()
     began = time.perf_counter()
     cells = whole_matrix()
     with tempfile.TemporaryDirectory() as folder:

@@ -30,7 +30,7 @@ def main() -> int:
         only["model"] = arguments.family
     counts: Counter[str] = Counter()
     with TemporaryDirectory() as folder:
-        search = Search(arguments.root or Path(folder), arguments.seed)
+        search = Search(Path(folder), arguments.seed)
         for kind in (kind_of(arguments.family),) if arguments.family else KINDS:
             began, covered = time.monotonic(), set[Pair]()
             for trial in search.trials(kind, share, shares, only):
@@ -56,7 +56,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CHOICE=VALUE",
         help="only configs with this value, as recompute=2",
     )
-    parser.add_argument("--root", type=Path, help="a folder that keeps data and cache")
     parser.add_argument("--verbose", action="store_true", help="also show configs that run")
     return parser
 

@@ -1,4 +1,4 @@
-"""Kill a run 200 times and see whether anything is lost: `python -m tests.survival [--kills N] [--chain N] [--seed N]`.
+"""Kill a run 200 times and see whether anything is lost: `python -m tests.survival [--kills N] [--seed N]`.
 
 Exits with 1 if anything is; the folders of the chains that lost something are kept.
 """
@@ -21,17 +21,19 @@ from tests.runs import make_pictures
 from tests.survival.chain import Chain, Kill, Outcome, Phase, Target, make_reference, planned, survival_config
 
 NUM_PICTURES = 24
+CHAIN = 10
+"""Kills of a run before it may end."""
 
 
 def main() -> int:
     arguments = _parser().parse_args()
-    root = (arguments.folder or Path(tempfile.mkdtemp(prefix="survival-"))).absolute()
+    root = Path(tempfile.mkdtemp(prefix="survival-"))
     began = time.monotonic()
     cfg = survival_config(make_pictures(root / "pictures", NUM_PICTURES))
     reference = make_reference(root / "reference", cfg)
     print(f"reference: {cfg.train.steps} steps in {time.monotonic() - began:.0f} s; folder {root}", flush=True)
     outcomes: list[Outcome] = []
-    sizes = [min(arguments.chain, arguments.kills - done) for done in range(0, arguments.kills, arguments.chain)]
+    sizes = [min(CHAIN, arguments.kills - done) for done in range(0, arguments.kills, CHAIN)]
     for number, size in enumerate(sizes, start=1):
         numbers = random.Random(f"{arguments.seed} {number}")
         folder = root / f"chain-{number:02d}"
@@ -48,8 +50,7 @@ def main() -> int:
     if problems:
         print(f"kept for inspection: {root}")
         return 1
-    if arguments.folder is None:
-        shutil.rmtree(root)
+    shutil.rmtree(root)
     return 0
 
 
@@ -85,9 +86,7 @@ def _tell_chain(name: str, outcome: Outcome) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.survival", description=__doc__)
     parser.add_argument("--kills", type=int, default=200, help="how many in all")
-    parser.add_argument("--chain", type=int, default=10, help="how many in a run before it may end")
     parser.add_argument("--seed", type=int, default=0, help="of what is killed and when; what is met there is chance")
-    parser.add_argument("--folder", type=Path, help="where to run; kept. Else a temporary folder")
     return parser
 
 
