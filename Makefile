@@ -90,9 +90,10 @@ peers: .venv
 plan: .venv
 	$(BIN)/python -m tests.benchmarks.plan
 
-# Kernels, bytes, operations and time of a preset's step: PRESET=presets/NAME.yaml, ARGS more arguments.
+# Kernels, bytes, operations and time of a preset's step: PRESET=presets/NAME.yaml, ARGS more arguments. Without PRESET it
+# writes tests/benchmarks/ROOFLINE.md.
 roofline: .venv
-	$(BIN)/python -m tests.benchmarks.roofline $(PRESET) $(ARGS)
+	$(BIN)/python -m tests.benchmarks.roofline $(or $(PRESET),all) $(ARGS)
 
 # What the plan knows of published models, after a change of their code; MODELS names some.
 recorded: .venv

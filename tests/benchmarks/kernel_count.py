@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,6 +149,17 @@ class KernelCounter:
         self.device = device.type
         self.kernels: Counter[Kernel] = Counter()
         self.tracker = MemoryTracker(self.device, self.watch)
+        self._is_compiled = False
+
+    @contextmanager
+    def compiled(self, generated: Iterable[Kernel]) -> Iterator[None]:
+        """Inside, a compiled graph runs: its generated kernels take the place of its elementwise operations."""
+        self.kernels.update(generated)
+        self._is_compiled = True
+        try:
+            yield
+        finally:
+            self._is_compiled = False
 
     def watch(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count one operation. Its arguments are those of `fake_device.Watch`."""
@@ -162,7 +173,7 @@ class KernelCounter:
             return
         num_bytes = traffic(func, args, kwargs, out)
         kind = self._kind(func, tensors)
-        if num_bytes is None:
+        if num_bytes is None or (self._is_compiled and kind == ELEMENTWISE):
             return
         if kind == HOST:
             num_bytes //= 2
@@ -210,15 +221,16 @@ class KernelCounter:
         return RECOMPUTE if is_forward or torch.is_grad_enabled() else BACKWARD
 
 
-def count_step(cfg: RunConfig, cache: Path) -> StepCount:
+def count_step(cfg: RunConfig, cache: Path, attach: Callable[[KernelCounter], str] | None = None) -> StepCount:
     """Count the second optimizer step of a run on rank 0, as it is without torch.compile.
 
     Args:
         cfg: The run's config, with `parallel.strategy` decided.
         cache: Folder shared by runs.
+        attach: Blocks are compiled by the backend that it names; it gets the counter. None: they are not compiled.
     """
     count, size = StepCount(), input_of(cfg)
-    with _counted_model(cfg, cache) as (sharded, counter):
+    with _counted_model(cfg, cache, attach) as (sharded, counter):
         sharded.average()
         sharded.one_pass(size, is_last=True)
         sharded.update()
@@ -233,12 +245,13 @@ def count_step(cfg: RunConfig, cache: Path) -> StepCount:
     return count
 
 
-def decided_by_plan(cfg: RunConfig, cache: Path) -> RunConfig:
-    """Return the config with what is left to the plan, which knows no GPU and recomputes all that it may."""
+def decided_by_plan(cfg: RunConfig, cache: Path) -> tuple[RunConfig, float]:
+    """Return the config with what is left to the plan, which knows no GPU and recomputes all that it may, and the bytes
+    of the GPU that it then takes."""
     planned = plan(cfg, None, cache)
     cfg = decided(cfg, planned.checkpointing, planned.offload_blocks)
     parallel = cfg.parallel.model_copy(update={"strategy": planned.strategy})
-    return cfg.model_copy(update={"parallel": parallel})
+    return cfg.model_copy(update={"parallel": parallel}), planned.need
 
 
 def count_pass(cfg: RunConfig, cache: Path) -> StepCount:
@@ -250,11 +263,13 @@ def count_pass(cfg: RunConfig, cache: Path) -> StepCount:
 
 
 @contextmanager
-def _counted_model(cfg: RunConfig, cache: Path) -> Iterator[tuple[Sharded, KernelCounter]]:
+def _counted_model(
+    cfg: RunConfig, cache: Path, attach: Callable[[KernelCounter], str] | None = None
+) -> Iterator[tuple[Sharded, KernelCounter]]:
     device = fake_device.install()
     counter = KernelCounter(device)
-    eager = cfg.train.model_copy(update={"compile": False})
-    cfg = on_this_machine(cfg.model_copy(update={"train": eager}), cache)
+    changes = {"compile": False} if attach is None else {"compile": True, "compile_backend": attach(counter)}
+    cfg = on_this_machine(cfg.model_copy(update={"train": cfg.train.model_copy(update=changes)}), cache)
     family = families.make(cfg, cache)
     with sharded_model(build_model(cfg, family), cfg, family, device, counter.watch) as sharded:
         counter.tracker = sharded.tracker
@@ -276,6 +291,12 @@ def _counted(sharded: Sharded, counter: KernelCounter, count: StepCount, times: 
     sharded.tracker.reset()
     yield
     count.add(StepCount(counter.kernels, sharded.tracker.sent), times)
+
+
+def is_elementwise(func: Any) -> bool:
+    """Whether an operation is neither a matrix product nor attention nor a convolution nor on quantized weights."""
+    name = func._opname
+    return not (is_quantized(func) or name in _PRODUCTS or "scaled_dot_product" in name or "convolution" in name)
 
 
 def traffic(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
