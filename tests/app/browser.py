@@ -311,6 +311,15 @@ def show(page: Page, name: str) -> None:
     page.locator("#rail").get_by_role("link", name=name, exact=True).click()
 
 
+@contextmanager
+def data_screen(page: Page) -> Iterator[Page]:
+    """Open the screen Data and wait for its first image. What the browser remembers is forgotten afterwards."""
+    show(page, "Data")
+    page.locator(".pc[data-name='00.png']").get_by_role("textbox").wait_for()
+    yield page
+    page.evaluate("localStorage.clear()")
+
+
 def open_group(page: Page, name: str) -> None:
     """Open one of the groups under More."""
     group = page.locator(f"#group-{name.lower()}")
