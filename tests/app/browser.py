@@ -22,9 +22,9 @@ import httpx
 import psutil
 from playwright.sync_api import APIResponse, Browser, Error, Page, Playwright, Route, expect
 
-from tests.runs import make_pictures, run_config
+from tests.runs import make_pictures, run_config, step_event, write
 from trainer.config.schema import RunConfig
-from trainer.run.events import AnyEvent, EventWriter, RankLine, SampleEvent, StatusEvent, StepEvent, ValidationEvent
+from trainer.run.events import AnyEvent, EventWriter, RankLine, SampleEvent, StatusEvent, ValidationEvent
 from trainer.run.folder import RunDir
 from trainer.run.process import Launch
 
@@ -311,6 +311,15 @@ def show(page: Page, name: str) -> None:
     page.locator("#rail").get_by_role("link", name=name, exact=True).click()
 
 
+@contextmanager
+def data_screen(page: Page) -> Iterator[Page]:
+    """Open the screen Data and wait for its first image. What the browser remembers is forgotten afterwards."""
+    show(page, "Data")
+    page.locator(".pc[data-name='00.png']").get_by_role("textbox").wait_for()
+    yield page
+    page.evaluate("localStorage.clear()")
+
+
 def open_group(page: Page, name: str) -> None:
     """Open one of the groups under More."""
     group = page.locator(f"#group-{name.lower()}")
@@ -343,18 +352,13 @@ def recorded(runs: Path, name: str, events: Sequence[AnyEvent] = (), **changes: 
     fields = {"sample__prompts": ["a cat", "a dog"], "sample__every": 20, "train__steps": 40, "parallel__devices": 2}
     config: RunConfig = run_config(pictures, **fields | changes)
     run = RunDir.create(runs, config, at=runs / name)
-    with EventWriter(run.events_file) as writer:
-        for event in (*_history(run, config), *(events or [StatusEvent(state="finished", step=40)])):
-            writer.write(event)
+    write(run, *_history(run, config), *(events or [StatusEvent(state="finished", step=40)]))
+    gib, steps = 2**30, config.train.steps
     for rank in range(2):
         with EventWriter(run.rank_file(rank)) as writer:
-            gib, steps = 2**30, config.train.steps
-            writer.write(
-                RankLine(
-                    rank=rank, step=steps, phase="training", time=time.time() - LONG_AGO_S + steps,
-                    allocated=(6 + rank) * gib, reserved=9 * gib, peak=11 * gib, limit=24 * gib,
-                )
-            )  # fmt: skip
+            memory = {"allocated": (6 + rank) * gib, "reserved": 9 * gib, "peak": 11 * gib, "limit": 24 * gib}
+            ended = time.time() - LONG_AGO_S + steps
+            writer.write(RankLine(rank=rank, step=steps, phase="training", time=ended, **memory))
     return run
 
 
@@ -377,11 +381,9 @@ def _history(run: RunDir, config: RunConfig) -> Iterator[AnyEvent]:
     yield StatusEvent(state="training", time=began)
     for step in range(1, config.train.steps + 1):
         loss = 1 / step + config.optim.lr
-        yield StepEvent(
-            step=step, loss=loss, lr=config.optim.lr, grad_norm=1.0, seconds=0.5, seconds_data=0.02, time=began + step,
-            seconds_forward=0.13, seconds_backward=0.3, seconds_optimizer=0.02, seconds_communication=0.1,
-            images_per_second=8.0,
-        )  # fmt: skip
+        parts = {"seconds_data": 0.02, "seconds_forward": 0.13, "seconds_backward": 0.3, "seconds_optimizer": 0.02}
+        parts |= {"seconds_communication": 0.1, "seconds": 0.5}
+        yield step_event(step, loss, lr=config.optim.lr, grad_norm=1.0, time=began + step, **parts)
         if step % 20 == 0:
             yield ValidationEvent(step=step, loss=loss, time=began + step)
             for index, prompt in enumerate(config.sample.prompts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -57,6 +58,30 @@ def own_data(runs: Path, draft: Path) -> Iterator[Path]:
     yield folder
     shutil.rmtree(folder)
     preset.unlink()
+
+
+@pytest.fixture
+def listed() -> Iterator[list[str]]:
+    """The folders that this process lists meanwhile."""
+    found: list[str] = []
+    is_over = False
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        if event in ("os.scandir", "os.listdir") and not is_over:
+            found.append(str(arguments[0]))
+
+    sys.addaudithook(hook)
+    yield found
+    is_over = True
+
+
+@pytest.fixture
+def living(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The run's process is taken to be there until this is emptied."""
+    alive = {"alive"}
+    monkeypatch.setattr("trainer.run.process.alive", lambda run: bool(alive))
+    yield alive
+    alive.clear()
 
 
 @pytest.fixture

@@ -209,23 +209,9 @@ def test_a_run_that_is_to_export_nothing_is_exported_only_on_request(tmp_path, c
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--what", "full"], "export.what: full needs adapter.type none, not lora; use merged for base + adapter\n"),
-        (
-            ["--what", "merged", "--format", "kohya"],
-            "export.format: kohya cannot carry a whole model; use auto, diffusers, comfyui, single_file\n",
-        ),
-        (
-            ["--dtype", "fp8"],
-            "export.dtype: fp8 is for the single file of a whole model; set export.what: merged or full and "
-            "export.format: single_file, or use bf16\n",
-        ),
-    ],
-)
-def test_an_export_that_does_not_fit_the_run_is_the_users_mistake(run, options, message, capsys):
-    assert run_command(["--export", str(run.path), *options], capsys) == (2, message)
+def test_an_export_that_does_not_fit_the_run_is_the_users_mistake(run, capsys):
+    message = "export.what: full needs adapter.type none, not lora; use merged for base + adapter\n"
+    assert run_command(["--export", str(run.path), "--what", "full"], capsys) == (2, message)
 
 
 def test_resuming_with_a_wrong_override_leaves_the_config_as_it_was(run, capsys):
@@ -239,18 +225,9 @@ def test_resuming_with_a_wrong_override_leaves_the_config_as_it_was(run, capsys)
 
 def step_event(step: int) -> StepEvent:
     return StepEvent(
-        step=step,
-        loss=0.5,
-        lr=1e-4,
-        grad_norm=2.0,
-        seconds=2.0,
-        seconds_data=0.1,
-        seconds_forward=0.6,
-        seconds_backward=0.9,
-        seconds_optimizer=0.2,
-        seconds_communication=0.2,
-        images_per_second=4.0,
-    )
+        step=step, loss=0.5, lr=1e-4, grad_norm=2.0, seconds=2.0, seconds_data=0.1, seconds_forward=0.6,
+        seconds_backward=0.9, seconds_optimizer=0.2, seconds_communication=0.2, images_per_second=4.0,
+    )  # fmt: skip
 
 
 STORY = (

@@ -9,27 +9,21 @@ import pytest
 
 from app.runs.monitor import CHARTS, Follower
 from app.web.pages import run as run_page
-from tests.runs import run_config
+from tests.runs import run_config, step_event, write
 from trainer.launcher.console import StepSummary, sentence
 from trainer.metrics.trackers.feed import Feed, Figures, Position
-from trainer.run.events import EventReader, EventWriter, StepEvent, ValidationEvent
+from trainer.run.events import EventReader, ValidationEvent
 from trainer.run.folder import RunDir
 from trainer.run.length import RunLength
 from trainer.view.report import write_report
 
-SECONDS = {f"seconds_{part}": 0.1 for part in ("data", "forward", "backward", "optimizer", "communication")}
 HELD_OUT = ValidationEvent(step=2, loss=0.6, metrics={"margins": 0.2, "accuracies": 0.75})
 
 
 def a_run(folder: Path, *metrics: dict[str, float]) -> RunDir:
     run = RunDir.create(folder / "runs", run_config(folder, train__steps=10), folder / "runs" / "one")
-    with EventWriter(run.events_file) as writer:
-        for number, measured in enumerate(metrics, 1):
-            writer.write(
-                StepEvent(step=number, loss=0.5, lr=1e-4, grad_norm=2.0, seconds=0.9, metrics=measured, **SECONDS)
-            )
-        if any(metrics):
-            writer.write(HELD_OUT)
+    write(run, *(step_event(number, 0.5, metrics=measured) for number, measured in enumerate(metrics, 1)))
+    write(run, *([HELD_OUT] if any(metrics) else []))
     return run
 
 

@@ -178,6 +178,11 @@ def with_wrong_type(content: bytes, where: float, wrong: Any) -> bytes:
     return ("\n".join(texts) + "\n" if is_lines else texts[0]).encode()
 
 
+def num_values(values: Any) -> int:
+    """How many values of a JSON value `with_wrong_type` may replace."""
+    return sum(len(_keys(part)) for part in _parts(values))
+
+
 def _keys(value: Any) -> list[Any]:
     return list(value) if isinstance(value, dict) else [*range(len(value))] if isinstance(value, list) else []
 

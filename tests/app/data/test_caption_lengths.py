@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import psutil
 import pytest
 
 from app.data import caption_lengths
-from app.data.caption_lengths import Lengths, LengthsResult, _answer
+from app.data.caption_lengths import Lengths, LengthsResult
 from tests.runs import make_pictures, run_config
 from trainer.config.schema import RunConfig
 from trainer.data.images.measured import Measured
@@ -69,16 +67,6 @@ def test_a_process_that_ends_is_reported_and_the_next_question_starts_another(tm
     )
     seen.of(config, is_fresh=True)
     assert known(seen, config).failure == ""
-
-
-def test_a_process_that_has_ended_before_it_is_asked_is_reported_likewise(tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", ""]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        process.wait()
-        answer = _answer(process, run_config(tmp_path), tmp_path)
-        with pytest.raises(BrokenPipeError):
-            process.stdin.close()
-    assert answer.failure == f"cannot measure captions: the process exited; see {tmp_path}/captions.log"
 
 
 def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,26 +12,6 @@ from app.data.folders import HalfTyped, Picker, Recent
 from app.form.form_answers import glance
 from tests.runs import make_pictures
 from trainer.system.errors import InputError
-
-_listed: list[str] = []
-_listening = threading.Event()
-
-
-def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if _listening.is_set() and event in ("os.scandir", "os.listdir"):
-        _listed.append(str(arguments[0]))
-
-
-sys.addaudithook(_hook)
-
-
-@pytest.fixture
-def listed() -> Iterator[list[str]]:
-    """The folders that this process lists meanwhile."""
-    _listed.clear()
-    _listening.set()
-    yield _listed
-    _listening.clear()
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from PIL import Image
 from app.data import scans
 from app.data.scans import ScanResult, Scans
 from tests.runs import make_pictures, run_config, text_config
-from trainer.config.schema import RunConfig
 from trainer.config.size import Size
 
 
@@ -108,13 +107,6 @@ def test_a_folder_nobody_asks_for_is_not_read_to_its_end(pictures: Path, monkeyp
     assert (found.is_complete, found.num_files) == (False, 1)
     monkeypatch.undo()
     assert complete(lambda: seen.of(config)).num_files == 6
-
-
-def test_the_root_of_the_disk_is_no_folder_to_wait_for():
-    config: RunConfig = run_config(Path("/"))
-    began = time.monotonic()
-    Scans().of(config)
-    assert time.monotonic() - began < 10 * scans.PATIENCE_S
 
 
 def test_questions_are_read_beside_the_images_and_named_with_their_line(pictures: Path):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from app.form.earlier_runs import EarlierRuns, Estimate
-from tests.runs import make_pictures, run_config
+from tests.runs import make_pictures, run_config, step_event, write
 from trainer.config.schema import RunConfig
-from trainer.run.events import AnyEvent, EventWriter, StatusEvent, StepEvent
+from trainer.run.events import AnyEvent, StatusEvent
 from trainer.run.folder import RunDir
 
 BEGAN = 1_790_000_000.0
@@ -46,12 +46,9 @@ def history(steps: int = STEPS, step_s: float = STEP, began: float = BEGAN) -> l
     at(StatusEvent(state="training", time=now), 0)
     for step in range(1, steps + 1):
         now += step_s
-        part = step_s / 4
-        times = {name: part for name in ("seconds_data", "seconds_forward", "seconds_backward", "seconds_optimizer")}
-        at(
-            StepEvent(step=step, loss=1, lr=1, grad_norm=1, seconds=step_s, seconds_communication=0, time=now, **times),
-            0,
-        )
+        parts = ("seconds_data", "seconds_forward", "seconds_backward", "seconds_optimizer")
+        times = dict.fromkeys(parts, step_s / 4) | {"seconds": step_s, "seconds_communication": 0}
+        at(step_event(step, time=now, **times), 0)
         if step % EVERY == 0:
             at(StatusEvent(step=step, state="sampling", time=now), SAMPLING)
             at(StatusEvent(step=step, state="training", time=now), 0)
@@ -62,9 +59,7 @@ def history(steps: int = STEPS, step_s: float = STEP, began: float = BEGAN) -> l
 
 def ended(runs: Path, name: str, events: Sequence[AnyEvent] | None = None, **changes: Any) -> RunDir:
     run = RunDir.create(runs, config(runs, name=name, **changes), at=runs / name)
-    with EventWriter(run.events_file) as writer:
-        for event in history() if events is None else events:
-            writer.write(event)
+    write(run, *(history() if events is None else events))
     return run
 
 

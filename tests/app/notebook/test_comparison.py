@@ -13,13 +13,14 @@ from trainer.launcher.jobs.variants import Cost, Trial
 from trainer.plan.simulate.zero import ModelBytes, expected
 from trainer.run.folder import RunDir
 
+MILLION = 10**6
 MODEL = ModelBytes(
-    weights=40_000_000,
-    gradients=40_000_000,
-    optimizer_state=80_000_000,
-    computed=40_000_000,
-    root=4_000_000,
-    block=9_000_000,
+    weights=40 * MILLION,
+    gradients=40 * MILLION,
+    optimizer_state=80 * MILLION,
+    computed=40 * MILLION,
+    root=4 * MILLION,
+    block=9 * MILLION,
 )
 
 
@@ -27,27 +28,15 @@ def trial(label: str, strategy: str, ranks: int = 4, is_offloaded: bool = False,
     """A trial whose ranks did exactly what the formula says."""
     formula = expected(MODEL, strategy, ranks, shard_size)
     cost = Cost(
-        strategy=strategy,
-        shard_size=shard_size,
-        images=1,
-        num_parameters=10_000_000,
-        num_trained=10_000_000,
-        is_offloaded=is_offloaded,
-        model=MODEL,
-        ranks=(formula,) * ranks,
-        activations=(5_000_000,) * ranks,
+        strategy=strategy, shard_size=shard_size, images=1, num_parameters=10 * MILLION, num_trained=10 * MILLION,
+        is_offloaded=is_offloaded, model=MODEL, ranks=(formula,) * ranks, activations=(5 * MILLION,) * ranks,
         formula=formula,
-    )
+    )  # fmt: skip
     return Trial(label, RunDir(Path("runs")), cost, 0.5, (2.0, 1.0), (1.5, 0.5))
 
 
-ALL = [
-    trial("ddp", "ddp"),
-    trial("grad_op", "grad_op"),
-    trial("full", "full"),
-    trial("offload", "full", is_offloaded=True),
-    trial("hybrid", "hybrid"),
-]
+ALL = [*(trial(name, name) for name in ("ddp", "grad_op", "full")), trial("offload", "full", is_offloaded=True)]
+ALL.append(trial("hybrid", "hybrid"))
 
 
 def test_the_summary_tells_bytes_saving_time_and_losses_of_each_strategy() -> None:
@@ -71,36 +60,10 @@ def test_a_saving_is_against_ddp_on_as_many_ranks() -> None:
 def test_what_is_counted_stands_beside_the_formula() -> None:
     head, _, _, grad_op, full, *_ = str(comparison.against_formula(ALL)).splitlines()
     assert head.split("  ")[-1] == "deviation"
-    assert grad_op.split() == [
-        "grad_op",
-        "4",
-        "10.00,",
-        "10.00",
-        "10.00,",
-        "10.00",
-        "20.00,",
-        "20.00",
-        "40.00,",
-        "40.00",
-        "60.00,",
-        "60.00",
-        "0.000%",
-    ]
-    assert full.split() == [
-        "full",
-        "4",
-        "10.00,",
-        "10.00",
-        "10.00,",
-        "10.00",
-        "20.00,",
-        "20.00",
-        "13.00,",
-        "13.00",
-        "87.00,",
-        "87.00",
-        "0.000%",
-    ]
+    assert (
+        " ".join(grad_op.split()) == "grad_op 4 10.00, 10.00 10.00, 10.00 20.00, 20.00 40.00, 40.00 60.00, 60.00 0.000%"
+    )
+    assert " ".join(full.split()) == "full 4 10.00, 10.00 10.00, 10.00 20.00, 20.00 13.00, 13.00 87.00, 87.00 0.000%"
 
 
 @pytest.mark.parametrize("field", ["weights", "gradients", "optimizer_state", "gathered", "sent"])
@@ -125,12 +88,12 @@ def test_zero_s_table_of_seven_billion_parameters() -> None:
 
 def test_activations_are_told_per_rank_and_per_image() -> None:
     first = str(comparison.activations(ALL)).splitlines()[2]
-    assert first.split() == ["ddp", "4", "1", "5.00", "5.00"]
+    assert " ".join(first.split()) == "ddp 4 1 5.00 5.00"
 
 
 def test_levers_are_told_with_what_they_cost() -> None:
     first = str(comparison.levers([ALL[2]])).splitlines()[2]
-    assert first.split() == ["full", "5.00", "13.00", "87.00", "0.500", "1.500", "0.500"]
+    assert " ".join(first.split()) == "full 5.00 13.00 87.00 0.500 1.500 0.500"
 
 
 def test_a_run_without_held_out_pictures_has_no_losses_of_them() -> None:
@@ -140,17 +103,7 @@ def test_a_run_without_held_out_pictures_has_no_losses_of_them() -> None:
 
 def test_bars_are_as_long_as_their_parts_together() -> None:
     bars = comparison.memory(ALL[:3])
-    assert str(bars).splitlines()[-1].split() == [
-        "full,",
-        "4",
-        "ranks",
-        "10.00",
-        "10.00",
-        "20.00",
-        "13.00",
-        "5.00",
-        "58.00",
-    ]
+    assert " ".join(str(bars).splitlines()[-1].split()) == "full, 4 ranks 10.00 10.00 20.00 13.00 5.00 58.00"
     page = bars._repr_html_()
     assert page.count('role="img"') == 3
     assert 'title="optimizer state: 20.00 MB"' in page

@@ -124,12 +124,6 @@ def test_a_wrong_value_stays_as_typed_with_its_error_and_the_config_tells_all():
     assert (form.config.config.train.steps, form.config.config.train.seed) == (50, 5)
 
 
-def test_a_value_that_breaks_a_rule_elsewhere_is_told_where_it_is_broken():
-    form = Form(QUICKSTART)
-    form.inputs["train.steps"].value = "5"
-    assert "must be less than train.steps 5, not 10" in note(form, "optim.warmup")
-
-
 def test_a_setting_that_was_not_in_front_comes_there_when_it_is_wrong(tmp_path: Path):
     file = tmp_path / "own.yaml"
     file.write_text("model: {family: sdxl}\ndata: {path: photos}\nsample: {every: 0}")
@@ -190,15 +184,6 @@ def test_only_words_that_go_together_can_be_chosen_and_one_that_was_chosen_befor
     assert "alert" in note(form, "export.what")
 
 
-def test_a_change_is_looked_at_once(monkeypatch: pytest.MonkeyPatch):
-    form = open_all(Form(QUICKSTART))
-    drafts = []
-    check = rows_of_a_form.check
-    monkeypatch.setattr(rows_of_a_form, "check", lambda draft: drafts.append(draft) or check(draft))
-    form.inputs["adapter.type"].value = "none"  # which changes choices, rows and values of others
-    assert [draft.overrides for draft in drafts] == [["adapter.type=none"]]
-
-
 def test_a_preset_that_was_broken_meanwhile_is_told(tmp_path: Path):
     file = tmp_path / "own.yaml"
     file.write_text(dump_config(load_config(QUICKSTART).config))
@@ -208,23 +193,6 @@ def test_a_preset_that_was_broken_meanwhile_is_told(tmp_path: Path):
     assert 'role="alert"' in review(form)
     assert f"{file}:1: train: needs a section" in review(form)
     assert escape(form.code) in review(form)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("train.steps=many", "command line: train.steps: needs a whole number, not 'many'"),
-        ("train.stepz=3", "command line: train.stepz: unknown field; did you mean 'train.steps'?"),
-        (
-            "train.steps",
-            "command line: 'train.steps': is not an override; write field=value, for example train.steps=100",
-        ),
-    ],
-)
-def test_a_wrong_override_is_refused(override: str, message: str):
-    with pytest.raises(ConfigError) as refused:
-        Form(QUICKSTART, [override])
-    assert str(refused.value) == message
 
 
 TYPED = [

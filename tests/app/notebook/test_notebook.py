@@ -1,4 +1,4 @@
-"""What a notebook does with runs, and the dashboard that follows one, without a browser."""
+"""What a notebook does with runs, captions and plans, and the dashboard that follows a run, without a browser."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,23 @@ from app.notebook import dashboard_widget, panels
 from app.notebook.dashboard_widget import Dashboard
 from app.runs.monitor import Follower
 from tests.app.browser import recorded
-from tests.runs import awaited, make_pictures, run_config, write_preset
+from tests.captioning.models import write_qwen2_5_vl
+from tests.runs import awaited, make_pictures, run_config, step_event, write, write_preset
 from trainer.config.load import ConfigError
 from trainer.plan.simulate.phases import memory_kind
 from trainer.run import process
 from trainer.run.events import (
-    AnyEvent,
     ErrorEvent,
-    EventWriter,
     ExportEvent,
     SampleEvent,
     StatusEvent,
-    StepEvent,
     WarningEvent,
 )
 from trainer.run.folder import RunDir
+from trainer.system import gpus
 from trainer.system.errors import InputError
+from trainer.system.gpus import Gpu, support
+from trainer.system.gpus.support import Build
 from trainer.view.colors import MEMORY_KINDS
 
 PATIENCE_S = 20
@@ -53,19 +54,6 @@ def runs(tmp_path: Path) -> Path:
 def run(runs: Path) -> RunDir:
     """A run that was never started."""
     return RunDir.create(runs, run_config(runs, train__steps=100), runs / "one")
-
-
-def write(run: RunDir, *events: AnyEvent) -> None:
-    with EventWriter(run.events_file) as writer:
-        for event in events:
-            writer.write(event)
-
-
-def step(number: int, loss: float = 1.0) -> StepEvent:
-    return StepEvent(
-        step=number, loss=loss, lr=1e-4, grad_norm=2.0, seconds=0.9, seconds_data=0.1, seconds_forward=0.2,
-        seconds_backward=0.4, seconds_optimizer=0.05, seconds_communication=0.15, images_per_second=8.0,
-    )  # fmt: skip
 
 
 def test_a_notebook_loads_neither_torch_nor_the_page():
@@ -111,22 +99,6 @@ def test_a_wrong_run_writes_nothing(runs: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="no folder '/none'"):
         notebook.start(notebook.config(preset, "data.path=/none"), runs)
     assert not runs.exists()
-
-
-@pytest.mark.slow  # as the first notebook does, which `make test` runs
-def test_a_run_is_started_awaited_and_exported(runs: Path, tmp_path: Path):
-    preset = write_preset(tmp_path / "own.yaml", make_pictures(tmp_path / "pictures", count=2), steps=2)
-    began = time.monotonic()
-    run = notebook.start(notebook.config(preset), runs)
-    assert time.monotonic() - began < 2
-    try:
-        with pytest.raises(InputError, match="no exports, and the run is "):
-            notebook.exported(run)
-        assert awaited(notebook.ended(run)) == "finished"
-    finally:
-        process.terminate(run)
-    assert notebook.exported(run).suffix == ".safetensors"
-    assert notebook.exported(run).is_file()
 
 
 def test_waiting_for_a_run_that_failed_raises_what_went_wrong(run: RunDir):
@@ -190,15 +162,6 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
     return shown
 
 
-@pytest.fixture
-def living(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """The run's process is taken to be there until this is emptied."""
-    alive = {"alive"}
-    monkeypatch.setattr("trainer.run.process.alive", lambda run: bool(alive))
-    yield alive
-    alive.clear()
-
-
 def until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not is_so():
@@ -218,7 +181,7 @@ def test_the_dashboard_of_an_ended_run_is_a_picture_at_once(runs: Path, shown: S
 
 
 def test_the_picture_of_ten_thousand_steps_and_eight_samples_is_small(run: RunDir, shown: Shown):
-    write(run, *(step(number, random.random()) for number in range(1, 10_001)))
+    write(run, *(step_event(number, random.random()) for number in range(1, 10_001)))
     for index in range(9):
         file = run.samples / f"{index}.png"
         Image.frombytes("RGB", (96, 96), random.randbytes(96 * 96 * 3)).save(file)  # nothing compresses worse
@@ -241,13 +204,13 @@ def test_a_dashboard_follows_the_run_and_leaves_a_picture_when_it_ends(run: RunD
     assert not any(button.disabled for button in board.buttons.values())
     sent: list[str] = []
     board.loss.observe(lambda change: sent.append(change.new), "value")
-    write(run, StatusEvent(state="training"), step(1), step(2))
+    write(run, StatusEvent(state="training"), step_event(1), step_event(2))
     until(lambda: "step 2 of 100" in board.status.value)
     until(lambda: bool(sent))
     time.sleep(0.1)
     assert len(sent) == 1, "what has not changed is not sent again"
     assert shown.outputs == [live, kept], "what stays in the notebook is not changed meanwhile"
-    write(run, step(3), StatusEvent(state="finished", step=3))
+    write(run, step_event(3), StatusEvent(state="finished", step=3))
     living.clear()
     until(lambda: shown.outputs[1] is not kept)
     until(lambda: shown.outputs[0] is not live)
@@ -294,7 +257,7 @@ def test_what_keeps_a_dashboard_from_reading_is_shown_until_it_reads_again(
         patched.setattr(Follower, "view", lambda self: (_ for _ in ()).throw(OSError("no such disk")))
         until(lambda: "no such disk" in board.problem.value)
     until(lambda: board.problem.value == "")
-    write(run, step(5))
+    write(run, step_event(5))
     until(lambda: "step 5 of 100" in board.status.value)
 
 
@@ -391,3 +354,81 @@ def test_a_sample_whose_file_is_gone_is_a_small_mark(runs: Path, shown: Shown):
     Dashboard(run, "one")._ipython_display_()
     page = shown.outputs[0]["text/html"]
     assert page.count(">missing</span>") == 4
+
+
+@pytest.mark.parametrize(("found", "device"), [(0, "cpu"), (1, "cpu"), (2, "cuda"), (8, "cuda")])
+def test_two_ranks_take_gpus_where_each_can_have_one(found, device, monkeypatch):
+    monkeypatch.setattr(support, "installed", lambda: Build("2.13.0+cu130", cuda="13.0"))
+    monkeypatch.setattr(gpus, "read", lambda: [Gpu(index, "H200", 141_000, 0, 0, 40) for index in range(found)])
+    assert notebook.device(2) == device
+
+
+def test_a_driver_that_does_not_answer_leaves_the_cpu(monkeypatch):
+    def fail():
+        raise InputError("nvidia-smi does not answer")
+
+    monkeypatch.setattr(gpus, "read", fail)
+    assert notebook.device(1) == "cpu"
+
+
+def test_samples_are_told_by_step_in_the_order_of_the_prompts(run):
+    drawn = [(0, 1, "a dog"), (0, 0, "a cat"), (50, 0, "a cat")]
+    write(run, *(SampleEvent(step=at, prompt=text, index=index, path=f"{at}-{index}.png") for at, index, text in drawn))
+    assert notebook.samples(run) == {
+        "step 0": {"a cat": run.path / "0-0.png", "a dog": run.path / "0-1.png"},
+        "step 50": {"a cat": run.path / "50-0.png"},
+    }
+    assert list(notebook.samples(run)["step 0"]) == ["a cat", "a dog"]
+
+
+def test_exports_are_told_in_their_order(run):
+    assert notebook.exports(run) == ()
+    adapter = ExportEvent(path="export/run.safetensors", what="adapter", format="auto", difference=1e-3)
+    merged = ExportEvent(path="export/run-merged", what="merged", format="auto", difference=0.0)
+    write(run, adapter, merged)
+    assert notebook.exports(run) == (adapter, merged)
+    assert notebook.exported(run) == run.path / "export/run-merged"
+
+
+def test_a_step_is_waited_for_no_longer_than_the_run_lasts(run, monkeypatch):
+    monkeypatch.setattr(process, "alive", lambda run: True)
+    write(run, StatusEvent(state="training"), step_event(1), step_event(2), step_event(3))
+    assert awaited(notebook.reached(run, 2)) == 3
+    write(run, StatusEvent(state="finished", step=3))
+    assert awaited(notebook.reached(run, 10)) == 3
+
+
+def test_a_run_that_waits_for_no_other_node_cannot_be_joined(run):
+    with pytest.raises(InputError, match="is a single-node run"):
+        notebook.join(run)
+
+
+@pytest.mark.slow
+def test_a_cell_captions_a_folder_and_takes_all_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_qwen2_5_vl(tmp_path / "model")
+    folder = make_pictures(tmp_path / "images", 3)
+    for name in ("00.txt", "02.txt"):
+        (folder / name).unlink()
+
+    def captioned() -> str:
+        done = notebook.caption(folder, model, tmp_path / "runs", device="cpu", trigger=True, precision="fp32")
+        return repr(awaited(done))
+
+    table = captioned()
+    assert [line.split()[0] for line in table.splitlines()[2:]] == ["00.png", "02.png"]
+    assert (folder / "00.txt").read_text(encoding="utf-8").startswith("[trigger], ")
+    assert (folder / "01.txt").read_text(encoding="utf-8") == "picture number 1"
+    assert "1/2  00.png" in capsys.readouterr().out
+    assert captioned().splitlines()[2:] == []
+    assert notebook.undo_captions(folder, tmp_path / "runs") == 2
+    assert sorted(file.name for file in folder.glob("*.txt")) == ["01.txt"]
+
+
+def test_what_cannot_be_asked_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    folder = make_pictures(tmp_path / "images", 1)
+    with pytest.raises(InputError, match="style"):
+        awaited(notebook.caption(folder, tmp_path, tmp_path / "runs", style="poem"))
+    with pytest.raises(InputError, match=r"no config\.json"):
+        awaited(notebook.caption(folder, tmp_path, tmp_path / "runs"))
+    with pytest.raises(InputError, match="no captioning job of this folder"):
+        notebook.undo_captions(folder, tmp_path / "runs")

@@ -14,7 +14,7 @@ from app.runs import exports
 from app.runs.exports import Checkpoint
 from app.runs.monitor import Follower, RunView
 from tests.app.browser import recorded
-from tests.runs import make_pictures, run_config
+from tests.runs import make_pictures, run_config, write
 from trainer.run.events import EventWriter, ExportEvent, StatusEvent
 from trainer.run.folder import RunDir
 from trainer.run.manifest import sealed
@@ -81,8 +81,7 @@ def test_an_interrupted_export_with_a_date_to_come_was_written_when_it_was_copie
 
 def test_a_finished_export_of_a_run_that_is_called_draft_is_listed(run: RunDir):
     (run.export / "draft-one.safetensors").write_bytes(b"weights")
-    with EventWriter(run.events_file) as events:
-        events.write(ExportEvent(path="export/draft-one.safetensors", what="adapter", format="auto"))
+    write(run, ExportEvent(path="export/draft-one.safetensors", what="adapter", format="auto"))
     assert [file.name for file in exports.listed(run, view_of(run), is_exporting=False)] == ["draft-one.safetensors"]
     assert exports.unfinished(run, view_of(run)) == []
 

@@ -12,9 +12,9 @@ import pytest
 from app.runs.live import Live
 from app.runs.monitor import Follower
 from tests.app.browser import in_training
-from tests.runs import run_config
+from tests.runs import run_config, write
 from trainer.run import process
-from trainer.run.events import EventWriter, StatusEvent
+from trainer.run.events import StatusEvent
 from trainer.run.folder import RunDir
 from trainer.run.process import Launch
 
@@ -31,8 +31,7 @@ def live(tmp_path: Path) -> Live:
 
 def make_run(runs: Path, name: str, state: str = "finished") -> RunDir:
     run = RunDir.create(runs, run_config(runs.parent / "pictures"), at=runs / name)
-    with EventWriter(run.events_file) as events:
-        events.write(StatusEvent(state=state, step=5))
+    write(run, StatusEvent(state=state, step=5))
     return run
 
 
@@ -48,8 +47,7 @@ def test_a_started_run_appears_and_an_ended_one_is_remembered_with_its_state(liv
         assert names(live) == ["new"]
         assert live.views()[0].state == "training"
         assert live.ended == {}
-        with EventWriter(run.events_file) as events:
-            events.write(StatusEvent(state="finished", step=5))
+        write(run, StatusEvent(state="finished", step=5))
     assert names(live) == []
     assert live.ended == {"new": "finished"}
     with in_training(run):  # it is resumed
@@ -86,8 +84,7 @@ def test_a_run_of_which_one_look_failed_is_shown_again_and_not_taken_for_ended(l
         run.events_file.rmdir()
         aside.rename(run.events_file)
         assert names(live) == ["new"]
-    with EventWriter(run.events_file) as events:
-        events.write(StatusEvent(state="stopped", step=5))
+    write(run, StatusEvent(state="stopped", step=5))
     assert names(live) == []
     assert live.ended == {"new": "stopped"}
 

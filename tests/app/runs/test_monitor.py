@@ -6,14 +6,13 @@ import os
 import resource
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from app.notebook import panels
 from app.runs import monitor
 from app.runs.monitor import DRAWN_STEPS, Follower
-from tests.runs import run_config
+from tests.runs import run_config, step_event, write
 from trainer.run.events import (
     AnyEvent,
     ErrorEvent,
@@ -24,34 +23,14 @@ from trainer.run.events import (
     RankLine,
     SampleEvent,
     StatusEvent,
-    StepEvent,
     ValidationEvent,
 )
 from trainer.run.folder import RunDir
-
-SPLIT = {"seconds_data": 0.1, "seconds_forward": 0.2, "seconds_backward": 0.4}
-REST = {"seconds_optimizer": 0.05, "seconds_communication": 0.15, "images_per_second": 8.0}
-
-
-def step(number: int, loss: float = 1.0, **more: Any) -> StepEvent:
-    return StepEvent(step=number, loss=loss, lr=1e-4, grad_norm=2.0, seconds=0.9, **SPLIT, **REST, **more)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path / "runs", run_config(tmp_path, train__steps=100), tmp_path / "runs" / "one")
-
-
-def write(run: RunDir, *events: AnyEvent) -> None:
-    with EventWriter(run.events_file) as writer:
-        for event in events:
-            writer.write(event)
-
-
-@pytest.fixture
-def living(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's process is taken to be there: what is under test is what is read."""
-    monkeypatch.setattr("trainer.run.process.alive", lambda run: True)
 
 
 def test_a_run_that_was_never_started_says_so(run: RunDir):
@@ -61,11 +40,11 @@ def test_a_run_that_was_never_started_says_so(run: RunDir):
 
 def test_a_run_in_epochs_shows_them_until_its_steps_are_known_and_then_both(tmp_path: Path, living: None):
     run = RunDir.create(tmp_path / "runs", run_config(tmp_path, train__epochs=4), tmp_path / "runs" / "epochs")
-    write(run, StatusEvent(state="starting"), StatusEvent(state="training"), step(1), step(2))
+    write(run, StatusEvent(state="starting"), StatusEvent(state="training"), step_event(1), step_event(2))
     view = Follower(run).view()
     assert (view.num_steps, view.length, view.epoch, view.eta_s) == (0, "4 epochs", "", None)
     assert view.sentence == "Training: step 2 of 4 epochs, 8.00 images/s"
-    write(run, LengthEvent(step=2, steps=1200, epoch_steps=300, epoch=2 / 300), step(340))
+    write(run, LengthEvent(step=2, steps=1200, epoch_steps=300, epoch=2 / 300), step_event(340))
     view = Follower(run).view()
     assert (view.num_steps, view.length, view.epoch) == (1200, "1,200", "epoch 1.1 of 4")
     assert view.sentence.startswith("Training: step 340 of 1,200, epoch 1.1 of 4, 8.00 images/s, about ")
@@ -87,7 +66,7 @@ def test_a_training_run_tells_step_speed_and_time_left(run: RunDir):
     follower = Follower(run)
     write(run, StatusEvent(state="encoding", done=3, total=8))
     assert follower.view().sentence == "Encoding 3 of 8"
-    write(run, StatusEvent(state="training"), *(step(number) for number in range(1, 11)))
+    write(run, StatusEvent(state="training"), *(step_event(number) for number in range(1, 11)))
     view = follower.view()
     assert view.sentence == "Training: step 10 of 100, 8.00 images/s, about 1 min 21 s left"
     assert (view.step, view.loss, view.speed) == (10, pytest.approx(1.0), (8.0, "images"))
@@ -99,23 +78,23 @@ def test_a_training_run_tells_step_speed_and_time_left(run: RunDir):
 
 def test_the_curves_of_a_long_run_are_drawn_anew_when_it_is_seen(run: RunDir, living):
     follower = Follower(run)
-    write(run, *(step(number, 1.0) for number in range(1, 3 * DRAWN_STEPS + 1)))
+    write(run, *(step_event(number, 1.0) for number in range(1, 3 * DRAWN_STEPS + 1)))
     drawn = [follower.view().curves]
     for number in range(3):
-        write(run, step(3 * DRAWN_STEPS + 1 + number, 1.0))
+        write(run, step_event(3 * DRAWN_STEPS + 1 + number, 1.0))
         drawn.append(follower.view().curves)
     assert [one == drawn[0] for one in drawn] == [True, True, True, False]
-    write(run, step(3 * DRAWN_STEPS + 4, 1.0), StatusEvent(state="finished"))
+    write(run, step_event(3 * DRAWN_STEPS + 4, 1.0), StatusEvent(state="finished"))
     assert follower.view().curves == (3 * DRAWN_STEPS + 4, 0)
 
 
 @pytest.mark.usefixtures("living")
 def test_only_what_is_new_is_read_and_a_repeated_step_counts_once(run: RunDir):
     follower = Follower(run)
-    write(run, *(step(number, 1.0) for number in range(1, 6)))
+    write(run, *(step_event(number, 1.0) for number in range(1, 6)))
     before = follower.view().curves
     assert follower.view().curves == before
-    write(run, StatusEvent(state="starting"), step(3, 2.0), step(4, 3.0))
+    write(run, StatusEvent(state="starting"), step_event(3, 2.0), step_event(4, 3.0))
     assert follower.view().curves != before
     [losses, *_] = follower.lines("Loss")
     assert losses.points == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 3.0)]
@@ -124,7 +103,7 @@ def test_only_what_is_new_is_read_and_a_repeated_step_counts_once(run: RunDir):
 @pytest.mark.usefixtures("living")
 def test_curves_have_every_step_with_its_minutes(run: RunDir):
     follower = Follower(run)
-    write(run, *(step(number, loss=number % 7, time=1000.0 + 6 * number) for number in range(1, 2001)))
+    write(run, *(step_event(number, loss=number % 7, time=1000.0 + 6 * number) for number in range(1, 2001)))
     write(run, ValidationEvent(step=2000, loss=0.5, time=1000.0 + 12000))
     follower.view()
     each, validation = follower.lines("Loss")
@@ -143,7 +122,7 @@ def test_curves_have_every_step_with_its_minutes(run: RunDir):
 @pytest.mark.usefixtures("living")
 def test_the_loss_that_is_named_is_the_last_of_the_smoothed_curve(run: RunDir):
     follower = Follower(run)
-    write(run, *(step(number, loss=1 / number) for number in range(1, 1201)))
+    write(run, *(step_event(number, loss=1 / number) for number in range(1, 1201)))
     [each, *_] = follower.lines("Loss")
     assert follower.view().loss == pytest.approx(each.means[-1][1], rel=1e-9)
 
@@ -167,7 +146,7 @@ def test_each_ranks_memory_and_the_age_of_its_last_word(run: RunDir):
 @pytest.mark.usefixtures("living")
 def test_a_run_that_falls_silent_is_called_stuck_with_the_silent_rank(run: RunDir):
     long_ago = time.time() - 200
-    write(run, StatusEvent(state="training", time=long_ago), step(4, time=long_ago))
+    write(run, StatusEvent(state="training", time=long_ago), step_event(4, time=long_ago))
     for rank, at in ((0, long_ago + 15), (1, long_ago)):
         with EventWriter(run.rank_file(rank)) as writer:
             writer.write(
@@ -181,7 +160,7 @@ def test_a_run_that_falls_silent_is_called_stuck_with_the_silent_rank(run: RunDi
 def test_a_process_that_is_gone_without_a_word_has_failed_and_says_what_to_do(run: RunDir):
     (run.logs / "launch-1.log").write_text("torch.OutOfMemoryError: CUDA out of memory.\n")
     run.launch_file.write_text('{"pid": 1, "create_time": 0.0, "argv": ["none"]}')
-    write(run, StatusEvent(state="starting"), StatusEvent(state="training"), step(7))
+    write(run, StatusEvent(state="starting"), StatusEvent(state="training"), step_event(7))
     view = Follower(run).view()
     assert (view.state, view.is_running) == ("failed", False)
     assert view.sentence == "Failed at step 7: torch.OutOfMemoryError: CUDA out of memory."
@@ -200,7 +179,7 @@ def test_an_error_names_its_rank_and_a_new_start_forgets_it(run: RunDir, monkeyp
 def test_a_finished_run_names_its_export_and_keeps_each_sample_once(run: RunDir):
     samples = [SampleEvent(step=at, prompt=f"p{index}", index=index, path="x") for at in (0, 5) for index in (0, 1)]
     exported = ExportEvent(step=100, path="export/one.safetensors", what="adapter", format="auto")
-    write(run, *samples, samples[0], step(100), exported, StatusEvent(state="finished", step=100))
+    write(run, *samples, samples[0], step_event(100), exported, StatusEvent(state="finished", step=100))
     view = Follower(run).view()
     assert view.sentence == "Finished after 100 steps; exported export/one.safetensors"
     assert [(sample.index, sample.step) for sample in view.samples] == [(0, 0), (0, 5), (1, 0), (1, 5)]

@@ -15,11 +15,9 @@ from app.runs.run_screen import NUM_EVENTS, LogWish
 from app.studio import Studio
 from app.web.pages import run as page
 from tests.app.browser import recorded
-from tests.runs import run_config
+from tests.runs import run_config, step_event, write
 from trainer.run.events import (
-    AnyEvent,
     ErrorEvent,
-    EventWriter,
     ExportEvent,
     SampleEvent,
     StageEvent,
@@ -31,9 +29,7 @@ from trainer.run.events import (
 from trainer.run.folder import RunDir
 from trainer.system.errors import InputError
 
-TIMES: dict[str, float] = dict.fromkeys(
-    ("seconds_data", "seconds_forward", "seconds_backward", "seconds_optimizer", "seconds_communication"), 0.1
-)
+PARTS = ("seconds_data", "seconds_forward", "seconds_backward", "seconds_optimizer", "seconds_communication")
 
 
 @pytest.fixture
@@ -63,20 +59,8 @@ class Browser:
         }
 
 
-def write(run: RunDir, *events: AnyEvent) -> None:
-    with EventWriter(run.events_file) as writer:
-        for event in events:
-            writer.write(event)
-
-
 def step(number: int, loss: float = 0.5) -> StepEvent:
-    return StepEvent(step=number, loss=loss, lr=1e-4, grad_norm=1.0, seconds=0.6, images_per_second=8.0, **TIMES)
-
-
-@pytest.fixture
-def living(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's process is taken to be there: what is under test is what is read."""
-    monkeypatch.setattr("trainer.run.process.alive", lambda run: True)
+    return step_event(number, loss, seconds=0.6, **dict.fromkeys(PARTS, 0.1))
 
 
 def test_everything_is_sent_once_and_then_nothing(runs: Path):

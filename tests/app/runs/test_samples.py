@@ -13,6 +13,7 @@ from app.runs import samples
 from app.runs.monitor import Follower
 from app.runs.samples import SampleRow
 from tests.app.browser import recorded
+from tests.runs import write
 from trainer.run.events import EventWriter, SampleEvent
 from trainer.run.folder import RunDir
 from trainer.system.errors import InputError
@@ -38,8 +39,7 @@ def test_a_row_has_all_steps_of_a_prompt_and_marks_those_whose_file_is_missing(r
 
 def test_samples_before_a_change_of_the_prompts_keep_a_row_of_their_own(run: RunDir):
     Image.new("RGB", (64, 64)).save(run.samples / "step-000060-0.png")
-    with EventWriter(run.events_file) as events:
-        events.write(SampleEvent(step=60, prompt="a fox", index=0, path="samples/step-000060-0.png"))
+    write(run, SampleEvent(step=60, prompt="a fox", index=0, path="samples/step-000060-0.png"))
     assert [(row.index, row.prompt, row.steps) for row in rows_of(run)] == [
         (0, "a cat", (20, 40)),
         (0, "a fox", (60,)),
@@ -62,8 +62,7 @@ def test_the_version_changes_with_a_new_sample_and_with_a_file_that_is_gone(run:
     assert samples.version(run, follower.view()) == first
     (run.samples / "step-000020-1.png").unlink()
     second = samples.version(run, follower.view())
-    with EventWriter(run.events_file) as events:
-        events.write(SampleEvent(step=60, prompt="a fox", index=0, path="samples/step-000060-0.png"))
+    write(run, SampleEvent(step=60, prompt="a fox", index=0, path="samples/step-000060-0.png"))
     assert len({first, second, samples.version(run, follower.view())}) == 3
 
 

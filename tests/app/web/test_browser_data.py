@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 
-from tests.app.browser import HANDLERS, held_back, show, until, until_so, write_over
+from tests.app.browser import HANDLERS, data_screen, held_back, show, until, until_so, visit, write_over
 
 
 def card(page: Page, name: str) -> Locator:
@@ -39,11 +39,9 @@ def said(folder: Path, name: str) -> str:
 
 @pytest.fixture
 def data(own_data: Path, page: Page) -> Iterator[Page]:
-    """The screen with eight images in the form. What the browser remembers is forgotten afterwards."""
-    show(page, "Data")
-    caption(page, "00.png").wait_for()
-    yield page
-    page.evaluate("localStorage.clear()")
+    """The screen with eight images in the form."""
+    with data_screen(page) as page:
+        yield page
 
 
 def test_a_caption_is_saved_as_it_is_typed_and_undone(own_data: Path, data: Page):
@@ -87,21 +85,6 @@ def test_a_search_shows_what_it_found_though_a_saved_caption_asked_meanwhile(own
         route.continue_()
     expect(data.locator(".pc")).to_have_count(7)
     data.unroute(HANDLERS)
-
-
-@pytest.mark.slow
-def test_what_was_typed_for_an_image_that_is_gone_can_be_discarded(own_data: Path, data: Page):
-    (own_data / "00.png").unlink()
-    caption(data, "00.png").fill("a red square")
-    card(data, "00.png").get_by_text("no such image").wait_for()
-    data.locator("#data-search").fill("number 5")
-    unsaved = data.locator("#data-unsaved")
-    unsaved.get_by_text("no such image").wait_for()
-    unsaved.get_by_role("button", name="Discard").click()
-    expect(unsaved).to_be_hidden()
-    data.reload()
-    caption(data, "01.png").wait_for()
-    expect(unsaved).to_be_hidden()
 
 
 def test_figures_filters_and_words_choose_images(own_data: Path, page: Page):
@@ -173,6 +156,13 @@ def test_a_caption_in_conflict_can_be_decided_also_when_its_card_is_not_shown(ow
     unsaved.get_by_role("button", name="Use mine").click()
     until_so(data, lambda: (own_data / "00.txt").exists() and said(own_data, "00.txt") == "from the page")
     expect(unsaved).to_be_hidden()
+    (own_data / "05.png").unlink()
+    caption(data, "05.png").fill("a red square")
+    card(data, "05.png").get_by_text("no such image").wait_for()
+    data.locator("#data-search").fill("number 6")
+    unsaved.get_by_text("no such image").wait_for()
+    unsaved.get_by_role("button", name="Discard").click()
+    expect(unsaved).to_be_hidden()
 
 
 @pytest.mark.slow
@@ -188,21 +178,11 @@ def test_undo_waits_for_a_caption_that_is_on_its_way(own_data: Path, data: Page)
 
 
 @pytest.mark.slow
-def test_a_caption_typed_without_a_server_is_sent_when_it_is_back(own_data: Path, data: Page):
-    data.route(HANDLERS, lambda route: route.abort())
-    caption(data, "03.png").fill("typed without a server")
-    card(data, "03.png").get_by_text("not saved yet").wait_for()
-    data.locator("#lost").wait_for()
-    assert said(own_data, "03.txt") == "picture number 3"
-    data.unroute(HANDLERS)
-    card(data, "03.png").get_by_text("saved", exact=True).wait_for()
-    assert said(own_data, "03.txt") == "typed without a server"
-
-
-@pytest.mark.slow
-def test_a_caption_that_was_not_saved_before_a_reload_is_sent_after_it(own_data: Path, data: Page):
+def test_a_caption_that_was_not_saved_before_a_reload_is_sent_after_it_from_any_screen(own_data: Path, data: Page):
     data.route(HANDLERS, lambda route: route.abort())
     caption(data, "03.png").fill("typed before the reload")
+    card(data, "03.png").get_by_text("not saved yet").wait_for()
+    visit(data, "queue")
     data.unroute(HANDLERS)
     data.reload()
     until_so(data, lambda: said(own_data, "03.txt") == "typed before the reload")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +25,6 @@ from tests.app.browser import (
     state_is,
 )
 from tests.app.browser import until_so as wait_until
-from tests.app.web.test_private import as_root, in_a_namespace
 from tests.runs import make_pictures, run_config
 from tests.weights.hub_server import Hub, HubServer
 from tests.weights.test_download import FILES, MIB, WEIGHTS
@@ -174,13 +171,6 @@ def test_a_download_is_paused_and_goes_on_where_it_was_until_start_is_ready(brow
         assert f"bytes={begin}-" in hub.ranges
 
 
-def test_a_download_that_is_over_at_once_is_noticed(browser: Browser, site: Site):
-    small = {name: content[:1000] for name, content in FILES.items()}
-    with site.hub(files=small), opened(browser, site.server.url) as page:
-        press(page, "Download")
-        is_here(page)
-
-
 def test_the_end_of_a_download_is_noticed_when_another_model_was_looked_at_meanwhile(browser: Browser, site: Site):
     with site.hub(hold_after=3 * MIB) as hub, opened(browser, site.server.url) as page:
         press(page, "Download")
@@ -219,22 +209,6 @@ def test_a_download_outlives_a_reload_and_the_page_and_is_shown_in_every_window(
             is_here(other)
 
 
-def test_two_windows_that_ask_at_once_share_one_download(browser: Browser, site: Site):
-    with (
-        site.hub(hold_after=3 * MIB) as hub,
-        opened(browser, site.server.url) as page,
-        opened(browser, site.server.url) as other,
-    ):
-        for window in (page, other):
-            window.evaluate("document.querySelector('#download').click()")
-        for window in (page, other):
-            says(window, "of 6.3 MB")
-            assert "already" not in window.locator("#page-new").inner_text()
-        hub.released.set()
-        is_here(page)
-        is_here(other)
-
-
 def test_a_hub_that_cannot_be_reached_is_said_and_asked_again(browser: Browser, site: Site):
     with opened(browser, site.server.url) as page:
         press(page, "Download")
@@ -245,19 +219,6 @@ def test_a_hub_that_cannot_be_reached_is_said_and_asked_again(browser: Browser, 
         with site.hub():
             press(page, "Continue")
             is_here(page)
-
-
-def test_a_hub_that_goes_away_in_the_middle_leaves_what_came(browser: Browser, site: Site):
-    with opened(browser, site.server.url) as page:
-        with site.hub(hold_after=3 * MIB, breaks_after=3 * MIB):
-            press(page, "Download")
-            wait_until(page, lambda: num_bytes_here(site) > 2 * MIB)
-        says(page, "it continues where it was", within_s=3 * PATIENCE_S)  # the hub's own client tries again for 25 s
-        assert "hub cannot be reached" in facts(page).inner_text()
-        with site.hub() as hub:
-            press(page, "Continue")
-            is_here(page)
-            assert hub.bytes_sent < 5 * MIB
 
 
 def test_a_gated_model_says_who_must_do_what_until_it_may_be_downloaded(browser: Browser, site: Site):
@@ -297,35 +258,6 @@ def test_the_focus_stays_on_the_button_while_the_numbers_change(browser: Browser
         wait_until(page, lambda: facts(page).inner_text() != before)
         assert page.evaluate("document.activeElement.textContent") == "Pause"
         hub.released.set()
-
-
-@as_root
-def test_a_disk_that_fills_up_during_a_download_keeps_what_came(browser: Browser, tmp_path: Path):
-    """A small disk, which is made smaller than the model while it is downloaded."""
-    disk = tmp_path / "home"
-    disk.mkdir()
-    inside = f"mount -t tmpfs -o size=8g tmpfs {disk} && exec {sys.executable} {Path.cwd()}/launch.py"
-    with site_in(tmp_path, program=in_a_namespace(tmp_path, inside)) as site:
-        site.choose("open")
-        assert site.server.process is not None
-        enter = ["nsenter", "-t", str(site.server.process.pid), "-m"]
-
-        def resize(size: str) -> None:
-            subprocess.run([*enter, "mount", "-o", f"remount,size={size}", str(disk)], check=True)
-
-        with site.hub(hold_after=3 * MIB) as hub, opened(browser, site.server.url) as page:
-            press(page, "Download")
-            wait_until(page, lambda: hub.bytes_sent >= 3 * MIB)
-            resize("4m")
-            hub.released.set()
-            says(page, "cannot be written (No space left on device). Make room, and start again")
-            says(page, "of 6.3 MB")
-            press(page, "Continue")
-            says(page, "6.3 MB")
-            facts(page).get_by_text(re.compile("needs .* more, and .* free in")).wait_for()
-            resize("8g")
-            press(page, "Continue")
-            is_here(page)
 
 
 def test_a_model_that_was_downloaded_trains(browser: Browser, site: Site, tmp_path: Path):

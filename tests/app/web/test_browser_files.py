@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page
 
-from tests.app.browser import Server, ask_again, recorded
+from tests.app.browser import Server, recorded
 from trainer.run.events import EventWriter, ExportEvent
 from trainer.run.folder import RunDir
 from trainer.run.manifest import sealed
@@ -50,20 +49,6 @@ def test_what_is_downloaded_is_of_the_run_that_is_shown(page: Page, runs: Path):
     assert len(row.locator(".sum").inner_text()) == len("SHA-256 ") + 64
 
 
-def test_a_file_that_is_being_written_is_not_offered_and_the_one_it_replaces_says_so(page: Page, runs: Path):
-    draft = RunDir.open(runs / "files-one").export / "draft-same.safetensors"
-    draft.write_bytes(b"half")
-    open_files(page, "files-one")
-    page.locator("#files-exported .notice", has_text="same.safetensors is being written: 4 B so far").wait_for()
-    assert page.locator("#files-exported tbody tr").count() == 1
-    assert "draft-" not in page.locator("#files-exported").inner_text()
-    page.get_by_role("button", name="Download the old file").wait_for()
-    page.locator("#files-exported", has_text="A newer file of this name is being written").wait_for()
-    draft.unlink()
-    ask_again(page)
-    page.locator("#files-exported").get_by_role("button", name="Download", exact=True).wait_for()
-
-
 def test_an_export_that_cannot_start_says_why_and_only_possible_combinations_are_offered(page: Page):
     open_files(page, "files-unsaved")
     page.locator("#files-exported", has_text="No exports yet").wait_for()
@@ -76,14 +61,6 @@ def test_an_export_that_cannot_start_says_why_and_only_possible_combinations_are
     page.locator("#files-dtype").select_option("fp8")
     page.locator("#files-format").select_option("diffusers")
     assert page.locator("#files-dtype").input_value() == "bf16"
-
-
-def test_an_export_that_is_refused_says_why(page: Page, runs: Path):
-    shutil.rmtree(save_checkpoint(recorded(runs, "files-emptied"), 40))
-    open_files(page, "files-emptied")
-    page.locator("#files-source", has_text="no complete checkpoint").wait_for()
-    page.evaluate("() => { const one = document.querySelector('#files-export'); one.disabled = false; one.click() }")
-    page.locator("#files-state [role=alert]", has_text="has no complete checkpoint to export").wait_for()
 
 
 @pytest.mark.slow  # loads torch in a process of its own

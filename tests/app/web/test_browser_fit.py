@@ -80,32 +80,6 @@ def test_a_change_of_the_form_takes_the_proposals_away_until_they_are_searched_a
     assert panel.locator("#fit-search").is_disabled()
 
 
-def test_a_proposal_that_another_window_has_outdated_is_refused_kindly(panel: Page):
-    panel.locator("#fit-search").click()
-    panel.locator("#fit .proposal").first.wait_for()
-    panel.evaluate("studio.call('new_edit', { edits: { 'data.resolution': '512' } })")  # as another window does
-    panel.get_by_role("button", name="Take this").first.click()
-    panel.locator("#fit", has_text="changed after this search").wait_for()
-
-
-def test_undo_leaves_what_was_changed_after_and_goes_with_the_preset(panel: Page, draft: Path):
-    panel.locator("#fit-search").click()
-    panel.get_by_role("button", name="Take this").first.click()
-    undo = panel.locator("#fit-said").get_by_role("button", name="Undo")
-    undo.wait_for()
-    panel.evaluate("studio.call('new_edit', { edits: { 'quantize.format': 'nf4' } })")  # as another window does
-    undo.click()
-    panel.locator("#fit-said", has_text="Not undone, as it was changed after: Base quantization.").wait_for()
-    assert values(draft) == {"quantize.format": "nf4"}
-    panel.locator("#fit-search").click()
-    panel.get_by_role("button", name="Take this").first.click()
-    undo.wait_for()
-    panel.locator("#presets [data-preset=flux2-dev-lora-8gpu]").click()
-    panel.locator("#presets .on[data-preset=flux2-dev-lora-8gpu]").wait_for()
-    assert panel.locator("#fit-said").inner_text() == ""
-    assert values(draft) == {}
-
-
 def test_a_double_click_takes_once_and_can_be_undone(panel: Page, draft: Path):
     panel.locator("#fit-search").click()
     panel.get_by_role("button", name="Take this").first.evaluate("button => { button.click(); button.click(); }")
@@ -116,52 +90,6 @@ def test_a_double_click_takes_once_and_can_be_undone(panel: Page, draft: Path):
     undo.evaluate("button => { button.click(); button.click(); }")
     panel.locator("#changes", has_text="As in the preset").wait_for()
     assert values(draft) == {} and panel.locator("#fit-said").inner_text() == ""
-
-
-HELD = """() => {
-  const ask = window.fetch;
-  window.fetch = async (address, options) => {
-    const answer = await ask(address, options);
-    if (address !== '/calls/new_fit' || JSON.parse(options.body).key) return answer;
-    window.fetch = ask;
-    const { value: { made_for } } = await answer.json();
-    await new Promise(resolve => { window.goOn = resolve; });
-    return Response.json({ value: { made_for, is_running: true } });
-  };
-}"""
-"""The next search goes on after `goOn`, as a long one that the first answer does not wait for."""
-
-
-def test_a_change_during_a_search_is_said_to_be_one(panel: Page):
-    def change_form() -> None:
-        write_over(panel, "field-data-resolution", "512")
-
-    def change_gpus() -> None:
-        panel.locator("#plan-for").select_option("24gb")
-        panel.locator("#fit-search", has_text="Fit to 4 × 24 GB").wait_for()
-
-    for change, button in ((change_form, "#fit-search"), (change_gpus, "#fit-found .btn >> nth=0")):
-        panel.evaluate(HELD)
-        panel.locator(button).click()
-        until(panel, "window.goOn")
-        change()
-        settled(panel)
-        panel.evaluate("() => { goOn(); goOn = null; }")
-        panel.locator("#fit-found", has_text="The form or the GPUs were changed after this search.").wait_for()
-        assert panel.locator("#fit-said").inner_text() == ""
-    panel.get_by_role("button", name="Search again").click()
-    panel.locator("#fit .proposal").first.wait_for()
-
-
-def test_a_fix_lets_the_plan_offload_and_all_blocks_are_not_taken_for_one_block(panel: Page, draft: Path):
-    panel.locator(".fix", has_text="parallel.offload_blocks=auto").click()
-    verdict_is(panel, "fits")
-    assert values(draft)["parallel.offload_blocks"] == "auto"
-    open_group(panel, "Hardware")
-    write_over(panel, "field-parallel-offload_blocks", "1.0")
-    settled(panel)
-    verdict_is(panel, "fits")
-    assert repr(values(draft)["parallel.offload_blocks"]) == "1.0"
 
 
 def test_words_are_suggested_where_numbers_and_mixtures_can_be_typed_too(panel: Page, draft: Path):

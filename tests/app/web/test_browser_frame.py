@@ -1,14 +1,17 @@
-"""The frame of the page in Chromium: addresses, where one was, and a page that the server lets in no longer."""
+"""The frame of the page in Chromium: addresses, where one was, notices, a page that is let in no longer."""
 
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.app.browser import Server, opened, recorded, serving, until, visit
+from tests.app.browser import Server, in_training, opened, recorded, serving, until, visit, visited, watch
+from tests.runs import write
+from trainer.run.events import StatusEvent
 
 pytestmark = pytest.mark.slow
 
@@ -72,3 +75,40 @@ def log_in(page: Page) -> None:
     page.get_by_label("User").fill("me")
     page.get_by_label("Password").fill("secret-word")
     page.get_by_role("button", name="Log in").click()
+
+
+KEEP_NOTICES = """{
+  const Real = window.Notification;
+  window.notices = [];
+  window.Notification = class extends Real {
+    constructor(title, options) { super(title, options); window.notices.push([title, options.body]); }
+  };
+}"""
+HIDE = """() => {
+  Object.defineProperty(document, 'hidden', { get: () => true });
+  document.dispatchEvent(new Event('visibilitychange'));
+}"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_allowed", [True, False], ids=["allowed", "not allowed"])
+def test_a_window_that_is_not_seen_notices_the_end_of_a_run_if_it_may(
+    browser: Browser, server: Server, is_allowed: bool
+):
+    run = recorded(server.runs, f"unseen-{is_allowed}", [StatusEvent(state="training", step=40)])
+    with closing(browser.new_context()) as context:
+        if is_allowed:
+            context.grant_permissions(["notifications"], origin=server.origin)
+        context.add_init_script(KEEP_NOTICES)
+        with in_training(run) as process, visited(context.new_page(), server.url) as page:
+            watch(page, run.path.name)
+            until(page, f"document.querySelector('#job').dataset.run === '{run.path.name}'")
+            page.evaluate(HIDE)
+            write(run, StatusEvent(state="finished", step=40))
+            process.kill()
+            process.wait()
+            if is_allowed:
+                until(page, "notices.length")
+            page.wait_for_timeout(5000)
+            said = [["ShardStudio", f"{run.path.name} has finished."]]
+            assert page.evaluate("notices") == (said if is_allowed else [])

@@ -142,6 +142,7 @@ def test_a_folder_is_chosen_and_the_form_is_reset_without_losing_the_place(page:
     page.keyboard.press("Enter")
     expect(undo).to_have_count(0)
     expect(page.locator("#tiles .on")).to_be_focused()
+    expect(page.locator("#field-data-path")).to_have_value(str(runs.parent / "pics"))
     press(page, "#yaml-drawer summary")
     page.locator("#yaml").focus()
     page.keyboard.type("x")

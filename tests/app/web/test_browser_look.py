@@ -12,7 +12,7 @@ import pytest
 from PIL import Image, ImageOps
 from playwright.sync_api import Page, expect
 
-from tests.app.browser import Server, show, until, visited
+from tests.app.browser import Server, data_screen, show, until, visited
 from tests.app.web.test_browser_data import card
 from tests.runs import make_pictures
 
@@ -29,11 +29,8 @@ def photos(own_data: Path) -> Path:
 
 @pytest.fixture
 def data(photos: Path, tab: Page, server: Server) -> Iterator[Page]:
-    with visited(tab, server.url) as page:
-        show(page, "Data")
-        card(page, "00.png").wait_for()
+    with visited(tab, server.url) as page, data_screen(page) as page:
         yield page
-        page.evaluate("localStorage.clear()")
 
 
 def rows(folder: Path) -> list[dict[str, object]]:

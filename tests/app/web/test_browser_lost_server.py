@@ -12,12 +12,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from tests.app.browser import (
     Server,
     answers_held,
-    faultless,
     in_training,
     opened,
     recorded,
@@ -28,13 +27,13 @@ from tests.app.browser import (
     visit,
     write_over,
 )
-from tests.runs import make_pictures, run_config
+from tests.app.web.test_browser_two_windows import window
+from tests.runs import make_pictures, run_config, step_event, write
 from trainer.launcher.queue import Queue, Settings
-from trainer.run.events import EventWriter, SampleEvent, StatusEvent, StepEvent
+from trainer.run.events import SampleEvent, StatusEvent
 
 pytestmark = pytest.mark.slow
 SAID_WITHIN_S = 15
-PARTS = {f"seconds_{part}": 0.1 for part in ("data", "forward", "backward", "optimizer", "communication")}
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +147,7 @@ def test_every_screen_goes_on_live_after_a_restart_and_nothing_typed_is_lost(bro
             "compare/going,other",
             "runs",
         )
-        windows = [stack.enter_context(window(new.context, server, place)) for place in places]
+        windows = [stack.enter_context(window(new, server, place)) for place in places]
         watched, samples, files, waiting, data, compared, table = windows
         watched.locator("#run[data-state=training]").wait_for()
         samples.locator(".sample-row").first.wait_for()
@@ -164,10 +163,8 @@ def test_every_screen_goes_on_live_after_a_restart_and_nothing_typed_is_lost(bro
         new.locator("#field-name").fill("renamed")
         for page in (new, *windows):
             page.locator("#lost").wait_for(timeout=30_000)
-        with EventWriter(run.events_file) as writer:
-            for step in range(41, 61):
-                writer.write(StepEvent(step=step, loss=0.5, lr=1e-3, grad_norm=1.0, seconds=0.5, **PARTS))
-            writer.write(SampleEvent(step=60, prompt="a cat", index=0, path="samples/step-000040-0.png"))
+        drawn = SampleEvent(step=60, prompt="a cat", index=0, path="samples/step-000040-0.png")
+        write(run, *(step_event(step) for step in range(41, 61)), drawn)
         queue.add(run_config(runs, name="joins"))
         shutil.rmtree(other.path)
         server.start()
@@ -188,13 +185,3 @@ def test_every_screen_goes_on_live_after_a_restart_and_nothing_typed_is_lost(bro
         until_so(new, lambda: "renamed" in (runs / "drafts" / "draft.json").read_text())
         for page in windows:
             assert page.locator("[role=alert]:visible").count() == (page is compared), page.url
-
-
-@contextmanager
-def window(context: BrowserContext, server: Server, place: str) -> Iterator[Page]:
-    """Another window of a browser that has opened the page already."""
-    page = context.new_page()
-    with faultless(page, server.origin):
-        page.goto(f"{server.origin}/#/{place}")
-        yield page
-    page.close()

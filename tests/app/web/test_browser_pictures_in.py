@@ -3,7 +3,6 @@ Chromium, and the same by the command line."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +16,7 @@ from tests.app.web.test_browser_captioning import ENDS_WITHIN_MS, start
 from tests.app.web.test_mask import brush, open_mask, save, stroke
 from tests.app.web.test_upload import done, drop
 from tests.captioning.models import write_qwen2_5_vl
-from tests.commands import launch_py
-from tests.runs import make_pictures, write_preset
+from tests.runs import make_pictures
 from trainer.run.folder import RunDir
 
 COUNT = 14
@@ -83,20 +81,3 @@ def test_photos_become_a_trained_adapter_by_nothing_but_the_page(
     assert run.config().data.masks == str(own_data.with_name("own-masks"))
     assert len(list(own_data.glob("*.txt"))) == COUNT
     shutil.rmtree(run.path)
-
-
-def test_the_same_is_done_by_the_command_line(tmp_path: Path, photos: list[Path], model: Path):
-    folder = photos[0].parent
-    code = launch_py(tmp_path, "--caption", folder, "--model", model, "--device", "cpu", "--runs", tmp_path / "runs")
-    assert code.returncode == 0, code.stderr
-    assert len(list(folder.glob("*.txt"))) == COUNT
-    (tmp_path / "masks").mkdir()
-    with Image.open(photos[1]) as image:
-        Image.new("L", image.size, 255).save(tmp_path / "masks" / f"{photos[1].stem}.png")
-    row = {"file_name": photos[1].name, "focus": [0.1, 0.5]}
-    (folder / "metadata.jsonl").write_text(json.dumps(row), encoding="utf-8")
-    preset = write_preset(tmp_path / "own.yaml", folder, steps=2)
-    fields = (f"data.masks={tmp_path / 'masks'}", "data.resolutions=[32,64]", "parallel.device=cpu")
-    code = launch_py(tmp_path, "--headless", preset, "--run-dir", tmp_path / "runs" / "own", *fields)
-    assert code.returncode == 0, code.stderr
-    assert len(list(RunDir.open(tmp_path / "runs" / "own").export.glob("*.safetensors"))) == 1

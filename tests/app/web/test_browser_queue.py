@@ -53,16 +53,6 @@ def test_runs_wait_in_an_order_that_buttons_and_keys_change(queue: Queue, runs: 
     assert [entry.name for entry in queue.waiting()] == ["first", "third"]
 
 
-def test_a_window_with_an_old_order_removes_the_run_that_it_shows(queue: Queue, runs: Path, page: Page):
-    for name in ("first", "second"):
-        queue.add(run_config(runs, name=name))
-    show(page, "Queue")
-    page.get_by_label("first: Remove").click()
-    queue.move(1, 1)  # another window
-    page.get_by_role("dialog").get_by_role("button", name="Remove").click()
-    until_so(page, lambda: [entry.name for entry in queue.waiting()] == ["second"])
-
-
 def test_an_empty_queue_has_a_way_on_and_nothing_to_press(queue: Queue, page: Page):
     show(page, "Queue")
     page.locator("#queue-waiting", has_text="Nothing is waiting.").get_by_role("link", name="New run").wait_for()

@@ -15,9 +15,7 @@ from playwright.sync_api import Browser, Locator, Page
 from tests.app.browser import (
     TRAINED_WITHIN_S,
     Server,
-    free_port,
     opened,
-    recorded,
     serving,
     state_is,
     until_so,
@@ -28,7 +26,6 @@ from tests.launcher.hub import serving as serving_hub
 from tests.runs import make_pictures, run_config
 from trainer.launcher import torchrun
 from trainer.run.drawings import drawings
-from trainer.run.events import EventWriter, ExportEvent, StatusEvent
 from trainer.run.folder import RunDir
 
 pytestmark = pytest.mark.slow
@@ -174,24 +171,6 @@ def test_one_drawing_at_a_time_is_seen_by_every_window_and_goes_on_without_the_d
             place.locator("#draw:enabled").wait_for()
 
 
-def test_two_windows_that_draw_at_once_say_why_only_one_does(browser: Browser, page: Page, site: Site):
-    with opened(browser, site.server.url) as other:
-        watch(other, site.run.path.name)
-        dialogs = [open_dialog(window, "draw") for window in (page, other)]
-        for dialog in dialogs:
-            dialog.locator("#draw:enabled").wait_for()
-            dialog.locator("#draw-prompt").fill("two houses")
-        for window in (page, other):
-            window.evaluate("document.querySelector('#draw-dialog #draw').click()")
-        until_so(page, lambda: sum(dialog.get_by_role("alert").count() for dialog in dialogs) == 1)
-        [refused] = [dialog for dialog in dialogs if dialog.get_by_role("alert").count()]
-        assert "another drawing is running; wait until it is done" in refused.inner_text()
-        refused.locator("#draw-state", has_text="Generating twice").wait_for()
-        refused.locator("#stop-drawing").click()
-        for dialog in dialogs:
-            dialog.locator("#draw-state", has_text="The drawing was stopped.").wait_for()
-
-
 def test_the_dialogs_lie_within_a_phones_screen(page: Page):
     page.set_viewport_size({"width": 390, "height": 844})
     for kind in ("draw", "upload"):
@@ -202,22 +181,6 @@ def test_the_dialogs_lie_within_a_phones_screen(page: Page):
         assert box["x"] + box["width"] < 390
         assert dialog.evaluate("dialog => dialog.scrollWidth <= dialog.clientWidth")
         dialog.get_by_role("button", name="Close").click()
-
-
-def test_a_dialog_goes_on_when_the_server_comes_back(page: Page, site: Site):
-    """The process goes on without the server, and a page that was restarted knows of it."""
-    dialog = start_drawing(page, "a patient house")
-    dialog.locator("#draw-state", has_text="Generating twice").wait_for()
-    site.server.kill()
-    page.wait_for_timeout(2_000)
-    site.server.start()
-    page.goto("about:blank")
-    page.goto(site.server.url)
-    watch(page, site.run.path.name)
-    dialog = open_dialog(page, "draw")
-    dialog.locator("#draw-state", has_text="Generating twice").wait_for()
-    dialog.locator("#drawings li", has_text="a patient house").first.wait_for(timeout=DRAWN_WITHIN_MS)
-    dialog.locator("#draw:enabled").wait_for()
 
 
 def test_weights_that_were_deleted_meanwhile_are_missed_in_words(page: Page, site: Site, tmp_path: Path):
@@ -313,22 +276,6 @@ def test_an_upload_is_asked_first_with_its_files_and_its_card_and_what_comes_is_
     again.get_by_role("link", name=f"{site.hub.url}/ada/fox").wait_for()
 
 
-def test_enter_counts_also_while_the_dialog_looks_for_an_upload_that_runs(page: Page, site: Site):
-    page.evaluate(
-        """() => {
-          const ask = window.fetch;
-          window.fetch = async (address, options) => {
-            if (address === '/calls/result_upload_state') await new Promise(resolve => setTimeout(resolve, 2000));
-            return ask(address, options);
-          };
-        }"""
-    )
-    page.locator("#upload").click()
-    page.locator("#upload-repo").fill("ada/quick")
-    page.keyboard.press("Enter")
-    page.locator("#upload-question").get_by_text("to ada/quick, which only you can see:").wait_for()
-
-
 def test_a_public_upload_says_who_sees_it_and_a_change_takes_the_question_back(page: Page, site: Site):
     dialog = ask(page, "ada/public", private=False)
     dialog.get_by_text("which everyone can see:").wait_for()
@@ -354,29 +301,6 @@ def test_an_answer_about_what_was_typed_before_is_not_agreed_to(page: Page, site
     page.wait_for_timeout(500)
     assert dialog.locator("#upload-agree").is_hidden()
     assert dialog.locator("#upload-question").inner_text() == ""
-
-
-@pytest.mark.parametrize("name", ["", "fox", "ada/my fox", "ada/a--b", "../../etc/passwd", "ada/-fox"])
-def test_a_name_that_the_hub_does_not_take_is_refused_at_once(page: Page, site: Site, name: str):
-    dialog = ask(page, name)
-    dialog.get_by_role("alert").filter(has_text="is not a name on the hub").wait_for()
-    assert dialog.locator("#upload-agree").is_hidden()
-
-
-def test_an_upload_without_a_login_says_how_to_log_in_and_goes_on_after_it(page: Page, site: Site):
-    (site.home / "token").unlink()
-    dialog = ask(page, "ada/login")
-    agree(dialog)
-    fails(dialog, "the hub does not know who you are: log in with `hf auth login`, with a token that may write")
-    (site.home / "token").write_text("hf_old")
-    for text in ("the hub refuses your token",):
-        dialog.locator("#upload-look").click()
-        agree(dialog)
-        fails(dialog, text)
-    (site.home / "token").write_text(TOKEN)
-    dialog.locator("#upload-look").click()
-    agree(dialog)
-    dialog.get_by_role("link", name="/ada/login").wait_for()
 
 
 def test_what_the_hub_refuses_is_said(page: Page, site: Site):
@@ -418,21 +342,3 @@ def test_an_upload_is_stopped_and_others_wait_for_it(browser: Browser, page: Pag
             place.locator("#upload-look:enabled").wait_for()
     site.hub.held.set()
     assert all(not repository.files for repository in site.hub.repositories.values())
-
-
-def test_a_hub_that_cannot_be_reached_is_named(browser: Browser, tmp_path: Path):
-    runs = tmp_path / "runs"
-    run = recorded(runs, "fox", [StatusEvent(state="finished", step=40)])
-    (run.export / "fox.safetensors").write_bytes(b"weights")
-    with EventWriter(run.events_file) as events:
-        events.write(ExportEvent(path="export/fox.safetensors", what="adapter", format="auto"))
-    address = f"http://127.0.0.1:{free_port()}"
-    environment = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}
-    with serving(runs, environment=environment) as server, opened(browser, server.url) as page:
-        watch(page, "fox")
-        dialog = ask(page, "ada/fox")
-        agree(dialog)
-        fails(dialog, f"{address} cannot be reached (")
-        (run.export / "fox.safetensors").unlink()
-        dialog.locator("#upload-look").click()
-        dialog.get_by_role("alert").filter(has_text="nothing was exported, or the files are gone").wait_for()

@@ -1,4 +1,4 @@
-"""The screen of one run in Chromium: state, samples, charts, log, notes, questions before what cannot be undone."""
+"""The screen of one run in Chromium: state, samples, charts, log, notes, questions, and two pages on one folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from app.runs.monitor import SILENT_S
 from tests.app.browser import (
     HANDLERS,
     Server,
+    answers_held,
     ask_again,
     in_training,
     opened,
@@ -25,16 +27,16 @@ from tests.app.browser import (
     visit,
     watch,
 )
-from tests.runs import make_text, text_config
+from tests.runs import make_text, step_event, text_config, write
+from trainer.run import process
 from trainer.run.events import (
-    AnyEvent,
     ErrorEvent,
+    EventReader,
     EventWriter,
     ExportEvent,
     RankLine,
     SampleEvent,
     StatusEvent,
-    StepEvent,
     WarningEvent,
 )
 from trainer.run.folder import RunDir
@@ -76,12 +78,6 @@ def running(server: Server) -> Iterator[RunDir]:
     with in_training(run):
         yield run
     shutil.rmtree(run.path)
-
-
-def write(run: RunDir, *events: AnyEvent) -> None:
-    with EventWriter(run.events_file) as writer:
-        for event in events:
-            writer.write(event)
 
 
 def test_a_finished_run_says_what_it_made_and_each_chart_in_words_what_it_shows(page: Page, finished: str):
@@ -176,21 +172,6 @@ def test_stop_asks_first_and_says_so_until_it_has_stopped(page: Page, running: R
 
 
 @pytest.mark.slow
-def test_prompts_of_the_samples_to_come_are_edited_while_it_trains(page: Page, running: RunDir):
-    watch(page, running.path.name)
-    page.locator("#edit-prompts").click()
-    boxes = page.locator("#prompts textarea")
-    assert [box.input_value() for box in boxes.all()] == ["a cat", "a dog"]
-    boxes.nth(1).fill("a dog in the snow")
-    page.get_by_role("button", name="Add a prompt").click()
-    page.keyboard.type("a fox")
-    page.locator("#prompts-save").click()
-    page.locator("#newest", has_text="The next samples are of 3 other prompts.").wait_for()
-    asked = json.loads((running.requests / "prompts.json").read_text())
-    assert asked == ["a cat", "a dog in the snow", "a fox"]
-
-
-@pytest.mark.slow
 def test_sample_waits_for_prompts_in_a_run_that_has_none(page: Page, server: Server):
     run = recorded(server.runs, "mute", [StatusEvent(state="training", step=40)], sample__prompts=[], sample__every=0)
     with in_training(run):
@@ -259,18 +240,6 @@ def test_the_address_is_kept_and_tabs_have_their_own(page: Page, finished: str):
     page.go_back()
     page.locator("#newest img").first.wait_for()
     assert page.locator("#tab-overview").get_attribute("aria-current") == "page"
-
-
-@pytest.mark.slow
-def test_a_run_that_is_deleted_under_the_page_leaves_a_sentence_and_a_way_out(page: Page, server: Server):
-    run = recorded(server.runs, "short-lived")
-    watch(page, "short-lived")
-    shutil.rmtree(run.path)
-    page.locator("#run-gone", has_text="Its folder was deleted or moved").wait_for()
-    assert page.locator("#run").is_hidden()
-    assert page.locator("[role=alert]:visible").count() == 0
-    page.locator("#run-gone").get_by_role("link", name="Runs").click()
-    assert page.evaluate("location.hash") == "#/runs"
 
 
 def test_what_is_typed_stays_in_the_notes_and_the_log_stays_where_it_was_scrolled_to(page: Page, failed: RunDir):
@@ -351,26 +320,17 @@ def test_notes_that_cannot_be_saved_outlive_a_look_at_another_run(page: Page, se
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_is_said_and_not_averaged_away(page: Page, server: Server):
+def test_a_loss_that_is_no_number_is_said_and_margins_and_accuracies_have_charts_of_their_own(
+    page: Page, server: Server
+):
     run = recorded(server.runs, "diverged", [StatusEvent(state="finished", step=40)])
     lines = [json.loads(line) for line in run.events_file.read_text().splitlines()]
-    for line in lines:
-        line |= {"loss": None} if line["type"] == "step" and line["step"] > 25 else {}
+    for line in (line for line in lines if line["type"] == "step"):
+        line |= {"metrics": {"margins": 0.5, "accuracies": 1.0}} | ({"loss": None} if line["step"] > 25 else {})
     run.events_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     watch(page, "diverged")
     assert "not a number since step 26" in page.locator(".figures").inner_text().replace("\n", " ")
     until(page, "document.querySelector('#chart-loss .readout').textContent.includes('smoothed –')")
-    shutil.rmtree(run.path)
-
-
-@pytest.mark.slow
-def test_margins_and_accuracies_of_pairs_have_charts_of_their_own(page: Page, server: Server):
-    run = recorded(server.runs, "preferred", [StatusEvent(state="finished", step=40)])
-    lines = [json.loads(line) for line in run.events_file.read_text().splitlines()]
-    for line in lines:
-        line |= {"metrics": {"margins": 0.5, "accuracies": 1.0}} if line["type"] == "step" else {}
-    run.events_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    watch(page, "preferred")
     for title in ("margins", "accuracies"):
         until(page, f"document.querySelector('#chart-{title} canvas').dataset.last === '40'")
         assert page.locator(f"#chart-{title}").is_visible()
@@ -382,12 +342,10 @@ def test_a_language_model_writes_and_its_constant_speed_is_drawn(page: Page, ser
     text = make_text(server.runs.parent / "text")
     config = text_config(text, sample__prompts=["Double 3: "], sample__every=20, train__steps=40)
     run = RunDir.create(server.runs, config, at=server.runs / "words")
-    parts = ("data", "forward", "backward", "optimizer", "communication")
-    seconds = {"seconds": 0.5, **{f"seconds_{part}": 0.1 for part in parts}}
-    figures = {"loss": 1.0, "lr": 1e-4, "grad_norm": 1.0, "tokens_per_second": 1234.5, **seconds}
+    figures = {"seconds": 0.5, "tokens_per_second": 1234.5, "images_per_second": float("nan")}
     (run.samples / "one.txt").write_text("Double 3: 6.")
     sample = SampleEvent(step=40, prompt="Double 3: ", index=0, path="samples/one.txt", text="Double 3: 6.")
-    write(run, *(StepEvent(step=at, **figures) for at in range(1, 41)), sample, StatusEvent(state="finished", step=40))
+    write(run, *(step_event(at, **figures) for at in range(1, 41)), sample, StatusEvent(state="finished", step=40))
     watch(page, "words")
     assert "1,230 tokens/s" in page.locator(".figures").inner_text().replace("\n", " ")
     # Its smoothed values differ in the last bit: ticks of that size would be without end.
@@ -409,8 +367,7 @@ def test_a_later_export_changes_neither_the_main_file_nor_how_long_the_run_took(
     watch(page, run.path.name)
     page.locator("#run-done", has_text="fox.safetensors 1.5 MB").wait_for()
     before = page.locator("#run-done b").inner_text(), page.locator(".run-status").inner_text()
-    with EventWriter(run.events_file) as events:
-        events.write(merged)
+    write(run, merged)
     ask_again(page)
     page.locator("#other-exports", has_text="fox-merged 3.0 MB").wait_for()
     assert (page.locator("#run-done b").inner_text(), page.locator(".run-status").inner_text()) == before
@@ -420,3 +377,67 @@ def test_a_later_export_changes_neither_the_main_file_nor_how_long_the_run_took(
     (run.export / "fox.safetensors").unlink()  # the others are offered where the main file was removed
     ask_again(page)
     page.locator("#run-done b", has_text="fox-merged").wait_for()
+
+
+BAD = '<img src=x onerror="window.taken = 1">'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def recordings(server: Server) -> None:
+    """Runs that are there before a page is opened."""
+    recorded(server.runs, "drawn")
+    recorded(server.runs, "shared", [StatusEvent(state="stopped", step=20)])
+    scripted = recorded(server.runs, "scripted", sample__prompts=[BAD, BAD])
+    (scripted.logs / "launch-1.log").write_text(BAD)
+    write(scripted, ErrorEvent(step=40, message=BAD, remedy=BAD), StatusEvent(step=40, state="failed", message=BAD))
+
+
+def test_text_of_a_run_is_never_a_script(page: Page):
+    watch(page, "scripted")
+    page.locator("#page-run [role=alert]", has_text="onerror").first.wait_for()
+    page.locator("#log", has_text="onerror").wait_for()
+    visit(page, "runs")
+    page.locator("#page-runs tr", has_text="scripted").first.wait_for()
+    visit(page, "runs", "scripted", "samples")
+    page.locator("#samples-rows h3", has_text="onerror").first.wait_for()
+    assert page.evaluate("window.taken") is None
+
+
+@pytest.mark.slow
+def test_the_chosen_run_is_shown_also_when_an_answer_about_another_comes_late(page: Page):
+    watch(page, "drawn")
+    state_is(page, "finished")
+    with answers_held(page) as held:
+        until_so(page, lambda: bool(held))
+        asked = len(held)
+        visit(page, "runs", "scripted")
+        ask_again(page)
+        until_so(page, lambda: len(held) > asked)
+    state_is(page, "failed")
+    page.wait_for_timeout(500)  # what comes late is here by now
+    state_is(page, "failed")
+
+
+@pytest.mark.slow
+def test_two_pages_on_one_folder_see_the_same_and_one_resumes(page: Page, browser: Browser, runs: Path):
+    run, other_server = RunDir.open(runs / "shared"), Server(runs)
+    other_server.start()
+    with ExitStack() as stack:
+        stack.callback(process.terminate, run)
+        stack.callback(other_server.kill)
+        other = stack.enter_context(opened(browser, other_server.url))
+        for one in (page, other):
+            watch(one, "shared")
+            state_is(one, "stopped")
+            until(one, "!document.querySelector('#resume').disabled")
+        for one in (page, other):  # without the time a mouse takes: soon the second button would be off
+            one.evaluate("document.querySelector('#resume').click()")
+        refused = "already running"
+        until_so(
+            page, lambda: any(one.locator("#page-run [role=alert]", has_text=refused).count() for one in (page, other))
+        )
+        for one in (page, other):
+            until(one, "document.querySelector('#run').dataset.state !== 'stopped'")
+    assert [event.state for event in EventReader(run.events_file).read() if isinstance(event, StatusEvent)].count(
+        "starting"
+    ) == 1

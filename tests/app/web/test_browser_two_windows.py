@@ -18,15 +18,11 @@ from tests.app.browser import (
     in_training,
     look_settled,
     recorded,
-    settled,
     show,
     until,
     until_so,
-    visit,
     watch,
-    write_over,
 )
-from tests.runs import make_pictures
 from trainer.run.events import ExportEvent, StatusEvent
 
 pytestmark = pytest.mark.slow
@@ -60,22 +56,6 @@ def test_a_preset_that_one_window_saves_is_chosen_in_the_other(page: Page, other
     (runs / "presets" / "shared.yaml").unlink()
 
 
-def test_yaml_does_not_undo_unseen_what_was_changed_after_it_was_begun(page: Page, other: Page):
-    page.locator("#yaml-drawer summary").click()
-    text = page.locator("#yaml").input_value()
-    page.locator("#yaml").fill(text.replace("seed: 0", "seed: 7"))
-    write_over(other, "field-train-steps", "77")
-    settled(other)
-    expect(page.locator("#field-train-steps")).to_have_value("77")
-    page.locator("#apply-yaml").click()
-    page.locator("#yaml-wrong", has_text="The form was changed after this text was begun").wait_for()
-    expect(page.locator("#field-train-steps")).to_have_value("77")
-    page.locator("#apply-yaml").click()
-    expect(page.locator("#field-train-steps")).to_have_value("100")
-    expect(page.locator("#field-train-seed")).to_have_value("7")
-    expect(page.locator("#yaml-wrong")).to_be_empty()
-
-
 def test_prompts_to_come_of_another_window_are_not_replaced_unseen(page: Page, other: Page, runs: Path):
     run = recorded(runs, "prompted", [StatusEvent(state="training", step=40)])
     with in_training(run):
@@ -86,13 +66,16 @@ def test_prompts_to_come_of_another_window_are_not_replaced_unseen(page: Page, o
         other.locator("#prompts-save").click()
         other.locator("#prompts").wait_for(state="detached")
         page.locator("#prompts textarea").last.fill("mine")
+        page.get_by_role("button", name="Add a prompt").click()
+        page.keyboard.type("a fox")
         page.locator("#prompts-save").click()
         page.locator("#prompts [role=alert]", has_text="meanwhile: “theirs”, “a dog”.").wait_for()
         asked = run.requests / "prompts.json"
         assert json.loads(asked.read_text()) == ["theirs", "a dog"]
         page.locator("#prompts-save").click()
         page.locator("#prompts").wait_for(state="detached")
-        assert json.loads(asked.read_text()) == ["a cat", "mine"]
+        assert json.loads(asked.read_text()) == ["a cat", "mine", "a fox"]
+        page.locator("#newest", has_text="The next samples are of 3 other prompts.").wait_for()
     shutil.rmtree(run.path)
 
 
@@ -124,42 +107,6 @@ def test_a_window_that_opens_while_another_types_does_not_send_its_half_caption(
     page.evaluate("localStorage.clear()")
 
 
-def test_a_caption_of_before_a_reload_is_also_sent_from_another_screen(own_data: Path, page: Page, server: Server):
-    image = str(own_data / "00.png")
-    kept = {image: {"text": "kept", "before": "picture number 0", "problem": ""}}
-    page.evaluate("kept => localStorage.setItem('studio-captions', JSON.stringify(kept))", kept)
-    with window(page, server, "queue") as second:
-        until_so(second, lambda: (own_data / "00.txt").read_text() == "kept\n")
-        second.wait_for_timeout(1000)
-    page.evaluate("localStorage.clear()")
-
-
-def test_undo_in_a_window_with_the_former_folder_changes_nothing_unseen(
-    own_data: Path, page: Page, server: Server, runs: Path
-):
-    show(page, "Data")
-    page.locator(".pc[data-name='00.png'] textarea").fill("first folder")
-    expect(page.locator("#data-undo")).to_have_text("Undo (1 caption)")
-    page.route(HANDLERS, lambda route: route.abort() if route.request.url.endswith("data_view") else route.continue_())
-    with window(page, server) as second:
-        look_settled(second)
-        write_over(second, "field-data-path", str(make_pictures(runs.parent / "second")))
-        second.keyboard.press("Tab")
-        settled(second)
-        visit(second, "data")
-        second.locator(".pc[data-name='01.png'] textarea").fill("second folder")
-        expect(second.locator("#data-undo")).to_have_text("Undo (1 caption)")
-    page.locator("#data-undo").click()
-    page.locator("#data-message", has_text="New run has another folder meanwhile").wait_for()
-    page.unroute(HANDLERS)
-    page.locator("#folder", has_text="second").wait_for()
-    page.locator("#data-undo").click()
-    page.locator("#data-message", has_text="1 caption restored.").wait_for()
-    assert (own_data / "00.txt").read_text() == "first folder\n"
-    assert (runs.parent / "second" / "01.txt").read_text() == "picture number 1\n"
-    page.evaluate("localStorage.clear()")
-
-
 def test_a_run_that_one_window_deletes_is_missed_by_every_screen_of_the_others(page: Page, server: Server, runs: Path):
     export = ExportEvent(step=40, path="export/fox.safetensors", what="adapter", format="auto", difference=1e-3)
     run = recorded(runs, "doomed", [export, StatusEvent(state="finished", step=40)])
@@ -177,7 +124,8 @@ def test_a_run_that_one_window_deletes_is_missed_by_every_screen_of_the_others(p
         page.locator("#draw-dialog [role=alert]", has_text="not a run folder").wait_for()
         assert page.locator("#draw-prompt").input_value() == "a fox"
         page.keyboard.press("Escape")
-        until(page, "!document.querySelector('#run-gone').hidden")
+        page.locator("#run-gone", has_text="Its folder was deleted or moved").get_by_role("link", name="Runs").click()
+        until(page, "location.hash === '#/runs'")
 
 
 def test_a_sample_that_was_asked_for_without_a_server_is_shown_when_it_is_back(page: Page, runs: Path):

@@ -27,9 +27,10 @@ from app.studio import Studio
 from app.web.answers import Calls
 from app.web.pages import files, queue, runs, samples
 from app.web.pages import run as watch
+from tests.runs import step_event
 from trainer.config.load import ConfigError, load_config_text
 from trainer.launcher.queue import Entry, Queue
-from trainer.run.events import EventWriter, ExportEvent, RankLine, SampleEvent, StatusEvent, StepEvent
+from trainer.run.events import EventWriter, ExportEvent, RankLine, SampleEvent, StatusEvent
 from trainer.run.folder import RunDir
 from trainer.run.manifest import sealed
 from trainer.run.process import Launch
@@ -46,12 +47,10 @@ def make_run(runs: Path, name: str) -> RunDir:
     run.config_file.write_text(CONFIG.format(runs.parent / "pictures"))  # shorter than with all defaults
     argv = ["python", "-m", "trainer.launcher.agent", "-m", "trainer", str(run.path)]
     Launch(2**22 - 1, 1.0, argv, since_boot=1.0).write(run)
-    seconds = {"seconds": 1.0, **{f"seconds_{part}": 0.1 for part in ("data", "forward", "backward", "optimizer")}}
     with EventWriter(run.events_file) as events:
         events.write(StatusEvent(state="starting"))
         for step in (1, 2):
-            figures = {"loss": 0.5, "lr": 1e-4, "grad_norm": 1.0, "seconds_communication": 0.0, **seconds}
-            events.write(StepEvent(step=step, **figures))
+            events.write(step_event(step))
             Image.new("RGB", (64, 64), (step, 0, 0)).save(run.samples / f"{step}.png")
             events.write(SampleEvent(step=step, prompt=f"a boat of {name}", index=0, path=f"samples/{step}.png"))
         events.write(ExportEvent(step=2, path="export/adapter.safetensors", what="adapter", format="peft"))

@@ -1,4 +1,4 @@
-"""The functions that the script of the screen Data calls, as a browser calls them."""
+"""The functions that the scripts of the screen Data call, with its closer look, as a browser calls them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image, ImageOps
 
 from app.form.draft import Draft
 from app.studio import Studio
 from app.web.answers import answering
-from app.web.pages import data
+from app.web.pages import data, look
 from tests.runs import make_pictures, write_preset
 
 SCANNED_WITHIN_S = 30
@@ -30,11 +31,12 @@ class Window:
         preset.write_text(preset.read_text().replace("resolution: 64", "resolution: 64, validation: 4"))
         self.studio = Studio(folder / "runs")
         self.studio.save_draft(Draft(preset))
-        self._functions = answering([data.calls(self.studio)])
+        self._functions = answering([data.calls(self.studio), look.calls(self.studio)])
 
     def ask(self, name: str, /, **values: Any) -> dict[str, Any]:
         """Return the answer as it travels: {"value": ...} or {"error": ...}."""
-        return json.loads(json.dumps(self._functions[f"data_{name}"](values), allow_nan=False))
+        function = self._functions[name if name.startswith("look_") else f"data_{name}"]
+        return json.loads(json.dumps(function(values), allow_nan=False))
 
     def call(self, name: str, /, **values: Any) -> Any:
         answer = self.ask(name, **values)
@@ -51,10 +53,26 @@ class Window:
     def save(self, name: str, before: str | None, caption: str) -> dict[str, Any]:
         return self.call("save", image=str(self.images / name), before=before, caption=caption)
 
+    def look(self, name: str, **values: Any) -> Any:
+        return self.call(f"look_{name}", **values)
+
+    def wrong(self, name: str, **values: Any) -> str:
+        return str(self.ask(f"look_{name}", **values)["error"])
+
+    def looked(self) -> dict[str, Any]:
+        """Look at all images and return what was found."""
+        self.look("start", key=self.view(is_fresh=True)["key"])
+        deadline = time.monotonic() + SCANNED_WITHIN_S
+        while (state := self.look("state"))["is_running"]:
+            assert time.monotonic() < deadline
+        return dict(state)
+
 
 @pytest.fixture
 def window(tmp_path: Path) -> Window:
-    return Window(tmp_path)
+    window = Window(tmp_path)
+    window.view()
+    return window
 
 
 def test_every_image_is_either_in_a_bucket_or_named_as_held_out(window: Window):
@@ -65,26 +83,6 @@ def test_every_image_is_either_in_a_bucket_or_named_as_held_out(window: Window):
     assert (len(seen["cards"]), seen["num_chosen"]) == (12, 14)
     assert [card["name"] for card in window.view(page=1)["cards"]] == ["12.png", "13.png"]
     assert [card["name"] for card in window.view(show="uncaptioned")["cards"]] == ["02.png", "03.png"]
-
-
-def test_a_caption_that_another_window_saved_is_not_overwritten(window: Window):
-    assert window.save("02.png", None, " a boat \n") == {"saved": "a boat", "num_undoable": 1, "history_problem": ""}
-    assert window.save("02.png", None, "a ship") == {"changed": "a boat"}
-    assert (window.images / "02.txt").read_text() == "a boat\n"
-    assert window.save("02.png", "a boat", "a ship")["saved"] == "a ship"
-    (window.images / "02.txt").unlink()
-    assert window.save("02.png", "a ship", "a whale") == {"changed": None}
-
-
-def test_the_number_of_replaced_captions_is_known_before_and_undone_at_once(window: Window):
-    assert window.view(search="picture")["num_replaceable"] == 12
-    assert window.view(search="PICTURE")["num_replaceable"] == 0
-    assert window.view()["num_undoable"] == 0
-    key = window.view()["key"]
-    assert window.call("replace", key=key, search="picture", replacement="drawing") == 12
-    assert window.view()["num_undoable"] == 12 == window.call("undo", key=key)
-    assert (window.images / "00.txt").read_text() == "picture number 0\n"
-    assert window.view()["num_undoable"] == 0
 
 
 def test_undo_and_replace_change_only_captions_that_the_window_shows(window: Window, tmp_path: Path):
@@ -118,3 +116,93 @@ def test_only_images_are_written_and_shown(window: Window):
         for name, values in (("thumbnail", {}), ("save", {"before": None, "caption": "x"})):
             assert "no such image" in window.ask(name, image=str(image), **values)["error"]
     assert not (window.images / "none.txt").exists() and not (window.images / "notes.txt").exists()
+
+
+def test_a_focus_point_moves_the_frames_of_the_dialog_and_of_the_card(window: Window):
+    image = str(window.images / "01.png")
+    before = window.look("crop", image=image)
+    assert (before["focus"], before["is_set"], before["undo"], before["fixed"]) == ([0.5, 0.5], False, "", "")
+    assert before["address"].startswith("/gradio_api/file=")
+    after = window.look("focus", image=image, point=[0.0, 1.0])
+    (frame,), (former,) = after["frames"], before["frames"]
+    assert after["is_set"] and after["undo"] == image and frame["size"] == former["size"]
+    side = frame["kept"].index(min(frame["kept"]))
+    assert frame["start"][side] == pytest.approx((0.0, 1 - frame["kept"][1])[side]) != former["start"][side]
+    for is_fresh in (False, True):
+        cards = {card["image"]: card for card in window.view(is_fresh=is_fresh)["cards"]}
+        assert cards[image]["shape"]["focus"] == [0, 1], "known without reading the files, and read from them"
+    card = cards[image]
+    assert (card["shape"]["start"], card["shape"]["focus"]) == (frame["start"], [0, 1])
+    assert window.look("undo", key=window.view()["key"]) == image
+    assert window.look("crop", image=image) == before
+    assert window.look("undo", key=window.view()["key"]) == ""
+    assert not (window.images / "metadata.jsonl").exists()
+
+
+def test_only_the_draft_s_images_get_a_focus_and_only_a_point_in_them(window: Window, tmp_path: Path):
+    other = make_pictures(tmp_path / "elsewhere", 1) / "00.png"
+    assert "not an image of the draft" in window.wrong("focus", image=str(other), point=[0, 0])
+    assert "not an image of the draft" in window.wrong("crop", image=str(other))
+    image = str(window.images / "00.png")
+    for point in ([0, 2], [-1, 0]):
+        assert "shares from 0 to 1" in window.wrong("focus", image=image, point=point)
+    assert "reload the page" in window.wrong("focus", image=image, point=[0])
+    assert "reload the page" in window.wrong("focus", image=image, point=[float("nan"), "x"])
+    assert "other folder" in window.wrong("undo", key="other").replace("another", "other")
+    (window.images / "metadata.jsonl").write_text("{")
+    shown = window.look("crop", image=image)
+    assert "metadata.jsonl:1: not a JSON object" in shown["fixed"]
+    assert "metadata.jsonl:1: not a JSON object" in window.wrong("focus", image=image, point=[0, 0])
+    assert (window.images / "metadata.jsonl").read_text() == "{"
+
+
+def test_a_deleted_image_leaves_a_focus_row_that_is_only_a_warning(window: Window):
+    window.look("focus", image=str(window.images / "05.png"), point=[0, 0])
+    for suffix in (".png", ".txt"):
+        (window.images / f"05{suffix}").unlink()
+    seen = window.view(is_fresh=True)
+    assert [problem for problem in seen["problems"] if "metadata" in problem] == []
+    for name in ("02.txt", "03.txt"):
+        (window.images / name).write_text("a caption")
+    assert any(
+        "metadata.jsonl:1: no such image: 05.png" in warning for warning in window.view(is_fresh=True)["warnings"]
+    )
+
+
+def test_groups_are_shown_side_by_side_and_filter_the_cards(window: Window):
+    assert window.look("state") is None
+    ImageOps.mirror(Image.open(window.images / "01.png")).save(window.images / "12.png")
+    state = window.looked()
+    assert (state["is_complete"], state["num_groups"], state["num_leaks"], state["is_outdated"]) == (True, 1, 1, False)
+    first, second = state["groups"][0]["images"]
+    assert (first["name"], first["is_held_out"], second["name"], second["is_held_out"]) == (
+        "01.png",
+        False,
+        "12.png",
+        True,
+    )
+    assert second["is_mirrored"] and not first["is_mirrored"]
+    for mark in ("leaks", "copies", "0"):
+        assert [card["name"] for card in window.view(mark=mark)["cards"]] == ["01.png", "12.png"]
+    assert window.view(mark="failed")["cards"] == [] and window.view(mark="copies")["counts"]["captions"] == 12
+    Image.new("RGB", (32, 32)).save(window.images / "14.png")
+    window.view(is_fresh=True)
+    assert window.look("state")["is_outdated"]
+    state = window.looked()
+    assert [image["name"] for image in state["lists"]["enlarged"]["images"]] == ["14.png"]
+    assert [image["name"] for image in state["lists"]["flat"]["images"]] == ["14.png"]
+    assert [card["name"] for card in window.view(mark="enlarged")["cards"]] == ["14.png"]
+    json.dumps(state)
+
+
+def test_a_folder_of_images_before_an_edit_is_taken_with_one_click(window: Window, tmp_path: Path):
+    assert window.look("suggestion") is None
+    before = make_pictures(tmp_path / "before", 14)
+    found = window.look("suggestion")
+    assert found == {"folder": str(before), "name": "before", "num_matched": 14, "num_images": 14}
+    assert "nothing was changed" in window.wrong("use", folder=str(tmp_path))
+    window.look("use", folder=str(before))
+    card = window.view(is_fresh=True)["cards"][0]
+    assert [(one["image"], one["name"]) for one in card["references"]] == [(str(before / "00.png"), "00.png")]
+    assert window.look("suggestion") is None
+    assert window.call("thumbnail", image=str(before / "00.png")).endswith(".webp")

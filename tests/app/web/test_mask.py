@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageDraw
 from playwright.sync_api import Locator, Page, expect
 
-from tests.app.browser import show, until, until_so
+from tests.app.browser import data_screen, until, until_so
 from tests.data.test_encode import encoded
 from tests.models.test_segmentation import write_tiny
 from tests.runs import run_config
@@ -70,10 +70,9 @@ def data(own_data: Path, draft: Path, page: Page) -> Iterator[Page]:
     """The screen with one image of 512 pixels and seven small ones."""
     with Image.open(own_data / "00.png") as image:
         image.resize((SIDE, SIDE)).save(own_data / "00.png")
-    show(page, "Data")
-    page.locator(".pc[data-name='00.png'] .fr").wait_for()
-    yield page
-    page.evaluate("localStorage.clear()")
+    with data_screen(page) as page:
+        page.locator(".pc[data-name='00.png'] .fr").wait_for()
+        yield page
     for file in own_data.parent.glob("own-masks/*"):
         file.unlink()
 
@@ -231,8 +230,7 @@ def test_what_was_painted_is_there_again_after_the_browser_closed_the_dialog(own
     assert levels(own_data.with_name("own-masks") / "00.png").min() == 255
 
 
-@pytest.mark.slow
-@pytest.mark.slow  # test_mask_answers.py asks without a browser
+@pytest.mark.slow  # test_masks.py asks without a browser
 def test_a_mask_that_was_changed_meanwhile_is_not_overwritten_unasked(own_data: Path, data: Page):
     folder = own_data.with_name("own-masks")
     dialog = open_mask(data)

@@ -85,15 +85,6 @@ def test_a_removed_last_mask_takes_its_folder_out_of_the_draft(window: Window, t
     assert window.call("mask_overlay", image=str(second)) == ""
 
 
-def test_a_mask_that_was_changed_meanwhile_comes_back_instead_of_being_replaced(window: Window, tmp_path: Path):
-    image = window.images / "00.png"
-    window.save(image)
-    Image.new("L", (64, 64), 5).save(tmp_path / "images-masks" / "00.png")
-    answer = window.save(image)
-    assert set(answer) == {"changed"}
-    assert answer["changed"]["digest"] == window.call("mask_load", image=str(image))["digest"]
-
-
 def test_masks_of_the_programs_own_images_are_not_painted(window: Window):
     window.studio.save_draft(Draft(PRESETS / "quickstart.yaml"))
     image = next(iter(sorted((PRESETS / "quickstart").glob("*.png"))))

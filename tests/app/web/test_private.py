@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import httpx
 import pytest
-from PIL import Image
 from playwright.sync_api import Browser
 
-from app.data.thumbnails import Thumbnails
-from app.runs import run_table as all_runs
-from app.studio import Studio
-from app.web.served_files import Downloads
 from tests.app.browser import ROOT, Server, opened, recorded, serving, visit, watch
 from tests.app.web.screens import screens
 from tests.runs import make_pictures, run_config
@@ -23,62 +17,7 @@ from trainer.config.load import dump_config, load_config
 from trainer.launcher import preflight
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root takes the place of another user, or mounts")
-STRANGER = 65534
 FULL_MIB = 2
-
-
-def readable_by_a_stranger(folder: Path) -> list[str]:
-    """The files below a folder that another user of this machine reads."""
-    program = (
-        "import os, sys\n"
-        "for folder, _, names in os.walk(sys.argv[1]):\n"
-        "    for name in names:\n"
-        "        if os.access(os.path.join(folder, name), os.R_OK): print(name)\n"
-    )
-    argv = ["/usr/bin/python3", "-c", program, str(folder)]
-    return subprocess.run(
-        argv, user=STRANGER, group=STRANGER, check=True, capture_output=True, text=True
-    ).stdout.split()
-
-
-@pytest.fixture
-def open_folder(tmp_path: Path) -> Path:
-    """A runs folder that others may enter, as below many a home."""
-    for folder in (tmp_path, *tmp_path.parents):
-        if not folder.stat().st_mode & 0o001:
-            folder.chmod(0o755)
-    runs = tmp_path / "runs"
-    runs.mkdir(mode=0o755)
-    return runs
-
-
-@as_root
-def test_another_user_reads_nothing_that_the_page_keeps_below_the_runs_folder(open_folder: Path):
-    picture = open_folder.parent / "private.png"
-    Image.new("RGB", (64, 64)).save(picture)
-    exported = open_folder.parent / "lora.safetensors"
-    exported.write_bytes(b"weights")
-    for name in ("drafts", "queue", "thumbnails", "downloads"):  # a cache stays as open as it was
-        (open_folder / name).mkdir(parents=True)
-        (open_folder / name / "of-before.json").write_text("private")
-    (open_folder / "tags.json").write_text("{}")
-    studio = Studio(open_folder)
-    studio.prepare()
-    studio.thumbnails.of(picture)
-    studio.downloads.offer(exported)
-    studio.save_draft(studio.draft())
-    studio.queue.add(run_config(make_pictures(open_folder.parent / "pictures")))
-    all_runs.change_tags(open_folder, ["run"], "secret project")
-    assert readable_by_a_stranger(open_folder) == []
-
-
-@as_root
-def test_another_user_reads_no_thumbnail_that_a_notebook_made(open_folder: Path):
-    picture = open_folder.parent / "private.png"
-    Image.new("RGB", (64, 64)).save(picture)
-    Thumbnails(open_folder / "thumbnails").of(picture)
-    Downloads(open_folder / "downloads").offer(picture.rename(picture.with_name("settings.json")))
-    assert readable_by_a_stranger(open_folder) == []
 
 
 def test_the_cache_of_a_run_is_made_for_its_owner_only(tmp_path: Path):

@@ -14,7 +14,8 @@ from starlette.testclient import TestClient
 from app.studio import Studio
 from app.web import routes
 from tests.app.browser import recorded
-from trainer.run.events import EventWriter, StatusEvent
+from tests.runs import write
+from trainer.run.events import StatusEvent
 from trainer.run.folder import LINK, RunDir
 
 
@@ -71,8 +72,7 @@ def test_the_report_is_sent_in_a_sandbox_and_written_anew_when_there_are_newer_e
     written = run.report.stat().st_mtime_ns
     assert client.get("/runs/drawn/report").text == answer.text
     assert run.report.stat().st_mtime_ns == written
-    with EventWriter(run.events_file) as events:
-        events.write(StatusEvent(state="stopped", step=40))
+    write(run, StatusEvent(state="stopped", step=40))
     os.utime(run.report, (0, 0))
     assert "<dd>stopped</dd>" in client.get("/runs/drawn/report").text
 

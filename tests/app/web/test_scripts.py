@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Route, expect
 from starlette.testclient import TestClient
 
 from app.web import scripts
-from tests.app.browser import PATIENCE_S, Server
+from tests.app.browser import PATIENCE_S, ROOT, Server
 
 TOO_OLD = "ShardStudio needs a browser that runs module scripts, such as a current Firefox, Chrome, Edge or Safari."
 
@@ -78,3 +78,17 @@ def test_a_browser_without_module_scripts_says_so(browser: Browser, server: Serv
         page.reload()
         expect(page.locator("#too-old")).to_have_text(TOO_OLD)
         expect(page.locator("#too-old")).to_be_visible(timeout=PATIENCE_S * 1e3)
+
+
+STYLES = sorted((ROOT / "app" / "web" / "assets").glob("*.css"))
+RULE = re.compile(r"([^{}]+)\{([^{}]*)\}")
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
+def test_a_border_of_a_variable_colour_is_not_changed_in_part(style):
+    """`border: solid var(--x)` with a `border-width` after it is written anew without its colour: it becomes black."""
+    text = re.sub(r"/\*.*?\*/", "", style.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for selector, body in RULE.findall(text):
+        names = re.findall(r"(?:^|;)\s*(border(?:-width|-style|-color|-top|-right|-bottom|-left)?)\s*:", body)
+        is_variable = re.search(r"(?:^|;)\s*border\s*:[^;]*var\(", body)
+        assert not (is_variable and len(names) > 1), selector.strip()

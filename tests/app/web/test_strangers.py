@@ -12,14 +12,13 @@ from playwright.sync_api import Browser
 
 from tests.app.browser import Server, opened, recorded, serving, until, visit, watch
 from tests.app.web.screens import console_of, screens
-from tests.runs import make_pictures
+from tests.runs import make_pictures, step_event
 from trainer.run.events import (
     ErrorEvent,
     ExportEvent,
     SampleEvent,
     StageEvent,
     StatusEvent,
-    StepEvent,
     ValidationEvent,
     WarningEvent,
 )
@@ -37,12 +36,8 @@ def evil(place: str) -> str:
 
 def make_hostile(runs: Path, name: str = "hostile") -> RunDir:
     """A run folder whose every text is markup, as its sender may have written it by hand."""
-    step = StepEvent(
-        step=41, loss=1.0, lr=1.0, grad_norm=1.0, seconds=1.0, seconds_data=0.1, seconds_forward=0.1,
-        seconds_backward=0.1, seconds_optimizer=0.1, seconds_communication=0.1, losses={evil("loss"): 1.0},
-    )  # fmt: skip
     events = [
-        step,
+        step_event(41, losses={evil("loss"): 1.0}),
         StatusEvent(state="training", message=evil("status")),
         StageEvent(name=evil("stage"), number=1, count=1),
         SampleEvent(prompt=evil("prompt"), index=0, path=f"samples/{evil('picture')}.png", step=41),

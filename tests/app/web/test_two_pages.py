@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from app.data import captions as caption_files
 from app.data.captions import Captions, Card
+from app.data.thumbnails import Thumbnails
 from app.form import draft as form
 from app.form.draft import Draft
 from app.runs import run_table
 from app.studio import Studio
+from app.web.served_files import Downloads
 from trainer.config.load import ConfigError, load_config, load_config_text
 from trainer.run.folder import FORMAT
 from trainer.system.errors import InputError
@@ -151,8 +154,9 @@ def test_a_folder_next_to_the_runs_is_never_a_run_and_cannot_be_deleted(tmp_path
 
 
 def test_what_the_page_keeps_can_be_read_by_its_owner_only(tmp_path: Path):
-    for name in ("queue", "drafts", "presets"):  # as a user may have made them
+    for name in ("queue", "drafts", "presets", "thumbnails", "downloads"):  # as a user may have made them
         (tmp_path / name).mkdir(mode=0o755)
+    Image.new("RGB", (64, 64)).save(tmp_path / "private.png")
     (tmp_path / "tags.json").write_text("{}")
     studio = Studio(tmp_path)
     checked = form.check(Draft(studio.presets()["quickstart"]))
@@ -160,8 +164,11 @@ def test_what_the_page_keeps_can_be_read_by_its_owner_only(tmp_path: Path):
     studio.save_draft(checked.draft)
     studio.queue.add(checked.config)
     run_table.change_tags(tmp_path, ["a"], "tag")
+    Thumbnails(tmp_path / "thumbnails").of(tmp_path / "private.png")  # as a notebook does
+    Downloads(tmp_path / "downloads").offer((tmp_path / "private.png").rename(tmp_path / "settings.json"))
     modes = {file.name: oct(stat.S_IMODE(file.stat().st_mode)) for file in tmp_path.iterdir()}
-    assert modes == {"queue": "0o700", "drafts": "0o700", "presets": "0o700", "tags.json": "0o600"}
+    folders = dict.fromkeys(("queue", "drafts", "presets", "thumbnails", "downloads"), "0o700")
+    assert modes == folders | {"tags.json": "0o600", "settings.json": modes["settings.json"]}
 
 
 def lines(head: str, line: str, count: int) -> str:

@@ -16,17 +16,17 @@ from typing import Any
 
 import httpx
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
 from playwright.sync_api import APIResponse, Browser, Page, Route, expect
 
 from app.data.thumbnails import stamp
 from app.data.upload.uploads import MOST_CHUNK
 from app.web.security import UPLOADS_CLOSED
-from tests.app.browser import HANDLERS, Server, opened, serving, show, until_so, visit
+from tests.app.browser import HANDLERS, Server, data_screen, opened, serving, show, until_so, visit
+from tests.app.web.screens import violations
 from tests.app.web.test_mask import brush, open_mask, save, stroke
 from tests.app.web.test_probes import ask
-from tests.runs import make_pictures, write_preset
+from tests.runs import make_pictures
 
 CHUNKS = "**/uploads/*"
 MOVIE = b"\0\0\0\x14ftypqt  " + bytes(100)
@@ -45,13 +45,11 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def data(own_data: Path, page: Page) -> Iterator[Page]:
-    """The screen with eight images in the form. What the browser remembers is forgotten afterwards."""
+    """The screen with eight images in the form."""
     page.on("dialog", lambda dialog: dialog.accept())
-    show(page, "Data")
-    page.locator(".pc[data-name='00.png']").wait_for()
-    expect(page.locator("#upload-to option").first).to_have_text(str(own_data))
-    yield page
-    page.evaluate("localStorage.clear()")
+    with data_screen(page) as page:
+        expect(page.locator("#upload-to option").first).to_have_text(str(own_data))
+        yield page
 
 
 def choose(page: Page, *files: Path) -> None:
@@ -136,19 +134,6 @@ def test_files_of_one_name_size_and_time_are_not_taken_for_each_other(own_data: 
 
 
 @pytest.mark.slow
-def test_a_caption_goes_to_the_image_of_exactly_its_name(own_data: Path, data: Page, tmp_path: Path):
-    for name, colour in (("Fox", "teal"), ("fox", "plum")):
-        Image.new("RGB", (40, 40), colour).save(tmp_path / f"{name}.png")
-        (tmp_path / f"{name}.txt").write_text(colour)
-    choose(data, *(tmp_path / name for name in ("Fox.png", "fox.png", "fox.txt", "Fox.txt")))
-    done(data, "4 files added.")
-    for stem in ("Fox", "fox"):
-        content = (tmp_path / f"{stem}.png").read_bytes()
-        [image] = (file for file in own_data.glob("*.png") if file.read_bytes() == content)
-        assert image.with_suffix(".txt").read_text() == (tmp_path / f"{stem}.txt").read_text()
-
-
-@pytest.mark.slow
 def test_a_dropped_file_that_cannot_be_read_is_named_and_the_others_are_sent(own_data: Path, data: Page):
     data.evaluate(
         """() => {
@@ -212,6 +197,11 @@ def test_an_upload_that_a_reload_interrupts_goes_on(own_data: Path, data: Page, 
         choose(data, *files)
         until_so(data, lambda: len(held) == 3 and len(list(own_data.glob("*.png"))) == 13)
         expect(data.locator("#upload-count")).to_have_text("5 of 14 files")  # 08.png has two chunks
+        data.set_viewport_size({"width": 390, "height": 844})
+        assert data.evaluate("document.documentElement.scrollWidth") == 390
+        for scheme in ("light", "dark"):
+            data.emulate_media(color_scheme=scheme)
+            assert violations(data, {}) == []
         data.reload()
     show(data, "Data")
     left = data.locator("#upload-left")
@@ -290,30 +280,6 @@ def test_of_a_folder_everything_in_it_enters_the_folder(own_data: Path, data: Pa
             assert said == ("the first" if image.getpixel((0, 0)) == (0, 2, 3) else "the second")
 
 
-@pytest.mark.slow  # a server of its own, which is killed and started again
-def test_a_server_that_is_killed_in_the_middle_gets_the_rest_when_it_is_back(
-    tmp_path: Path, browser: Browser, photos: Path
-):
-    own = make_pictures(tmp_path / "own", 1)
-    runs = tmp_path / "runs"
-    preset = write_preset(runs / "presets" / "own.yaml", own)
-    (runs / "drafts").mkdir()
-    (runs / "drafts" / "draft.json").write_text(json.dumps({"preset": preset.stem, "values": {}}))
-    with serving(runs) as server, opened(browser, server.url) as page:
-        show(page, "Data")
-        expect(page.locator("#upload-to option").first).to_have_text(str(own))
-        with only_first(page, 3) as held:
-            choose(page, *photos.glob("*.png"))
-            until_so(page, lambda: len(held) == 3)
-            server.kill()
-            for route in held:
-                route.continue_()
-        expect(page.locator("#upload-current")).to_have_text("The server does not answer. Trying again …")
-        server.start()
-        done(page, "14 files added.")
-    assert all((own / file.name).read_bytes() == file.read_bytes() for file in photos.glob("*.png"))
-
-
 def test_an_image_is_deleted_by_the_keyboard_undone_restored_and_removed_for_good(own_data: Path, data: Page):
     before = {file.name: file.read_bytes() for file in own_data.iterdir()}
     data.get_by_role("button", name="Delete 01.png").focus()
@@ -339,17 +305,6 @@ def test_an_image_is_deleted_by_the_keyboard_undone_restored_and_removed_for_goo
     expect(data.locator("#trash")).to_be_hidden()
 
 
-@pytest.mark.slow  # test_trash.py restores without a browser
-def test_what_was_deleted_is_not_overwritten_by_an_image_that_has_its_name_now(own_data: Path, data: Page):
-    data.get_by_role("button", name="Delete 00.png").click()
-    toast = data.locator(".toast", has_text="00.png is deleted.")
-    toast.wait_for()
-    (own_data / "00.png").write_bytes(b"another")
-    toast.get_by_role("button", name="Undo").click()
-    data.locator(".toast.bad", has_text="00.png: is there again; rename it first. Nothing was restored").wait_for()
-    assert (own_data / "00.png").read_bytes() == b"another"
-
-
 @pytest.mark.slow  # the masks that are named are tested in test_masks.py
 def test_an_image_with_the_name_of_a_deleted_one_is_shown_and_said_to_have_its_mask(
     own_data: Path, data: Page, tmp_path: Path
@@ -360,31 +315,6 @@ def test_an_image_with_the_name_of_a_deleted_one_is_shown_and_said_to_have_its_m
     save(data)
     picture = data.locator(".pc[data-name='00.png'] .fr img")
     shown = picture.get_attribute("src") or ""
-    data.get_by_role("button", name="Delete 00.png").click()
-    expect(data.locator(".pc[data-name='00.png']")).to_have_count(0)
-    for name in ("00", "99"):
-        Image.new("RGB", (40, 40), "plum").save(tmp_path / f"{name}.png")
-    choose(data, tmp_path / "00.png", tmp_path / "99.png")
-    done(data, "2 files added.")
-    results = data.locator("#upload-results")
-    expect(results).to_contain_text("1 image has a mask already, perhaps that of an earlier image")
-    expect(results.locator("li")).to_have_text([f"00.png: {own_data.with_name('own-masks') / '00.png'}"])
-    expect(picture).to_have_attribute("src", re.compile(f"^(?!{re.escape(shown)}$)."))
-    shown = picture.get_attribute("src") or ""
-    Image.new("RGB", (40, 40), "teal").save(own_data / "00.png")
-    data.locator("#data-again").click()
-    expect(picture).to_have_attribute("src", re.compile(f"^(?!{re.escape(shown)}$)."))
-    shutil.rmtree(own_data.with_name("own-masks"))
-
-
-@pytest.mark.slow  # waits before it asks again
-def test_a_mask_is_named_also_where_answers_are_lost(own_data: Path, data: Page, tmp_path: Path):
-    dialog = open_mask(data, "00.png")
-    brush(data, 40)
-    stroke(data, dialog, (0.2, 0.2), (0.8, 0.8))
-    save(data)
-    data.get_by_role("button", name="Delete 00.png").click()
-    expect(data.locator(".pc[data-name='00.png']")).to_have_count(0)
     lost: list[str] = []
 
     def lose(route: Route) -> None:
@@ -396,15 +326,24 @@ def test_a_mask_is_named_also_where_answers_are_lost(own_data: Path, data: Page,
         route.fetch()
         route.abort()
 
-    Image.new("RGB", (40, 40), "plum").save(tmp_path / "00.png")
-    data.route(HANDLERS, lose)
-    choose(data, tmp_path / "00.png")
-    done(data, "1 file added.")
+    data.get_by_role("button", name="Delete 00.png").click()
+    expect(data.locator(".pc[data-name='00.png']")).to_have_count(0)
+    for name in ("00", "99"):
+        Image.new("RGB", (40, 40), "plum").save(tmp_path / f"{name}.png")
+    data.route(HANDLERS, lose)  # the first answer of each is lost on its way
+    choose(data, tmp_path / "00.png", tmp_path / "99.png")
+    done(data, "2 files added.")
     data.unroute(HANDLERS)
-    assert lost == ["upload_finish", "upload_masked"]
-    masks = own_data.with_name("own-masks")
-    expect(data.locator("#upload-results li")).to_have_text([f"00.png: {masks / '00.png'}"])
-    shutil.rmtree(masks)
+    assert sorted(lost) == ["upload_finish", "upload_masked"]
+    results = data.locator("#upload-results")
+    expect(results).to_contain_text("1 image has a mask already, perhaps that of an earlier image")
+    expect(results.locator("li")).to_have_text([f"00.png: {own_data.with_name('own-masks') / '00.png'}"])
+    expect(picture).to_have_attribute("src", re.compile(f"^(?!{re.escape(shown)}$)."))
+    shown = picture.get_attribute("src") or ""
+    Image.new("RGB", (40, 40), "teal").save(own_data / "00.png")
+    data.locator("#data-again").click()
+    expect(picture).to_have_attribute("src", re.compile(f"^(?!{re.escape(shown)}$)."))
+    shutil.rmtree(own_data.with_name("own-masks"))
 
 
 @pytest.mark.slow
@@ -478,21 +417,6 @@ def test_masks_of_the_former_images_stay_with_them_and_come_back_on_request(
     shutil.rmtree(masks)
 
 
-@pytest.mark.slow  # edges and contrast of every screen are held by test_browser_looks.py
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_phone_by_day_and_night(own_data: Path, browser: Browser, server: Server, photos: Path, scheme: Any):
-    (photos / f"{'long name ' * 12}.mov").write_bytes(MOVIE)
-    with opened(browser, server.url, width=390, scheme=scheme) as page, only_first(page, 4) as held:
-        visit(page, "data")
-        page.get_by_role("button", name="Delete 05.png").click()
-        page.locator("#trash summary").click()
-        choose(page, *photos.iterdir())
-        until_so(page, lambda: len(held) == 3)
-        assert page.evaluate("document.documentElement.scrollWidth") == 390
-        found = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
-        assert [wrong["id"] for wrong in found if wrong["impact"] in ("serious", "critical")] == []
-
-
 # --- what strangers might send ----------------------------------------------------------------------------------------
 
 
@@ -526,13 +450,8 @@ def test_a_chunk_is_taken_from_the_page_alone(client: httpx.Client, server: Serv
     address = f"/uploads/{id}?offset=0"
     with httpx.Client(base_url=server.origin) as stranger:
         assert stranger.put(address, content=image).status_code == 401
-    for headers in (
-        {"origin": "https://evil.example"},
-        {"origin": "null"},
-        {"sec-fetch-site": "cross-site"},
-        {"origin": f"http://127.0.0.1:{server.port + 1}"},
-    ):
-        assert client.put(address, content=image, headers=headers).status_code == 403
+    for origin in ("https://evil.example", f"http://127.0.0.1:{server.port + 1}"):
+        assert client.put(address, content=image, headers={"origin": origin}).status_code == 403
     assert client.put(address, content=image, headers={"host": "evil.example"}).status_code == 400
     assert client.put(address, content=iter([image])).status_code == 411
     assert client.put(address, content=bytes(MOST_CHUNK + 1)).status_code == 413
@@ -556,16 +475,8 @@ def test_a_chunk_is_taken_from_the_page_alone(client: httpx.Client, server: Serv
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"folder": "/etc"}, "/etc: outside "),
-        ({"folder": "{own}/../../../etc"}, "outside "),
-        ({"folder": "{own}/out"}, "outside "),
-        ({"folder": "{own}/../runs"}, "a folder of runs"),
-        ({"folder": "{own}/../runs/drafts"}, "a folder of runs"),
-        ({"folder": "own"}, "not the full path"),
         ({"folder": "/proc/self/root/etc"}, "outside "),
         ({"name": "../probe.png"}, "not the name of a file"),
-        ({"name": "/etc/probe.png"}, "not the name of a file"),
-        ({"name": "a\0.png"}, "not the name of a file"),
         ({"name": "x" * 5000}, "is longer than 4096 characters"),
         ({"size": 0}, "probe.png: empty"),
         ({"size": -5}, "probe.png: empty"),
@@ -580,11 +491,8 @@ def test_a_chunk_is_taken_from_the_page_alone(client: httpx.Client, server: Serv
 def test_a_hostile_beginning_is_refused_with_a_sentence(
     client: httpx.Client, own_data: Path, values: dict[str, Any], said: str
 ):
-    (own_data / "out").symlink_to("/etc")
     before = tree(own_data.parent)
     given = {"folder": str(own_data), "name": "probe.png", "size": 100} | values
-    if isinstance(given["folder"], str):
-        given["folder"] = given["folder"].format(own=own_data)
     assert said in call(client, "begin", file=given)["error"]
     assert tree(own_data.parent) == before
 
@@ -671,20 +579,3 @@ def test_behind_a_proxy_without_a_password_nothing_is_taken(tmp_path: Path, brow
             visit(page, "data")
             page.locator("#upload-why", has_text="Uploads are off").wait_for()
             expect(page.locator("#upload-open")).to_be_hidden()
-
-
-@pytest.mark.slow  # a server of its own
-def test_with_a_password_another_host_uploads(tmp_path: Path):
-    environment = {"SHARDSTUDIO_AUTH": "ada:long enough"}
-    with serving(tmp_path / "runs", "--name", "studio.example", environment=environment) as server:
-        folder, image = make_pictures(tmp_path / "data", 1), png()
-        headers = {"host": "studio.example", "origin": "https://studio.example"}
-        with httpx.Client(base_url=server.origin, headers=headers) as client:
-            assert client.put(f"/uploads/{'0' * 32}-1?offset=0", content=b"x").status_code == 401
-            login = client.post("/login", data={"username": "ada", "password": "long enough"})
-            client.headers["cookie"] = login.headers["set-cookie"].partition(";")[0]
-            id = begun(client, folder, len(image))
-            assert client.put(f"/uploads/{id}?offset=0", content=image).status_code == 200
-            probe = {"folder": str(folder), "name": "probe.png", "size": len(image)}
-            assert call(client, "finish", file=probe)["value"]["name"] == "probe.png"
-        assert (folder / "probe.png").read_bytes() == image

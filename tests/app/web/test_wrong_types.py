@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from app.studio import Studio
 from app.web.answers import answering
 from app.web.pages import files, frame, queue, results, run, runs, samples
 from tests.app.browser import recorded
+from tests.fuzz.target import num_values, with_wrong_type
+from tests.runs import write
 from trainer.run.drawings import Drawing
 from trainer.run.events import (
     CheckpointEvent,
     ErrorEvent,
-    EventWriter,
     ExportEvent,
     LengthEvent,
     PromptsEvent,
@@ -35,35 +35,11 @@ from trainer.run.manifest import sealed
 from trainer.run.process import HIGHEST_PID, Launch
 
 WRONG: tuple[Any, ...] = (
-    "x",
-    "",
-    "1e999",
-    -1,
-    10**400,
-    2**63,
-    1e308,
-    True,
-    None,
-    [],
-    [None],
-    {},
-    {"a": [{}]},
-    [[]] * 3,
+    *("x", "", "1e999", -1, 10**400, 2**63, 1e308, True, None),
+    *([], [None], {}, {"a": [{}]}, [[]] * 3),
 )
 SHARE = 0.01
 """Part of all wrong values in `make test`."""
-
-
-@dataclass(frozen=True)
-class Spot:
-    """A value in a JSON file: its line (None: the file is one value), and the keys that lead to it."""
-
-    file: Path
-    line: int | None
-    keys: tuple[str | int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line or 0}:{'.'.join(map(str, self.keys))}"
 
 
 def make_runs(folder: Path) -> Path:
@@ -71,19 +47,18 @@ def make_runs(folder: Path) -> Path:
     found = folder / "runs"
     mine = recorded(found, "mine")
     run = recorded(found, "attacked", [StatusEvent(state="training", step=40)])
-    with EventWriter(run.events_file) as events:
-        for event in (
-            StageEvent(name="tune", number=1, count=2),
-            LengthEvent(steps=40, epoch_steps=4.0, epoch=1.0),
-            ValidationEvent(step=40, loss=0.5, perplexity=1.5, losses={"a": 0.1}, metrics={"b": 0.1}),
-            PromptsEvent(prompts=("a cat",), instead_of=("a dog",)),
-            CheckpointEvent(path="checkpoints/step-000040"),
-            ExportEvent(path="export/a.safetensors", what="adapter", format="peft", difference=0.1, dtype="bf16"),
-            WarningEvent(message="look"),
-            ErrorEvent(message="it broke", rank=0, log="logs/launch-1.log"),
-            StatusEvent(state="training", step=40, done=1, total=2),
-        ):
-            events.write(event)
+    write(
+        run,
+        StageEvent(name="tune", number=1, count=2),
+        LengthEvent(steps=40, epoch_steps=4.0, epoch=1.0),
+        ValidationEvent(step=40, loss=0.5, perplexity=1.5, losses={"a": 0.1}, metrics={"b": 0.1}),
+        PromptsEvent(prompts=("a cat",), instead_of=("a dog",)),
+        CheckpointEvent(path="checkpoints/step-000040"),
+        ExportEvent(path="export/a.safetensors", what="adapter", format="peft", difference=0.1, dtype="bf16"),
+        WarningEvent(message="look"),
+        ErrorEvent(message="it broke", rank=0, log="logs/launch-1.log"),
+        StatusEvent(state="training", step=40, done=1, total=2),
+    )
     short = f"name: tiny\nmodel: {{family: flux2}}\ndata: {{path: {folder / 'pictures'}, resolution: 64}}\n"
     for one in (mine, run):
         one.config_file.write_text(short)  # read faster than with all defaults
@@ -103,6 +78,8 @@ def make_runs(folder: Path) -> Path:
     drawing = run.path / "drawings" / "20260101-000000"
     drawing.mkdir(parents=True)
     (drawing / "drawing.json").write_text(json.dumps({name: 1 for name in Drawing.__dataclass_fields__}))
+    lines = {json.loads(line)["type"]: line for line in run.events_file.read_text().splitlines()}
+    run.events_file.write_text("".join(f"{line}\n" for line in lines.values()))  # one of each kind
     Studio(found).queue.add(run.config())
     taken = found / "queue" / "taken" / "000001.json"
     taken.write_text(
@@ -111,43 +88,14 @@ def make_runs(folder: Path) -> Path:
     return found
 
 
-def spots(folder: Path) -> Iterator[Spot]:
-    """All values in the JSON files of the run, of each kind of line once."""
+def spots(folder: Path) -> list[tuple[Path, float]]:
+    """All values in the JSON files of the run: the file, and the share of its values that stand before."""
+    found = []
     for file in sorted([*folder.rglob("*.json"), *folder.rglob("*.jsonl")]):
-        seen = set()
-        for number, line in enumerate(file.read_text().splitlines() if file.suffix == ".jsonl" else [None]):
-            value = json.loads(file.read_text() if line is None else line)
-            kind = value.get("type") if isinstance(value, dict) else None
-            if line is not None and kind in seen:
-                continue
-            seen.add(kind)
-            for keys in _paths(value):
-                yield Spot(file.relative_to(folder), None if line is None else number, keys)
-
-
-def _paths(value: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    yield keys
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, part in inner:
-        yield from _paths(part, (*keys, key))
-
-
-def put(file: Path, spot: Spot, wrong: Any) -> None:
-    """Lay a wrong value into the place of one of a file; the checksum of a manifest goes with it."""
-    lines = file.read_text().splitlines() if spot.line is not None else [file.read_text()]
-    at = spot.line or 0
-    value = json.loads(lines[at])
-    if not spot.keys:
-        value = wrong
-    else:
-        holder = value
-        for key in spot.keys[:-1]:
-            holder = holder[key]
-        holder[spot.keys[-1]] = wrong
-    if file.name == "manifest.json" and isinstance(value, dict) and spot.keys != ("checksum",):
-        value = json.loads(sealed({name: part for name, part in value.items() if name != "checksum"}))
-    lines[at] = json.dumps(value, indent=1 if file.name == "manifest.json" else None)
-    file.write_text("\n".join(lines) + "\n")
+        values = [json.loads(line) for line in file.read_text().splitlines()] if file.suffix == ".jsonl" else []
+        count = num_values(values or [json.loads(file.read_text())])
+        found += [(file, (at + 0.5) / count) for at in range(count)]
+    return found
 
 
 def faults(folder: Path) -> list[str]:
@@ -178,33 +126,33 @@ def faults(folder: Path) -> list[str]:
     return found
 
 
-def attacked(folder: Path, spot: Spot, wrong: Any) -> list[str]:
+def attacked(folder: Path, file: Path, where: float, wrong: Any) -> list[str]:
     """The faults with one wrong value. The folder is as before afterwards."""
-    file = folder / "attacked" / spot.file
     before = {path: path.read_bytes() for path in (file, folder / "attacked" / "events.jsonl")}
-    put(file, spot, wrong)
+    content = with_wrong_type(before[file], where, wrong)
+    if file.name == "manifest.json" and isinstance(facts := json.loads(content), dict):
+        checksum = json.loads(before[file])["checksum"]
+        is_own = facts.get("checksum") == checksum  # else the checksum itself is the wrong value
+        content = sealed({name: part for name, part in facts.items() if name != "checksum"}) if is_own else content
+    file.write_bytes(content)
     try:
-        return [f"{spot} = {str(wrong)[:20]}: {fault}" for fault in faults(folder)]
+        return [f"{file} at {where:.4f} = {str(wrong)[:20]}: {fault}" for fault in faults(folder)]
     finally:
-        for path, content in before.items():
-            path.write_bytes(content)
+        for path, former in before.items():
+            path.write_bytes(former)
         shutil.rmtree(folder / "drafts", ignore_errors=True)
 
 
-def test_a_wrong_type_in_a_file_of_a_run_hides_no_other_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "part", [f"1/{int(1 / SHARE)}", *(pytest.param(f"{part}/4", marks=pytest.mark.slow) for part in range(4))]
+)
+def test_no_wrong_type_in_any_file_of_a_run_hides_another_run(tmp_path: Path, part: str) -> None:
     folder = make_runs(tmp_path)
     assert faults(folder) == []
-    every = [(spot, wrong) for spot in spots(folder / "attacked") for wrong in WRONG]
-    chosen = random.Random(0).sample(every, int(SHARE * len(every)))
-    assert [fault for spot, wrong in chosen for fault in attacked(folder, spot, wrong)] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_no_wrong_type_in_any_file_of_a_run_hides_another_run(tmp_path: Path, part: int) -> None:
-    folder = make_runs(tmp_path)
-    every = [(spot, wrong) for spot in spots(folder / "attacked") for wrong in WRONG][part::4]
-    assert [fault for spot, wrong in every for fault in attacked(folder, spot, wrong)] == []
+    every = [(*spot, wrong) for spot in spots(folder / "attacked") for wrong in WRONG]
+    random.Random(0).shuffle(every)
+    first, step = map(int, part.split("/"))
+    assert [fault for one in every[first::step] for fault in attacked(folder, *one)] == []
 
 
 ODD_NAMES: dict[str, Callable[[RunDir], Path]] = {
