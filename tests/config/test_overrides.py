@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.commands import launch_py, preset_folder
 from tests.config.test_generated_configs import LINE, QUICK, THOROUGH
 from trainer.config.fields import all_names
-from trainer.config.load import ConfigError, load_config, load_config_text
+from trainer.config.load import ConfigError, load_config_text
 
 PRESETS = [
     "model: {family: flux2}\ndata: {path: /photos}\nadapter: {type: lora, rank: 4, rank_pattern: {attn.to_q: 8}}\n",
@@ -140,35 +139,3 @@ def test_bytes_of_the_command_line_that_are_not_utf8_are_a_sentence(override: st
         load_config_text(PRESETS[0], [override], Path("preset.yaml"))
     key = override.partition("=")[0]
     assert str(caught.value) == (f"command line: {key}: not UTF-8: holds '\\udcff'; write it as UTF-8, or remove it")
-
-
-def test_another_type_of_adapter_leaves_out_what_only_the_file_s_type_has(tmp_path: Path) -> None:
-    preset = tmp_path / "preset.yaml"
-    preset.write_text(PRESETS[0], encoding="utf-8")
-    loaded = load_config(preset, ["adapter={type: boft, block_size: 4}"])
-    assert loaded.config.adapter.model_dump(include={"type", "block_size"}) == {"type": "boft", "block_size": 4}
-    assert loaded.notes[:2] == (
-        f"{preset}:3: adapter.rank is left out: adapter.type is boft",
-        f"{preset}:3: adapter.rank_pattern is left out: adapter.type is boft",
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("adapter=[1]", "command line: adapter: needs a section with type: "),
-        (
-            "adapter=",
-            "command line: adapter: is empty; give one of its fields, for example adapter.type, or leave it out",
-        ),
-        ("adapter={type: boft, rank: 4}", "command line: adapter.rank: is not a field of adapter.type boft; "),
-        ("train={steps: 1, steps: 2}", "command line: train.steps: is given twice; remove one"),
-        ("train=a: 1\nb: 2", "command line: train.a: unknown field"),
-    ],
-)
-def test_the_command_says_so_and_ends_with_code_2(tmp_path: Path, override: str, sentence: str) -> None:
-    done = launch_py(preset_folder(tmp_path), "--headless", "preset.yaml", override)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr

@@ -44,6 +44,13 @@ def as_lines(rows: Sequence[dict[str, Any]]) -> str:
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
+def as_table(rows: Sequence[dict[str, Any]]) -> bytes:
+    keys = dict.fromkeys(key for row in rows for key in row)
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist([keys | row for row in rows]), file, row_group_size=7)
+    return file.getvalue()
+
+
 WRITERS: dict[str, Callable[[Sequence[dict[str, Any]]], str]] = {
     "a.jsonl": as_lines,
     "lines.json": as_lines,
@@ -52,15 +59,15 @@ WRITERS: dict[str, Callable[[Sequence[dict[str, Any]]], str]] = {
     "objects.json": lambda rows: "\n".join(json.dumps(row, indent=2) for row in rows),
     "a.csv": as_csv,
 }
-NAMES = [*WRITERS, *(f"{name}.gz" for name in WRITERS)]
-QUICK = ("list.json", "a.csv", "a.jsonl.gz")
+NAMES = [*WRITERS, *(f"{name}.gz" for name in WRITERS), "a.parquet"]
+QUICK = ("list.json", "a.csv", "a.jsonl.gz", "a.parquet")
 each_name = pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
 
 
 def write(folder: Path, name: str, rows: Sequence[dict[str, Any]]) -> Path:
-    content = WRITERS[name.removesuffix(".gz")](rows).encode()
+    content = as_table(rows) if name == "a.parquet" else WRITERS[name.removesuffix(".gz")](rows).encode()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     return folder / name
@@ -138,7 +145,7 @@ def test_texts_of_rows_that_are_not_read_are_named_once(tmp_path: Path) -> None:
     row = {"text": "a text with a part", "part": "with a part", "id": "17", "context": "what it is about"}
     write(tmp_path, "a.jsonl", [row] * 3)
     write(tmp_path, "a.csv", [row])
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "b.parquet")
+    write(tmp_path, "a.parquet", [row])
     assert list(warnings_of(DataConfig(path=str(tmp_path)))) == [
         f"{tmp_path}/a.csv and 2 other files: rows hold texts that are not read, under context; move what matters"
     ]
@@ -189,6 +196,7 @@ def test_texts_of_later_rows_that_are_not_read_are_named(tmp_path: Path, name: s
         ("a.jsonl.gz", b"no gzip", ": not a file of gzip, or cut short ("),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], ": not a file of gzip, or cut short ("),
         ("a.csv.gz", gzip.compress(b"text\na\n", mtime=0) + b"rest", ": not a file of gzip, or cut short ("),
+        *(("a.parquet", content, ": not a parquet file, or damaged (") for content in (b"", b"text", b"PAR1" * 9)),
         (
             "a.jsonl.gz",
             gzip.compress(b'{"text": "a"}\n\n{"text": 5}\n', mtime=0),
@@ -297,14 +305,7 @@ def test_one_row_of_another_kind_among_texts_is_found_wherever_it_stands(
     written = {key: json.dumps(value) if table and isinstance(value, list) else value for key, value in last.items()}
     rows = [{"text": f'the "question" {number}'} for number in range(2000)]
     rows.insert(1500, written)
-    if name == "a.parquet":
-        pq.write_table(
-            pa.Table.from_pylist([dict.fromkeys(last) | {"text": None} | row for row in rows]), tmp_path / name
-        )
-        files = [tmp_path / name]
-    else:
-        files = [write(tmp_path, name, rows)]
-    assert kinds(files) == {"text", kind}
+    assert kinds([write(tmp_path, name, rows)]) == {"text", kind}
 
 
 def test_a_key_of_another_kind_within_a_row_does_not_change_the_kind_of_the_row(tmp_path: Path) -> None:

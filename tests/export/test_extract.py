@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -235,17 +233,3 @@ def test_the_launcher_asks_for_what_is_missing(capsys: pytest.CaptureFixture[str
         launch.main(["--extract", "tuned", "--family", "flux1"])
     assert exit.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1] == "launch.py: error: --extract needs --base, --rank, --to"
-
-
-@pytest.mark.slow
-def test_the_launcher_extracts_and_prints_the_file_last(base: Path, tuned: Path, tmp_path: Path) -> None:
-    to = tmp_path / "lora.safetensors"
-    argv = ["--extract", tuned, "--base", base, "--family", "flux1", "--rank", "3", "--to", to]
-    command = [sys.executable, launch.__file__, *map(str, argv)]
-    first = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (first.returncode, first.stdout.splitlines()[-1]) == (0, str(to))
-    second = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (second.returncode, second.stderr.splitlines()[-1]) == (
-        2,
-        f"--to {to}: exists; remove it or name another file",
-    )

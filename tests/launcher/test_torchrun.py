@@ -117,6 +117,12 @@ def make_run(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def run(make_run) -> RunDir:
+    """The folder of a run that is not started."""
+    return make_run("good")[1]
+
+
+@pytest.fixture
 def start(make_run):
     """Start such a run; every one is gone when the test ends."""
     handles = []
@@ -325,8 +331,7 @@ class Touch:
 
 
 @pytest.mark.parametrize("kind", ["a file", "a link to a folder", "a folder"])
-def test_the_store_of_a_former_start_is_gone_at_the_next_and_after_the_end(make_run, tmp_path, kind):
-    _, run = make_run("good")
+def test_the_store_of_a_former_start_is_gone_at_the_next_and_after_the_end(run, tmp_path, kind):
     others = tmp_path / "others"
     others.mkdir()
     (others / "theirs").touch()
@@ -461,8 +466,7 @@ def test_who_starts_a_run_of_several_nodes_is_told_once_what_to_type_on_the_othe
     assert [event.message for event in EventReader(job.events_file).read()] == [""]
 
 
-def test_the_log_of_a_node_never_gets_the_name_of_another_one(make_run):
-    _, run = make_run("good")
+def test_the_log_of_a_node_never_gets_the_name_of_another_one(run):
     for number in (1, 10):
         (run.logs / f"node2-{number}.log").touch()
     assert torchrun._free_node_log(run, 2).name == "node2-11.log"
@@ -502,8 +506,7 @@ def ran_on(run: RunDir, host: str, job: str = "") -> None:
         events.write(StatusEvent(state="training", step=5))
 
 
-def test_a_run_on_another_machine_lives_as_long_as_it_is_heard_of_and_is_never_judged_from_here(make_run):
-    _, run = make_run("good")
+def test_a_run_on_another_machine_lives_as_long_as_it_is_heard_of_and_is_never_judged_from_here(run):
     ran_on(run, "gpu07")
     before = run.events_file.read_bytes()
     assert processes.status(run) == "training"
@@ -525,10 +528,7 @@ def test_a_run_on_another_machine_lives_as_long_as_it_is_heard_of_and_is_never_j
     assert processes.status(run) == "training"
 
 
-def test_a_run_on_another_machine_has_ended_when_it_says_so_or_when_its_slurm_job_was_started_again(
-    make_run, monkeypatch
-):
-    _, run = make_run("good")
+def test_a_run_on_another_machine_has_ended_when_it_says_so_or_when_its_slurm_job_was_started_again(run, monkeypatch):
     ran_on(run, "gpu07", job="4711-0")
     monkeypatch.setenv("SLURM_JOB_ID", "4712")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -544,8 +544,7 @@ def test_a_run_on_another_machine_has_ended_when_it_says_so_or_when_its_slurm_jo
 
 
 @pytest.mark.parametrize("state", ["failed", "training"])
-def test_the_end_of_a_run_elsewhere_is_seen_beside_lines_that_are_cut(make_run, state):
-    _, run = make_run("good")
+def test_the_end_of_a_run_elsewhere_is_seen_beside_lines_that_are_cut(run, state):
     ran_on(run, "gpu07")
     end = json.dumps(vars(StatusEvent(state=state))).encode() + b"\n"
     half = b'{"step": 7, "type": "status", "sta'  # as a machine leaves it that lost its power
@@ -580,24 +579,21 @@ def test_a_folder_of_the_same_name_in_the_current_one_is_not_taken_for_the_train
     assert "RUN_DIR" in done.stdout + done.stderr
 
 
-def test_a_process_id_that_belongs_to_somebody_else_by_now_is_not_the_run(make_run):
-    _, run = make_run("good")
+def test_a_process_id_that_belongs_to_somebody_else_by_now_is_not_the_run(run):
     assert processes.status(run) == "created"
     pretend_it_ran(run, "Killed\n")
     assert not processes.alive(run)
     assert processes.status(run) == "failed"
 
 
-def test_a_run_that_does_not_run_cannot_be_stopped(make_run):
-    _, run = make_run("good")
+def test_a_run_that_does_not_run_cannot_be_stopped(run):
     with pytest.raises(InputError) as error:
         processes.stop(run)
     assert str(error.value) == f"{run.path}: is not running; continue it with --resume"
     assert not run.requested("stop")
 
 
-def test_the_users_mistake_is_told_once_although_every_rank_finds_it(make_run):
-    _, run = make_run("good")
+def test_the_users_mistake_is_told_once_although_every_rank_finds_it(run):
     pretend_it_ran(run, TABLE)
     message = "model.path /m: no transformer/config.json; download it"
     processes.record_mistake(run, 1, message)
@@ -608,8 +604,7 @@ def test_the_users_mistake_is_told_once_although_every_rank_finds_it(make_run):
     assert errors_and_end(run) == [vars(mistake), vars(StatusEvent(time=0, state="failed"))]
 
 
-def test_an_error_of_an_earlier_start_does_not_hide_that_of_the_latest(make_run):
-    _, run = make_run("good")
+def test_an_error_of_an_earlier_start_does_not_hide_that_of_the_latest(run):
     with EventWriter(run.events_file) as events:
         events.write(StatusEvent(state="starting"))
         events.write(ErrorEvent(message="first", step=40))
@@ -653,9 +648,8 @@ Root Cause (first observed failure):
 
 
 @pytest.mark.parametrize(("arguments", "is_run"), [(["sleep", "1000"], True), ([], True), (["sleep", "10"], False)])
-def test_a_process_is_the_runs_own_by_its_arguments_or_while_it_has_none_yet(make_run, monkeypatch, arguments, is_run):
+def test_a_process_is_the_runs_own_by_its_arguments_or_while_it_has_none_yet(run, monkeypatch, arguments, is_run):
     """Once in 1,500 starts they are read before the process has them."""
-    run = make_run("good")[1]
     with subprocess.Popen(["sleep", "1000"]) as process:
         processes.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
         monkeypatch.setattr(psutil.Process, "cmdline", lambda self: arguments)
@@ -677,8 +671,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize(("content", "reason"), DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_launch_file_is_refused_with_a_sentence(make_run, content, reason):
-    _, run = make_run("good")
+def test_a_damaged_launch_file_is_refused_with_a_sentence(run, content, reason):
     pretend_it_ran(run, "Killed\n")
     if isinstance(content, dict):
         content = json.dumps(json.loads(run.launch_file.read_text()) | content)
@@ -698,8 +691,7 @@ def test_a_damaged_launch_file_is_refused_with_a_sentence(make_run, content, rea
     assert run.events_file.read_bytes() == events
 
 
-def test_resume_of_a_run_with_a_damaged_launch_file_ends_with_a_sentence(make_run):
-    _, run = make_run("good")
+def test_resume_of_a_run_with_a_damaged_launch_file_ends_with_a_sentence(run):
     run.launch_file.touch()
     argv = [sys.executable, str(LAUNCH), "--resume", str(run.path)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
@@ -711,8 +703,7 @@ def test_resume_of_a_run_with_a_damaged_launch_file_ends_with_a_sentence(make_ru
     assert processes.status(run) == "created"
 
 
-def test_a_field_of_a_launch_file_that_is_not_known_is_ignored(make_run):
-    _, run = make_run("good")
+def test_a_field_of_a_launch_file_that_is_not_known_is_ignored(run):
     launched = processes.Launch(5, 1.0, ["-m", "trainer", str(run.path)])
     run.launch_file.write_text(json.dumps(asdict(launched) | {"other": [1]}))
     assert processes.Launch.read(run) == launched
@@ -720,8 +711,7 @@ def test_a_field_of_a_launch_file_that_is_not_known_is_ignored(make_run):
 
 
 @pytest.mark.parametrize("name", ["launch-1.log", "tiny_x/attempt_0/0/stderr.log", "tiny_x/attempt_0/0/error.json"])
-def test_a_pipe_in_place_of_a_log_keeps_nobody_waiting(make_run, name):
-    _, run = make_run("good")
+def test_a_pipe_in_place_of_a_log_keeps_nobody_waiting(run, name):
     pretend_it_ran(run, TABLE.replace("3 (local_rank: 1)", "3 (local_rank: 0)"))
     pipe = run.logs / name.replace("tiny_x", f"{run.path.name}-1_x")
     pipe.unlink(missing_ok=True)
@@ -755,8 +745,7 @@ def test_what_lies_in_the_place_of_a_file_that_ranks_write_is_named_before_one_i
 
 
 @pytest.mark.parametrize("tail", ["--bind 127.0.0.1 48123", "-m trainer RUN", "-m trainer OTHER"])
-def test_looking_at_a_strangers_run_folder_ends_no_process_that_is_not_a_rank_of_it(make_run, tail):
-    _, run = make_run("good")
+def test_looking_at_a_strangers_run_folder_ends_no_process_that_is_not_a_rank_of_it(run, tail):
     words = [{"RUN": str(run.path), "OTHER": f"{run.path}-other"}.get(word, word) for word in tail.split()]
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)", *words]) as victim:
         pretend_it_ran(run, "Killed\n")
@@ -768,8 +757,7 @@ def test_looking_at_a_strangers_run_folder_ends_no_process_that_is_not_a_rank_of
         victim.kill()
 
 
-def test_a_strangers_launch_file_that_names_another_process_ends_it_neither(make_run):
-    _, run = make_run("good")
+def test_a_strangers_launch_file_that_names_another_process_ends_it_neither(run):
     argv = [sys.executable, "-c", "import time; time.sleep(100)"]
     with subprocess.Popen(argv) as victim:
         processes.Launch.of(victim, argv).write(run)
@@ -843,8 +831,7 @@ def test_a_run_whose_container_has_ended_goes_on_at_once_in_the_next(make_run, t
     assert run.events_file.read_bytes() == before
 
 
-def test_a_run_of_before_the_machine_was_started_anew_has_failed(make_run):
-    _, run = make_run("good")
+def test_a_run_of_before_the_machine_was_started_anew_has_failed(run):
     argv = ["-m", "trainer", str(run.path)]
     processes.Launch(os.getpid(), 1.0, argv, pid_namespace=1, boot_id="of the former start").write(run)
     with EventWriter(run.events_file) as events:
@@ -890,8 +877,7 @@ See https://nanobind.readthedocs.io/en/latest/refleaks.html
 
 
 @pytest.mark.parametrize("after", ["\n", LEAKED])
-def test_a_rank_that_ended_before_it_could_record_an_error_speaks_by_its_last_line(make_run, after):
-    _, run = make_run("good")
+def test_a_rank_that_ended_before_it_could_record_an_error_speaks_by_its_last_line(run, after):
     pretend_it_ran(run, TABLE)
     log = rank_log(run, 0, f"Traceback:\nModuleNotFoundError: No module named 'peft'\n{after}")
     assert error_of(run) == (
@@ -900,8 +886,7 @@ def test_a_rank_that_ended_before_it_could_record_an_error_speaks_by_its_last_li
     )
 
 
-def test_after_restarts_the_last_attempt_counts(make_run):
-    _, run = make_run("good")
+def test_after_restarts_the_last_attempt_counts(run):
     pretend_it_ran(run, TABLE)
     for attempt in range(11):
         log = rank_log(run, attempt, f"RuntimeError: attempt {attempt}\n")
@@ -939,25 +924,22 @@ def test_after_restarts_the_last_attempt_counts(make_run):
     ],
     ids=["disk", "port", "nan", "nccl", "nobody joined", "first node not found"],
 )
-def test_a_known_error_comes_with_its_remedy(make_run, message, remedy):
-    _, run = make_run("good")
+def test_a_known_error_comes_with_its_remedy(run, message, remedy):
     pretend_it_ran(run, "")
     recorded = {"message": {"message": message, "extraInfo": {"py_callstack": "...", "timestamp": "1795153696"}}}
     log = rank_log(run, 0, "", error=json.dumps(recorded))
     assert error_of(run) == f"error: rank 1, step 0: {message}\n  what to do: {remedy}\n  log: {log}"
 
 
-def test_an_error_file_of_one_of_several_nodes_names_no_rank(make_run):
+def test_an_error_file_of_one_of_several_nodes_names_no_rank(run):
     """Its folder is named by the rank on that node."""
-    _, run = make_run("good")
     pretend_it_ran(run, "")
     log = rank_log(run, 0, "", error=json.dumps({"message": {"message": "RuntimeError: no"}}))
     (run.logs / f"{run.path.name}-1_def" / "attempt_0" / "0").mkdir(parents=True)
     assert error_of(run) == f"error: RuntimeError: no\n  what to do: read the end of the log\n  log: {log}"
 
 
-def test_of_several_nodes_the_logs_of_the_latest_start_count(make_run):
-    _, run = make_run("good")
+def test_of_several_nodes_the_logs_of_the_latest_start_count(run):
     for node, age_s in (("abc", 60), ("def", -1)):
         folder = run.logs / f"{run.path.name}_{node}" / "attempt_0" / "1"
         folder.mkdir(parents=True)
@@ -972,8 +954,7 @@ def test_of_several_nodes_the_logs_of_the_latest_start_count(make_run):
     )
 
 
-def test_an_error_file_cut_short_by_a_full_disk_gives_way_to_the_log(make_run):
-    _, run = make_run("good")
+def test_an_error_file_cut_short_by_a_full_disk_gives_way_to_the_log(run):
     pretend_it_ran(run, "")
     log = rank_log(run, 0, "OSError: [Errno 28] No space left on device\n", error='{"message": {"mess')
     assert error_of(run) == (
@@ -983,9 +964,8 @@ def test_an_error_file_cut_short_by_a_full_disk_gives_way_to_the_log(make_run):
     )
 
 
-def test_an_error_that_could_not_be_written_is_that_of_the_disk(make_run, monkeypatch):
+def test_an_error_that_could_not_be_written_is_that_of_the_disk(run, monkeypatch):
     """The error file and the log are empty, for they lie on the disk that is full."""
-    _, run = make_run("good")
     pretend_it_ran(run, "")
     log = rank_log(run, 0, "", error="")
     unknown = "exited while writing its error file"
@@ -1013,8 +993,7 @@ def test_an_error_that_could_not_be_written_is_that_of_the_disk(make_run, monkey
     assert unnamed.remedy == found.remedy
 
 
-def test_torchrun_that_fails_by_itself_is_told_without_a_rank(make_run):
-    _, run = make_run("good")
+def test_torchrun_that_fails_by_itself_is_told_without_a_rank(run):
     pretend_it_ran(run, "Traceback:\ntorch.distributed.elastic.rendezvous.api.RendezvousConnectionError: no store\n")
     assert error_of(run) == (
         "error: torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: no store\n"

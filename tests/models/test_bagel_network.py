@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
-from tests.parallel.fsdp_calls import check_calls
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.distributed.world import World
 from trainer.models.parts.bagel.bagel_network import (
@@ -40,6 +39,7 @@ from trainer.models.parts.bagel.bagel_packing import (
     unpatched,
 )
 from trainer.models.parts.folder import fill_random
+from trainer.parallel.fsdp_rules import weight_problems
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.parallelize import ShardSpec, blocks_of, parallelize
 from trainer.weights.files import WeightFiles, read_tensor
@@ -342,7 +342,7 @@ def test_a_batch_without_pictures_or_without_latents_still_reaches_every_weight(
 
 def test_fsdp2_can_follow_every_call_of_it() -> None:
     model = made()
-    check_calls(model, blocks_of(model, BLOCKS), (), lambda: loss_of(model, [BOTH]))
+    assert weight_problems(model, blocks_of(model, BLOCKS), lambda: loss_of(model, [BOTH])) == []
 
 
 def test_all_of_it_is_sharded_block_by_block() -> None:

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
-from tests.parallel.fsdp_calls import check_calls
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.distributed.world import World
 from trainer.models.parts.language.next_token import (
@@ -23,6 +22,7 @@ from trainer.models.parts.language.next_token import (
     restarting_positions,
 )
 from trainer.models.parts.language.tiny_configs import tiny_config
+from trainer.parallel.fsdp_rules import weight_problems
 from trainer.parallel.load import fill_rows
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.parallelize import ShardSpec, blocks_of, parallelize
@@ -209,7 +209,7 @@ def test_fsdp2_can_follow_every_call(kind: str) -> None:
     model = made(kind)
     units = blocks_of(model, block_names(model))
     assert len(units) == SIZES["num_hidden_layers"]
-    check_calls(model, units, (), lambda: loss_of(model, packed()))
+    assert weight_problems(model, units, lambda: loss_of(model, packed())) == []
 
 
 def rows() -> list[dict[str, Tensor]]:

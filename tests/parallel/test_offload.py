@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.pairs.array import covering
-from tests.runs import in_two_parts, make_pictures, make_run, run_config, steps_of, train
+from tests.runs import make_pictures, make_run, run_config, steps_of
 from trainer.config.recompute import Recompute
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
@@ -459,32 +459,3 @@ def test_other_ways_to_gather_and_to_compute_train_the_same(bench: Bench, change
     for other in found:
         assert other.losses == plain.losses
         assert same(list(other.weights.values()), list(plain.weights.values()))
-
-
-@pytest.mark.slow
-def test_blocks_are_compiled_and_offloaded_on_one_rank(bench: Bench) -> None:
-    compare(bench, 1, "none", (0.5, 1.0), train__compile=True, train__compile_backend="aot_eager", **NF4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["none", "full"])
-def test_a_run_that_stopped_goes_on_bit_for_bit_and_draws_the_same_samples(bench: Bench, strategy: str) -> None:
-    prompts = {"sample__every": 2, "sample__prompts": ["a"], "sample__steps": 2, "sample__size": [64, 64]}
-    changes = NF4 | prompts | {"data__validation": 1, "data__validation_every": 2, "train__steps": 5}
-    ranks = 2 if strategy == "full" else 1
-    (plain, host) = bench.runs([bench.config(ranks, strategy, share, **changes) for share in (0, 1.0)])
-    whole = run_ranks(ranks, train, *plain)[0]
-    first, rest = run_ranks(ranks, in_two_parts, *host)[0]
-    assert [*first, *rest.losses] == whole.losses
-    assert same(list(rest.weights.values()), list(whole.weights.values()))
-    drawn = [{file.name: file.read_bytes() for file in run.samples.glob("*.png")} for _, run in (plain, host)]
-    assert drawn[0].keys() >= drawn[1].keys()
-    assert drawn[1]
-    assert all(drawn[0][name] == content for name, content in drawn[1].items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["flux1", "sdxl", "sd3", "bagel"])
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "none"), (2, "full")])
-def test_blocks_of_other_models_train_the_same(bench: Bench, family: str, ranks: int, strategy: str) -> None:
-    compare(bench, ranks, strategy, (0.5, 1.0), model={"family": family, "path": "tiny"}, **NF4)

@@ -1,6 +1,6 @@
 """Whether a model calls its parts in a way that FSDP2 can follow, found out before it is sharded.
 
-`weight_problems` asks any network, in every sharded run of one. Our own have further rules, which the tests check.
+`weight_problems` asks any network, in every sharded run of one; the tests ask it of our own.
 
 FSDP2 gathers a module's weights when its `forward`, or a method registered beside it, is entered, frees them when it
 returns, and hooks itself to the tensors that come out. Parameters used outside these entry points fail

