@@ -162,10 +162,13 @@ def test_an_index_that_another_process_holds_is_gone_without(
     assert Index(folder).all("kind") == KEPT
 
 
-def test_a_record_that_is_too_long_costs_no_other(folder: Path, caplog: pytest.LogCaptureFixture):
-    Index(folder).put("kind", {"c": bytes(10**9)})
+def test_a_record_that_is_too_long_costs_no_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(index, "LONGEST", 9)
+    Index(folder).put("kind", {"c": b"ten bytes."})
     assert caplog.messages == [
-        f"{folder / NAME}: not used (a record is longer than 900000000 bytes); what it holds is read again"
+        f"{folder / NAME}: not used (a record is longer than 9 bytes); what it holds is read again"
     ]
     assert Index(folder).all("kind") == KEPT
 
