@@ -1,4 +1,4 @@
-"""How browsers get the scripts of the page: each file as a module, and nothing else of its folder."""
+"""How browsers get the scripts of the page, each file as a module and nothing else, and what is left of its styles."""
 
 from __future__ import annotations
 
@@ -86,7 +86,10 @@ RULE = re.compile(r"([^{}]+)\{([^{}]*)\}")
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
 def test_a_border_of_a_variable_colour_is_not_changed_in_part(style):
-    """`border: solid var(--x)` with a `border-width` after it is written anew without its colour: it becomes black."""
+    """`border: solid var(--x)` with a `border-width` after it is written anew without its colour: it becomes black.
+
+    Gradio writes each rule of a style anew as the browser parsed it. See DECISIONS 155.
+    """
     text = re.sub(r"/\*.*?\*/", "", style.read_text(encoding="utf-8"), flags=re.DOTALL)
     for selector, body in RULE.findall(text):
         names = re.findall(r"(?:^|;)\s*(border(?:-width|-style|-color|-top|-right|-bottom|-left)?)\s*:", body)
