@@ -454,6 +454,24 @@ def test_an_upload_that_its_folder_has_no_room_for_is_finished_later(store: Stor
     assert store.send("a.png", content) == "+a.png"
 
 
+def test_a_file_that_is_cancelled_while_another_window_finishes_it_is_there_or_not(store: Store):
+    content = encoded("BMP", (300, 300))
+    for number in range(20):
+        id = store.begin(f"{number}.bmp", len(content))
+        store.uploads.append(id, 0, content)
+        said: list[str] = []
+
+        def finish(id: str = id, said: list[str] = said) -> None:
+            try:
+                said.append(store.finish(id).name)
+            except InputError as error:
+                said.append(str(error))
+
+        at_once(finish, partial(store.uploads.cancel, id))
+        assert said == [f"{number}.bmp"] if (store.data / f"{number}.bmp").exists() else "cancelled" in said[0]
+    assert list(store.state.glob("*.part")) == []
+
+
 def test_a_chunk_that_does_not_follow_is_refused_with_the_right_place(store: Store):
     content = encoded(size=(900, 900), mode="RGB")
     id = store.begin("a.png", len(content))

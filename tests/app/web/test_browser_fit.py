@@ -80,6 +80,24 @@ def test_a_change_of_the_form_takes_the_proposals_away_until_they_are_searched_a
     assert panel.locator("#fit-search").is_disabled()
 
 
+def test_undo_leaves_what_was_changed_after_and_goes_with_the_preset(panel: Page, draft: Path):
+    panel.locator("#fit-search").click()
+    panel.get_by_role("button", name="Take this").first.click()
+    undo = panel.locator("#fit-said").get_by_role("button", name="Undo")
+    undo.wait_for()
+    panel.evaluate("studio.call('new_edit', { edits: { 'quantize.format': 'nf4' } })")  # as another window does
+    undo.click()
+    panel.locator("#fit-said", has_text="Not undone, as it was changed after: Base quantization.").wait_for()
+    assert values(draft) == {"quantize.format": "nf4"}
+    panel.locator("#fit-search").click()
+    panel.get_by_role("button", name="Take this").first.click()
+    undo.wait_for()
+    panel.locator("#presets [data-preset=flux2-dev-lora-8gpu]").click()
+    panel.locator("#presets .on[data-preset=flux2-dev-lora-8gpu]").wait_for()
+    assert panel.locator("#fit-said").inner_text() == ""
+    assert values(draft) == {}
+
+
 def test_a_double_click_takes_once_and_can_be_undone(panel: Page, draft: Path):
     panel.locator("#fit-search").click()
     panel.get_by_role("button", name="Take this").first.evaluate("button => { button.click(); button.click(); }")

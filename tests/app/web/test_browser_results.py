@@ -171,6 +171,24 @@ def test_one_drawing_at_a_time_is_seen_by_every_window_and_goes_on_without_the_d
             place.locator("#draw:enabled").wait_for()
 
 
+def test_two_windows_that_draw_at_once_say_why_only_one_does(browser: Browser, page: Page, site: Site):
+    with opened(browser, site.server.url) as other:
+        watch(other, site.run.path.name)
+        dialogs = [open_dialog(window, "draw") for window in (page, other)]
+        for dialog in dialogs:
+            dialog.locator("#draw:enabled").wait_for()
+            dialog.locator("#draw-prompt").fill("two houses")
+        for window in (page, other):
+            window.evaluate("document.querySelector('#draw-dialog #draw').click()")
+        until_so(page, lambda: sum(dialog.get_by_role("alert").count() for dialog in dialogs) == 1)
+        [refused] = [dialog for dialog in dialogs if dialog.get_by_role("alert").count()]
+        assert "another drawing is running; wait until it is done" in refused.inner_text()
+        refused.locator("#draw-state", has_text="Generating twice").wait_for()
+        refused.locator("#stop-drawing").click()
+        for dialog in dialogs:
+            dialog.locator("#draw-state", has_text="The drawing was stopped.").wait_for()
+
+
 def test_the_dialogs_lie_within_a_phones_screen(page: Page):
     page.set_viewport_size({"width": 390, "height": 844})
     for kind in ("draw", "upload"):

@@ -295,6 +295,13 @@ def test_masks_survive_another_windows_edit_while_the_folder_is_typed(window: Wi
     assert window.call("edit", edits={"data.path": "/ab"})["left_images"]["edits"] == {"data.masks": "/of-a"}
 
 
+def test_masks_that_a_reset_took_are_not_left_behind_by_the_next_edit(window: Window, studio: Studio):
+    studio.save_draft(Draft(studio.draft().preset, {"data.path": "/a", "data.masks": "/of-a"}))
+    window.type("data.path", "/ab", typing=True)
+    window.call("reset")
+    assert window.call("edit", edits={"train.steps": "7"})["left_images"]["labels"] == []
+
+
 def test_a_preset_that_is_gone_is_named(window: Window, studio: Studio):
     window.call("preset", name="own")
     studio.preset("own").unlink()
