@@ -202,6 +202,19 @@ def step_numbers(trainer: Trainer) -> StepNumbers:
     return trainer.numbers
 
 
+def step_with_gradients(trainer: Trainer) -> tuple[StepNumbers, dict[str, Tensor]]:
+    """Do a step, and return the gradients that the optimizer was given."""
+    seen: dict[str, Tensor] = {}
+
+    def note(*_: object) -> None:
+        seen.update({name: p.grad.clone() for name, p in trainer.trainables.items() if p.grad is not None})
+
+    hook = trainer.optimizer.register_step_pre_hook(note)
+    numbers = step_numbers(trainer)
+    hook.remove()
+    return numbers, seen
+
+
 def stopped_after(world: World, cfg: RunConfig, run: RunDir, steps: int) -> list[float]:
     """Train some steps and save. Returns their losses."""
     events: list[AnyEvent] = []

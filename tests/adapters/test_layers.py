@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from lycoris.modules.lokr import LokrModule
 from torch import Tensor, nn
 
 from tests.adapters.nets import (
@@ -126,6 +127,17 @@ def test_a_model_whose_adapter_is_switched_off_is_its_base_bit_for_bit(family: M
         raise KeyError
     assert torch.equal(outputs(adapted, inputs), with_adapter)
     assert not torch.equal(with_adapter, before)
+
+
+@pytest.mark.parametrize("full_matrix", [True, False])
+@pytest.mark.parametrize("rank", [1, 4, 16])
+def test_factors_of_a_lokr_are_whole_and_not_scaled_where_those_of_lycoris_are(rank: int, full_matrix: bool) -> None:
+    """Without `full_matrix` both are whole at rank 16, and those of the convolution at rank 4."""
+    adapted, plain = net(LokrAdapter(rank=rank, conv_rank=rank, alpha=1, full_matrix=full_matrix)), plain_net()
+    for name, layer in adapted.trained().items():
+        theirs = LokrModule(name, plain.get_submodule(name), lora_dim=rank, alpha=1, full_matrix=full_matrix)
+        assert layer.scale == theirs.scale
+        theirs.load_state_dict({f"lokr_{n}": tensor for n, tensor in layer.tensors.items()} | {"alpha": theirs.alpha})
 
 
 def test_without_an_alpha_a_stabilized_scale_is_the_root_of_the_rank() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
-from tests.runs import Outcome, difference, make_pictures, make_run, run_config, train
+from tests.runs import difference, make_pictures, make_run, run_config
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.metrics.memory import full_bytes, local_bytes
@@ -47,11 +47,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(root: Path, **changes: Any) -> RunConfig:
     base: dict[str, Any] = {"quantize__format": "nf4", "train__steps": 2, "export__what": "none"}
     return run_config(root / "pictures", **base | {"parallel__devices": 2, "parallel__strategy": "full"} | changes)
-
-
-def on_two(root: Path, name: str, **changes: Any) -> Outcome:
-    cfg = config(root, **changes)
-    return run_ranks(2, train, cfg, make_run(root, cfg, name))[0]
 
 
 class Gathered(TorchDispatchMode):
@@ -163,15 +158,6 @@ def test_rows_that_the_ranks_do_not_divide_are_loaded_and_gathered_exactly(tmp_p
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     for found in run_ranks(ranks, ragged, tmp_path / "model.safetensors"):
         assert found == [(True, True, True)] * len(FORMATS)
-
-
-@pytest.mark.slow
-def test_samples_between_the_steps_change_nothing(root: Path) -> None:
-    prompts = {"sample__prompts": ["a", "b"], "sample__steps": 2, "sample__size": [64, 64]}
-    drawn = on_two(root, "drawn", sample__every=1, **prompts)
-    plain = on_two(root, "not-drawn", sample__every=0, **prompts)
-    assert drawn.losses == plain.losses
-    assert difference(drawn.weights, plain.weights) == 0
 
 
 def saved_state(world: World, cfg: RunConfig, run: RunDir, folder: Path) -> dict[str, Tensor]:

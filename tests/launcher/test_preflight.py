@@ -54,8 +54,6 @@ def folder(tmp_path: Path, pictures: Path) -> Path:
     ("damage", "message"),
     [
         (preset_with("rank: 4", "rnk: 4"), "preset.yaml:6: adapter.rnk: unknown field; did you mean 'rank'?"),
-        (preset_with("steps: 2", "steps: many"), "preset.yaml:11: train.steps: needs a whole number, not 'many'"),
-        (preset_with("steps: 2", "steps: 0"), "preset.yaml:11: train.steps: is 0, must be >= 1 and <= 10000000 steps"),
         (
             preset_with("strategy: full", "strategy: ddp\n  cpu_offload: true"),
             "preset.yaml:18: parallel.cpu_offload: true needs parallel.strategy full, grad_op or hybrid, not ddp",
@@ -88,7 +86,7 @@ def folder(tmp_path: Path, pictures: Path) -> Path:
             "or set data.bad_image: warn",
         ),
     ],
-    ids=["key", "type", "value", "rule", "preset", "dataset", "empty", "caption", "utf8", "megabyte", "header"],
+    ids=["key", "rule", "preset", "dataset", "empty", "caption", "utf8", "megabyte", "header"],
 )
 def test_what_is_found_before_a_rank_is_started_leaves_nothing_behind(folder, damage, message):
     damage(folder)
@@ -97,17 +95,6 @@ def test_what_is_found_before_a_rank_is_started_leaves_nothing_behind(folder, da
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == message.format(folder=folder) + "\n"
     assert sorted(folder.rglob("*")) == before
-
-
-def test_all_that_is_wrong_is_told_at_once(folder):
-    preset_with("rank: 4", "rnk: 4")(folder)
-    done = launch_py(folder, "--headless", "preset.yaml", "optim.lr=fast", "train.steps=0")
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        "preset.yaml:6: adapter.rnk: unknown field; did you mean 'rank'?",
-        "command line: optim.lr: needs a number, not 'fast'",
-        "command line: train.steps: is 0, must be >= 1 and <= 10000000 steps",
-    ]
 
 
 def test_a_rendezvous_port_that_another_program_holds_is_told_before_anybody_waits_for_it(folder):
@@ -129,14 +116,6 @@ def truncated(folder) -> Path:
 
 
 UNREADABLE = "{file}: cannot be read (image file is truncated); replace or remove it"
-
-
-@pytest.mark.slow
-def test_a_truncated_image_that_only_a_rank_can_find_stops_the_run(folder, truncated):
-    done = launch_py(folder, "--headless", "preset.yaml", "parallel.devices=1")
-    assert done.returncode == 2
-    assert done.stdout.splitlines()[-1] == "failed"
-    assert done.stderr == f"error: {UNREADABLE.format(file=truncated)}, or set data.bad_image: warn\n"
 
 
 @pytest.mark.slow
@@ -200,13 +179,3 @@ def test_weights_that_are_not_those_of_the_model_are_refused(folder, model, dama
     with pytest.raises(InputError) as error:
         train(alone(), cfg, make_run(folder, cfg, "fox"))
     assert str(error.value) == message.format(model=model)
-
-
-@pytest.mark.slow
-@OTHER_WEIGHTS
-def test_weights_that_are_not_those_of_the_model_stop_the_run(folder, model, damage, message):
-    damage_weights(model, damage)
-    done = launch_py(folder, "--headless", "preset.yaml", "model.path=model")
-    assert done.returncode == 2
-    assert done.stdout.splitlines()[-1] == "failed"
-    assert done.stderr == f"error: {message.format(model=model)}\n"

@@ -14,20 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed import run_ranks
 from tests.models.common import batch_of, edit_json, examples, make, picture, question_of
 from tests.runs import (
-    Outcome,
     alone,
     difference,
-    make_pictures,
     make_run,
     make_text,
     run_config,
     step_numbers,
     steps_of,
     text_config,
-    train,
 )
 from trainer import adapters
 from trainer.config.schema import RunConfig
@@ -413,35 +409,6 @@ def test_a_run_repeats_goes_on_and_is_the_same_in_passes_of_any_size_and_with_re
         found, moved, _ = runs.trained(name, **other)
         assert found == pytest.approx(losses, abs=0, rel=TOLERANCE)
         assert difference(moved, weights) <= 10 * TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", RUNS)
-def test_two_ranks_train_what_one_trains(text: Path, kind: str) -> None:
-    runs = Runs(kind, text, RUNS[kind])
-    losses, weights, _ = runs.trained("alone")
-    found = run_ranks(2, train, *runs.run("ranks", parallel__devices=2, parallel__strategy="full"))[0]
-    assert found.losses == pytest.approx(losses, abs=0, rel=TOLERANCE)
-    assert difference(found.weights, weights) <= 10 * TOLERANCE
-
-
-@pytest.mark.slow
-def test_windows_of_a_caption_drop_the_same_in_passes_of_any_size_and_on_any_number_of_ranks(tmp_path: Path) -> None:
-    pictures = make_pictures(tmp_path / "pictures", 4)
-    parts = dict.fromkeys(families.get("sdxl").components, "adapter")
-    model = {"family": "sdxl", "options": {"text_windows": 2}, "train": parts}
-
-    def trained(ranks: int, micro_batch: int) -> Outcome:
-        changes = {"train__micro_batch": micro_batch, "parallel__devices": ranks, "adapter__dropout": 0.1}
-        strategy = "none" if ranks == 1 else "full"
-        cfg = run_config(pictures, model=model, optim__eps=1e-4, parallel__strategy=strategy, **changes)
-        return run_ranks(ranks, train, cfg, make_run(tmp_path, cfg, f"{ranks}-{micro_batch}"))[0]
-
-    expected = trained(1, 1)
-    for ranks, micro_batch in ((1, 4), (2, 1), (2, 2)):
-        found = trained(ranks, micro_batch)
-        assert found.losses == pytest.approx(expected.losses, abs=0, rel=TOLERANCE)
-        assert difference(found.weights, expected.weights) <= 10 * TOLERANCE
 
 
 def test_the_adapters_own_dropout_is_on_in_training_and_off_in_validation(text: Path) -> None:

@@ -2,14 +2,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from diffusers import FluxPipeline, FluxTransformer2DModel
+from diffusers import FluxTransformer2DModel
 from safetensors.torch import save_file
 from transformers import CLIPTextModel
 
 from tests.models.common import assert_diffusers_reads_the_layout, edit_json, load, make
-from trainer.models.families.flux1 import Flux1, image_ids
-from trainer.models.parts.image.images import pack, patchify, unpack, unpatchify
+from trainer.models.families.flux1 import Flux1
 
 
 @pytest.fixture(scope="module")
@@ -24,17 +22,6 @@ def copied(dev, tmp_path) -> Path:
 
 
 # Recipe: equal to diffusers' own pipeline
-
-
-def test_tokens_of_latents_equal_the_pipelines_and_come_back():
-    latents = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
-    tokens = pack(patchify(latents))
-    assert tokens.equal(FluxPipeline._pack_latents(latents, 2, 4, 6, 8))
-    assert unpatchify(unpack(tokens, 3, 4)).equal(latents)
-
-
-def test_image_ids_equal_the_pipelines():
-    assert image_ids(3, 5).equal(FluxPipeline._prepare_latent_image_ids(1, 3, 5, "cpu", torch.int64))
 
 
 # Model

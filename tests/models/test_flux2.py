@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline, Flux2Pipeline
+from diffusers import Flux2KleinPipeline
 from diffusers.pipelines.flux2 import pipeline_flux2
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
@@ -14,10 +14,9 @@ from torch import nn
 
 from tests.models.common import SAME, edit_json, load, make, model_of, refusal, without_bar
 from trainer.config.models import published_models
-from trainer.models.families.flux2 import ARCHITECTURES, Flux2, image_ids, text_ids
+from trainer.models.families.flux2 import ARCHITECTURES, Flux2
 from trainer.models.objectives.flow_matching import empirical_mu
 from trainer.models.parts.folder import write_once
-from trainer.models.parts.image.images import pack, patchify, unpack, unpatchify
 from trainer.system.errors import InputError
 from trainer.weights.files import WeightFiles
 
@@ -54,27 +53,6 @@ def error_of(cache: Path, *args, **options) -> str:
 
 
 # Recipe: equal to diffusers' own pipelines
-
-
-@pytest.mark.parametrize(("height", "width"), [(2, 2), (4, 6), (10, 2)])
-def test_patchified_and_packed_latents_equal_the_pipelines_and_come_back(height, width):
-    latents = torch.randn(2, 4, height, width, generator=torch.Generator().manual_seed(0))
-    patches = Flux2Pipeline._patchify_latents(latents)
-    assert patchify(latents).equal(patches)
-    assert pack(patches).equal(Flux2Pipeline._pack_latents(patches))
-    assert unpack(pack(patches), height // 2, width // 2).equal(patches)
-    assert unpatchify(patches).equal(latents)
-
-
-def test_unpacked_tokens_equal_the_pipelines_scatter_by_ids():
-    tokens = torch.randn(1, 15, 16, generator=torch.Generator().manual_seed(0))
-    scattered = Flux2Pipeline._unpack_latents_with_ids(tokens, image_ids(3, 5).unsqueeze(0))
-    assert unpack(tokens, 3, 5).equal(scattered)
-
-
-def test_image_and_text_ids_equal_the_pipelines():
-    assert image_ids(3, 5).equal(Flux2Pipeline._prepare_latent_ids(torch.zeros(1, 16, 3, 5))[0])
-    assert text_ids(7).equal(Flux2Pipeline._prepare_text_ids(torch.zeros(1, 7, 8))[0])
 
 
 @pytest.mark.parametrize("layers", [(1, 2, 3), (0, 2, 4)], ids=["tiny's layers", "embeddings and normed last"])
@@ -184,13 +162,6 @@ def test_of_processes_that_write_a_folder_at_once_the_first_wins_and_nothing_els
 
 
 # Errors
-
-
-def test_a_folder_without_model_is_refused_with_what_was_expected(cache):
-    assert error_of(cache, "/models/flux2") == (
-        "model.path /models/flux2: no transformer/config.json; expected a diffusers folder. "
-        "Download it or set model.path: tiny"
-    )
 
 
 @pytest.mark.parametrize(

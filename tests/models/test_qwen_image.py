@@ -6,7 +6,7 @@ from diffusers import QwenImagePipeline
 from safetensors.torch import load_file, save_file
 
 from tests.models.common import edit_json, load, make, without_bar
-from trainer.models.families.qwen_image import TEMPLATE, TEMPLATE_TOKENS, QwenImage
+from trainer.models.families.qwen_image import QwenImage
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +26,6 @@ def copied(family, tmp_path) -> Path:
 
 
 # Recipe: equal to diffusers' own pipeline
-
-
-def test_the_template_and_its_length_are_the_pipelines(pipeline):
-    assert pipeline.prompt_template_encode == TEMPLATE
-    assert pipeline.prompt_template_encode_start_idx == TEMPLATE_TOKENS
 
 
 def test_the_language_model_is_found_in_files_and_configs_of_both_ages(cache, family, copied):

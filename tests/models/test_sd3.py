@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers import StableDiffusion3Pipeline
 
-from tests.models.common import SAME, edit_json, load, make, model_of, refusal, without_bar
+from tests.models.common import SAME, edit_json, load, make, refusal, without_bar
 from trainer.models.families.sd3 import Sd3
 
 
@@ -57,14 +57,6 @@ def test_a_folder_is_known_by_its_architecture_and_named_by_it_in_exported_files
     edit_json(copied / "transformer" / "config.json", **blocks)
     family = make("sd3", cache, str(copied), architecture="sd35-medium")
     assert family.model_spec == "stable-diffusion-3-5-medium"
-
-
-def test_position_embeddings_are_read_from_the_file(family):
-    weights = model_of(family)["transformer"].state_dict()["pos_embed.pos_embed"]
-    assert weights.shape == (1, 32 * 32, 32)
-    assert weights.equal(
-        SD3Transformer2DModel.from_pretrained(family.folder, subfolder="transformer").pos_embed.pos_embed
-    )
 
 
 # Errors

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from tests.audit.families import REFERENCES
 from tests.audit.reference import Draws
-from tests.distributed import run_ranks
 from tests.models.common import (
     SAME,
     assert_original_file_is_read,
@@ -31,9 +30,9 @@ from tests.models.common import (
     refusal,
     without_bar,
 )
-from tests.runs import alone, difference, make_pictures, make_run, run_config, train
+from tests.models.test_published import published
+from tests.runs import run_config
 from trainer.adapters import adapted_layers
-from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig, ModelOptions, ObjectiveConfig, SampleConfig
 from trainer.export.metadata import adapter_metadata
 from trainer.models.families.sdxl import ARCHITECTURES, Sdxl
@@ -43,18 +42,6 @@ from trainer.weights.files import read_tensor
 
 CAPTIONS = ["a red fox", "", "a long caption " * 40, "100% of <|endoftext|> & é!"]
 MIXES = [("text_encoder",), ("text_encoder_2",), ("text_encoder", "text_encoder_2")]
-PUBLISHED = {
-    "block_out_channels": [320, 640, 1280],
-    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
-    "layers_per_block": 2,
-    "transformer_layers_per_block": [1, 2, 10],
-    "attention_head_dim": [5, 10, 20],
-    "cross_attention_dim": 2048,
-    "addition_time_embed_dim": 256,
-    "projection_class_embeddings_input_dim": 2816,
-    "norm_num_groups": 32,
-}
 
 
 @pytest.fixture(scope="module")
@@ -97,23 +84,6 @@ def conditions(family: Sdxl, caption: str) -> tuple[Tensor, Tensor]:
 
 
 # Recipe: equal to diffusers' own pipeline
-
-
-@pytest.mark.parametrize("caption", CAPTIONS)
-def test_states_and_pooled_text_equal_those_of_the_whole_encoders_in_the_pipeline(sdxl, reference, caption):
-    found = sdxl.encode_text(sdxl.text_encoder(load), caption)
-    expected = reference.text(caption)
-    for key, tensor in expected.items():
-        torch.testing.assert_close(found[key], tensor, **SAME)
-    assert [tuple(tensor.shape) for tensor in expected.values()] == [(32, 16), (32, 24), (32,)]
-
-
-@pytest.mark.parametrize("size", [(64, 64), (96, 32)])
-def test_encoded_image_is_the_mean_of_the_vaes_posterior_at_its_scaling_factor(sdxl, reference, size):
-    image = picture(*size)
-    ours = sdxl.encode_image(sdxl.image_encoder(load), image)["latents"]
-    torch.testing.assert_close(ours, reference.latents(image), **SAME)
-    assert ours.shape == (4, size[1] // 8, size[0] // 8)
 
 
 # numpy 2 warns of how the pipeline's scheduler makes its noise levels.
@@ -316,46 +286,7 @@ def test_every_weight_of_the_three_models_gets_a_gradient_but_those_never_traine
     assert "final_layer_norm.weight" in never and "text_model.final_layer_norm.weight" not in never
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("adapter", "modes"),
-    [
-        ("lora", {"text_encoder": "adapter", "text_encoder_2": "adapter"}),
-        ("none", {name: "full" for name in Sdxl.components}),
-    ],
-)
-def test_two_ranks_train_the_text_encoders_as_one_process_does(tmp_path, adapter, modes):
-    pictures = make_pictures(tmp_path / "pictures", count=4)
-
-    def config(ranks: int, strategy: str) -> RunConfig:
-        return run_config(
-            pictures,
-            model={"family": "sdxl", "train": modes, "options": {"text_windows": 2}},
-            adapter__type=adapter,
-            train__steps=3,
-            parallel__devices=ranks,
-            parallel__strategy=strategy,
-        )
-
-    one, two = config(1, "none"), config(2, "full")
-    expected = train(alone(), one, make_run(tmp_path, one, "one"))
-    found = run_ranks(2, train, two, make_run(tmp_path, two, "two"))[0]
-    assert found.losses == pytest.approx(expected.losses, abs=1e-5, rel=0)
-    assert difference(found.weights, expected.weights) <= 1e-5
-    assert {name.partition(".")[0] for name in found.weights} == set(modes)
-
-
 # Model
-
-
-@pytest.mark.parametrize("component", Sdxl.single_file)
-def test_components_are_built_on_the_meta_device_with_names_of_their_weight_files_and_no_buffers(sdxl, component):
-    model, stored = sdxl.build(component), set(sdxl.weights(component).entries)
-    assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
-    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
-    assert list(model.named_buffers()) == []
-    unused = {name for name in stored if component == "text_encoder" and name.startswith("encoder.layers.1.")}
-    assert set(model.state_dict()) == stored - unused
 
 
 def test_weight_files_of_older_programs_are_read_by_todays_names(cache, sdxl, copied):
@@ -374,14 +305,10 @@ def renamed(name: str, names: dict[str, str]) -> str:
     return re.sub("|".join(map(re.escape, names)), lambda found: names[found[0]], name)
 
 
-def test_the_unet_with_the_published_config_has_2_567_463_684_parameters(cache, copied):
-    edit_json(copied / "unet" / "config.json", **PUBLISHED)
-    edit_json(copied / "text_encoder" / "config.json", hidden_size=768, num_attention_heads=12, dtype="float16")
-    edit_json(copied / "text_encoder_2" / "config.json", hidden_size=1280, num_attention_heads=20, dtype="float16")
-    family = make("sdxl", cache, str(copied), architecture="base")
+def test_the_published_unet_has_2_567_463_684_parameters_and_722_layers_for_adapters(tmp_path):
+    family = published("sdxl base", tmp_path)
     unet = family.build("unet")
     assert sum(weight.numel() for weight in unet.parameters()) == 2_567_463_684
-    assert {weight.dtype for weight in family.build("text_encoder_2").parameters()} == {torch.float32}
     linear = [name for name, module in unet.named_modules() if isinstance(module, nn.Linear)]
     matched = [name for name in linear if matches(name, "unet", Sdxl.adapter_targets)]
     assert matched == [name for name in linear if ".attentions." in name]
@@ -407,14 +334,6 @@ def test_encoder_targets_are_all_linear_layers_of_the_blocks(sdxl, component):
     assert [name for name in linear if matches(name, component, Sdxl.adapter_targets)] == [
         name for name in linear if ".layers." in name
     ]
-
-
-def test_tiny_unet_has_less_than_a_quarter_million_parameters_and_12_blocks(sdxl):
-    unet = sdxl.build("unet")
-    assert sum(weight.numel() for weight in unet.parameters()) == 173_260
-    kinds = [type(module).__name__ for module in unet.modules()]
-    assert [kinds.count(name) for name in ("ResnetBlock2D", "BasicTransformerBlock")] == [8, 4]
-    assert {"Downsample2D", "Upsample2D"} < set(kinds)
 
 
 def test_fingerprint_follows_the_encoders_and_which_of_them_are_trained(cache, copied):
@@ -576,13 +495,6 @@ def test_a_prediction_that_is_not_trained_is_refused(cache, copied):
     assert refusal("sdxl", cache, str(copied)) == (
         f"model.path {copied}: scheduler/scheduler_config.json has prediction_type sample; "
         "set objective.prediction to epsilon or v_prediction"
-    )
-
-
-def test_an_objective_of_flow_matching_is_refused(cache):
-    assert refusal("sdxl", cache, objective=ObjectiveConfig(density="uniform")) == (
-        "objective.density: is not used by this kind of model; leave it out. "
-        "It reads objective.dpo_beta, objective.min_snr_gamma, objective.prediction, objective.zero_terminal_snr"
     )
 
 

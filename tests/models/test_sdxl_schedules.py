@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ import diffusers
 import pytest
 import torch
 from diffusers import (
-    DDPMScheduler,
     EulerDiscreteScheduler,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
@@ -26,7 +24,6 @@ from tests.models.common import (
     assert_same_picture,
     batch_of,
     edit_json,
-    examples,
     load,
     make,
     model_of,
@@ -85,38 +82,6 @@ def single_file(file: Path, tensors: dict[str, Tensor], markers: Sequence[str]) 
 
 
 # What a single file says of itself
-
-
-@pytest.mark.parametrize("gamma", [None, 5.0])
-@pytest.mark.parametrize("markers", [VELOCITY, ("v_pred",)], ids="+".join)
-@torch.no_grad()
-def test_the_loss_of_a_file_with_markers_is_that_of_diffusers_scheduler_and_velocity(
-    cache: Path, sdxl: Sdxl, pipeline: Any, original: Any, tmp_path: Path, markers: tuple[str, ...], gamma: float | None
-) -> None:
-    file = single_file(tmp_path / "mine.safetensors", original, markers)
-    family = make("sdxl", cache, str(file), str(sdxl.folder), ObjectiveConfig(min_snr_gamma=gamma))
-    last = next(i for i in range(10_000) if SampleRng(5, [i]).uniform("timestep") >= 0.999)
-    items, rng = examples(family, 2), SampleRng(5, [8, last])
-    loss = family.loss(model_of(family), batch_of(family, items), rng)
-    scheduler = DDPMScheduler.from_config(
-        json.loads((sdxl.folder / SCHEDULER).read_text()),
-        prediction_type="v_prediction",
-        rescale_betas_zero_snr="ztsnr" in markers,
-    )
-    latents = torch.stack([item["latents"] for item in items])
-    noise, timesteps = rng.normal("noise", (4, 4, 8)), (rng.uniform("timestep") * 1000).long()
-    states, _, pooled, _ = pipeline.encode_prompt(["picture 0", "picture 1"], do_classifier_free_guidance=False)
-    ids = pipeline._get_add_time_ids((32, 64), (0, 0), (32, 64), states.dtype, text_encoder_projection_dim=32)
-    conditions = {"text_embeds": pooled, "time_ids": ids.expand(2, -1)}
-    noisy = scheduler.add_noise(latents, noise, timesteps)
-    predicted = pipeline.unet(noisy, timesteps, states, added_cond_kwargs=conditions).sample
-    errors = (predicted - scheduler.get_velocity(latents, noise, timesteps)).square().mean(dim=(1, 2, 3))
-    alpha_bar = scheduler.alphas_cumprod[timesteps]
-    assert alpha_bar[1].item() == (0 if "ztsnr" in markers else pytest.approx(0.00466, abs=1e-5))
-    if gamma is not None:
-        # min(snr, gamma) / (snr + 1) of arXiv 2303.09556, with snr + 1 = 1 / (1 - alpha_bar)
-        errors = errors * (alpha_bar / (1 - alpha_bar)).clamp(max=gamma) * (1 - alpha_bar)
-    torch.testing.assert_close(loss.total, errors.sum(), atol=0, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -24,34 +24,6 @@ def test_a_new_run_folder_holds_the_config_and_every_folder_of_the_contract(tmp_
     assert run.config() == cfg
 
 
-def test_the_paths_of_a_run_are_those_of_the_contract(tmp_path, cfg):
-    run = RunDir.create(tmp_path, cfg, at=tmp_path / "here")
-    paths = [
-        run.config_file,
-        run.launch_file,
-        run.events_file,
-        run.rank_file(3),
-        run.logs,
-        run.samples,
-        run.checkpoints,
-        run.requests,
-        run.export,
-        run.report,
-    ]
-    assert [str(path.relative_to(tmp_path / "here")) for path in paths] == [
-        "config.yaml",
-        "launch.json",
-        "events.jsonl",
-        "ranks/rank3.jsonl",
-        "logs",
-        "samples",
-        "checkpoints",
-        "requests",
-        "export",
-        "report.html",
-    ]
-
-
 def test_two_runs_of_one_name_get_two_folders(tmp_path, cfg):
     assert RunDir.create(tmp_path, cfg).path != RunDir.create(tmp_path, cfg).path
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import stat
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,10 +18,8 @@ import pytest
 from app.runs.monitor import Follower, explained
 from app.runs.run_table import Summaries
 from app.studio import Studio
-from app.web.pages import files as files_page
 from app.web.pages import runs as runs_page
 from tests.app.browser import recorded
-from trainer.export import upload
 from trainer.launcher import commands, preflight, torchrun
 from trainer.launcher.jobs import uploads
 from trainer.launcher.queue import Queue
@@ -113,14 +110,6 @@ def test_a_run_folder_with_a_link_is_named_at_every_door_and_harms_nothing(
     assert rows == {"mine": ("finished", ""), "fox": ("damaged", sentence.removeprefix(f"{run.path}/"))}
     assert studio.live.views() == []
     assert (content(victim), content(runs / "mine")) == (before, mine)
-
-
-def test_a_click_on_export_empties_no_file_that_the_run_folder_links_to(runs: Path, victim: Path) -> None:
-    before, run = content(victim), RunDir(runs / "fox")
-    (run.logs / "export-answer.txt").symlink_to(victim / "papers" / "thesis.txt")
-    with pytest.raises(InputError):
-        files_page.calls(Studio(runs))["files_export"](name="fox", what="adapter", format="peft", dtype="bf16")
-    assert content(victim) == before
 
 
 def test_events_are_never_appended_through_a_link_or_to_a_second_name(runs: Path, victim: Path) -> None:
@@ -343,12 +332,3 @@ def test_a_queued_run_whose_folder_was_exchanged_is_shown_as_damaged_and_not_set
     assert queue.state_of(entry) == f"damaged: {run.logs}/launch-1.log: {LINK}"
     assert queue.has_failed(entry)
     assert queue.running() == []
-
-
-def test_the_upload_command_refuses_it_too(
-    runs: Path, victim: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    odd = put_link(RunDir(runs / "fox"), "export/assistant/merges.txt", victim)
-    monkeypatch.setattr(sys, "argv", ["upload", str(runs / "fox"), "--repo", "me/fox", "--yes"])
-    assert upload.main() == 2
-    assert capsys.readouterr().out == f"{odd}: {LINK}\n"

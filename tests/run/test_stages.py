@@ -28,7 +28,7 @@ from tests.runs import (
     train,
 )
 from trainer.config import yaml12
-from trainer.config.load import ConfigError, dump_config, load_config, stage_config
+from trainer.config.load import ConfigError, load_config, stage_config
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig
 from trainer.export.card import model_card
@@ -384,12 +384,6 @@ def test_fields_of_a_stage_may_be_nested_and_their_paths_are_relative_to_the_pre
     assert cfg.stage_steps == (4, 6)
     second = stage_config(cfg, 1)
     assert (second.adapter.type, second.data.length, second.stages) == ("lora", 48, ())
-
-
-def test_a_config_with_stages_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    cfg = loaded(tmp_path)
-    (tmp_path / "written.yaml").write_text(dump_config(cfg), encoding="utf-8")
-    assert load_config(tmp_path / "written.yaml").config == cfg
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from tests.benchmarks.architectures import plain_loss, write_model
@@ -25,9 +25,8 @@ from trainer.export.export import export
 from trainer.models import families
 from trainer.models.build import build_model
 from trainer.models.families import causal_lm
-from trainer.models.parts.language.next_token import build_language_model, restarting_positions
+from trainer.models.parts.language.next_token import restarting_positions
 from trainer.rng import SampleRng
-from trainer.run.events import WarningEvent
 from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
 from trainer.weights.quantization import quantized_layers
@@ -86,44 +85,6 @@ def test_the_first_loss_is_that_of_transformers_and_any_number_of_ranks_trains_t
         found = trained(root, f"{kind}-{ranks}", kind, ranks)
         assert found.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0)
         assert difference(found.weights, one.weights) <= TOLERANCE
-
-
-def conversations() -> list[list[tuple[str, str]]]:
-    """Conversations of one or two turns, as (who speaks, what)."""
-    first = [[("user", f"{i}?"), ("assistant", f"{i} says {i * i}.")] for i in range(30)]
-    return [talk + [("user", "Sure?"), ("assistant", "Yes.")] * (number % 2) for number, talk in enumerate(first)]
-
-
-def as_read(tokenizer: Any, talk: list[tuple[str, str]]) -> tuple[tuple[int, ...], list[bool]]:
-    """The ids of a conversation in ChatML, and whether each is of what the assistant says or of the end of its turn."""
-    parts: list[tuple[str, bool]] = []
-    for role, said in talk:
-        parts += [(f"<|im_start|>{role}\n", False), (f"{said}<|im_end|>", role == "assistant"), ("\n", False)]
-    encoded = [(tokenizer(text, add_special_tokens=False)["input_ids"], in_loss) for text, in_loss in parts]
-    return tuple(i for ids, _ in encoded for i in ids), [in_loss for ids, in_loss in encoded for _ in ids]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_first_loss_on_conversations_is_that_of_each_alone_with_labels_on_the_assistant(
-    root: Path, kind: str
-) -> None:
-    file, talks = root / "talks.jsonl", conversations()
-    rows = [{"messages": [{"role": role, "content": said} for role, said in talk]} for talk in talks]
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
-    changes = {"data__path": str(file), "data__chat_template": "chatml", "data__length": 256, "train__steps": 1}
-    loss = trained(root, f"{kind}-talks", kind, **changes).losses[0]
-    packed = first_rows(config_of(root, kind, **changes), root)
-    tokenizer = AutoTokenizer.from_pretrained(folder_of(root, kind))
-    known = dict(as_read(tokenizer, talk) for talk in talks)
-    alone_rows = []
-    for row in packed:
-        assert int(row["documents"].max()) > 0
-        for number in range(int(row["documents"].max()) + 1):
-            tokens = row["tokens"][row["documents"] == number]
-            labels = torch.tensor(known[tuple(tokens.tolist())])
-            alone_rows.append({"tokens": tokens, "loss_mask": labels, "documents": torch.zeros_like(tokens)})
-    assert loss == pytest.approx(plain_loss(folder_of(root, kind), alone_rows), abs=TOLERANCE, rel=0)
 
 
 @pytest.mark.slow
@@ -282,14 +243,6 @@ def test_experts_in_one_tensor_stay_frozen_and_the_log_says_so(root: Path) -> No
         "linear layers; adapter.type: none trains them",
     )
     assert not any("experts" in name for name in built.trainables)
-
-
-@pytest.mark.slow
-def test_dropout_of_a_published_config_is_off_and_said_to_be(root: Path) -> None:
-    found = trained(root, "dropout", "gpt2", train__steps=1)
-    assert build_language_model(families.make(config_of(root, "gpt2"), root / "cache")._config).config.attn_pdrop == 0.1
-    warnings = [event.message for event in found.events if isinstance(event, WarningEvent)]
-    assert any("asks for dropout in training (" in text and "attn_pdrop 0.1" in text for text in warnings)
 
 
 # Mixtures of experts

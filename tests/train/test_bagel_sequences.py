@@ -16,7 +16,6 @@ from tests.bench import Bench
 from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
 from tests.runs import alone, difference, make_pictures, run_config, steps_of, train
-from tests.train.test_bagel import TOLERANCE, seen
 from trainer.config.schema import RunConfig
 from trainer.data.loader import BatchSizes
 from trainer.data.mixed.mixed_batches import DrawnItem, MixedItem, Pack, PackedBatchSampler, QuestionItem
@@ -72,19 +71,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     make_rows(pictures)
     kinds = {"single": {}, "packed": {"data__pack_tokens": BUDGET}}
     return Bench(root, pictures, sequences_config, kinds)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kind", ["single", "packed"])
-def test_any_number_of_ranks_trains_the_sequences_that_one_process_trains(bench: Bench, kind: str, ranks: int) -> None:
-    changes: dict[str, Any] = {"parallel__strategy": "full", "train__checkpointing": "full", **bench.kinds[kind]}
-    found = bench.trained(f"{kind}-{ranks}", ranks, **changes)
-    expected = bench.reference(kind)
-    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
-    assert difference(seen(found), seen(expected)) <= TOLERANCE
-    last = steps_of(expected.events)[-1]
-    assert last.loss == pytest.approx(last.losses["images"] + last.losses["text"], rel=1e-6)
 
 
 @pytest.mark.slow
@@ -146,17 +132,6 @@ def test_sequences_that_are_longer_than_a_pack_are_said_once_with_their_number(b
         said[0],
     )
     assert said[1:] == ["10 sequences so far are longer than data.pack_tokens 40"]
-
-
-@pytest.mark.slow
-def test_a_packed_run_continues_as_it_would_have_gone_on(bench: Bench) -> None:
-    changes = {"data__pack_tokens": BUDGET, "train__batch_size": 2}
-    whole = bench.trained_here("whole", **changes, train__steps=4)
-    cfg, run = bench.run("halves", **changes, train__steps=2)
-    first = train(alone(), cfg, run)
-    second = train(alone(), bench.config(**changes, train__steps=4), run)
-    assert first.losses + second.losses == whole.losses
-    assert difference(second.weights, whole.weights) == 0
 
 
 def source_of(bench: Bench, **changes: Any) -> MixedSource:

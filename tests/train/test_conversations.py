@@ -100,11 +100,6 @@ def test_a_mixture_of_conversations_and_texts_goes_on_bit_for_bit_at_any_step_on
     assert found == straight
 
 
-@pytest.mark.slow
-def test_two_ranks_train_on_conversations_what_one_process_trains(bench: Bench) -> None:
-    bench.assert_same_as_reference("chat", parallel__devices=2, parallel__strategy="full")
-
-
 def test_only_what_the_assistant_says_is_learned(bench: Bench) -> None:
     cfg, run = bench.run("learned", data__folders=[], data__chat_template="chatml", data__system="Add.")
     trainer = Trainer(cfg, run, alone(), bench.root / "cache", lambda event: None)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.bench import Bench
 from tests.commands import launch_py
@@ -203,17 +202,6 @@ def test_a_run_goes_on_with_the_same_schedule_on_another_number_of_ranks(
     assert rates(straight.events)[3:] == rates(rest.events)
     assert begin + rest.losses == pytest.approx(straight.losses, abs=1e-6)
     assert length_of(rest.events).epoch == pytest.approx(3 / length_of(straight.events).epoch_steps)
-
-
-@pytest.mark.slow
-def test_two_ranks_that_stop_and_go_on_end_bit_for_bit(text: Bench) -> None:
-    changes = {"train__epochs": 1, "parallel__devices": 2, "parallel__strategy": "full"} | COSINE
-    straight = text.trained("straight-two", 2, **changes)
-    cfg, run = text.run("parts", **changes)
-    begin = run_ranks(2, stopped_after, cfg, run, 4)[0]
-    rest: Outcome = run_ranks(2, train, cfg, run)[0]
-    assert begin + rest.losses == straight.losses
-    assert all(torch.equal(rest.weights[name], straight.weights[name]) for name in straight.weights)
 
 
 def test_another_batch_size_trains_the_samples_that_are_left(images: Bench) -> None:

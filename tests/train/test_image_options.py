@@ -133,16 +133,6 @@ def test_a_run_that_goes_on_trains_what_it_would_have_bit_for_bit(
     assert difference(second.weights, alone_trained(name).weights) == 0.0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_go_on_where_two_ranks_stopped_bit_for_bit(folder: Path, name: str) -> None:
-    changes = cases(folder)[name] | RANKS[2]
-    whole = run_ranks(2, train, *run_of(folder, f"{name}-whole-2", changes))[0]
-    first, second = run_ranks(2, in_two_parts, *run_of(folder, f"{name}-parts-2", changes))[0]
-    assert first + second.losses == whole.losses
-    assert difference(second.weights, whole.weights) == 0.0
-
-
 # --- what is trained --------------------------------------------------------------------------------------------------
 
 

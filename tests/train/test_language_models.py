@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.bench import TOLERANCE, Bench
 from tests.benchmarks.text_time import learn
@@ -308,27 +308,6 @@ def test_an_adapter_on_a_head_that_is_also_the_embedding_is_refused(bench: Bench
 
 
 # Folders and random weights
-
-
-def test_a_file_that_holds_the_tied_head_besides_is_read(bench: Bench, tmp_path: Path) -> None:
-    tiny = families.make(bench.config(), bench.root / "cache").folder
-    folder = tmp_path / "model"
-    shutil.copytree(tiny, folder)
-    stored = load_file(folder / "model.safetensors")
-    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
-    stored["model.rotary_emb.inv_freq"] = torch.ones(8)
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    found = bench.trained("tied-file", model__path=str(folder))
-    assert found.losses == bench.reference("lora").losses
-
-
-def test_weights_of_another_model_are_refused(bench: Bench, tmp_path: Path) -> None:
-    tiny = families.make(bench.config(), bench.root / "cache").folder
-    folder = tmp_path / "model"
-    shutil.copytree(tiny, folder)
-    save_file({**load_file(folder / "model.safetensors"), "extra": torch.ones(1)}, folder / "model.safetensors")
-    with pytest.raises(InputError, match=r"1 tensors that the model does not have, first 'extra'"):
-        bench.trained_here("extra", model__path=str(folder))
 
 
 def test_random_weights_in_the_sizes_of_a_folder_are_trained_from(bench: Bench, tmp_path: Path) -> None:

@@ -133,21 +133,6 @@ def test_modules_trained_whole_are_exported_as_peft_does_and_merged(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_train_whole_modules_as_one_process_does(bench: Bench, kind: str) -> None:
-    names = {name for name in bench.reference(kind).weights if ".lora_" not in name}
-    assert names == {"language_model.model.embed_tokens.weight"} | (
-        {"language_model.lm_head.weight"} if kind == "untied" else set()
-    )
-    bench.assert_same_as_reference(kind, parallel__devices=2, parallel__strategy="full")
-
-
-@pytest.mark.slow
-def test_two_ranks_that_stop_and_go_on_end_with_whole_modules_bit_for_bit(bench: Bench) -> None:
-    bench.assert_goes_on_bit_for_bit("nf4", train__steps=6)
-
-
-@pytest.mark.slow
 def test_a_folder_of_peft_with_whole_modules_is_gone_on_from(bench: Bench, tmp_path: Path) -> None:
     cfg, run = bench.run("begun", **KINDS["untied"], export__dtype="fp32", optim__lr=1e-2)
     weights = train(alone(), cfg, run).weights
@@ -327,16 +312,6 @@ def test_documents_are_read_with_the_new_tokens_and_their_rows_are_trained(bench
     assert float(moved[BYTES : BYTES + 2].min()) > 1e-2
 
 
-@pytest.mark.slow
-def test_two_ranks_train_new_tokens_as_one_process_does(bench: Bench) -> None:
-    one, two = (
-        bench.trained(f"tokens-{ranks}", ranks, parallel__strategy=strategy, **with_new_tokens())
-        for ranks, strategy in ((1, "none"), (2, "full"))
-    )
-    assert two.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0)
-    assert difference(two.weights, one.weights) <= TOLERANCE
-
-
 @pytest.mark.parametrize("modules", [[], ["embed_tokens"]])
 def test_new_tokens_whose_rows_are_not_trained_are_refused(bench: Bench, modules: list[str]) -> None:
     adapter = {"type": "lora", "rank": 4, "modules_to_save": modules}
@@ -383,17 +358,6 @@ def test_noise_changes_training_and_neither_validation_nor_samples(bench: Bench,
             [getattr(event, field) for event in run.events if isinstance(event, kind)] for run in (plain, noisy)
         )
         assert first == second != []
-
-
-@pytest.mark.slow
-def test_noise_is_the_same_on_two_ranks(bench: Bench) -> None:
-    changes: dict[str, Any] = {"train__neftune_alpha": 20.0, "train__checkpointing": "full"}
-    one, two = (
-        bench.trained(f"noise-on-{ranks}", ranks, **changes, parallel__strategy=strategy)
-        for ranks, strategy in ((1, "none"), (2, "full"))
-    )
-    assert two.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0)
-    assert difference(two.weights, one.weights) <= TOLERANCE
 
 
 def test_noise_on_the_embeddings_of_an_image_model_is_refused(tmp_path: Path) -> None:

@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
 from tests.runs import alone, difference, make_pictures, make_run, run_config, steps_of, train
-from trainer import adapters
 from trainer.checkpoint.staging import Stager
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
@@ -41,14 +38,6 @@ def make_trainer(cfg: RunConfig, run: RunDir, events: list[AnyEvent] | None = No
     return Trainer(cfg, run, alone(), run.path.parent / "cache", say)
 
 
-def test_the_trainer_trains_what_a_hand_written_loop_trains(pictures: Path) -> None:
-    cfg = run_config(pictures, parallel__strategy="none", train__micro_batch=4, optim__lr=1e-3)
-    found = train(alone(), cfg, make_run(pictures.parent, cfg, "ours"))
-    losses, weights = hand_written(cfg, make_run(pictures.parent, cfg, "theirs"))
-    assert found.losses == pytest.approx(losses, abs=1e-6, rel=0)
-    assert difference(found.weights, weights) <= 1e-6
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -64,35 +53,6 @@ def test_what_the_model_cannot_do_is_refused_before_anything_is_encoded(
     with pytest.raises(InputError, match=re.escape(message)):
         make_trainer(cfg, make_run(tmp_path, cfg, "run"), events)
     assert events == []
-
-
-def hand_written(cfg: RunConfig, run: RunDir) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """diffusers' model, peft, torch's AdamW; only the data and the family's loss are the project's."""
-    trainer = make_trainer(cfg, run)
-    kind: Any = type(trainer.family.build("transformer"))
-    model = nn.ModuleDict({"transformer": kind.from_pretrained(trainer.family.folder / "transformer")})
-    model.requires_grad_(False)
-    patterns = trainer.family.adapter_targets["transformer"]
-    layers = adapters.match_layers(model, patterns, "adapter.targets", "flux2")
-    inject_adapter_in_model(LoraConfig(r=4, lora_alpha=4, target_modules=layers), model)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with torch.no_grad():
-        for name, parameter in trained.items():
-            parameter.copy_(adapters.initial_value(name, parameter.shape, cfg.train.seed))
-    optimizer = torch.optim.AdamW(trained.values(), lr=cfg.optim.lr, weight_decay=cfg.optim.weight_decay)
-    losses = []
-    for step in range(cfg.train.steps):
-        losses.append(0.0)
-        for part in trainer.loader.micro_batches(step):
-            batch = trainer.family.collate(part.examples) | {"weight": torch.ones(len(part.examples))}
-            loss = trainer.family.loss(model, batch, SampleRng(cfg.train.seed, part.indices))
-            (loss.total / 4).backward()
-            losses[-1] += float(loss.total.detach()) / 4
-        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    trainer.close()
-    return losses, {name: parameter.detach() for name, parameter in trained.items()}
 
 
 def noise_of_a_step(world: World, cfg: RunConfig, run: RunDir) -> dict[int, tuple[float, float]]:

@@ -20,7 +20,6 @@ from tests.runs import (
     Outcome,
     alone,
     difference,
-    in_two_parts,
     make_run,
     make_text,
     text_config,
@@ -205,12 +204,3 @@ def test_a_rank_with_other_experts_is_named_before_the_first_step(root: Path, tm
     for said in run_ranks(2, load_unlike_in_parts, [same, other], runs):
         assert "model.layers.1.mlp.experts.down_proj_records' on rank" in said
         assert said.endswith("give every machine the same files, and remove the folder of quantize.cache")
-
-
-@pytest.mark.slow
-def test_a_run_that_stops_and_goes_on_ends_bit_for_bit_where_it_would_have(root: Path) -> None:
-    cfg = config(root, parallel__devices=2, parallel__strategy="full", train__steps=4, objective__router_weight=0.01)
-    whole = run_ranks(2, train, cfg, make_run(root, cfg, "at-once"))[0]
-    before, rest = run_ranks(2, in_two_parts, cfg, make_run(root, cfg, "in-two-parts"), 2)[0]
-    assert before + rest.losses == whole.losses
-    assert difference(rest.weights, whole.weights) == 0

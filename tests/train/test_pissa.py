@@ -162,18 +162,6 @@ def test_a_base_in_four_bits_holds_the_residual_which_is_closer_to_the_weight(be
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_train_what_one_process_trains(bench: Bench, kind: str) -> None:
-    bench.assert_same_as_reference(kind, parallel__devices=2, parallel__strategy="full")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(bench: Bench, kind: str) -> None:
-    bench.assert_goes_on_bit_for_bit(kind, train__steps=6)
-
-
-@pytest.mark.slow
 def test_a_run_whose_factors_are_gone_is_neither_resumed_nor_exported(bench: Bench, tmp_path: Path) -> None:
     cfg, run = bench.run("gone", **KINDS["fp32"], train__steps=1)
     train(alone(), cfg, run)

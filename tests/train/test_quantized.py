@@ -210,16 +210,6 @@ def test_dora_goes_on_from_a_file_on_a_base_in_fewer_bits(root: Path) -> None:
     assert difference(before.weights, after.weights) < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of torch, as it traces
-def test_compiled_and_recomputed_blocks_train_the_same_on_bytes(root: Path) -> None:
-    plain = once(root, "as-it-is", train__steps=2)
-    compiled = {"train__compile": True, "train__compile_backend": "aot_eager", "train__checkpointing": "full"}
-    found = once(root, "compiled", train__steps=2, **compiled)
-    assert found.losses == pytest.approx(plain.losses, abs=1e-6)
-    assert difference(found.weights, plain.weights) <= 1e-6
-
-
 def test_the_config_in_the_readme_is_one_of_flux1(root: Path) -> None:
     shown = readme("trainer/weights").read_text(encoding="utf-8")
     (text,) = re.findall(r"```yaml\n(quantize:\n.*?)```", shown, re.DOTALL)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
-from tests.runs import Outcome, difference, in_two_parts, make_pictures, make_run, run_config, steps_of, train
+from tests.runs import Outcome, difference, make_pictures, make_run, run_config, steps_of, train
 from trainer.benchmark import worker
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
@@ -94,22 +94,6 @@ def said(events: list[AnyEvent]) -> list[tuple[object, ...]]:
         for event in events
         if isinstance(event, kinds)
     ]
-
-
-def resumed_late(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[float], Outcome]:
-    with a_busy_device():
-        return in_two_parts(world, cfg, run)
-
-
-@pytest.mark.slow
-def test_a_run_that_was_stopped_and_resumed_with_late_numbers_is_the_same_bit_for_bit(
-    pictures: Path, tmp_path: Path
-) -> None:
-    cfg = run_config(pictures, parallel__devices=2, parallel__strategy="full", optim__ema=0.9, train__steps=6)
-    whole = run_ranks(2, train, cfg, make_run(tmp_path, cfg, "whole"))[0]
-    first, second = run_ranks(2, resumed_late, cfg, make_run(tmp_path, cfg, "parts"))[0]
-    assert first + second.losses == whole.losses
-    assert difference(second.weights, whole.weights) == 0.0
 
 
 class _Reads(TorchFunctionMode):

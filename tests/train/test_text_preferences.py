@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.bench import TOLERANCE, Bench
 from tests.benchmarks.preference_time import learn
 from tests.distributed import run_ranks
-from tests.runs import alone, make_run, make_text, run_config, step_numbers, steps_of
+from tests.runs import alone, make_run, make_text, run_config, step_with_gradients, steps_of
 from trainer.adapters import initial_value, switched_off
 from trainer.checkpoint.config_changes import changes, refused
 from trainer.config.schema import RunConfig
@@ -29,7 +29,6 @@ from trainer.run.events import ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
-from trainer.train.step_log import StepNumbers
 
 BETA = 0.5
 KINDS: dict[str, dict[str, Any]] = {
@@ -122,19 +121,6 @@ def tokenized(trainer: Trainer, row: dict[str, Any]) -> dict[str, Any]:
     return answers | {"num_prompt": len(prompt)}
 
 
-def step_with_gradients(trainer: Trainer) -> tuple[StepNumbers, dict[str, Tensor]]:
-    """Do a step, and return the gradients that the optimizer was given."""
-    seen: dict[str, Tensor] = {}
-
-    def note(*_: object) -> None:
-        seen.update({name: p.grad.clone() for name, p in trainer.trainables.items() if p.grad is not None})
-
-    hook = trainer.optimizer.register_step_pre_hook(note)
-    numbers = step_numbers(trainer)
-    hook.remove()
-    return numbers, seen
-
-
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
 def test_three_steps_are_those_of_a_loop_over_single_answers_in_transformers_and_peft(tmp_path: Path) -> None:
     """The own loop gets each step's pairs from the rows of ours, but tokens, scores, loss and optimizer are its own."""
@@ -187,30 +173,6 @@ def test_the_first_step_costs_log_2_and_the_chosen_answers_win_after_some(bench:
     assert last.speed[1] == "tokens"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_any_number_of_ranks_trains_what_one_process_trains(bench: Bench, ranks: int, kind: str) -> None:
-    checkpointing = "full" if ranks == 2 else "none"
-    bench.assert_same_as_reference(
-        kind, parallel__devices=ranks, parallel__strategy="full", train__checkpointing=checkpointing
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"train__micro_batch": 4},
-        {"parallel__devices": 2, "parallel__strategy": "grad_op"},
-        {"parallel__devices": 2, "parallel__strategy": "ddp"},
-        {"train__compile": True, "train__compile_backend": "aot_eager"},
-    ],
-)
-def test_no_way_of_running_changes_what_is_trained(bench: Bench, changes: dict[str, Any]) -> None:
-    bench.assert_same_as_reference("lora", **changes)
-
-
 def reference_losses(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[float], list[float]]:
     """The loss of each token of a rank's first row, before and after two steps, with the adapter switched off; and with
     it at the end."""
@@ -241,11 +203,6 @@ def test_the_reference_of_a_sharded_model_stays_its_base_bit_for_bit(bench: Benc
     changes = {"parallel__devices": 2, "parallel__strategy": "full", "optim__lr": 1e-2}
     for base, trained in run_ranks(2, reference_losses, *bench.run(f"base-{kind}", **KINDS[kind] | changes)):
         assert max(abs(one - other) for one, other in zip(base, trained, strict=True)) > 1e-3
-
-
-@pytest.mark.slow
-def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(bench: Bench) -> None:
-    bench.assert_goes_on_bit_for_bit("lora", first=2)
 
 
 def test_margins_and_accuracies_of_held_out_pairs_are_logged_and_no_perplexity(bench: Bench, tmp_path: Path) -> None:

@@ -182,9 +182,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{self.called(module)} is called past the model, which gathers its own weights first and sets FSDP2 "
                 "up; call the model, and the block inside its forward",
             )
-        return self.run(module, method, original, args, kwargs)
-
-    def run(self, module: nn.Module, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._running.append(module)
         try:
             return original(*args, **kwargs)
