@@ -488,6 +488,25 @@ def locked(file: Path) -> Iterator[None]:
         os.close(lock)
 
 
+@contextmanager
+def locked_by_one(file: Path, refusal: str) -> Iterator[None]:
+    """Hold an exclusive lock on `file`, which is created if missing. Others are refused where `locked` waits.
+
+    Raises:
+        InputError: Another process holds it; the message is `refusal`.
+        OSError, InputError: As `opened_to_append` does.
+    """
+    lock = opened_to_append(file)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(refusal) from error
+        yield
+    finally:
+        os.close(lock)
+
+
 def make_private(folder: Path) -> Path:
     """Make a folder that only its owner can access, or remove the access of others to an existing one. Returns it.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -22,9 +21,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -118,7 +116,10 @@ class Download(threading.Thread):
 
     def run(self) -> None:
         try:
-            with _only_one(self._folder):
+            lock = self._folder.parent / ".locks" / self._folder.name / "shardstudio.lock"
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            refusal = f"Another process is downloading it into {self._folder.parent} already."
+            with files.locked_by_one(lock, refusal):
                 self._download()
         except Exception as error:  # noqa: BLE001 - whatever ends it, the user is shown why
             self.failure = explain(self._model, error)
@@ -234,22 +235,6 @@ def require_plain(file: RemoteFile) -> None:
             f"The server lists {file.path!r} with the checksum {file.sha256!r}, which the hub never does: it was not "
             "downloaded. Check HF_ENDPOINT, and start again."
         )
-
-
-@contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """Hold the right to download into a folder of the cache. Raises InputError while another process has it."""
-    lock_file = folder.parent / ".locks" / folder.name / "shardstudio.lock"
-    lock_file.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"Another process is downloading it into {folder.parent} already.") from error
-        yield
-    finally:
-        os.close(lock)
 
 
 def explain(model: PublishedModel, error: BaseException) -> str:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import importlib
 import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from threading import Event, Thread
 
 from trainer.config.sections import TrackersConfig
@@ -18,8 +15,7 @@ from trainer.metrics.trackers import require, short, without_secrets
 from trainer.metrics.trackers.feed import Feed, Figures, Position, SampleImage, Tracker
 from trainer.run.events import WarningEvent
 from trainer.run.folder import RunDir
-from trainer.system.errors import InputError
-from trainer.system.files import opened_to_append
+from trainer.system.files import locked_by_one
 from trainer.system.terminal import complain
 
 FOLLOW_SECONDS = 1.0
@@ -107,7 +103,8 @@ class Sender:
             Exception: Whatever the tracker's library raises.
         """
         self.file.parent.mkdir(exist_ok=True)
-        with _only_sender(self.file.with_suffix(".lock")):
+        lock = self.file.with_suffix(".lock")
+        with locked_by_one(lock, f"{lock}: another process sends this run's events; wait until it has ended"):
             position = Position.read(self.file)
             feed = Feed(self._run, position)
             module = importlib.import_module(f"trainer.metrics.trackers.{self._name}")
@@ -150,17 +147,3 @@ class Sender:
             self.is_reported = True
             message = f"trackers.{self._name} stopped: {reason}; send the rest with: {self._command}"
             self._emit(WarningEvent(message=message))
-
-
-@contextmanager
-def _only_sender(file: Path) -> Iterator[None]:
-    """Keep two processes from sending the same events."""
-    lock = opened_to_append(file)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"{file}: another process sends this run's events; wait until it has ended") from error
-        yield
-    finally:
-        os.close(lock)
