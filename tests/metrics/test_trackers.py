@@ -434,7 +434,7 @@ def test_a_tracker_that_hangs_is_one_warning_and_neither_the_end_nor_exit_handle
     run: RunDir, use, monkeypatch, patience_s: float, reason: str, code: int
 ) -> None:
     released, handlers = threading.Event(), []
-    monkeypatch.setattr("atexit.register", lambda *handler, **more: handlers.append(handler))
+    monkeypatch.setattr("atexit.register", lambda *handler: handlers.append(handler))
     fake = use(Fake(released.wait))
     with follow(run, patience_s, 0.5, code):
         write(run, step(1, 3.0))
@@ -444,7 +444,7 @@ def test_a_tracker_that_hangs_is_one_warning_and_neither_the_end_nor_exit_handle
         began = time.monotonic()
     assert time.monotonic() - began < 5
     assert warnings(run) == [stopped(run, reason)]
-    assert handlers == [(os._exit, code), (print,)]
+    assert handlers == [(os._exit, code), (sys.stdout.flush,)]
     released.set()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -62,7 +63,7 @@ class Trackers:
             # Libraries wait in exit handlers for what they still have to send, without a limit. The newest handler
             # runs first, and with this one the process ends.
             atexit.register(os._exit, code)
-            atexit.register(print, end="", flush=True)  # runs before it
+            atexit.register(sys.stdout.flush)  # runs before it
 
     def _watch(self) -> None:
         """Report a tracker that makes no progress, while the run goes on."""
