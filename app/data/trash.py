@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.data.data_folders import is_taken, opened
+from app.data.data_folders import Missing, is_taken, opened
 from app.data.upload.upload_names import CAPTION, is_image
 from trainer.data.images import image_files
 from trainer.data.images.image_files import METADATA
@@ -106,7 +106,7 @@ def restore(root: Path, name: str) -> tuple[str, ...]:
     """Move the files of a deletion back to where they were, and return their paths below the folder.
 
     Raises:
-        InputError: Something has one of their names now; nothing was restored.
+        InputError: Something has one of their names now, and nothing was restored; or another window restores them.
     """
     real = root.resolve()
     found = list(_files(real, name))
@@ -116,12 +116,15 @@ def restore(root: Path, name: str) -> tuple[str, ...]:
         with opened(real, path.parent.parts, makes=True) as folder:
             if is_taken(folder, path.name):
                 raise InputError(f"{root / path}: is there again; rename it first. Nothing was restored")
-    for path in found:
-        with (
-            opened(real, (FOLDER, name, *path.parent.parts)) as source,
-            opened(real, path.parent.parts) as folder,
-        ):
-            files.move_at(source, path.name, folder, path.name)
+    try:
+        for path in found:
+            with (
+                opened(real, (FOLDER, name, *path.parent.parts)) as source,
+                opened(real, path.parent.parts) as folder,
+            ):
+                files.move_at(source, path.name, folder, path.name)
+    except (FileNotFoundError, Missing) as error:
+        raise InputError("another window restores or removes these files; look again in a moment") from error
     _forget(real, name)
     return tuple(path.as_posix() for path in found)
 

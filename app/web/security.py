@@ -380,5 +380,7 @@ class _Page:
         headers = MutableHeaders(scope=self._start)
         headers["content-security-policy"] = PAGE_POLICY.format(scripts=hashes)
         headers["content-length"] = str(len(self._body))
+        # A browser that goes back or opens its tabs again would show that of an earlier version, with its kept scripts.
+        headers["cache-control"] = "no-store"
         await self._send(self._start)
         await self._send({"type": "http.response.body", "body": self._body})

@@ -402,18 +402,19 @@ def test_a_run_whose_events_say_that_it_failed_is_sent_as_failed(run: RunDir, us
     assert fake.failed
 
 
+@pytest.mark.parametrize("error", [ConnectionError, SystemExit])
 def test_a_tracker_that_raises_is_one_warning_without_its_key_and_passes_that_thing_over(
-    run: RunDir, use, capfd
+    run: RunDir, use, capfd, error: type[BaseException]
 ) -> None:
     def fail() -> None:
-        raise ConnectionError("401 for api_key=abcdef")
+        raise error("401 for api_key=abcdef")
 
     use(Fake(fail))
     with follow(run, patience_s=1.5):
         write(run, step(1, 3.0), step(2, 2.5))
         until(lambda: warnings(run))
         time.sleep(1.5 + 2 * FOLLOW_SECONDS)  # the watch has looked as well
-    assert warnings(run) == [stopped(run, "ConnectionError: 401 for api_key=***")]
+    assert warnings(run) == [stopped(run, f"{error.__name__}: 401 for api_key=***")]
     logged = capfd.readouterr().err
     assert "Traceback" in logged and "abcdef" not in logged
     fake = use(Fake())
@@ -443,7 +444,7 @@ def test_a_tracker_that_hangs_is_one_warning_and_neither_the_end_nor_exit_handle
         began = time.monotonic()
     assert time.monotonic() - began < 5
     assert warnings(run) == [stopped(run, reason)]
-    assert handlers == [(os._exit, code)]
+    assert handlers == [(os._exit, code), (sys.stdout.flush,)]
     released.set()
 
 
@@ -462,13 +463,16 @@ trackers.start(TrackersConfig(**{sys.argv[2]: True}), run, EventWriter(run.event
 print(flush=True)
 sys.stdin.read()
 trackers.end(0)
+print("not flushed yet")
 """
 
 
 def rank_0(run: RunDir, name: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     argv = [sys.executable, "-c", RANK_0, str(run.path), name]
-    process = subprocess.Popen(argv, env=processes.worker_environment(), stdin=pipe, stdout=pipe, text=True)
+    process = subprocess.Popen(
+        argv, env=processes.worker_environment() | {"PYTHONUNBUFFERED": ""}, stdin=pipe, stdout=pipe, text=True
+    )
     process.stdout.readline()
     until(Sender(run, name, warnings(run).append).file.exists)
     return process
@@ -479,7 +483,7 @@ def test_a_process_ends_whatever_its_tracker_waits_for(run: RunDir) -> None:
         os.mkfifo(run.samples / "pipe.png")  # whoever opens it waits for ever
         write(run, SampleEvent(step=1, prompt="a fox", index=0, path="samples/pipe.png"), status("finished"))
         process.stdin.close()
-        assert process.wait(60) == 0
+        assert (process.wait(60), process.stdout.read()) == (0, "not flushed yet\n")
     assert warnings(run) == [stopped(run, "it was not done 0.5 s after the end of the run")]
 
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -219,6 +219,53 @@ def test_an_index_on_a_read_only_disk_is_read_and_one_that_is_full_keeps_what_it
         "attempt to write a readonly database", "database or disk is full",
     ]  # fmt: skip
     assert Index(folder).all("kind") == KEPT
+
+
+@contextmanager
+def user(uid: int, gid: int) -> Iterator[None]:
+    """Be another user of a group for a moment."""
+    os.setegid(gid)
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes other users for a moment")
+def test_a_folder_of_a_group_has_one_index_for_all_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    index._say.cache_clear()
+    for above in (tmp_path, *tmp_path.parents):
+        above.chmod(above.stat().st_mode | 0o011)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    os.chown(cache, 0, 3000)
+    cache.chmod(0o2770)
+    with user(1001, 3000):
+        first = Index(cache)
+        first.put("kind", {"a": b"one"})
+    with user(1002, 3000):
+        Index(cache).put("kind", {"b": b"two"})
+    with user(1003, 3000):
+        second = Index(cache)
+        assert second.all("kind") == {b"a": b"one", b"b": b"two"}
+        second.put("kind", {"c": b"three"})
+    assert len(first.all("kind")) == 3 and caplog.messages == []
+    # Where others may write too, a file of somebody else is a stranger's.
+    del first, second
+    cache.chmod(0o2777)
+    with user(1002, 3000):
+        Index(cache).put("kind", {"d": b"four"})
+    assert "is not yours" in caplog.text
+
+
+def test_a_lock_that_is_a_link_makes_no_file_elsewhere(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    index._say.cache_clear()
+    (tmp_path / f".{NAME}.lock").symlink_to(tmp_path / "elsewhere")
+    Index(tmp_path).put("kind", KEPT)
+    assert not (tmp_path / "elsewhere").exists() and Index(tmp_path).all("kind") == {}
+    assert "not used" in caplog.text
 
 
 def test_on_a_network_share_there_is_no_log_and_another_file(

@@ -77,6 +77,46 @@ def test_a_process_ends_with_its_code_after_its_threads_and_exit_handlers(end: s
     assert not Path(folder).exists()
 
 
+CUT = """
+import os, threading
+from trainer.system.process_exit import run_and_exit
+
+class Kept:
+    def __del__(self):
+        os.write(2, b"finalized")
+
+def main():
+    print("not flushed yet")
+    END
+
+kept = Kept()
+run_and_exit(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "redirection", "code"),
+    [
+        ("return 0", ">&-", 0),
+        ("raise ValueError", ">&-", 1),
+        ("raise ValueError", "2>&-", 1),
+        ("return 0", ">/dev/full", 1),
+        ("return 3", ">/dev/full", 3),
+        ("threading.Timer(1, os.kill, (os.getpid(), 2)).start(); threading.Timer(3, print).start(); return 0", "", 130),
+    ],
+)
+def test_a_process_whose_output_or_end_is_cut_is_not_finalized_either(end: str, redirection: str, code: int) -> None:
+    command = [
+        "sh",
+        "-c",
+        f'PYTHONUNBUFFERED= exec "$0" -c "$1" {redirection}',
+        sys.executable,
+        CUT.replace("END", end),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, "finalized" in ended.stderr) == (code, False), ended.stderr
+
+
 def test_output_that_nobody_reads_is_no_success() -> None:
     command = [sys.executable, "-c", PLAIN.replace("END", "return 0")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:

@@ -147,8 +147,9 @@ class Index:
         folder = self.file.parent
         if is_made:
             files.make_private_if_new(folder)
-            with files.locked(self._lock_file):
-                self._make()
+            if not os.path.lexists(self.file):  # others of a group that shares the file may not open the lock
+                with files.locked(self._lock_file):
+                    self._make()
         for part in parts:
             _require_own(part, folder)
         if parts[-1].exists():  # no process of this program makes one
@@ -221,11 +222,15 @@ def _require_table(db: sqlite3.Connection) -> None:
 
 
 def _require_own(file: Path, folder: Path) -> None:
-    """Raise OSError for a link, a file with a second name, and one of somebody else than this user or the folder's."""
+    """Raise OSError for a link, a file with a second name, and one of somebody else than this user or the folder's.
+
+    In a folder that a group shares, and nobody else may write, files of the group are its own.
+    """
     with suppress(FileNotFoundError):
-        status = file.lstat()
+        status, around = file.lstat(), folder.stat()
+        is_of_group = around.st_mode & 0o2022 == 0o2020 and status.st_gid == around.st_gid
         is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1  # none while another process removes it
-        if not is_plain or status.st_uid not in (os.geteuid(), folder.stat().st_uid):
+        if not is_plain or not (is_of_group or status.st_uid in (os.geteuid(), around.st_uid)):
             raise PermissionError(0, f"{file.name} is a link, has a second name, or is not yours; remove it")
 
 

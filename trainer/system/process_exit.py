@@ -41,9 +41,15 @@ def _exit(code: int) -> NoReturn:
     kind, error, traceback = sys.exc_info()
     if kind and error:
         sys.excepthook(kind, error, traceback)
-    # Python's own finalization begins with these two, which have no public name.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        # Python's own finalization begins with these two, which have no public name.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed before the start
+            stream.flush()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except OSError:  # output that was cut is no success
+        code = code or 1
+    finally:
+        os._exit(code)

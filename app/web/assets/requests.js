@@ -12,6 +12,7 @@ export class Refused extends Error {
 }
 
 const MOST_SENT = 4e6; // bytes of a body that security.Guard lets in, less what is around it
+const OTHER_VERSION = 'This page is of another version of ShardStudio than its server: reload it.';
 const NO_ANSWER = 'The page’s server does not answer. Is ShardStudio still running in its terminal?';
 /**
  * Call a function of the server.
@@ -54,6 +55,7 @@ async function sent(name, values) {
   try {
     const headers = { 'content-type': 'application/json' };
     const answer = await fetch(`/calls/${name}`, { method: 'POST', headers, body: JSON.stringify(values) });
+    if (answer.status === 404) return { error: OTHER_VERSION };
     return answer.ok ? await answer.json() : undefined;
   } catch { return undefined; } finally { clearTimeout(timer); slow.delete(own); }
 }

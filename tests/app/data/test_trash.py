@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,26 @@ def test_deleted_images_are_not_trained_on_and_come_back_exactly(data: Path):
     assert tree(data) == before and trash.deletions(data) == []
     with pytest.raises(InputError, match="it was restored or removed meanwhile"):
         trash.restore(data, later.name)
+
+
+def test_what_two_windows_restore_at_once_is_restored_once_and_the_other_one_is_told(tmp_path: Path):
+    refused = set[str]()
+
+    def restore(root: Path, name: str) -> None:
+        try:
+            trash.restore(root, name)
+        except InputError as error:
+            refused.add(str(error).removeprefix(f"{root}/"))
+
+    for attempt in range(30):
+        root = make_pictures(tmp_path / str(attempt), 8)
+        before = tree(root)
+        name = trash.delete(root, sorted(root.glob("*.png"))).name
+        with ThreadPoolExecutor(2) as windows:
+            for done in [windows.submit(restore, root, name) for _ in range(2)]:
+                done.result()
+        assert tree(root) == before
+    assert "another window restores or removes these files; look again in a moment" in refused
 
 
 def test_restoring_overwrites_nothing_and_then_restores_nothing(data: Path):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from app.web import scripts
 from tests.app.browser import (
     Server,
     answers_held,
@@ -52,6 +53,16 @@ def hanging(server: Server) -> Iterator[None]:
         yield
     finally:
         server.process.send_signal(signal.SIGCONT)
+
+
+def test_a_page_that_asks_for_what_its_server_does_not_know_says_that_it_is_of_another_version(
+    browser: Browser, own: Server
+):
+    asked = "async at => { const { call } = await import(at); return call('gone').catch(error => error.message); }"
+    with opened(browser, own.url) as page:
+        assert page.evaluate(asked, f"{scripts.folder()}/requests.js") == (
+            "This page is of another version of ShardStudio than its server: reload it."
+        )
 
 
 def count_calls(page: Page) -> Counter[str]:

@@ -58,6 +58,7 @@ def test_the_own_page_is_answered_and_nothing_is_guessed_about_it(client: TestCl
     found = client.get("/")
     assert (found.status_code, found.headers["x-content-type-options"]) == (200, "nosniff")
     assert found.headers["x-frame-options"] == "SAMEORIGIN"
+    assert found.headers["cache-control"] == "no-store"  # no browser shows it again after an upgrade
     assert client.post("/start", headers={"origin": f"http://127.0.0.1:{PORT}"}).status_code == 200
     assert client.post("/start").status_code == 200
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -62,6 +63,7 @@ class Trackers:
             # Libraries wait in exit handlers for what they still have to send, without a limit. The newest handler
             # runs first, and with this one the process ends.
             atexit.register(os._exit, code)
+            atexit.register(sys.stdout.flush)  # runs before it
 
     def _watch(self) -> None:
         """Report a tracker that makes no progress, while the run goes on."""
@@ -135,7 +137,8 @@ class Sender:
 
         try:
             self.send(rounds())
-        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, it is reported and the run goes on
+        # A library may call sys.exit; a thread that ends by that says nothing.
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises is reported and the run goes on
             complain(without_secrets(traceback.format_exc()).rstrip())
             self.report(f"{type(error).__name__}: {short(str(error))}")
 
