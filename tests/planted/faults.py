@@ -666,7 +666,6 @@ FAULTS = (
         "if known.stamp == stamp and self._digests.known(path, stamp) is None:",
         "if known.stamp == stamp:",
         "data/images/test_known_files.py",
-        "data",
     ),
     _fault(
         "the question whether a disk is full leaves a file where a process is killed",
