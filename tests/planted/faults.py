@@ -634,8 +634,8 @@ FAULTS = (
     _fault(
         "samples of a step are divided by process instead of by data rank",
         "trainer/train/setup.py",
-        "        world.data_rank,\n",
-        "        world.rank,\n",
+        "        world.data_size,\n",
+        "        world.size,\n",
         "distributed/test_data_ranks.py",
     ),
     # What is remembered, and what a process leaves behind
