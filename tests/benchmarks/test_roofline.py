@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ from torch import nn
 
 from tests.benchmarks import kernel_count
 from tests.benchmarks.counted import TINY
-from tests.benchmarks.kernel_count import BACKWARD, FORWARD, Kernel, KernelCounter, StepCount
-from tests.benchmarks.roofline import LAUNCH_S, MEMORY_SHARE, SHARES, computing_s, received, seconds
+from tests.benchmarks.kernel_count import BACKWARD, FORWARD, KernelCounter, StepCount
 from trainer import adapters
 from trainer.adapters import Targets
-from trainer.config.load import load_config
 from trainer.config.sections import LoraAdapter
-from trainer.plan.hardware import named
 from trainer.plan.record.fake_device import fake_tensors
 from trainer.weights.files import give_storage
 
@@ -149,36 +145,3 @@ def test_a_kernel_reads_and_writes_each_tensor_once_and_views_cost_nothing(
     run: Any, kernels: list[tuple[str, int, int]]
 ) -> None:
     assert watched(run) == kernels
-
-
-def test_a_kernel_takes_as_long_as_the_longest_of_its_operations_its_bytes_and_its_launches() -> None:
-    card = named("80gb").card
-    rate, bandwidth = card.tflops * 1e12 * SHARES[kernel_count.MATRIX], card.bandwidth * MEMORY_SHARE
-    product = Kernel(FORWARD, kernel_count.MATRIX, "mm", 10**12, 10**9)
-    thin = Kernel(FORWARD, kernel_count.SMALL, "mm", 10**9, 10**9)
-    tiny = Kernel(FORWARD, kernel_count.ELEMENTWISE, "add", 0, 64, launches=3)
-    count = StepCount()
-    count.kernels.update({product: 2, thin: 1, tiny: 1})
-    assert seconds(product, card) == 10**12 / rate
-    assert seconds(thin, card) == 10**9 / bandwidth
-    assert seconds(tiny, card) == 3 * LAUNCH_S
-    assert computing_s(count, card) == pytest.approx(2 * 10**12 / rate + 10**9 / bandwidth + 3 * LAUNCH_S, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("preset", "strategy", "expected"),
-    [
-        ("flux2-klein-4b-lora-1gpu", "none", (0, 0)),
-        ("flux2-dev-lora-4gpu", "full", (3 / 4 * (1000 + 400), 0)),
-        # Weights come from the own machine, sums of gradients from the other.
-        ("flux2-dev-lora-2x8gpu", "hybrid", (7 / 8 * (1000 + 400), 2 * 1 / 2 * 80)),
-        ("large_scale_8x8", "full", (0, 63 / 64 * (1000 + 400))),
-    ],
-)
-def test_a_rank_receives_what_ring_algorithms_send_it(
-    preset: str, strategy: str, expected: tuple[float, float]
-) -> None:
-    cfg = load_config(ROOT / "presets" / f"{preset}.yaml").config
-    assert cfg.parallel.strategy == strategy
-    sent = Counter(gathered=1000, scattered=400, reduced=80 if strategy == "hybrid" else 0)
-    assert received(cfg, sent) == pytest.approx(expected, rel=1e-12)

@@ -634,8 +634,8 @@ FAULTS = (
     _fault(
         "samples of a step are divided by process instead of by data rank",
         "trainer/train/setup.py",
-        "        world.data_rank,\n",
-        "        world.rank,\n",
+        "        world.data_size,\n",
+        "        world.size,\n",
         "distributed/test_data_ranks.py",
     ),
     # What is remembered, and what a process leaves behind
@@ -666,7 +666,6 @@ FAULTS = (
         "if known.stamp == stamp and self._digests.known(path, stamp) is None:",
         "if known.stamp == stamp:",
         "data/images/test_known_files.py",
-        "data",
     ),
     _fault(
         "the question whether a disk is full leaves a file where a process is killed",

@@ -66,6 +66,17 @@ def test_a_second_start_opens_no_image_and_writes_nothing(images: Path, monkeypa
     assert opened == []
 
 
+def test_a_digest_that_another_rank_has_found_in_the_index_is_not_written_again(
+    images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start(images)
+    monkeypatch.setattr(Index, "put", None)
+    known, theirs = (KnownFiles(Index(images.parent / "cache")) for _ in range(2))
+    paths = [image.location for image in scan(DataConfig(path=str(images), missing_caption="empty"), known=known).train]
+    read = {number: theirs.with_digest(Path(paths[number])) for number in (1, 3)}
+    assert content_keys(paths, RankGroup(0, 2, lambda value: [value, (read, None)]), known) == first
+
+
 def test_an_image_whose_name_is_not_utf_8_is_known_like_all_others(images: Path) -> None:
     (images / "0.png").rename(os.fsdecode(os.fsencode(images) + b"/\xff.png"))
     first = start(images)
