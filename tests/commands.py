@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -22,6 +23,13 @@ LAUNCH = Path(__file__).parents[1] / "launch.py"
 TIMEOUT_S = 500
 
 E = TypeVar("E")
+
+
+def takes_no_arguments(doc: str | None) -> None:
+    """Print the docstring of a command for --help, and refuse other arguments: what takes long starts by no mistake."""
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=doc, formatter_class=form).parse_args()
+
 
 PRESET = """\
 name: fox

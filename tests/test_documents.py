@@ -124,6 +124,15 @@ def test_every_command_of_trust_exists() -> None:
             )
 
 
+def test_a_command_of_the_makefile_that_is_asked_for_help_starts_nothing() -> None:
+    named = {*re.findall(r"-m (tests\.[\w.]+)", (ROOT / "Makefile").read_text(encoding="utf-8"))}
+    assert len(named) > 15
+    for name in named - {"tests.exports", "tests.notebooks", "tests.lock"}:  # these take seconds
+        module = ROOT.joinpath(*name.split("."))
+        [file] = [file for file in (module.with_suffix(".py"), module / "__main__.py") if file.exists()]
+        assert re.search(r"takes_no_arguments\(__doc__\)|ArgumentParser\(", file.read_text(encoding="utf-8")), name
+
+
 def test_trust_has_one_record_of_the_slow_half() -> None:
     text = (ROOT / "tests" / "TRUST.md").read_text(encoding="utf-8")
     assert len(re.findall(r"(?s)<!-- slow half -->\n.+?\n<!-- end of slow half -->", text)) == 1

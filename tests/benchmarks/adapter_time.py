@@ -18,6 +18,7 @@ import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
 from torch import Tensor, nn
 
+from tests.commands import takes_no_arguments
 from trainer import adapters
 from trainer.config.sections import (
     AdapterSection,
@@ -141,4 +142,5 @@ def _row(name: str, limit: float, seconds: dict[str, list[float]]) -> bool:
 
 
 if __name__ == "__main__":
+    takes_no_arguments(__doc__)
     sys.exit(main())

@@ -9,6 +9,7 @@ tests.demo_model.
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import textwrap
@@ -84,7 +85,9 @@ def write_sheet(file: Path, chosen: Sequence[Picture], drawn: Sequence[Image.Ima
 
 def main() -> int:
     """0 when enough training names are recognised."""
-    pipeline = load(*map(Path, sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.demo_base", description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=DEMO / "flux2", help="of a model for diffusers")
+    pipeline = load(parser.parse_args().folder)
     pictures = glyphs()
     pictures += numbers_and_colours(pictures)
     taught = [picture for picture in pictures if not picture.held_out]

@@ -13,6 +13,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from tests.commands import takes_no_arguments
+
 FOLDER = Path(__file__).parents[2] / "build" / "gpu-wheels"
 PACKAGES = (
     "diffusers",
@@ -45,4 +47,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    takes_no_arguments(__doc__)
     sys.exit(main())

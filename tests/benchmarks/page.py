@@ -10,7 +10,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import psutil
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.app.browser import Server, in_training, opened, recorded, serving, start_chromium, until, watch
+from tests.commands import takes_no_arguments
 from tests.runs import make_pictures, run_config
 from trainer.launcher import torchrun
 from trainer.run import process as processes
@@ -136,7 +136,7 @@ def _cpu_of(run: RunDir, handle: torchrun.RunHandle) -> float:
     return (latest[1] - started[1]) / (latest[0] - started[0])
 
 
-def main(argv: Sequence[str] = ()) -> int:
+def main() -> int:
     """Print every figure beside its limit."""
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = start_chromium(playwright)
@@ -160,4 +160,5 @@ def main(argv: Sequence[str] = ()) -> int:
 
 
 if __name__ == "__main__":
+    takes_no_arguments(__doc__)
     sys.exit(main())

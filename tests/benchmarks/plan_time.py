@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from app.form.plan_preview import THIS_MACHINE, PlanPreviews
+from tests.commands import takes_no_arguments
 from trainer.config.load import load_config, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.plan.hardware import CARDS
@@ -78,4 +79,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    takes_no_arguments(__doc__)
     sys.exit(main())

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.commands import takes_no_arguments
 from tests.readme import prose
 from tests.runs import alone, make_run, text_config
 from trainer.run.events import AnyEvent, ValidationEvent
@@ -89,4 +90,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    takes_no_arguments(__doc__)
     main()

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks.style_transfer import Outcome, learn, trainer_of
+from tests.commands import takes_no_arguments
 from tests.readme import write_section
 from tests.runs import step_numbers
 from trainer.weights.quantization import FORMATS
@@ -85,4 +86,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    takes_no_arguments(__doc__)
     sys.exit(main())

@@ -9,6 +9,7 @@ threads take of the cores is told beside it: on two cores with two ranks they ha
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -97,15 +98,17 @@ def _slowest(world: World, seconds: float) -> float:
 
 
 def main() -> int:
-    if len(sys.argv) > 1:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measure", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
+    if folder := parser.parse_args().measure:
         with connect(ParallelConfig(devices=RANKS, device="cpu")) as world:
-            found = measure(world, Bench(Path(sys.argv[1]), LITTLE))
+            found = measure(world, Bench(folder, LITTLE))
             if world.rank == 0:
                 print(json.dumps(asdict(found)))
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        prepare(Path(folder), LITTLE)
-        found = Blocked(**run_ranks_afresh(RANKS, MODULE, folder))
+    with tempfile.TemporaryDirectory() as root:
+        prepare(Path(root), LITTLE)
+        found = Blocked(**run_ranks_afresh(RANKS, MODULE, "--measure", root))
     verdict = "ok" if found.share <= LIMIT else "TOO LONG"
     print(
         f"full fine-tuning, {RANKS} ranks: step {found.step:.3f} s, a save blocks {found.save * 1000:.1f} ms = "

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.commands import PRESET, TIMEOUT_S, Started
+from tests.commands import PRESET, TIMEOUT_S, Started, takes_no_arguments
 from tests.runs import make_pictures
 from trainer.run import process
 from trainer.run.events import EventReader, EventWriter, StatusEvent, StepEvent
@@ -93,4 +93,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    takes_no_arguments(__doc__)
     sys.exit(main())

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.commands import takes_no_arguments
 from tests.readme import prose
 from tests.runs import alone, make_run, text_config
 from trainer.run.events import AnyEvent, StepEvent, ValidationEvent
@@ -96,4 +97,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    takes_no_arguments(__doc__)
     main()

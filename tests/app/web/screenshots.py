@@ -5,6 +5,7 @@ With a folder as its argument it takes a picture of every screen at four widths,
 
 from __future__ import annotations
 
+import argparse
 import io
 import sys
 import tempfile
@@ -123,8 +124,11 @@ def _save(png: bytes, file: Path, colours: int = COLOURS) -> Path:
     return file
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     """Train the quickstart by the page and take the pictures."""
+    parser = argparse.ArgumentParser(prog="python -m tests.app.web.screenshots", description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, help="for a picture of every screen")
+    wanted = parser.parse_args().folder
     with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:
         browser = start_chromium(playwright)
         runs = Path(temporary) / "runs"
@@ -134,15 +138,15 @@ def main(arguments: list[str]) -> int:
                 page.locator("#start").click()
                 state_is(page, "finished", timeout_s=TRAINED_WITHIN_S)
             [run] = runs.glob("quickstart-*")
-            folder = Path(arguments[0]) if arguments else PICTURES
+            folder = wanted or PICTURES
             folder.mkdir(parents=True, exist_ok=True)
-            for file in (take_all if arguments else take)(browser, server.url, run.name, other, folder):
+            for file in (take_all if wanted else take)(browser, server.url, run.name, other, folder):
                 print(file)
-        if not arguments:
+        if not wanted:
             print(take_report(browser, RunDir.open(run), PICTURES))
             print(take_notebook(browser, PICTURES))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
