@@ -35,6 +35,8 @@ LOCAL = {"apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "hfs", "ov
 """File systems of one machine. Any other one may be a network share."""
 BUSY_S = 5.0
 """How long other writers are waited for; one writes 100,000 records in a second."""
+REST_S = 60.0
+"""How long a file that could not be used is left alone: a page runs for days, a disk may be full for a minute."""
 UNUSED_NS = 180 * 24 * 3600 * 10**9
 """Records that were neither written nor used for so long are removed."""
 MOST = 1_000_000
@@ -64,7 +66,8 @@ class Index:
         self.file = folder / (NAME if _is_local(folder) else SHARED_NAME)
         self._db: sqlite3.Connection | None = None
         self._lock = threading.Lock()
-        self._is_off = self._is_missing = False
+        self._is_missing = False
+        self._rests_until = 0.0
 
     def get(self, kind: str, key: Key) -> bytes | None:
         """Return a record; None where it is missing."""
@@ -126,13 +129,13 @@ class Index:
         """
         with self._lock:  # another thread must not use what is closed below
             try:
-                if self._db is None and not self._is_off and (is_made or not self._is_missing):
+                if self._db is None and self._rests_until <= time.monotonic() and (is_made or not self._is_missing):
                     self._open(is_made)
                 return otherwise if self._db is None else act(self._db)
             except (OSError, sqlite3.OperationalError) as error:  # locked, full, read-only, of a newer version
                 why = error.strerror if isinstance(error, OSError) else error
                 _say(f"{self.file}: not used ({why}); what it holds is read again")
-                self._is_off = True
+                self._rests_until = time.monotonic() + REST_S
                 self._close()
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite's own message may quote damaged text
                 _say(f"{self.file}: damaged ({error}); it is removed and built anew")
