@@ -569,10 +569,10 @@ def test_behind_a_proxy_without_a_password_nothing_is_taken(tmp_path: Path, brow
         assert client.get(server.url.replace("https", "http"), follow_redirects=True).status_code == 200
         folder = make_pictures(tmp_path / "data", 1)
         before = tree(tmp_path)
-        refused = call(client, "begin", folder=str(folder), name="a.png", size=100)
+        refused = call(client, "begin", file={"folder": str(folder), "name": "a.png", "size": 100})
         assert refused == {"error": UPLOADS_CLOSED}
         assert call(client, "make", above=str(tmp_path), name="new") == {"error": UPLOADS_CLOSED}
-        answer = client.put(f"/uploads/{'0' * 32}?offset=0", content=b"x")
+        answer = client.put(f"/uploads/{'0' * 32}-100?offset=0", content=b"x")
         assert (answer.status_code, answer.text) == (403, UPLOADS_CLOSED)
         assert tree(tmp_path) == before
         with opened(browser, server.url) as page:
