@@ -497,7 +497,8 @@ def test_captions_that_cannot_be_written_stop_a_commands_job_and_wait_for_a_page
     log.write_text("not a folder", encoding="utf-8")
     done = command(tmp_path, model, "--tokens", LONG)
     assert done.returncode == 2 and str(log) in done.stderr
-    assert done.stdout.splitlines()[-1] == "loading the model", "no traceback, and no word of what was not written"
+    said = [line for line in done.stdout.splitlines() if not line.startswith("captions by ")]
+    assert said in ([], ["loading the model"]), "no traceback, and no word of what was not written"  # not each is seen
     assert "The job was stopped; the same command continues it" in done.stderr
     (job,) = jobs(tmp_path / "runs")
     process.wait(job.run, WAIT_S)
