@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from lycoris import create_lycoris_from_weights
 from lycoris.modules.lokr import LokrModule
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ from tests.adapters.nets import (
 from trainer import adapters
 from trainer.adapters.boft import Boft
 from trainer.adapters.dora import RowLengths
+from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.orthogonal import cayley_excess
 from trainer.config.sections import (
     AdapterSection,
@@ -129,6 +131,21 @@ def test_a_model_whose_adapter_is_switched_off_is_its_base_bit_for_bit(family: M
     assert not torch.equal(with_adapter, before)
 
 
+@pytest.mark.parametrize("case", [case for case in CONFIGS if case != "boft, 2 stages"])
+def test_lycoris_computes_the_same_from_the_same_tensors(case: str) -> None:
+    """It reads boft with all stages only."""
+    adapted, plain = net(CONFIGS[case]), plain_net()
+    weights: dict[str, Tensor] = {}
+    for name, layer in adapted.trained().items():
+        weights |= lycoris_tensors(f"lycoris_{name.replace('.', '_')}", layer)
+    network, _ = create_lycoris_from_weights(1.0, None, plain, weights_sd=weights)
+    network.apply_to()
+    assert len(network.loras) == len(adapted.injected.layers)
+    with torch.no_grad():
+        found, expected = (model["net"](*net_inputs()) for model in (adapted.model, plain))
+    assert all(relative(a, b) <= 1e-5 for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("full_matrix", [True, False])
 @pytest.mark.parametrize("rank", [1, 4, 16])
 def test_factors_of_a_lokr_are_whole_and_not_scaled_where_those_of_lycoris_are(rank: int, full_matrix: bool) -> None:
@@ -145,7 +162,32 @@ def test_without_an_alpha_a_stabilized_scale_is_the_root_of_the_rank() -> None:
     assert LoraAdapter(rank=16).scale_at(16) == 1.0
 
 
+def lycoris_tensors(prefix: str, layer: LayerAdapter) -> dict[str, Tensor]:
+    """A layer's adapter under LyCORIS' names, whose scale is alpha / rank."""
+    tensors = layer.tensors
+    match layer.kind:
+        case "lora" | "dora":
+            named = {"lora_down.weight": tensors["down"], "lora_up.weight": tensors["up"]}
+            if layer.kind == "dora":
+                named["dora_scale"] = tensors["magnitude"].unsqueeze(1)
+            alpha = layer.scale * tensors["down"].shape[0]
+        case "loha":
+            named = {f"hada_{name}": tensor for name, tensor in tensors.items()}
+            alpha = layer.scale * tensors["w1_b"].shape[0]
+        case "lokr":
+            named = {f"lokr_{name}": tensor for name, tensor in tensors.items()}
+            alpha = layer.scale * (tensors["w2_b"].shape[0] if "w2_b" in tensors else 1)
+        case _:
+            named, alpha = {"oft_blocks": tensors["blocks"]}, 0.0
+    return {f"{prefix}.{name}": tensor for name, tensor in (named | {"alpha": torch.tensor(alpha)}).items()}
+
+
 PEFT: dict[str, Callable[[], Any]] = {
+    "lora": lambda: peft.LoraConfig(r=4, lora_alpha=2, target_modules=["linear", "conv"]),
+    "dora": lambda: peft.LoraConfig(r=4, lora_alpha=2, use_dora=True, target_modules=["linear"]),
+    "loha": lambda: peft.LoHaConfig(r=2, alpha=1, target_modules=["linear", "conv"]),
+    "loha, dense": lambda: peft.LoHaConfig(r=12, alpha=12, target_modules=["linear", "conv"]),
+    "lokr": lambda: peft.LoKrConfig(r=2, alpha=1, decompose_factor=4, target_modules=["linear", "conv"]),
     "locon, stabilized": lambda: peft.LoraConfig(
         r=4, lora_alpha=2, use_rslora=True, target_modules=["linear", "conv"], rank_pattern={"conv": 3}
     ),
@@ -160,8 +202,8 @@ STABILIZED: dict[str, AdapterSection] = {
 
 
 @pytest.mark.parametrize("case", PEFT)
-def test_outputs_and_gradients_of_a_stabilized_adapter_are_those_of_pefts_own_layers(case: str) -> None:
-    ours, theirs = net(STABILIZED[case]), plain_net()
+def test_outputs_and_gradients_are_those_of_pefts_own_layers(case: str) -> None:
+    ours, theirs = net((CONFIGS | STABILIZED)[case]), plain_net()
     peft.inject_adapter_in_model(PEFT[case](), theirs)
     with torch.no_grad():
         for name in ours.injected.parameters:
