@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from PIL import Image
 
@@ -226,9 +227,18 @@ def test_a_run_whose_starter_was_killed_waits_while_the_queue_is_paused(queue, c
 
 
 @pytest.mark.slow
-def test_a_starter_killed_after_it_started_a_run_never_starts_it_twice(queue, config):
+def test_a_starter_killed_after_it_started_a_run_never_starts_it_twice(queue, config, monkeypatch):
     queue.add(config("waits"))
     start_until_killed(queue, at="Launch.of")  # before launch.json is written
+    shown_at, shown = time.monotonic() + 0.3, psutil.Process.cmdline
+
+    def cmdline(process: psutil.Process) -> list[str]:
+        """As that of a process which is being started: empty."""
+        argv = shown(process)
+        is_of_run = bool(argv) and argv[-1].startswith(str(queue.runs))
+        return [] if is_of_run and time.monotonic() < shown_at else argv
+
+    monkeypatch.setattr(psutil.Process, "cmdline", cmdline)
     (entry,) = queue.taken()
     log = queue.run_of(entry).logs / "launch-1.log"
     with queue.starting():

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig
 from trainer.launcher.network import must_be_joined, node_environment
@@ -30,6 +28,7 @@ from trainer.run.process import (
     SUPERVISOR,
     TORCHRUN,
     Launch,
+    all_processes,
     argv_of,
     clear_stores,
     end_orphans,
@@ -211,7 +210,7 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "t
         environment |= compiler.environment(cfg)[0]
     with run.locked():
         argv = command(parallel, run, module, node_rank, has_stages)
-        if any(argv_of(process) == argv for process in psutil.process_iter()):
+        if any(argv_of(process) == argv for process in all_processes()):
             raise InputError(f"{run.path}: node {node_rank} of this run is already running on this machine")
         end_orphans(run, argv[2])
         process = _spawn(argv, _free_node_log(run, node_rank), environment)

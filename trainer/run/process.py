@@ -53,6 +53,8 @@ TAIL_BYTES = 65536
 """How much of the end of `events.jsonl` is read to find a final status."""
 DELETED = ".deleted-"
 """Start of the name of a run folder that is being removed."""
+STARTING_S, YOUNG_S = 1.0, 10.0
+"""How long processes are waited for that start just now, and their age: some hide their command line for ever."""
 HIGHEST_PID = 2**22
 """PID_MAX_LIMIT of Linux on 64 bits."""
 
@@ -406,7 +408,7 @@ def record_end(run: RunDir) -> None:
 
 def adopt(run: RunDir) -> bool:
     """Record the process of a run whose starter was killed before it could do so. Returns whether there is one."""
-    for process in psutil.process_iter():
+    for process in all_processes():
         argv = argv_of(process)
         if argv[1:2] == ["-m"] and argv[2] in LEADERS and _is_same(argv[-1], run.path):
             Launch.of(process, argv).write(run)
@@ -425,12 +427,28 @@ def end_orphans(run: RunDir, leader: str) -> None:
         run: The run.
         leader: Module of the process that was killed: torchrun or a supervisor.
     """
-    own = [process for process in psutil.process_iter() if _is_of(process, run)]
+    own = [process for process in all_processes() if _is_of(process, run)]
     leaders = {process for process in own if argv_of(process)[1:3] == ["-m", leader]}
     for process in set(own) - leaders:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if not leaders.intersection(process.parents()):
                 process.kill()
+
+
+def all_processes() -> list[psutil.Process]:
+    """Return all processes. The command line of one is empty for a moment while it starts, which is waited for."""
+    deadline = time.monotonic() + STARTING_S
+    while any(map(_is_starting, found := list(psutil.process_iter()))) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def _is_starting(process: psutil.Process) -> bool:
+    try:
+        # The kernel's own and zombies have no program.
+        return not process.cmdline() and process.exe() != "" and time.time() - process.create_time() < YOUNG_S
+    except psutil.Error:  # gone, or of another user
+        return False
 
 
 def _is_of(process: psutil.Process, run: RunDir) -> bool:

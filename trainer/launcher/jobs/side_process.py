@@ -68,8 +68,8 @@ def adopted(run: RunDir, kind: str, module: str) -> Adopted | None:
         module: What its command runs.
     """
     own = ["-m", module, str(run.path)]
-    for found in psutil.process_iter(["cmdline"]):
-        if (found.info["cmdline"] or [])[1:4] == own:
+    for found in process.all_processes():
+        if process.argv_of(found)[1:4] == own:
             return Adopted(found, run.logs / f"{kind}-answer.txt")
     return None
 
