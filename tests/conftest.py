@@ -16,6 +16,7 @@ from tests.distributed.pool import IMPORTED, leave_process_group
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Playwright
 
+LONGEST = ("tests/benchmarks/test_limits.py", "tests/notebooks/", "tests/pairs/")
 pytest.register_assert_rewrite("tests.bench", "tests.notebooks.lessons")
 # A shell starts a command with `&` so that it ignores Ctrl-C, and what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -24,6 +25,11 @@ gc.disable()  # until everything is collected: tests that are read leave no garb
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="where the tests marked gpu train")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest: each is one process's, and the last one would keep the other waiting."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 def pytest_collection_finish() -> None:

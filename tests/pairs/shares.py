@@ -1,0 +1,26 @@
+"""The covering arrays in shares: a file of tests for each kind, so that two processes share them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.pairs.search import Search
+from tests.pairs.trials import WRONG
+
+SHARES = 12
+in_shares = pytest.mark.parametrize("share", range(1, SHARES + 1))
+
+
+def wrong(kind: str, share: int, folder: pytest.TempPathFactory) -> list[object]:
+    """Return the trials of a share whose config crashed, was refused too late, or trained something else."""
+    found = _search(folder.getbasetemp() / "pairs").trials(kind, share, SHARES)
+    return [trial for trial in found if trial.outcome in WRONG]
+
+
+@cache
+def _search(folder: Path) -> Search:
+    folder.mkdir()
+    return Search(folder)
