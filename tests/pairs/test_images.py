@@ -1,4 +1,4 @@
-"""Every config of image models runs, or is refused before it starts."""
+"""Configs of image models run, or are refused before they start."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from tests.pairs.shares import in_shares, wrong
 
 @pytest.mark.slow
 @in_shares
-def test_every_config_runs_or_is_refused_before_it_starts(share: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_configs_run_or_are_refused_before_they_start(share: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     assert wrong("images", share, tmp_path_factory) == []
