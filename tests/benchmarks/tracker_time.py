@@ -55,7 +55,7 @@ def turns(folder: Path, case: str, environment: dict[str, str]) -> Iterator[subp
     environment = worker_environment() | environment
     with subprocess.Popen(argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout and process.stdout.readline() == "ready\n"
+            _answer(process, "ready")
             process.send_signal(signal.SIGSTOP)
             yield process
         finally:
@@ -64,13 +64,19 @@ def turns(folder: Path, case: str, environment: dict[str, str]) -> Iterator[subp
 
 def take(process: subprocess.Popen[str]) -> tuple[float, float]:
     """One turn of `STEPS` steps. Returns CPU seconds and seconds of a step."""
-    assert process.stdin and process.stdout
+    assert process.stdin
     process.send_signal(signal.SIGCONT)
     process.stdin.write("\n")
     process.stdin.flush()
-    cpu, wall = map(float, process.stdout.readline().split())
+    cpu, wall = map(float, _answer(process, "turn"))
     process.send_signal(signal.SIGSTOP)
     return cpu, wall
+
+
+def _answer(process: subprocess.Popen[str], word: str) -> list[str]:
+    """The words after this one in the next line that begins with it: trackers print, too."""
+    assert process.stdout
+    return next(words[1:] for line in process.stdout if (words := line.split())[:1] == [word])
 
 
 def compare(bench: Bench, case: str) -> tuple[float, float]:
@@ -108,7 +114,7 @@ def train(folder: Path, case: str) -> None:
             cpu, wall = time.process_time(), time.perf_counter()
             for _ in range(STEPS):
                 trainer.train_step()
-            print((time.process_time() - cpu) / STEPS, (time.perf_counter() - wall) / STEPS, flush=True)
+            print("turn", (time.process_time() - cpu) / STEPS, (time.perf_counter() - wall) / STEPS, flush=True)
 
 
 def main() -> int:
