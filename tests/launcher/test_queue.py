@@ -226,6 +226,14 @@ def test_a_run_whose_starter_was_killed_waits_while_the_queue_is_paused(queue, c
         wait_for(lambda: ended(queue))
 
 
+def test_a_lock_that_is_a_link_makes_no_file_elsewhere(queue, tmp_path):
+    (queue.runs / "queue").mkdir(parents=True)
+    (queue.runs / "queue" / "starter.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"starter\.lock"), queue.starting():
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
 @pytest.mark.slow
 def test_a_starter_killed_after_it_started_a_run_never_starts_it_twice(queue, config, monkeypatch):
     queue.add(config("waits"))

@@ -185,7 +185,7 @@ class Queue:
     def starting(self) -> Iterator[bool]:
         """Yield whether this process may start runs. If so, no other process may while the block runs."""
         self._make_folders()
-        lock = os.open(self._folder / "starter.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        lock = files.opened_to_append(self._folder / "starter.lock")
         try:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
