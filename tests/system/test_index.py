@@ -240,7 +240,8 @@ def user(uid: int, gid: int) -> Iterator[None]:
 def test_a_folder_of_a_group_has_one_index_for_all_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     index._say.cache_clear()
     for above in (tmp_path, *tmp_path.parents):
-        above.chmod(above.stat().st_mode | 0o011)
+        if (mode := above.stat().st_mode) & 0o011 != 0o011:
+            above.chmod(mode | 0o011)
     cache = tmp_path / "cache"
     cache.mkdir()
     os.chown(cache, 0, 3000)

@@ -227,7 +227,7 @@ def _require_table(db: sqlite3.Connection) -> None:
 def _require_own(file: Path, folder: Path) -> None:
     """Raise OSError for a link, a file with a second name, and one of somebody else than this user or the folder's.
 
-    In a folder that a group shares, and nobody else may write, files of the group are its own.
+    Where only the owner of a folder and one group may write, files of that group belong to the folder, too.
     """
     with suppress(FileNotFoundError):
         status, around = file.lstat(), folder.stat()

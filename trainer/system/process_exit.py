@@ -49,7 +49,7 @@ def _exit(code: int) -> NoReturn:
             stream.flush()
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except OSError:  # output that was cut is no success
+    except OSError:  # the last output was lost
         code = code or 1
     finally:
         os._exit(code)

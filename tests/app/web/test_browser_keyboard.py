@@ -169,7 +169,8 @@ def test_runs_are_tagged_chosen_and_deleted_without_losing_the_place(page: Page,
     page.get_by_role("dialog").get_by_role("button", name="Delete permanently").focus()
     page.keyboard.press("Enter")
     page.locator("tr[data-run=keyed-a]").wait_for(state="detached")
-    expect(page.locator("#runs-all:focus, #runs-filter:focus")).to_have_count(1)
+    all_runs = page.locator("#runs-all")  # there while other tests' runs are
+    expect(all_runs if all_runs.is_visible() else page.locator("#runs-filter")).to_be_focused()
 
 
 def test_the_last_run_that_goes_elsewhere_hands_the_place_on(page: Page, runs: Path):
