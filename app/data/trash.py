@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -31,6 +32,8 @@ MOST_FILES = 10_000
 MOST_DELETED = 1000
 _NAME = re.compile(r"\d{8}T\d{6}Z-\d{1,6}")
 _TIME = "%Y%m%dT%H%M%SZ"
+_CHANGES = threading.Lock()
+"""Held while files are moved: two windows of a page restore one after the other."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,9 @@ def delete(root: Path, images: Sequence[Path]) -> Deletion:
     real = root.resolve()
     name = _begin(real)
     try:
-        for path in relative:
-            _delete(real, name, path)
+        with _CHANGES:
+            for path in relative:
+                _delete(real, name, path)
     except (InputError, OSError) as error:
         moved = list(_files(real, name))
         if not moved:
@@ -108,7 +112,11 @@ def restore(root: Path, name: str) -> tuple[str, ...]:
     Raises:
         InputError: Something has one of their names now, and nothing was restored; or another window restores them.
     """
-    real = root.resolve()
+    with _CHANGES:
+        return _restore(root, root.resolve(), name)
+
+
+def _restore(root: Path, real: Path, name: str) -> tuple[str, ...]:
     found = list(_files(real, name))
     if not found:
         raise InputError("nothing to restore: it was restored or removed meanwhile")
@@ -123,8 +131,8 @@ def restore(root: Path, name: str) -> tuple[str, ...]:
                 opened(real, path.parent.parts) as folder,
             ):
                 files.move_at(source, path.name, folder, path.name)
-    except (FileNotFoundError, Missing) as error:
-        raise InputError("another window restores or removes these files; look again in a moment") from error
+    except (FileExistsError, FileNotFoundError, Missing) as error:  # of another process
+        raise InputError("another page restores or removes these files; look again in a moment") from error
     _forget(real, name)
     return tuple(path.as_posix() for path in found)
 
@@ -134,7 +142,7 @@ def empty(root: Path) -> int:
     real = root.resolve()
     if not os.path.lexists(real / FOLDER):
         return 0
-    with opened(real, (FOLDER,)) as trash:
+    with _CHANGES, opened(real, (FOLDER,)) as trash:
         names = [name for name in os.listdir(trash) if _NAME.fullmatch(name)]
         for name in names:
             # What a stranger put in its place is not opened as a folder: a pipe would never end.
@@ -188,7 +196,10 @@ def _files(real: Path, name: str) -> Iterator[Path]:
             for above, folders, names, descriptor in os.fwalk(".", dir_fd=deletion):
                 folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
                 for file in sorted(names):
-                    mode = os.stat(file, dir_fd=descriptor, follow_symlinks=False).st_mode
+                    try:
+                        mode = os.stat(file, dir_fd=descriptor, follow_symlinks=False).st_mode
+                    except FileNotFoundError:  # it is being restored
+                        continue
                     is_file = stat.S_ISREG(mode) or stat.S_ISLNK(mode)
                     if is_file and not file.startswith(".") and (is_image(file) or file.endswith(CAPTION)):
                         count += 1
