@@ -89,6 +89,7 @@ def test_all_that_tab_reaches_is_seen(page: Page, running: list[RunDir], finishe
         reached = walked(page)
         assert [word for word in expected if not any(word in name for name in reached)] == []
     visit(page, "runs", "going-a", "samples")
+    page.locator(".sample-row img").first.wait_for()
     page.keyboard.press("p")
     page.locator("#samples-pair").wait_for()
     assert any("samples-share" in name for name in walked(page))
