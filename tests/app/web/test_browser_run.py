@@ -217,8 +217,9 @@ def test_notes_are_kept_and_another_window_does_not_overwrite_them(
         other.locator("#notes").press_sequentially(" Or more images.")
         page.locator("#notes").blur()
         other.locator("#notes").blur()
-        conflicted, winner = (page, other) if page.locator("#notes-mine").is_visible() else (other, page)
-        conflicted.locator("#notes-mine").wait_for()
+        asked = [window.locator("#notes-mine") for window in (page, other)]
+        until_so(page, lambda: any(mine.is_visible() for mine in asked))
+        conflicted, winner = (page, other) if asked[0].is_visible() else (other, page)
         conflicted.locator("#notes-mine").click()
         mine = conflicted.locator("#notes").input_value()
         until(winner, f"document.querySelector('#notes').value === {json.dumps(mine)}")
