@@ -192,14 +192,17 @@ def write_job(preset: Path, overrides: Sequence[str], runs: Path, at: Path | Non
     return 0
 
 
-def export(path: Path, what: str, format: str | None, dtype: str | None) -> int:
-    """Export the newest checkpoint of a run in a separate process.
+def export(
+    path: Path, what: str, format: str | None, dtype: str | None, wanted: manifest.Wanted = "newest"
+) -> int:
+    """Export a checkpoint of a run in a separate process.
 
     Args:
         path: The run folder.
         what: `export.what`; `auto` takes it from the run's config.
         format: `export.format`; None takes the run's own if it can carry `what`.
         dtype: `export.dtype`; None takes the run's own if it can carry `what`.
+        wanted: The checkpoint.
 
     Returns:
         The exit code: 0 exported, 1 failed, 2 failed by the user's mistake.
@@ -211,24 +214,24 @@ def export(path: Path, what: str, format: str | None, dtype: str | None) -> int:
     cfg = run.config().exporting(what, format, dtype)
     if cfg.export_what == "none":
         raise InputError(f"{run.config_file}: export.what is none; choose what to export with --what")
-    code = begin_export(run, cfg).wait()
+    code = begin_export(run, cfg, wanted).wait()
     say(export_output(run, code), sys.stderr if code else sys.stdout)
     return code if code in (0, 2) else 1
 
 
-def begin_export(run: RunDir, cfg: RunConfig) -> subprocess.Popen[bytes]:
+def begin_export(run: RunDir, cfg: RunConfig, wanted: manifest.Wanted = "newest") -> subprocess.Popen[bytes]:
     """Start an export, as `cfg.export` says, in a separate process. Its exit code is 2 for the user's mistake.
 
     Raises:
-        InputError: The run has no checkpoint, a folder of it is missing and cannot be made, or its family has no file
+        InputError: The run has no such checkpoint, a folder of it is missing and cannot be made, or its family has no file
             of this format.
     """
     if problems := tuple(families.unwritable(cfg)):
         raise RuleError(problems)
     run.guard()
     run.complete_folders(cfg)
-    manifest.to_export(run)
-    argv = [sys.executable, "-m", "trainer", str(run.path)]
+    step = manifest.steps_in(manifest.to_export(run, wanted))
+    argv = [sys.executable, "-m", "trainer", str(run.path), f"--step={step}"]
     argv += ["--export", cfg.export_what, "--format", cfg.export.format, "--dtype", cfg.export.dtype]
     return side_process.begin(run, "export", argv)
 

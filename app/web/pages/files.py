@@ -20,7 +20,8 @@ def calls(studio: Studio) -> Calls:
     def files_list(name: str) -> dict[str, Any]:
         run = studio.run(name)
         follower = studio.follower(run)
-        view, is_exporting = follower.view(), studio.is_exporting(run)
+        view, exporting = follower.view(), studio.exporting(run)
+        is_exporting = exporting is not None
         export = follower.config.export
         # The draft of an export at work looks like one that was left behind.
         is_busy = is_exporting or view.is_running
@@ -34,12 +35,12 @@ def calls(studio: Studio) -> Calls:
             "unfinished": [
                 {**asdict(one), "is_writing": is_busy or one.is_recent} for one in exports.unfinished(run, view)
             ],
-            "checkpoints": [asdict(one) for one in exports.checkpoints(run, view.is_alive, is_exporting)],
+            "checkpoints": [asdict(one) for one in exports.checkpoints(run, view.is_alive, exporting)],
         }
 
-    def files_export(name: str, what: str, format: str, dtype: str) -> dict[str, Any]:
+    def files_export(name: str, what: str, format: str, dtype: str, step: int | None = None) -> dict[str, Any]:
         run = studio.run(name)
-        studio.export(run, what, format, dtype)
+        studio.export(run, what, format, dtype, step or "newest")
         return _state(studio, run)
 
     def files_checksum(name: str, file: str) -> str:
@@ -53,7 +54,7 @@ def calls(studio: Studio) -> Calls:
 
     def files_delete_checkpoint(name: str, checkpoint: str) -> None:
         run = studio.run(name)
-        exports.delete_checkpoint(run, checkpoint, studio.is_exporting(run))
+        exports.delete_checkpoint(run, checkpoint, studio.exporting(run))
 
     return {
         "files_list": files_list,
@@ -67,6 +68,6 @@ def calls(studio: Studio) -> Calls:
 def _state(studio: Studio, run: RunDir) -> dict[str, Any]:
     """Return the state of the export that was started from here: a sentence, and whether it goes on or failed."""
     try:
-        return {"text": studio.export_state(run), "is_going": studio.is_exporting(run), "is_failed": False}
+        return {"text": studio.export_state(run), "is_going": studio.exporting(run) is not None, "is_failed": False}
     except InputError as error:
         return {"text": str(error), "is_going": False, "is_failed": True}
