@@ -353,7 +353,7 @@ def _headless(options: argparse.Namespace) -> int:
     if options.join is not None:
         return commands.join(Path(options.join), options.overrides, options.node_rank)
     if options.export is not None:
-        wanted = options.step or "newest"
+        wanted: Wanted = options.step or "newest"
         return commands.export(Path(options.export), options.what or "auto", options.format, options.dtype, wanted)
     preset = preset_file(options.headless, options.runs / "presets")
     scheduler = options.slurm or options.kubernetes

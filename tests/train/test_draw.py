@@ -59,11 +59,23 @@ def trained_run(root: Path, cfg: RunConfig) -> RunDir:
     return run
 
 
-def drawn(run: RunDir, prompt: str, **settings: Any) -> Drawing:
-    cfg = on_one_device(run, check_request(run, DrawingRequest(prompt, **settings)))
-    folder = draw(run, cfg, alone())
-    (drawing,) = (one for one in drawings(run) if (run.path / one.trained).parent == folder)
-    return drawing
+def drawn(run: RunDir, *prompts: str, **settings: Any) -> Drawing:
+    """Draw, and return the drawing of the last prompt."""
+    request = DrawingRequest(prompts, **settings)
+    cfg = on_one_device(run, check_request(run, request))
+    folders = draw(run, cfg, alone(), request)
+    found = {(run.path / one.pictures[0].path).parent: one for one in drawings(run)}
+    assert len(folders) == len(prompts)
+    return found[folders[-1]]
+
+
+def with_it(run: RunDir, drawing: Drawing) -> Path:
+    """The picture that was drawn last."""
+    return run.path / drawing.pictures[-1].path
+
+
+def without(run: RunDir, drawing: Drawing) -> Path:
+    return run.path / drawing.pictures[0].path
 
 
 def distance(one: Path, other: Path) -> int:
@@ -77,12 +89,12 @@ def test_a_drawing_is_the_last_sample_and_without_training_the_first(pictures: P
     run = trained_run(tmp_path, run_config(pictures, **SAMPLES | KINDS[kind]))
     drawing = drawn(run, "a [trigger]")
     first, last = run.samples / "step-000000-1.png", run.samples / "step-000003-1.png"
-    assert distance(run.path / drawing.trained, last) <= 1
-    assert distance(run.path / drawing.base, first) <= 1
+    assert distance(with_it(run, drawing), last) <= 1
+    assert distance(without(run, drawing), first) <= 1
     assert distance(first, last) > 3
     assert (drawing.prompt, drawing.seed, drawing.number) == ("a fox", 5, 1)
     assert (drawing.size, drawing.steps, drawing.guidance) == ((64, 32), 2, 4.0)
-    assert drawing.source == "checkpoints/step-000003"
+    assert [(one.source, one.strength) for one in drawing.pictures] == [("", 0.0), ("checkpoints/step-000003", 1.0)]
 
 
 @pytest.mark.slow
@@ -91,11 +103,11 @@ def test_other_settings_draw_another_image_and_no_drawing_replaces_another(pictu
     one = drawn(run, "something else", size=(32, 32), steps=1, guidance=1.5, seed=6)
     other = drawn(run, "something else", size=(32, 32), steps=1, guidance=1.5, seed=7)
     assert (one.number, one.seed, one.size, one.steps, one.guidance) == (0, 6, (32, 32), 1, 1.5)
-    assert distance(run.path / one.base, run.path / other.base) > 0
-    with Image.open(run.path / one.trained) as image:
+    assert distance(without(run, one), without(run, other)) > 0
+    with Image.open(with_it(run, one)) as image:
         assert image.size == (32, 32)
     assert list(drawings(run)) == [other, one]
-    (run.path / other.trained).with_name("drawing.json").write_text("[]", encoding="utf-8")
+    with_it(run, other).with_name("drawing.json").write_text("[]", encoding="utf-8")
     assert list(drawings(run)) == [one]
 
 
@@ -104,8 +116,9 @@ def test_other_settings_draw_another_image_and_no_drawing_replaces_another(pictu
 @pytest.mark.parametrize("offload", [False, True])
 def test_weights_in_host_memory_draw_the_same(pictures: Path, tmp_path: Path, offload: bool, blocks: float) -> None:
     run = trained_run(tmp_path, run_config(pictures, parallel__offload_blocks=blocks, **SAMPLES))
-    cfg = on_one_device(run, check_request(run, DrawingRequest("first")), offload=offload)
-    assert distance(draw(run, cfg, alone()) / "trained.png", run.samples / "step-000003-0.png") <= 1
+    request = DrawingRequest(("first",))
+    cfg = on_one_device(run, check_request(run, request), offload=offload)
+    assert distance(draw(run, cfg, alone(), request)[0] / "1.png", run.samples / "step-000003-0.png") <= 1
 
 
 @pytest.mark.slow
@@ -118,9 +131,9 @@ def test_without_a_checkpoint_the_exported_adapter_is_drawn_with(pictures: Path,
         events.write(ExportEvent(path=path, what="adapter", format="auto"))
     shutil.rmtree(run.checkpoints / "step-000003")
     drawing = drawn(run, "first")
-    assert drawing.source == path
-    assert distance(run.path / drawing.trained, run.samples / "step-000003-0.png") <= 1
-    assert distance(run.path / drawing.base, run.samples / "step-000000-0.png") <= 1
+    assert drawing.pictures[-1].source == path
+    assert distance(with_it(run, drawing), run.samples / "step-000003-0.png") <= 1
+    assert distance(without(run, drawing), run.samples / "step-000000-0.png") <= 1
 
 
 def test_a_language_model_writes_two_texts(tmp_path: Path) -> None:
@@ -128,22 +141,22 @@ def test_a_language_model_writes_two_texts(tmp_path: Path) -> None:
     cfg = text_config(make_text(tmp_path / "text"), **changes, optim__lr=3e-2, train__steps=8)
     run = trained_run(tmp_path, cfg)
     drawing = drawn(run, "Double")
-    texts = [(run.path / file).read_text(encoding="utf-8") for file in (drawing.base, drawing.trained)]
+    texts = [file.read_text(encoding="utf-8") for file in (without(run, drawing), with_it(run, drawing))]
     assert texts == [(run.samples / f"step-00000{step}-1.txt").read_text(encoding="utf-8") for step in (0, 8)]
     assert texts[0] != texts[1]
     assert drawing.kind is TEXT
     assert (drawing.size, drawing.steps) == (None, None)
     with pytest.raises(InputError, match="guidance: has no effect for causal_lm; leave it out"):
-        check_request(run, DrawingRequest("a", guidance=2.0))
+        check_request(run, DrawingRequest(("a",), guidance=2.0))
 
 
 REFUSED: dict[str, tuple[Callable[[RunDir], object], DrawingRequest, str]] = {
-    "empty": (lambda run: None, DrawingRequest(" "), "prompt: empty; write what the sample should show"),
-    "steps": (lambda run: None, DrawingRequest("a", steps=0), "steps: Input should be greater than or equal to 1"),
-    "size": (lambda run: None, DrawingRequest("a", size=(40, 32)), "size: 40 x 32 is not in multiples of 16 pixels"),
+    "empty": (lambda run: None, DrawingRequest((" ",)), "prompt: empty; write what the sample should show"),
+    "steps": (lambda run: None, DrawingRequest(("a",), steps=0), "steps: Input should be greater than or equal to 1"),
+    "size": (lambda run: None, DrawingRequest(("a",), size=(40, 32)), "size: 40 x 32 is not in multiples of 16 pixels"),
     "nothing": (
         lambda run: shutil.rmtree(run.checkpoints),
-        DrawingRequest("a"),
+        DrawingRequest(("a",)),
         "{run}: has no complete checkpoint and no exported adapter yet; save a checkpoint first",
     ),
 }
@@ -162,11 +175,11 @@ def test_what_cannot_be_drawn_is_refused_before_a_process_is_started(pictures: P
 @pytest.mark.slow
 def test_the_page_starts_a_drawing_and_reads_how_it_ended(pictures: Path, tmp_path: Path) -> None:
     run = trained_run(tmp_path, run_config(pictures, **SAMPLES | {"sample__every": 0}))
-    code = commands.begin_drawing(run, DrawingRequest("--a 'fox'", size=(32, 32), seed=1)).wait()
+    code = commands.begin_drawing(run, DrawingRequest(("--a 'fox'",), size=(32, 32), seed=1)).wait()
     output = commands.drawing_output(run, code)
     assert code == 0, output
     (drawing,) = drawings(run)
-    assert str((run.path / drawing.trained).parent) == output
+    assert str(with_it(run, drawing).parent) == output
     assert drawing.prompt == "--a 'fox'"
     assert json.loads((Path(output) / "drawing.json").read_text(encoding="utf-8"))["seed"] == 1
-    assert sorted(os.listdir(output)) == ["base.png", "drawing.json", "trained.png"]
+    assert sorted(os.listdir(output)) == ["0.png", "1.png", "drawing.json"]

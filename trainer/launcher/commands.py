@@ -192,9 +192,7 @@ def write_job(preset: Path, overrides: Sequence[str], runs: Path, at: Path | Non
     return 0
 
 
-def export(
-    path: Path, what: str, format: str | None, dtype: str | None, wanted: manifest.Wanted = "newest"
-) -> int:
+def export(path: Path, what: str, format: str | None, dtype: str | None, wanted: manifest.Wanted = "newest") -> int:
     """Export a checkpoint of a run in a separate process.
 
     Args:
@@ -223,8 +221,8 @@ def begin_export(run: RunDir, cfg: RunConfig, wanted: manifest.Wanted = "newest"
     """Start an export, as `cfg.export` says, in a separate process. Its exit code is 2 for the user's mistake.
 
     Raises:
-        InputError: The run has no such checkpoint, a folder of it is missing and cannot be made, or its family has no file
-            of this format.
+        InputError: The run has no such checkpoint, a folder of it is missing and cannot be made, or its family has no
+            file of this format.
     """
     if problems := tuple(families.unwritable(cfg)):
         raise RuleError(problems)

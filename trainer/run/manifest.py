@@ -81,6 +81,11 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def is_name(name: str) -> bool:
+    """Whether a name is that of a complete checkpoint."""
+    return _NAME.fullmatch(name) is not None
+
+
 def step_of(checkpoint: Path) -> int:
     """Return the optimizer steps of a checkpoint by its name."""
     return int(checkpoint.name.removeprefix("step-"))
@@ -88,7 +93,7 @@ def step_of(checkpoint: Path) -> int:
 
 def named(folder: Path) -> list[Path]:
     """Return all paths that are named like a complete checkpoint, oldest first."""
-    paths = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
+    paths = [path for path in folder.glob("step-*") if is_name(path.name)]
     # By number: alphabetically, step-1000000 would come before step-999999.
     return sorted(paths, key=step_of)
 

@@ -194,7 +194,7 @@ def _export(
     weights: Mapping[str, Tensor] | None = None,
     checkpoint: Path | None = None,
 ) -> list[Path]:
-    """Export a checkpoint, or the newest. Returns the paths, the main one last: scripts read the last line of output."""
+    """Export a checkpoint, or the newest. Returns the paths, the main one last: scripts read the last line printed."""
     from trainer.export.export import export
 
     # The launcher gives each process one thread, as ranks share the cores. By now the other ranks have left.
