@@ -49,7 +49,7 @@ TAKEN_BY = {
     "kubernetes": ("headless",),
     "node_rank": ("resume", "join"),
     "what": ("export",),
-    "step": ("export",),
+    "step": ("export", "resume"),
     "format": ("export", "extract"),
     "dtype": ("export", "extract", "caption"),
     "base": ("extract",),
@@ -92,6 +92,7 @@ examples:
   {program} --headless quickstart --slurm
   {program} --export runs/second --what merged
   {program} --export runs/second --step best
+  {program} --resume runs/second --step 50 optim.lr=5e-5
   {program} --caption my-images --model Qwen/Qwen2.5-VL-3B-Instruct
   {program} --extract TUNED --base BASE --family FAMILY --rank 32 --to lora.safetensors
 
@@ -145,8 +146,8 @@ def _parser() -> argparse.ArgumentParser:
         "--step",
         type=_wanted,
         metavar="N|best",
-        help="the checkpoint to export (--export): that of a step, or the one of lowest validation loss; default: the "
-        "newest",
+        help="another checkpoint than the newest: that of a step, or the one of lowest validation loss, to export "
+        "(--export) or for a new run that goes on from it (--resume)",
     )
     parser.add_argument(
         "--format",
@@ -349,7 +350,7 @@ def _headless(options: argparse.Namespace) -> int:
     from trainer.launcher import commands
 
     if options.resume is not None:
-        return commands.resume(Path(options.resume), options.overrides, options.node_rank)
+        return commands.resume(Path(options.resume), options.overrides, options.node_rank, options.step)
     if options.join is not None:
         return commands.join(Path(options.join), options.overrides, options.node_rank)
     if options.export is not None:

@@ -409,6 +409,22 @@ class Studio:
             preflight.continued_run(run, [_with_more_steps(run, steps)])
             torchrun.start(run.config(), run)
 
+    def branch(self, run: RunDir, step: int, changes: Sequence[str]) -> RunDir:
+        """Let a new run go on from a checkpoint of a run, and return it.
+
+        Args:
+            run: The run that has the checkpoint. It stays as it is.
+            step: Step of the checkpoint.
+            changes: Fields of its config to change, as `key=value`.
+
+        Raises:
+            InputError: There is no such checkpoint, or a run cannot go on from it so.
+        """
+        with self._lock:
+            new, loaded = preflight.branched_run(run, step, changes)
+            torchrun.start(loaded.config, new)
+            return new
+
     def find_runs(self) -> list[RunDir]:
         """Return all runs, newest start first."""
         return find_runs(self.runs)

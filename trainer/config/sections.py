@@ -972,7 +972,8 @@ class CheckpointConfig(Section):
     keep: Whole = option(3, title="Checkpoints kept", ge=1, le=10000)
     """Number of newest checkpoints to keep; older ones are deleted."""
     keep_best: Whole = option(1, title="Best checkpoints kept", ge=0, le=10000)
-    """Number of checkpoints with the lowest validation loss to keep as well. The loss is measured before each save."""
+    """Number of checkpoints with the lowest validation loss to keep as well. Above 0, the loss is measured before each
+    save, and a validation with the lowest loss so far saves one too."""
 
 
 class ExportConfig(Section):

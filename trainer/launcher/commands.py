@@ -70,14 +70,17 @@ def train(preset: Path, overrides: Sequence[str], runs: Path, at: Path | None) -
     return _run(loaded, run)
 
 
-def resume(path: Path, overrides: Sequence[str], node_rank: int | None = None) -> int:
-    """Continue a run from its newest checkpoint.
+def resume(
+    path: Path, overrides: Sequence[str], node_rank: int | None = None, wanted: manifest.Wanted | None = None
+) -> int:
+    """Continue a run from its newest checkpoint, or from another one as a run of its own.
 
     Args:
         path: The run folder.
         overrides: Fields to change, as `key=value`.
         node_rank: Number of this node. None: the number that a scheduler gave it, or 0. A scheduler can therefore run
             the same command on every node: those above 0 join.
+        wanted: The checkpoint from which a new run goes on; None is the newest, in the same folder.
 
     Returns:
         The exit code, as `train`.
@@ -87,6 +90,11 @@ def resume(path: Path, overrides: Sequence[str], node_rank: int | None = None) -
     """
     run = RunDir.open(path)
     number = (network.scheduled_node_rank() or 0) if node_rank is None else node_rank
+    if wanted is not None:
+        if number:
+            raise InputError("--step makes a new run folder: use it on node 0, and --join here, with that folder")
+        new, loaded = preflight.branched_run(run, wanted, overrides)
+        return _run(loaded, new)
     if number:
         cfg = load_config(run.config_file, overrides).config
         if cfg.parallel.nodes > 1 or node_rank:

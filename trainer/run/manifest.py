@@ -120,6 +120,12 @@ def best(folder: Path) -> Path | None:
     return min((path for path in losses if math.isfinite(losses[path])), key=losses.__getitem__, default=None)
 
 
+def lowest_loss(folder: Path) -> float:
+    """Return the lowest validation loss of a run's complete checkpoints; infinity where none was measured."""
+    found = best(folder)
+    return progress_of(found).validation_loss if found else math.inf
+
+
 def to_export(run: RunDir, wanted: Wanted = "newest") -> Path:
     """Return a checkpoint of a run; of a run with stages, one of its current stage.
 

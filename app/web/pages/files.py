@@ -9,6 +9,8 @@ from app.runs import exports
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import address
+from trainer.config.families import trains_on
+from trainer.config.schema import RunConfig
 from trainer.run import manifest
 from trainer.run.folder import RunDir
 from trainer.system.errors import InputError
@@ -31,6 +33,8 @@ def calls(studio: Studio) -> Calls:
             "usual": {"what": follower.config.export_what, "format": export.format, "dtype": export.dtype},
             "export": _state(studio, run),
             "step": manifest.newest_step(run.checkpoints),
+            "is_text": trains_on(follower.config) == "text",
+            "branch": None if follower.config.stages else _settings(follower.config, view.num_steps),
             "files": [asdict(file) for file in exports.listed(run, view, is_exporting)],
             "unfinished": [
                 {**asdict(one), "is_writing": is_busy or one.is_recent} for one in exports.unfinished(run, view)
@@ -63,6 +67,11 @@ def calls(studio: Studio) -> Calls:
         "files_offer": files_offer,
         "files_delete_checkpoint": files_delete_checkpoint,
     }
+
+
+def _settings(config: RunConfig, num_steps: int | None) -> dict[str, Any]:
+    """Return what a run that goes on from a checkpoint may do otherwise, as it is now."""
+    return {"lr": config.optim.lr, "steps": config.train.steps or num_steps}
 
 
 def _state(studio: Studio, run: RunDir) -> dict[str, Any]:
