@@ -320,10 +320,10 @@ def _better(run: RunDir, view: RunView) -> dict[str, Any] | None:
     """Return the checkpoint of a finished run whose validation loss is lower than that of the newest; None without."""
     if view.state != "finished":
         return None
-    best, newest = manifest.best(run.checkpoints), manifest.newest(run.checkpoints)
-    if best is None or newest is None or best == newest:
+    best, newest = manifest.best(run.checkpoints), manifest.complete(run.checkpoints)[-1:]
+    if best is None or newest == [best]:
         return None
-    loss, last = (_finite(manifest.progress_of(checkpoint).validation_loss) for checkpoint in (best, newest))
+    loss, last = (_finite(manifest.progress_of(checkpoint).validation_loss) for checkpoint in (best, *newest))
     return {"step": manifest.step_of(best), "loss": loss, "last": last}
 
 

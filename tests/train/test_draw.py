@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from tests.runs import alone, make_pictures, make_run, make_text, run_config, te
 from trainer.config.schema import RunConfig
 from trainer.export.export import export
 from trainer.launcher import commands
-from trainer.run.drawings import Drawing, DrawingRequest, check_request, drawings
+from trainer.run.drawings import Drawing, DrawingRequest, Picture, check_request, drawings, new_folder, progress
 from trainer.run.events import EventWriter, ExportEvent
 from trainer.run.folder import RunDir
 from trainer.run.samples import TEXT
@@ -97,6 +98,43 @@ def test_a_drawing_is_the_last_sample_and_without_training_the_first(pictures: P
     assert [(one.source, one.strength) for one in drawing.pictures] == [("", 0.0), ("checkpoints/step-000003", 1.0)]
 
 
+@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_each_prompt_is_drawn_with_each_checkpoint_at_each_strength(
+    pictures: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.train.draw.PROGRESS_EVERY_S", 0.0)
+    often = {"sample__every": 1, "checkpoint__every": 1, "optim__ema": 0.0}
+    run = trained_run(tmp_path, run_config(pictures, **SAMPLES | KINDS[kind] | often))
+    drawing = drawn(run, "first", "a [trigger]", checkpoints=(1, 3), strengths=(1e-4, 0.5, 1.0))
+    assert [(picture.source, picture.strength) for picture in drawing.pictures] == [
+        ("", 0.0),
+        *((f"checkpoints/step-00000{step}", strength) for step in (1, 3) for strength in (1e-4, 0.5, 1.0)),
+    ]
+    files = [run.path / picture.path for picture in drawing.pictures]
+    sample = {step: run.samples / f"step-00000{step}-1.png" for step in (0, 1, 3)}
+    for at, step in ((0, 0), (1, 0), (3, 1), (4, 0), (6, 3)):
+        assert distance(files[at], sample[step]) <= 1
+    assert min(distance(files[5], files[at]) for at in (0, 6)) > 1
+    first = next(one for one in drawings(run) if one.prompt == "first")
+    assert distance(with_it(run, first), run.samples / "step-000003-0.png") <= 1
+    assert progress(run) == 13.5 / 14  # before the second of two steps of the last picture
+
+
+def test_a_drawing_of_version_0_1_0_is_read(tmp_path: Path, pictures: Path) -> None:
+    run = make_run(tmp_path, run_config(pictures), "run")
+    folder = new_folder(run)
+    record = {
+        "prompt": "a", "seed": 1, "number": 0, "source": "checkpoints/step-000003", "trained": "drawings/x/trained.png",
+        "base": "drawings/x/base.png", "seconds": 1.5, "size": [64, 64], "steps": 2, "guidance": 4.0, "time": 5.0,
+    }  # fmt: skip
+    (folder / "drawing.json").write_text(json.dumps(record), encoding="utf-8")
+    (drawing,) = drawings(run)
+    assert drawing.pictures == (
+        Picture("drawings/x/base.png"),
+        Picture("drawings/x/trained.png", "checkpoints/step-000003", 1.0),
+    )
+
+
 @pytest.mark.slow
 def test_other_settings_draw_another_image_and_no_drawing_replaces_another(pictures: Path, tmp_path: Path) -> None:
     run = trained_run(tmp_path, run_config(pictures, **SAMPLES))
@@ -154,6 +192,33 @@ REFUSED: dict[str, tuple[Callable[[RunDir], object], DrawingRequest, str]] = {
     "empty": (lambda run: None, DrawingRequest((" ",)), "prompt: empty; write what the sample should show"),
     "steps": (lambda run: None, DrawingRequest(("a",), steps=0), "steps: Input should be greater than or equal to 1"),
     "size": (lambda run: None, DrawingRequest(("a",), size=(40, 32)), "size: 40 x 32 is not in multiples of 16 pixels"),
+    "no prompt": (lambda run: None, DrawingRequest(()), "prompt: none; write what the sample should show"),
+    "second prompt": (
+        lambda run: None,
+        DrawingRequest(("a", "")),
+        "prompt 2: empty; write what the sample should show",
+    ),
+    "strength": (
+        lambda run: None,
+        DrawingRequest(("a",), strengths=(0.0,)),
+        "strength: 0 is not above 0 and at most 2",
+    ),
+    "no number": (
+        lambda run: None,
+        DrawingRequest(("a",), strengths=(math.nan,)),
+        "strength: nan is not above 0 and at most 2",
+    ),
+    "many": (
+        lambda run: None,
+        DrawingRequest(("a",) * 10, strengths=(0.5,) * 10),
+        "110 pictures, as each prompt is drawn with each checkpoint at each strength and once without; leave some out, "
+        "100 are drawn at once",
+    ),
+    "step": (
+        lambda run: None,
+        DrawingRequest(("a",), checkpoints=(3, 9)),
+        "{run}: has no checkpoint of step 9; name step 3",
+    ),
     "nothing": (
         lambda run: shutil.rmtree(run.checkpoints),
         DrawingRequest(("a",)),

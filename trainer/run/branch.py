@@ -62,10 +62,13 @@ def branch(run: RunDir, wanted: manifest.Wanted) -> RunDir:
 
 
 def _until(events: list[AnyEvent], step: int) -> list[AnyEvent]:
-    """Return the events until a checkpoint was saved, for the last time, without errors and exports."""
-    ends = [at for at, event in enumerate(events) if isinstance(event, CheckpointEvent) and event.step == step]
-    until = events[: ends[-1] + 1] if ends else [event for event in events if event.step <= step]
-    return [event for event in until if not isinstance(event, ErrorEvent | ExportEvent)]
+    """Return the events until a checkpoint was saved, for the last time, without errors and exports.
+
+    It is written while training goes on, so steps after it may come before its event.
+    """
+    saved = [at for at, event in enumerate(events) if isinstance(event, CheckpointEvent) and event.step == step]
+    until = events[: saved[-1] + 1] if saved else events
+    return [event for event in until if event.step <= step and not isinstance(event, ErrorEvent | ExportEvent)]
 
 
 def _copy(run: RunDir, path: str, new: RunDir) -> None:
