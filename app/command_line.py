@@ -162,7 +162,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rank", metavar="RANK", help="rank of the LoRA (--extract)")
     parser.add_argument("--to", metavar="FILE.safetensors", help="output file (--extract)")
     parser.add_argument(
-        "--gpus", metavar="NxCARD", help="GPUs to plan for, for example 4x24gb (--plan, --fit); default: this machine's"
+        "--gpus",
+        metavar="NxCARD",
+        help="GPUs to plan for, for example 4x24gb or 8xh100 (--plan, --fit); default: this machine's",
     )
     parser.add_argument("--json", action="store_const", const=True, help="print the plan as JSON (--plan)")
     parser.add_argument(

@@ -269,7 +269,7 @@ def test_a_log_file_gets_a_line_per_change_and_the_last_step_before_each_result(
         "loading  loaded 32.2 GiB in 41 s",
         "warning: fox.png is smaller than 64 pixels",
         "training",
-        "step 3/10  loss 0.5000  4.00 images/s  ETA 0:00:14  peak 200 300 MiB",
+        "step 3/10  loss 0.5000  4.00 images/s  ETA 0:00:14  peak 0.29 GiB on rank 1",
         "step 3: checkpoint checkpoints/step-000003",
         "step 3: sample samples/step-000003-0.png",
     ]
