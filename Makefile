@@ -48,10 +48,10 @@ ui: .venv
 notebooks: .venv
 	$(BIN)/python -m tests.notebooks
 
-# JupyterLab with the notebooks, with no question about news from outside. It refuses root, whom containers run as.
+# JupyterLab with the notebooks; notebooks/lab has its settings: no question about news, one file of each lesson, and
+# none is rewritten when it is opened. It refuses root, whom containers run as.
 lab: .venv
-	$(BIN)/python -m jupyterlab $(if $(IS_ROOT),--allow-root) --LabApp.news_url=None \
-		--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate notebooks
+	JUPYTER_CONFIG_PATH=$(CURDIR)/notebooks/lab $(BIN)/python -m jupyterlab $(if $(IS_ROOT),--allow-root) notebooks
 
 # The fast tests on the oldest torch that is supported, which brings gigabytes of CUDA; TESTS names some of them.
 oldest:

@@ -16,6 +16,7 @@ from trainer.config.load import load_config
 from trainer.config.presets import preset_file
 from trainer.config.sections import ExportConfig
 from trainer.run.captioning import CaptionRequest, Style
+from trainer.run.manifest import Wanted
 from trainer.system.errors import InputError
 from trainer.system.installation import program
 from trainer.system.terminal import complain, printable, say
@@ -48,6 +49,7 @@ TAKEN_BY = {
     "kubernetes": ("headless",),
     "node_rank": ("resume", "join"),
     "what": ("export",),
+    "step": ("export", "resume"),
     "format": ("export", "extract"),
     "dtype": ("export", "extract", "caption"),
     "base": ("extract",),
@@ -89,6 +91,8 @@ examples:
   {program} --join runs/big --node-rank 1
   {program} --headless quickstart --slurm
   {program} --export runs/second --what merged
+  {program} --export runs/second --step best
+  {program} --resume runs/second --step 50 optim.lr=5e-5
   {program} --caption my-images --model Qwen/Qwen2.5-VL-3B-Instruct
   {program} --extract TUNED --base BASE --family FAMILY --rank 32 --to lora.safetensors
 
@@ -139,6 +143,13 @@ def _parser() -> argparse.ArgumentParser:
         "--what", choices=_choices("what"), help="content of the export (--export); default: the run's own"
     )
     parser.add_argument(
+        "--step",
+        type=_wanted,
+        metavar="N|best",
+        help="another checkpoint than the newest: that of a step, or the one of lowest validation loss, to export "
+        "(--export) or for a new run that goes on from it (--resume)",
+    )
+    parser.add_argument(
         "--format",
         choices=_choices("format"),
         help="file format (--export, --extract); default: the run's own, or auto",
@@ -151,7 +162,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rank", metavar="RANK", help="rank of the LoRA (--extract)")
     parser.add_argument("--to", metavar="FILE.safetensors", help="output file (--extract)")
     parser.add_argument(
-        "--gpus", metavar="NxCARD", help="GPUs to plan for, for example 4x24gb (--plan, --fit); default: this machine's"
+        "--gpus",
+        metavar="NxCARD",
+        help="GPUs to plan for, for example 4x24gb or 8xh100 (--plan, --fit); default: this machine's",
     )
     parser.add_argument("--json", action="store_const", const=True, help="print the plan as JSON (--plan)")
     parser.add_argument(
@@ -203,7 +216,7 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
     modes.add_argument(
         "--join", nargs="?", const="", metavar="RUN_DIR", help="join a run on several nodes as a further node"
     )
-    modes.add_argument("--export", nargs="?", const="", metavar="RUN_DIR", help="export a run's newest checkpoint")
+    modes.add_argument("--export", nargs="?", const="", metavar="RUN_DIR", help="export a checkpoint of a run")
     modes.add_argument(
         "--extract",
         nargs="?",
@@ -261,6 +274,14 @@ def _add_node_options(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="rank of this node (--join, --resume); default: as set by SLURM or Kubeflow",
     )
+
+
+def _wanted(text: str) -> Wanted:
+    if text == "best":
+        return "best"
+    if not (text.isascii() and text.isdecimal() and 0 < int(text[:16]) < 10**15):
+        raise argparse.ArgumentTypeError(f"'{text}' is neither the step of a checkpoint, such as 50, nor best")
+    return int(text)
 
 
 def _choices(field: str) -> list[str]:
@@ -331,11 +352,12 @@ def _headless(options: argparse.Namespace) -> int:
     from trainer.launcher import commands
 
     if options.resume is not None:
-        return commands.resume(Path(options.resume), options.overrides, options.node_rank)
+        return commands.resume(Path(options.resume), options.overrides, options.node_rank, options.step)
     if options.join is not None:
         return commands.join(Path(options.join), options.overrides, options.node_rank)
     if options.export is not None:
-        return commands.export(Path(options.export), options.what or "auto", options.format, options.dtype)
+        wanted: Wanted = options.step or "newest"
+        return commands.export(Path(options.export), options.what or "auto", options.format, options.dtype, wanted)
     preset = preset_file(options.headless, options.runs / "presets")
     scheduler = options.slurm or options.kubernetes
     if scheduler is not None:

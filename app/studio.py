@@ -46,9 +46,10 @@ from trainer.config.sections import NAME_HELP, NAME_PATTERN
 from trainer.launcher import commands, preflight, torchrun
 from trainer.launcher.jobs.downloads import Downloads as ModelDownloads
 from trainer.launcher.queue import POLL_S, Entry, Queue
+from trainer.run import manifest
 from trainer.run import process as processes
 from trainer.run.folder import RunDir, guard_cache, is_run, shared_cache
-from trainer.run.manifest import newest_step
+from trainer.run.manifest import Wanted
 from trainer.system import files, gpus
 from trainer.system.errors import InputError
 from trainer.system.gpus import Gpu, visible
@@ -69,6 +70,14 @@ class _Start:
     draft: Draft
     at: float
     run: RunDir
+
+
+@dataclass(frozen=True)
+class _Export:
+    """An export that was started here."""
+
+    checkpoint: Path
+    process: subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,7 @@ class Studio:
         self._drafts = self.runs / "drafts"
         self._lock = threading.Lock()
         self._followers: dict[Path, Follower] = {}
-        self._exports: dict[Path, subprocess.Popen[bytes]] = {}
+        self._exports: dict[Path, _Export] = {}
         self._last_start: _Start | None = None
         self._unsaved: Draft | None = None
         self._last_formed: tuple[tuple[Path, int, int, str], Checked] | None = None
@@ -400,6 +409,22 @@ class Studio:
             preflight.continued_run(run, [_with_more_steps(run, steps)])
             torchrun.start(run.config(), run)
 
+    def branch(self, run: RunDir, step: int, changes: Sequence[str]) -> RunDir:
+        """Let a new run go on from a checkpoint of a run, and return it.
+
+        Args:
+            run: The run that has the checkpoint. It stays as it is.
+            step: Step of the checkpoint.
+            changes: Fields of its config to change, as `key=value`.
+
+        Raises:
+            InputError: There is no such checkpoint, or a run cannot go on from it so.
+        """
+        with self._lock:
+            new, loaded = preflight.branched_run(run, step, changes)
+            torchrun.start(loaded.config, new)
+            return new
+
     def find_runs(self) -> list[RunDir]:
         """Return all runs, newest start first."""
         return find_runs(self.runs)
@@ -429,29 +454,33 @@ class Studio:
                 del self._followers[path]
             return follower
 
-    def export(self, run: RunDir, what: str, format: str, dtype: str) -> None:
-        """Start exporting a run's newest checkpoint. Raises InputError for a combination that is not supported."""
+    def export(self, run: RunDir, what: str, format: str, dtype: str, wanted: Wanted = "newest") -> None:
+        """Start exporting a checkpoint. Raises InputError for a combination that is not supported."""
         with self._lock:
-            if self.is_exporting(run):
+            if self.exporting(run) is not None:
                 raise InputError(f"{run.path.name} is being exported; wait until it is done")
-            self._exports[run.path] = commands.begin_export(run, run.config().exporting(what, format, dtype))
+            cfg = run.config().exporting(what, format, dtype)
+            checkpoint = manifest.to_export(run, wanted)
+            process = commands.begin_export(run, cfg, manifest.steps_in(checkpoint))
+            self._exports[run.path] = _Export(checkpoint, process)
 
-    def is_exporting(self, run: RunDir) -> bool:
-        """Whether an export that this process started is still going on."""
-        process = self._exports.get(run.path)
-        return process is not None and process.poll() is None
+    def exporting(self, run: RunDir) -> Path | None:
+        """Return the checkpoint of an export that this process started and that goes on; None without one."""
+        export = self._exports.get(run.path)
+        return export.checkpoint if export is not None and export.process.poll() is None else None
 
     def export_state(self, run: RunDir) -> str:
         """Return the state of the run's export as a sentence, "" without one. Raises InputError when it failed."""
-        process = self._exports.get(run.path)
-        if process is None:
+        export = self._exports.get(run.path)
+        if export is None:
             return ""
-        code = process.poll()
+        step = f"step {manifest.step_of(export.checkpoint):,}"
+        code = export.process.poll()
         if code is None:
-            return "Exporting; the file is verified before it gets its name."
+            return f"Exporting {step}; the file is verified before it gets its name."
         if code:
             raise InputError(commands.export_output(run, code))
-        return "Exported and verified."
+        return f"Exported {step}, and verified."
 
     def gpus(self) -> list[Gpu]:
         """Return the state of the GPUs that runs started here may use. Empty where nvidia-smi does not answer."""
@@ -495,7 +524,7 @@ def _with_more_steps(run: RunDir, steps: int) -> str:
     """Return the change `key=value` that gives a run more steps; of a run given in epochs, more than it has trained."""
     config = run.config()
     planned = config.stage_steps[-1]
-    more = steps + (newest_step(run.checkpoints) if planned is None else planned)
+    more = steps + (manifest.newest_step(run.checkpoints) if planned is None else planned)
     if not config.stages:
         return f"train.steps={more}"
     parts = [stage.model_dump(mode="json") for stage in config.stages]

@@ -57,8 +57,7 @@ except ValueError as error:
 # ## The same as a form
 #
 # The form shows what you can set, with the meaning of each field. Change something if you like: the next cell starts
-# what the form shows. Two fields to look at on the tab
-# *Hardware and training*:
+# what the form shows. Two fields to look at on the tab *Hardware*:
 #
 # - `parallel.devices` is the number of *ranks*. Each rank is a process with its own GPU or, without GPUs, a share of
 #   the CPU.

@@ -242,5 +242,5 @@ notebook.gallery(notebook.samples(run))
 # - if samples copy your images, train shorter, or with a smaller `adapter.rank`, or add images;
 # - if they do not change, check that the trigger is in the prompt, then raise `optim.lr`.
 #
-# `notebook.form("flux2-klein-4b-lora-1gpu", "data.path=...")` shows what can be set. The page (`make ui`) has a tab
-# *Dataset* in which captions are edited next to their images.
+# `notebook.form("flux2-klein-4b-lora-1gpu", "data.path=...")` shows what can be set. The page (`make ui`) has a
+# screen *Data* in which captions are edited next to their images.

@@ -7,6 +7,7 @@ name after the other, without following links: one that is put in the way later 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -95,6 +96,12 @@ class DataFolders:
                 raise InputError(f"{real / name}: cannot be made ({error.strerror}); choose another folder") from error
             os.fsync(descriptor)
         return real / name
+
+
+def free_name(above: Path) -> str:
+    """Return a name that no file or folder in a folder has: images, else images-2, and so on."""
+    names = ("images" if number == 1 else f"images-{number}" for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(above / name))
 
 
 class Missing(InputError):

@@ -46,7 +46,7 @@ def typed_folder(path: str) -> Path:
     """Return the folder that a person names, with `~` for a home. Raises InputError for what no path can be."""
     if "\0" in path:
         raise InputError("a path cannot hold the character NUL; remove it")
-    return Path(os.path.expanduser(path))  # one of an unknown user stays as it is, as in a config
+    return Path(os.path.expanduser(files.pasted(path)))  # one of an unknown user stays as it is, as in a config
 
 
 def listed(folder: Path, above: str = "") -> Listing:

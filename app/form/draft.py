@@ -275,7 +275,7 @@ def _paths(value: Any) -> list[str]:
 def _folder_of(draft: Draft, own: Mapping[str, Any]) -> str | None:
     """The folder of a draft's images. own: the config of its preset."""
     path = draft.values.get("data.path", value_at(own, "data.path"))
-    return os.path.abspath(os.path.expanduser(path)) if isinstance(path, str) and path else None
+    return os.path.abspath(os.path.expanduser(files.pasted(path))) if isinstance(path, str) and path else None
 
 
 def check_with_files(checked: Checked) -> Checked:

@@ -34,6 +34,7 @@ from trainer.plan.search.ladder import Rung, ways_to_fit
 from trainer.run import process as processes
 from trainer.run.events import ENDS, EventReader, ExportEvent, SampleEvent, State, StatusEvent
 from trainer.run.folder import RunDir, shared_cache
+from trainer.run.manifest import Wanted
 from trainer.system.errors import InputError
 from trainer.system.gpus import support, visible
 from trainer.system.installation import CHECKOUT
@@ -307,13 +308,16 @@ def exported(run: RunDir) -> Path:
     return run.path / view.exports[-1].path
 
 
-async def export(run: RunDir, what: str, format: str | None = None, dtype: str | None = None) -> Path:
-    """Export the newest checkpoint: `await notebook.export(run, "merged")`.
+async def export(
+    run: RunDir, what: str, format: str | None = None, dtype: str | None = None, step: Wanted = "newest"
+) -> Path:
+    """Export a checkpoint: `await notebook.export(run, "merged")`, or `step=50`, or `step="best"`.
 
     Args:
         what: adapter, merged or full.
         format: None for the run's own, where `what` supports it.
         dtype: None for the run's own, where `what` supports it.
+        step: Step of the checkpoint; "best" is the one of lowest validation loss.
 
     Returns:
         The exported file or folder.
@@ -321,7 +325,7 @@ async def export(run: RunDir, what: str, format: str | None = None, dtype: str |
     Raises:
         InputError: The combination is not supported, or the export failed.
     """
-    process = commands.begin_export(run, run.config().exporting(what, format, dtype))
+    process = commands.begin_export(run, run.config().exporting(what, format, dtype), step)
     while process.poll() is None:
         await asyncio.sleep(POLL_S)
     if process.returncode:

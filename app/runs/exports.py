@@ -28,6 +28,8 @@ from trainer.system.errors import InputError
 DTYPES = get_args(ExportConfig.model_fields["dtype"].annotation)
 LARGEST_ROUNDING = 5e-2
 """Relative difference that storing weights in fp8 may make, which is the coarsest type of an export."""
+RESUMED = "The run is running: this is where it would go on after an interruption. Stop it first."
+EXPORTED = "It is being exported. Wait until that is done."
 WRITTEN_WITHIN_S = 120.0
 """An unfinished export that was written to within this time is taken for one that is going on."""
 Choices = Mapping[str, Mapping[str, tuple[str, ...]]]
@@ -45,6 +47,7 @@ class ExportedFile:
         what: adapter, merged or full; empty when no event names the file.
         format: `export.format`; empty likewise.
         dtype: `export.dtype`; empty likewise.
+        step: Optimizer steps of the weights; None likewise.
         check: How it was verified, in words; empty without a record.
         is_verified: Whether reloading it gave what was trained.
         is_being_replaced: Whether a newer file of this name is being written.
@@ -56,6 +59,7 @@ class ExportedFile:
     what: str
     format: str
     dtype: str
+    step: int | None
     check: str
     is_verified: bool
     is_being_replaced: bool
@@ -91,6 +95,9 @@ class Checkpoint:
         size: Bytes.
         saved: Unix seconds.
         validation_loss: Loss of the held-out images; None if not measured.
+        is_best: Whether it has the lowest validation loss of several.
+        is_newest: Whether the run goes on from it.
+        is_usable: Whether it can be exported and drawn with: it is complete, and of the stage that the run is in.
         problem: Why this version cannot read it; empty when it can.
         consequence: What its deletion means for a resume and an export, as sentences.
         refusal: Why it cannot be deleted now; empty when it can.
@@ -102,6 +109,9 @@ class Checkpoint:
     size: int
     saved: float
     validation_loss: float | None
+    is_best: bool
+    is_newest: bool
+    is_usable: bool
     problem: str
     consequence: str
     refusal: str
@@ -174,6 +184,7 @@ def _listed(run: RunDir, file: Path, events: Mapping[Path, ExportEvent], replace
         what=event.what if event else "",
         format=event.format if event else "",
         dtype=event.dtype if event else "",
+        step=event.step if event else None,
         check=check_in_words(event) if event else "",
         is_verified=event is not None and event.difference <= LARGEST_ROUNDING,
         is_being_replaced=shown_name(Path(relative.parts[0])) in replaced,
@@ -224,52 +235,49 @@ def checksum(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def checkpoints(run: RunDir, is_alive: bool, is_exporting: bool) -> list[Checkpoint]:
+def checkpoints(run: RunDir, is_alive: bool, exporting: Path | None) -> list[Checkpoint]:
     """Return the checkpoints of all stages, newest first.
 
     Args:
         run: The run.
         is_alive: Whether the run is running.
-        is_exporting: Whether an export is reading the newest checkpoint.
+        exporting: The checkpoint that an export is reading; None without one.
     """
     folders = [folder / "checkpoints" for folder in run.stage_folders] or [run.checkpoints]
     current = run.checkpoints
-    busy = _why_needed(is_alive, is_exporting)
+    needed = dict.fromkeys(manifest.complete(current)[-1:] if is_alive else (), RESUMED)
+    needed |= {exporting: EXPORTED} if exporting else {}
     return [
         checkpoint
         for folder in reversed(folders)
-        for checkpoint in _checkpoints_in(run, folder, folder == current, busy)
+        for checkpoint in _checkpoints_in(run, folder, folder == current, needed)
     ]
 
 
-def _why_needed(is_alive: bool, is_exporting: bool) -> str:
-    if is_alive:
-        return "The run is running: this is where it would go on after an interruption. Stop it first."
-    return "It is being exported. Wait until that is done." if is_exporting else ""
-
-
-def _checkpoints_in(run: RunDir, folder: Path, is_current: bool, busy: str) -> list[Checkpoint]:
+def _checkpoints_in(run: RunDir, folder: Path, is_current: bool, needed: Mapping[Path, str]) -> list[Checkpoint]:
     named = manifest.named(folder)
     problems = {path: manifest.problem(path) or "" for path in named}
     complete = [path for path in named if not problems[path]]
     losses = {path: manifest.progress_of(path).validation_loss for path in complete}
-    best = min((path for path in complete if math.isfinite(losses[path])), key=losses.__getitem__, default=None)
+    best = manifest.best(folder) if len(complete) > 1 else None
     found = []
     for path in reversed(named):
-        is_newest = is_current and path in complete[-1:]
         words = [_consequence(path, complete, is_current, problems[path])]
-        words += ["It has the lowest validation loss."] if path == best and len(complete) > 1 else []
+        words += ["It has the lowest validation loss."] if path == best else []
         found.append(
             Checkpoint(
                 name=shown_name(path.relative_to(run.path)),
                 stage=folder.parent.name if folder.parent != run.path else "",
-                step=int(path.name.removeprefix("step-")),
+                step=manifest.step_of(path),
                 size=sum(file.lstat().st_size for file in path.rglob("*") if file.is_file()),
                 saved=path.lstat().st_mtime,
                 validation_loss=losses[path] if path in losses and math.isfinite(losses[path]) else None,
+                is_best=path == best,
+                is_newest=is_current and path in complete[-1:],
+                is_usable=is_current and path in complete,
                 problem=problems[path] if is_current and path == named[-1] else _removable(problems[path]),
                 consequence=" ".join(words),
-                refusal=_why_not_ours(run, path) or (busy if is_newest else ""),
+                refusal=_why_not_ours(run, path) or needed.get(path, ""),
             )
         )
     return found
@@ -286,7 +294,10 @@ def _consequence(path: Path, complete: list[Path], is_current: bool, problem: st
     if not is_current:
         return "Its stage is done: neither a resume nor an export needs it."
     if path != complete[-1]:
-        return f"Neither a resume nor an export needs it: both take that of step {manifest.steps_in(complete[-1]):,}."
+        return (
+            f"A resume does not need it: that takes step {manifest.step_of(complete[-1]):,}. Nothing of step "
+            f"{manifest.step_of(path):,} can be exported then."
+        )
     if len(complete) == 1:
         return "It is the only one: without it, a resume starts again from step 0, and nothing can be exported."
     former = manifest.steps_in(complete[-2])
@@ -307,7 +318,7 @@ def _why_not_ours(run: RunDir, path: Path) -> str:
     return "It is not a folder of this run folder, or reached by a link. Remove it by hand."
 
 
-def delete_checkpoint(run: RunDir, name: str, is_exporting: bool) -> None:
+def delete_checkpoint(run: RunDir, name: str, exporting: Path | None) -> None:
     """Delete a checkpoint, its name first: an interrupted deletion leaves nothing that passes for a complete one.
 
     Raises:
@@ -315,7 +326,7 @@ def delete_checkpoint(run: RunDir, name: str, is_exporting: bool) -> None:
         OSError: It cannot be removed.
     """
     with run.locked():  # no other process starts the run meanwhile
-        found = {one.name: one for one in checkpoints(run, process.alive(run), is_exporting)}
+        found = {one.name: one for one in checkpoints(run, process.alive(run), exporting)}
         if name not in found:
             raise InputError(f"{name}: not a checkpoint of {run.path.name}; it may have been removed")
         if found[name].refusal:

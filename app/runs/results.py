@@ -52,7 +52,7 @@ class Results:
         self._looked: dict[tuple[str, Path], float | None] = {}
 
     def draw(self, run: RunDir, request: DrawingRequest) -> None:
-        """Sample a prompt with and without what the run has trained. Raises InputError if it cannot be sampled."""
+        """Sample prompts without and with what the run has trained. Raises InputError if they cannot be sampled."""
         self._begin("drawing", run, lambda: commands.begin_drawing(run, request))
 
     def stop(self, kind: Literal["drawing", "upload"], run: RunDir) -> None:
@@ -73,7 +73,7 @@ class Results:
         return self._outcome("drawing", run, commands.drawing_output)
 
     def drawings(self, run: RunDir) -> list[Drawing]:
-        """Return the finished drawings of a run, newest first."""
+        """Return the drawings of a run, newest first."""
         return sorted(drawings(run), key=lambda drawing: -drawing.time)
 
     def upload(self, run: RunDir, repo: str, is_private: bool, overwrites: bool) -> None:

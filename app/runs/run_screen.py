@@ -134,6 +134,7 @@ def head(follower: Follower, view: RunView, gpus: Sequence[Gpu] = ()) -> Part:
             "error": _error(run, view, gpus),
             "more": more(run, config, view) if is_ended else None,
             "exports": _exports(run, view),
+            "better": _better(run, view),
         }
     )
 
@@ -315,6 +316,17 @@ def _exports(run: RunDir, view: RunView) -> list[dict[str, Any]]:
     return [found for event in (*main, *others) if (found := _export(run, newest[event.path]))]
 
 
+def _better(run: RunDir, view: RunView) -> dict[str, Any] | None:
+    """Return the checkpoint of a finished run whose validation loss is lower than that of the newest; None without."""
+    if view.state != "finished":
+        return None
+    best, newest = manifest.best(run.checkpoints), manifest.complete(run.checkpoints)[-1:]
+    if best is None or newest == [best]:
+        return None
+    loss, last = (_finite(manifest.progress_of(checkpoint).validation_loss) for checkpoint in (best, *newest))
+    return {"step": manifest.step_of(best), "loss": loss, "last": last}
+
+
 def _export(run: RunDir, event: ExportEvent) -> dict[str, Any] | None:
     """Return an export; None where its file was removed."""
     try:
@@ -326,6 +338,7 @@ def _export(run: RunDir, event: ExportEvent) -> dict[str, Any] | None:
     return {
         "name": name,
         "size": size,
+        "step": event.step,
         "is_file": path.is_file(),
         "check": exports.check_in_words(event),
         "is_verified": event.difference <= exports.LARGEST_ROUNDING,

@@ -131,6 +131,24 @@ def test_a_model_whose_adapter_is_switched_off_is_its_base_bit_for_bit(family: M
     assert not torch.equal(with_adapter, before)
 
 
+@pytest.mark.parametrize("strength", [0.5, 1.5])
+@cases
+def test_at_a_strength_each_layer_computes_with_its_weight_moved_that_far(case: str, strength: float) -> None:
+    adapted, plain = net(CONFIGS[case]), plain_net()
+    with torch.no_grad():
+        whole = adapted.model["net"](*net_inputs())
+        for name, layer in adapted.trained().items():
+            weight = plain.get_submodule(name).weight
+            weight += strength * (layer.merged(weight) - weight)
+        expected = plain["net"](*net_inputs())
+        with adapters.at_strength(adapted.model, strength):
+            found = adapted.model["net"](*net_inputs())
+        again = adapted.model["net"](*net_inputs())
+    assert all(relative(a, b) <= 1e-5 for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again, whole, strict=True))
+    assert any(relative(a, b) > 1e-3 for a, b in zip(whole, expected, strict=True))
+
+
 @pytest.mark.parametrize("case", [case for case in CONFIGS if case != "boft, 2 stages"])
 def test_lycoris_computes_the_same_from_the_same_tensors(case: str) -> None:
     """It reads boft with all stages only."""

@@ -209,6 +209,12 @@ def test_a_run_that_is_to_export_nothing_is_exported_only_on_request(tmp_path, c
     )
 
 
+@pytest.mark.parametrize("step", ["0", "-5", "1.5", "last", "9" * 5000])
+def test_a_step_is_a_number_or_best(run, capsys, step):
+    code, err = run_command(["--export", str(run.path), f"--step={step}"], capsys)
+    assert (code, err.count("neither the step of a checkpoint, such as 50, nor best")) == (2, 1)
+
+
 def test_an_export_that_does_not_fit_the_run_is_the_users_mistake(run, capsys):
     message = "export.what: full needs adapter.type none, not lora; use merged for base + adapter\n"
     assert run_command(["--export", str(run.path), "--what", "full"], capsys) == (2, message)
@@ -263,7 +269,7 @@ def test_a_log_file_gets_a_line_per_change_and_the_last_step_before_each_result(
         "loading  loaded 32.2 GiB in 41 s",
         "warning: fox.png is smaller than 64 pixels",
         "training",
-        "step 3/10  loss 0.5000  4.00 images/s  ETA 0:00:14  peak 200 300 MiB",
+        "step 3/10  loss 0.5000  4.00 images/s  ETA 0:00:14  peak 0.29 GiB on rank 1",
         "step 3: checkpoint checkpoints/step-000003",
         "step 3: sample samples/step-000003-0.png",
     ]

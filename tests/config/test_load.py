@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def refusal(text: str, *overrides: str) -> list[str]:
 class TestErrors:
     def test_all_mistakes_of_file_and_command_line_are_reported_at_once_in_order(self) -> None:
         text = """\
-name: my run
+name: 🦊
 model:
   family: flux22
   options: {text_layers: [9, true]}
@@ -78,8 +79,7 @@ steps: 100
 sample: 3
 """
         assert refusal(text, "train.stps=5", "parallel.timeout=1", "sample.every=2", "trackers.tensorboard=1.5") == [
-            "preset.yaml:1: name: 'my run' is not 1 to 64 letters, digits, '_', '.' or '-', "
-            "not beginning with '.' or '-'",
+            "preset.yaml:1: name: '🦊' is not 1 to 64 letters, digits, '_', '.' or '-', not beginning with '.' or '-'",
             f"preset.yaml:3: model.family: 'flux22' is not one of {', '.join(family_names())}; did you mean 'flux2'?",
             "preset.yaml:4: model.options.text_layers[1]: needs a whole number, not true",
             "preset.yaml:6: adapter.rnk: unknown field; did you mean 'rank'?",
@@ -278,6 +278,26 @@ class TestValues:
         assert (loaded.config.train.compile, loaded.config.data.trigger) == (True, "on")
         assert (loaded.config.parallel.rendezvous, loaded.config.data.validation) == ("10:20", "/held_out")
 
+    @pytest.mark.parametrize(
+        ("text", "name"),
+        [
+            ("my photos", "my-photos"),
+            ("  Füchse & Hasen! ", "Fuchse-Hasen"),
+            ("../../etc/passwd", "etc-passwd"),
+            ("a" * 200, "a" * 64),
+            ("fox.v2_", "fox.v2_"),
+            ("-", None),
+            ("🦊", None),
+            ("", None),
+        ],
+    )
+    def test_a_name_is_made_of_what_was_typed(self, text: str, name: str | None) -> None:
+        typed = f"name={json.dumps(text)}"
+        if name is None:
+            assert len(refusal(DATA, typed)) == 1
+        else:
+            assert read(DATA, typed).config.name == name
+
     def test_an_override_wins_over_the_file_and_over_earlier_ones(self) -> None:
         loaded = read(
             f"{DATA}name: photos\ntrain: {{steps: 5, seed: 7}}\nsample: {{prompts: [a, b]}}\n",
@@ -377,6 +397,19 @@ class TestPaths:
         assert cfg.data.validation == str(presets / "held_out")
         assert [more.path for more in cfg.data.folders] == [str(presets / "more"), "/far"]
         assert load_config(preset, ["data.path=photos"]).config.data.path == str(folder / "photos")
+
+    @pytest.mark.parametrize("text", ["'{}'", '"{}"', "file://{}", "file://localhost{}", " {} ", '"file://{}"'])
+    def test_a_path_is_read_as_file_managers_and_terminals_copy_it(self, folder: Path, text: str) -> None:
+        images = folder / "my images"
+        images.mkdir()
+        pasted = text.format(str(images).replace(" ", "%20") if "file" in text else images)
+        assert read(f"model: {{family: flux2}}\ndata: {{path: {json.dumps(pasted)}}}").config.data.path == str(images)
+        assert read(DATA, f"data.path={json.dumps(pasted)}").config.data.path == str(images)
+
+    def test_quotes_and_signs_in_a_path_are_kept(self, folder: Path) -> None:
+        for name in ('"', "'", "100%20", "it's"):
+            path = str(folder / name)
+            assert read(DATA, f"data.path={json.dumps(path)}").config.data.path == path
 
     def test_the_name_of_a_model_is_not_taken_for_a_path(self, folder: Path) -> None:
         (folder / "tiny").mkdir()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.runs import alone, make_pictures, make_run, run_config, train
 from trainer.adapters.layer import LayerAdapter
+from trainer.checkpoint.restore import StoredWeights
 from trainer.config.schema import RunConfig
 from trainer.export.adapter import verify_adapter
 from trainer.export.check import check_export
@@ -26,6 +27,7 @@ from trainer.models.base import ModelFamily
 from trainer.models.build import build_model
 from trainer.models.state_dict import BaseWeights, TrainedModel
 from trainer.run.folder import RunDir
+from trainer.run.manifest import Wanted, progress_of, to_export
 from trainer.system.errors import InputError
 
 
@@ -186,6 +188,49 @@ def test_an_export_that_differs_from_the_live_model_leaves_no_file(train_run: Ca
     with pytest.raises(RuntimeError, match=r"the reloaded .* differs from the trained one"):
         export(cfg, trained.run, trained.cache, other)
     assert sorted(trained.run.export.iterdir()) == before
+
+
+def test_any_checkpoint_is_exported_under_a_name_with_its_step(tmp_path: Path) -> None:
+    pictures = make_pictures(tmp_path / "pictures", 4)
+    saves = {"train__steps": 3, "checkpoint__every": 1, "data__validation": 1, "export__dtype": "fp32"}
+    cfg = run_config(pictures, name="fox", optim__lr=1e-2, **saves)
+    run = make_run(tmp_path, cfg, "run")
+    weights = train(alone(), cfg, run).weights
+    (newest,) = export(cfg, run, tmp_path / "cache")
+    saved = {step: to_export(run, step) for step in (1, 2, 3)}
+    (older,) = export(cfg, run, tmp_path / "cache", checkpoint=saved[1])
+    assert (newest.path.name, older.path.name) == ("fox.safetensors", "fox-step1.safetensors")
+    with safe_open(older.path, "pt") as stored:
+        assert stored.metadata()["ss_steps"] == "1"
+    first, last = (dict(StoredWeights(saved[step])) for step in (1, 3))
+    assert all(torch.equal(last[name], weights[name]) for name in weights)
+    assert any(not torch.equal(first[name], last[name]) for name in weights)
+    family = families.make(cfg, tmp_path / "cache")
+    layers = TrainedModel(cfg, BaseWeights(family), StoredWeights(saved[1])).layers
+    assert verify_adapter(older.path, ("diffusers",), family, layers, "fp32") <= 1e-6
+    losses = {step: progress_of(path).validation_loss for step, path in saved.items()}
+    assert to_export(run, "best") == saved[min(losses, key=losses.__getitem__)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (7, "{run}: has no checkpoint of step 7; name one of the steps 1, 2 and 3"),
+        (
+            "best",
+            "{run}: no checkpoint has a validation loss, which takes held-out data (data.validation_split); name one "
+            "of the steps 1, 2 and 3",
+        ),
+    ],
+)
+def test_a_checkpoint_that_is_not_there_is_refused_before_a_process_is_started(
+    train_run: Callable[..., Trained], wanted: Wanted, message: str
+) -> None:
+    run = train_run("often", checkpoint__every=1, train__steps=3).run
+    with pytest.raises(InputError) as error:
+        commands.begin_export(run, run.config().exporting("adapter", None, None), wanted)
+    assert str(error.value) == message.format(run=run.path)
+    assert not (run.logs / "export.log").exists()
 
 
 def test_a_run_without_a_checkpoint_cannot_be_exported(tmp_path: Path) -> None:

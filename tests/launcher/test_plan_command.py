@@ -13,11 +13,16 @@ import pytest
 
 from tests.plan.common import NOWHERE
 from trainer.config.load import load_config
+from trainer.plan.hardware import CARDS, MEMORY
 from trainer.plan.store import known_model
 
 ROOT = Path(__file__).parents[2]
 PRESETS = [preset for preset in sorted((ROOT / "presets").glob("*.yaml")) if preset.stem != "demo-base-cpu"]
 """All but the one whose model is made by `make demo-base`."""
+UNKNOWN = (
+    f"is neither a memory, {', '.join(CARDS)}, nor a card that is known here, {', '.join(MEMORY)}; name the nearest "
+    "memory"
+)
 LIMIT_S = 1.5
 """Cold. `make bench` measures it; here only what is far beyond fails."""
 WITHOUT_TORCH = "import sys, launch; code = launch.main(sys.argv[1:]); assert 'torch' not in sys.modules; exit(code)"
@@ -103,8 +108,9 @@ def test_what_a_preset_needs_comes_with_the_program(preset: Path) -> None:
 @pytest.mark.parametrize(
     ("gpus", "message"),
     [
-        ("four", "--gpus: 'four' is not a number of GPUs and their memory, as 4x24gb or 1x80gb\n"),
-        ("4x25gb", "--gpus: '25gb' is not one of 12gb, 16gb, 24gb, 32gb, 48gb, 80gb, 141gb\n"),
+        ("four", f"--gpus: 'four' {UNKNOWN}\n"),
+        ("4x25gb", f"--gpus: '25gb' {UNKNOWN}\n"),
+        ("0xh100", "--gpus: '0xh100' is not a number of GPUs, as 4x24gb or 8xh100\n"),
     ],
 )
 def test_gpus_that_are_none_are_refused(gpus: str, message: str) -> None:

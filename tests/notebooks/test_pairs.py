@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import jupytext
 import nbformat
 import pytest
 
+from app.form.draft import GROUPS
 from tests.notebooks import pairs
 from tests.notebooks.execution import PARAMETERS, exercises
 from tests.notebooks.lessons import LESSONS
@@ -31,6 +33,12 @@ def test_the_notebook_is_what_its_script_says(name):
 
 def test_every_notebook_is_a_pair_and_is_run_by_the_tests():
     assert sorted(file.stem for file in NOTEBOOKS.glob("*.ipynb")) == NAMES == sorted(LESSONS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tab_that_a_notebook_names_is_one_of_the_form(name):
+    text = " ".join((NOTEBOOKS / f"{name}.py").read_text(encoding="utf-8").replace("# ", "").split())
+    assert set(re.findall(r"tab \*([^*]+)\*", text)) <= GROUPS.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,10 +10,33 @@ from tests.plan.common import run
 from tests.system.gpus.machines import BESIDE_A_DISPLAY_ADAPTER, MIXED, SLICED, install
 from trainer.launcher.plan_command import lines
 from trainer.plan.cards import SPEEDS, speed_of
-from trainer.plan.hardware import CARDS, detected, like, of_machine
+from trainer.plan.hardware import CARDS, MEMORY, detected, like, named, of_machine
 from trainer.plan.search.fixes import planned
 from trainer.system.amounts import GB, GIB, MIB
 from trainer.system.gpus import Gpu
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name", "mib"),
+    [
+        ("4x4090", 4, "RTX 4090", 24564),
+        ("8xh100", 8, "H100", 81559),
+        ("8 x H100", 8, "H100", 81559),
+        ("2xNVIDIA GeForce RTX 3090", 2, "RTX 3090", 24576),
+        ("a100-80gb", None, "A100 SXM4 80GB", 81920),
+        ("2xA100-SXM4-40GB", 2, "A100 SXM4 40GB", 40960),
+        ("RTX PRO 6000 Blackwell", None, "RTX PRO 6000 Blackwell", 97887),
+        ("4x24GB", 4, "24 GB (RTX 4090)", 24564),
+        ("80gb", None, "80 GB (H100)", 81559),
+    ],
+)
+def test_gpus_are_named_by_their_memory_or_their_model(text: str, count: int | None, name: str, mib: int) -> None:
+    found = named(text)
+    assert (found.count, found.card.name, found.card.memory) == (count, name, mib * MIB)
+
+
+def test_each_card_that_can_be_named_has_a_speed_of_its_own() -> None:
+    assert all(named(name).card == like(model, mib * MIB) for name, (model, mib) in MEMORY.items())
 
 
 def gpu(index: int, name: str, mib: int) -> Gpu:

@@ -45,7 +45,7 @@ COMMANDS: Mapping[str, Callable[[RunDir], object]] = {
     "continue": lambda run: preflight.continued_run(run, ()),
     "start": lambda run: torchrun.start(run.config(), run),
     "export": lambda run: commands.export(run.path, "auto", None, None),
-    "draw": lambda run: commands.begin_drawing(run, DrawingRequest("a cat")),
+    "draw": lambda run: commands.begin_drawing(run, DrawingRequest(("a cat",))),
     "upload": lambda run: uploads.begin(run, "me/fox", False, False),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from tests.runs import alone, make_pictures, make_run, make_text, run_config, te
 from trainer.config.schema import RunConfig
 from trainer.export.export import export
 from trainer.launcher import commands
-from trainer.run.drawings import Drawing, DrawingRequest, check_request, drawings
+from trainer.run.drawings import Drawing, DrawingRequest, Picture, check_request, drawings, new_folder, progress
 from trainer.run.events import EventWriter, ExportEvent
 from trainer.run.folder import RunDir
 from trainer.run.samples import TEXT
@@ -59,11 +60,23 @@ def trained_run(root: Path, cfg: RunConfig) -> RunDir:
     return run
 
 
-def drawn(run: RunDir, prompt: str, **settings: Any) -> Drawing:
-    cfg = on_one_device(run, check_request(run, DrawingRequest(prompt, **settings)))
-    folder = draw(run, cfg, alone())
-    (drawing,) = (one for one in drawings(run) if (run.path / one.trained).parent == folder)
-    return drawing
+def drawn(run: RunDir, *prompts: str, **settings: Any) -> Drawing:
+    """Draw, and return the drawing of the last prompt."""
+    request = DrawingRequest(prompts, **settings)
+    cfg = on_one_device(run, check_request(run, request))
+    folders = draw(run, cfg, alone(), request)
+    found = {(run.path / one.pictures[0].path).parent: one for one in drawings(run)}
+    assert len(folders) == len(prompts)
+    return found[folders[-1]]
+
+
+def with_it(run: RunDir, drawing: Drawing) -> Path:
+    """The picture that was drawn last."""
+    return run.path / drawing.pictures[-1].path
+
+
+def without(run: RunDir, drawing: Drawing) -> Path:
+    return run.path / drawing.pictures[0].path
 
 
 def distance(one: Path, other: Path) -> int:
@@ -77,12 +90,49 @@ def test_a_drawing_is_the_last_sample_and_without_training_the_first(pictures: P
     run = trained_run(tmp_path, run_config(pictures, **SAMPLES | KINDS[kind]))
     drawing = drawn(run, "a [trigger]")
     first, last = run.samples / "step-000000-1.png", run.samples / "step-000003-1.png"
-    assert distance(run.path / drawing.trained, last) <= 1
-    assert distance(run.path / drawing.base, first) <= 1
+    assert distance(with_it(run, drawing), last) <= 1
+    assert distance(without(run, drawing), first) <= 1
     assert distance(first, last) > 3
     assert (drawing.prompt, drawing.seed, drawing.number) == ("a fox", 5, 1)
     assert (drawing.size, drawing.steps, drawing.guidance) == ((64, 32), 2, 4.0)
-    assert drawing.source == "checkpoints/step-000003"
+    assert [(one.source, one.strength) for one in drawing.pictures] == [("", 0.0), ("checkpoints/step-000003", 1.0)]
+
+
+@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_each_prompt_is_drawn_with_each_checkpoint_at_each_strength(
+    pictures: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.train.draw.PROGRESS_EVERY_S", 0.0)
+    often = {"sample__every": 1, "checkpoint__every": 1, "optim__ema": 0.0}
+    run = trained_run(tmp_path, run_config(pictures, **SAMPLES | KINDS[kind] | often))
+    drawing = drawn(run, "first", "a [trigger]", checkpoints=(1, 3), strengths=(1e-4, 0.5, 1.0))
+    assert [(picture.source, picture.strength) for picture in drawing.pictures] == [
+        ("", 0.0),
+        *((f"checkpoints/step-00000{step}", strength) for step in (1, 3) for strength in (1e-4, 0.5, 1.0)),
+    ]
+    files = [run.path / picture.path for picture in drawing.pictures]
+    sample = {step: run.samples / f"step-00000{step}-1.png" for step in (0, 1, 3)}
+    for at, step in ((0, 0), (1, 0), (3, 1), (4, 0), (6, 3)):
+        assert distance(files[at], sample[step]) <= 1
+    assert min(distance(files[5], files[at]) for at in (0, 6)) > 1
+    first = next(one for one in drawings(run) if one.prompt == "first")
+    assert distance(with_it(run, first), run.samples / "step-000003-0.png") <= 1
+    assert progress(run) == 13.5 / 14  # before the second of two steps of the last picture
+
+
+def test_a_drawing_of_version_0_1_0_is_read(tmp_path: Path, pictures: Path) -> None:
+    run = make_run(tmp_path, run_config(pictures), "run")
+    folder = new_folder(run)
+    record = {
+        "prompt": "a", "seed": 1, "number": 0, "source": "checkpoints/step-000003", "trained": "drawings/x/trained.png",
+        "base": "drawings/x/base.png", "seconds": 1.5, "size": [64, 64], "steps": 2, "guidance": 4.0, "time": 5.0,
+    }  # fmt: skip
+    (folder / "drawing.json").write_text(json.dumps(record), encoding="utf-8")
+    (drawing,) = drawings(run)
+    assert drawing.pictures == (
+        Picture("drawings/x/base.png"),
+        Picture("drawings/x/trained.png", "checkpoints/step-000003", 1.0),
+    )
 
 
 @pytest.mark.slow
@@ -91,11 +141,11 @@ def test_other_settings_draw_another_image_and_no_drawing_replaces_another(pictu
     one = drawn(run, "something else", size=(32, 32), steps=1, guidance=1.5, seed=6)
     other = drawn(run, "something else", size=(32, 32), steps=1, guidance=1.5, seed=7)
     assert (one.number, one.seed, one.size, one.steps, one.guidance) == (0, 6, (32, 32), 1, 1.5)
-    assert distance(run.path / one.base, run.path / other.base) > 0
-    with Image.open(run.path / one.trained) as image:
+    assert distance(without(run, one), without(run, other)) > 0
+    with Image.open(with_it(run, one)) as image:
         assert image.size == (32, 32)
     assert list(drawings(run)) == [other, one]
-    (run.path / other.trained).with_name("drawing.json").write_text("[]", encoding="utf-8")
+    with_it(run, other).with_name("drawing.json").write_text("[]", encoding="utf-8")
     assert list(drawings(run)) == [one]
 
 
@@ -104,8 +154,9 @@ def test_other_settings_draw_another_image_and_no_drawing_replaces_another(pictu
 @pytest.mark.parametrize("offload", [False, True])
 def test_weights_in_host_memory_draw_the_same(pictures: Path, tmp_path: Path, offload: bool, blocks: float) -> None:
     run = trained_run(tmp_path, run_config(pictures, parallel__offload_blocks=blocks, **SAMPLES))
-    cfg = on_one_device(run, check_request(run, DrawingRequest("first")), offload=offload)
-    assert distance(draw(run, cfg, alone()) / "trained.png", run.samples / "step-000003-0.png") <= 1
+    request = DrawingRequest(("first",))
+    cfg = on_one_device(run, check_request(run, request), offload=offload)
+    assert distance(draw(run, cfg, alone(), request)[0] / "1.png", run.samples / "step-000003-0.png") <= 1
 
 
 @pytest.mark.slow
@@ -118,9 +169,9 @@ def test_without_a_checkpoint_the_exported_adapter_is_drawn_with(pictures: Path,
         events.write(ExportEvent(path=path, what="adapter", format="auto"))
     shutil.rmtree(run.checkpoints / "step-000003")
     drawing = drawn(run, "first")
-    assert drawing.source == path
-    assert distance(run.path / drawing.trained, run.samples / "step-000003-0.png") <= 1
-    assert distance(run.path / drawing.base, run.samples / "step-000000-0.png") <= 1
+    assert drawing.pictures[-1].source == path
+    assert distance(with_it(run, drawing), run.samples / "step-000003-0.png") <= 1
+    assert distance(without(run, drawing), run.samples / "step-000000-0.png") <= 1
 
 
 def test_a_language_model_writes_two_texts(tmp_path: Path) -> None:
@@ -128,22 +179,49 @@ def test_a_language_model_writes_two_texts(tmp_path: Path) -> None:
     cfg = text_config(make_text(tmp_path / "text"), **changes, optim__lr=3e-2, train__steps=8)
     run = trained_run(tmp_path, cfg)
     drawing = drawn(run, "Double")
-    texts = [(run.path / file).read_text(encoding="utf-8") for file in (drawing.base, drawing.trained)]
+    texts = [file.read_text(encoding="utf-8") for file in (without(run, drawing), with_it(run, drawing))]
     assert texts == [(run.samples / f"step-00000{step}-1.txt").read_text(encoding="utf-8") for step in (0, 8)]
     assert texts[0] != texts[1]
     assert drawing.kind is TEXT
     assert (drawing.size, drawing.steps) == (None, None)
     with pytest.raises(InputError, match="guidance: has no effect for causal_lm; leave it out"):
-        check_request(run, DrawingRequest("a", guidance=2.0))
+        check_request(run, DrawingRequest(("a",), guidance=2.0))
 
 
 REFUSED: dict[str, tuple[Callable[[RunDir], object], DrawingRequest, str]] = {
-    "empty": (lambda run: None, DrawingRequest(" "), "prompt: empty; write what the sample should show"),
-    "steps": (lambda run: None, DrawingRequest("a", steps=0), "steps: Input should be greater than or equal to 1"),
-    "size": (lambda run: None, DrawingRequest("a", size=(40, 32)), "size: 40 x 32 is not in multiples of 16 pixels"),
+    "empty": (lambda run: None, DrawingRequest((" ",)), "prompt: empty; write what the sample should show"),
+    "steps": (lambda run: None, DrawingRequest(("a",), steps=0), "steps: Input should be greater than or equal to 1"),
+    "size": (lambda run: None, DrawingRequest(("a",), size=(40, 32)), "size: 40 x 32 is not in multiples of 16 pixels"),
+    "no prompt": (lambda run: None, DrawingRequest(()), "prompt: none; write what the sample should show"),
+    "second prompt": (
+        lambda run: None,
+        DrawingRequest(("a", "")),
+        "prompt 2: empty; write what the sample should show",
+    ),
+    "strength": (
+        lambda run: None,
+        DrawingRequest(("a",), strengths=(0.0,)),
+        "strength: 0 is not above 0 and at most 2",
+    ),
+    "no number": (
+        lambda run: None,
+        DrawingRequest(("a",), strengths=(math.nan,)),
+        "strength: nan is not above 0 and at most 2",
+    ),
+    "many": (
+        lambda run: None,
+        DrawingRequest(("a",) * 10, strengths=(0.5,) * 10),
+        "110 pictures, as each prompt is drawn with each checkpoint at each strength and once without; leave some out, "
+        "100 are drawn at once",
+    ),
+    "step": (
+        lambda run: None,
+        DrawingRequest(("a",), checkpoints=(3, 9)),
+        "{run}: has no checkpoint of step 9; name step 3",
+    ),
     "nothing": (
         lambda run: shutil.rmtree(run.checkpoints),
-        DrawingRequest("a"),
+        DrawingRequest(("a",)),
         "{run}: has no complete checkpoint and no exported adapter yet; save a checkpoint first",
     ),
 }
@@ -162,11 +240,11 @@ def test_what_cannot_be_drawn_is_refused_before_a_process_is_started(pictures: P
 @pytest.mark.slow
 def test_the_page_starts_a_drawing_and_reads_how_it_ended(pictures: Path, tmp_path: Path) -> None:
     run = trained_run(tmp_path, run_config(pictures, **SAMPLES | {"sample__every": 0}))
-    code = commands.begin_drawing(run, DrawingRequest("--a 'fox'", size=(32, 32), seed=1)).wait()
+    code = commands.begin_drawing(run, DrawingRequest(("--a 'fox'",), size=(32, 32), seed=1)).wait()
     output = commands.drawing_output(run, code)
     assert code == 0, output
     (drawing,) = drawings(run)
-    assert str((run.path / drawing.trained).parent) == output
+    assert str(with_it(run, drawing).parent) == output
     assert drawing.prompt == "--a 'fox'"
     assert json.loads((Path(output) / "drawing.json").read_text(encoding="utf-8"))["seed"] == 1
-    assert sorted(os.listdir(output)) == ["base.png", "drawing.json", "trained.png"]
+    assert sorted(os.listdir(output)) == ["0.png", "1.png", "drawing.json"]

@@ -163,8 +163,9 @@ def test_what_is_drawn_later_is_drawn_on_the_base_that_the_run_had(root: Path) -
         run = make_run(root, cfg, f"drawn-{len(keep)}")
         train(alone(), cfg, run)
         texts.append((run.samples / "step-000001-0.txt").read_text())
-        folder = draw(run, on_one_device(run, check_request(run, DrawingRequest("1 says"))), alone())
-        assert (folder / "trained.txt").read_text() == texts[-1]
+        request = DrawingRequest(("1 says",))
+        folder = draw(run, on_one_device(run, check_request(run, request)), alone(), request)[0]
+        assert (folder / "1.txt").read_text() == texts[-1]
     assert texts[0] != texts[1]
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ __all__ = [
     "Targets",
     "adapted_layers",
     "add_apart",
+    "at_strength",
     "dropouts",
     "initial_value",
     "inject",
@@ -99,6 +101,27 @@ def switched_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+@contextmanager
+def at_strength(model: nn.Module, strength: float) -> Iterator[None]:
+    """Inside, each adapted layer computes with W + strength * (W' - W) in place of W', its adapted weight.
+
+    W is the layer's own weight. Image generators take the strength of an adapter file in the same way. At 1 nothing
+    changes.
+    """
+
+    def scaled(layer: Any, inputs: Any, named: Any, output: Tensor) -> Tensor:
+        own: Tensor = layer.base_layer(*inputs, **named)
+        return own + strength * (output - own)
+
+    layers = adapted_layers(model).values() if strength != 1 else ()
+    hooks = [layer.register_forward_hook(scaled, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def saves_no_activations(model: nn.Module) -> set[nn.Module]:

@@ -447,6 +447,7 @@ def _resolved(here: Slot | None, value: Any, folder: Path) -> Any:
         return {key: _resolved(here.child(key) if here else None, item, folder) for key, item in value.items()}
     if here is None or not here.path or not isinstance(value, str) or not value:
         return value
+    value = files.pasted(value)
     path = _absolute(value, folder)
     if here.path == "model" and (value in MODEL_WORDS or not os.path.exists(path)):
         return value

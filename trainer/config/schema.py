@@ -9,9 +9,9 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
 from trainer.config.recompute import mixture
 from trainer.config.sections import (
@@ -39,6 +39,7 @@ from trainer.config.sections import (
     StageConfig,
     TrackersConfig,
     TrainConfig,
+    as_name,
     demo_families,
     family_names,
     has_trigger_place,
@@ -50,8 +51,8 @@ from trainer.system.errors import Problem, RuleError, not_one_of
 class RunConfig(Section):
     """The complete configuration of a run. It is saved as `config.yaml` in the run folder, with all defaults."""
 
-    name: str = option("run", pattern=NAME_PATTERN)
-    """Name of the run and of the exported file."""
+    name: Annotated[str, BeforeValidator(as_name)] = option("run", pattern=NAME_PATTERN)
+    """Name of the run and of the exported file. Spaces and other characters that no name has become "-"."""
     model: ModelConfig = ModelConfig()
     adapter: Adapter = LoraAdapter()
     quantize: QuantizeConfig = QuantizeConfig()

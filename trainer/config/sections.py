@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,15 @@ def _refuse_bool(value: object) -> object:
     if isinstance(value, bool):
         raise PydanticCustomError("bool_as_number", "expected a number, got true/false")
     return value
+
+
+def as_name(value: object) -> object:
+    """Return the name of a run that a text stands for, as my-photos for "my photos"; the value itself where none is
+    left of it. A name stays as it is."""
+    if not isinstance(value, str) or re.fullmatch(NAME_PATTERN, value):
+        return value
+    plain = unicodedata.normalize("NFKD", value).encode("ascii", "ignore").decode()
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).lstrip(".-")[:64].rstrip("-") or value
 
 
 Whole = Annotated[int, BeforeValidator(_refuse_bool)]
@@ -972,7 +982,8 @@ class CheckpointConfig(Section):
     keep: Whole = option(3, title="Checkpoints kept", ge=1, le=10000)
     """Number of newest checkpoints to keep; older ones are deleted."""
     keep_best: Whole = option(1, title="Best checkpoints kept", ge=0, le=10000)
-    """Number of checkpoints with the lowest validation loss to keep as well. The loss is measured before each save."""
+    """Number of checkpoints with the lowest validation loss to keep as well. Above 0, the loss is measured before each
+    save, and a validation with the lowest loss so far saves one too."""
 
 
 class ExportConfig(Section):

@@ -1,7 +1,7 @@
 """Exports a run as files that other programs load: an adapter, or a whole model.
 
-The end of training and `launch.py --export` call the same function. It reads the newest checkpoint and the base's files
-in one process without ranks, writes under a temporary name, reads the result back with a reader that shares nothing
+The end of training and `launch.py --export` call the same function. It reads a checkpoint and the base's files in one
+process without ranks, writes under a temporary name, reads the result back with a reader that shares nothing
 with the writer, and only then renames it to its final name.
 """
 
@@ -33,8 +33,9 @@ def export(
     cache: Path,
     reference: Mapping[str, Tensor] | None = None,
     folder: Path | None = None,
+    checkpoint: Path | None = None,
 ) -> list[Exported]:
-    """Write and verify the trained weights of the newest checkpoint, as the section `export` says.
+    """Write and verify the trained weights of a checkpoint, as the section `export` says.
 
     Args:
         cfg: The run's config.
@@ -42,6 +43,7 @@ def export(
         cache: Folder shared by runs.
         reference: Trained weights of the live model to compare with; None compares with the checkpoint's.
         folder: Folder to write to; None is the run's export folder.
+        checkpoint: One of the run's; None is the newest. The files of an older one have its step in their names.
 
     Returns:
         The files and folders, the main one first.
@@ -50,7 +52,9 @@ def export(
         InputError: The run has no checkpoint, or the format does not fit the family.
         RuntimeError: The reloaded result differs from the trained weights; no file is left.
     """
-    checkpoint = manifest.to_export(run)
+    checkpoint = checkpoint or manifest.to_export(run)
+    if checkpoint != manifest.named(run.checkpoints)[-1]:
+        cfg = cfg.model_copy(update={"name": f"{cfg.name}-step{manifest.steps_in(checkpoint)}"})
     family = families.make(cfg, cache)
     weights, progress = StoredWeights(checkpoint), manifest.progress_of(checkpoint)
     into = folder or run.export

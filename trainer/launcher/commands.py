@@ -70,14 +70,17 @@ def train(preset: Path, overrides: Sequence[str], runs: Path, at: Path | None) -
     return _run(loaded, run)
 
 
-def resume(path: Path, overrides: Sequence[str], node_rank: int | None = None) -> int:
-    """Continue a run from its newest checkpoint.
+def resume(
+    path: Path, overrides: Sequence[str], node_rank: int | None = None, wanted: manifest.Wanted | None = None
+) -> int:
+    """Continue a run from its newest checkpoint, or from another one as a run of its own.
 
     Args:
         path: The run folder.
         overrides: Fields to change, as `key=value`.
         node_rank: Number of this node. None: the number that a scheduler gave it, or 0. A scheduler can therefore run
             the same command on every node: those above 0 join.
+        wanted: The checkpoint from which a new run goes on; None is the newest, in the same folder.
 
     Returns:
         The exit code, as `train`.
@@ -87,6 +90,11 @@ def resume(path: Path, overrides: Sequence[str], node_rank: int | None = None) -
     """
     run = RunDir.open(path)
     number = (network.scheduled_node_rank() or 0) if node_rank is None else node_rank
+    if wanted is not None:
+        if number:
+            raise InputError("--step makes a new run folder: use it on node 0, and --join here, with that folder")
+        new, loaded = preflight.branched_run(run, wanted, overrides)
+        return _run(loaded, new)
     if number:
         cfg = load_config(run.config_file, overrides).config
         if cfg.parallel.nodes > 1 or node_rank:
@@ -192,14 +200,15 @@ def write_job(preset: Path, overrides: Sequence[str], runs: Path, at: Path | Non
     return 0
 
 
-def export(path: Path, what: str, format: str | None, dtype: str | None) -> int:
-    """Export the newest checkpoint of a run in a separate process.
+def export(path: Path, what: str, format: str | None, dtype: str | None, wanted: manifest.Wanted = "newest") -> int:
+    """Export a checkpoint of a run in a separate process.
 
     Args:
         path: The run folder.
         what: `export.what`; `auto` takes it from the run's config.
         format: `export.format`; None takes the run's own if it can carry `what`.
         dtype: `export.dtype`; None takes the run's own if it can carry `what`.
+        wanted: The checkpoint.
 
     Returns:
         The exit code: 0 exported, 1 failed, 2 failed by the user's mistake.
@@ -211,24 +220,24 @@ def export(path: Path, what: str, format: str | None, dtype: str | None) -> int:
     cfg = run.config().exporting(what, format, dtype)
     if cfg.export_what == "none":
         raise InputError(f"{run.config_file}: export.what is none; choose what to export with --what")
-    code = begin_export(run, cfg).wait()
+    code = begin_export(run, cfg, wanted).wait()
     say(export_output(run, code), sys.stderr if code else sys.stdout)
     return code if code in (0, 2) else 1
 
 
-def begin_export(run: RunDir, cfg: RunConfig) -> subprocess.Popen[bytes]:
+def begin_export(run: RunDir, cfg: RunConfig, wanted: manifest.Wanted = "newest") -> subprocess.Popen[bytes]:
     """Start an export, as `cfg.export` says, in a separate process. Its exit code is 2 for the user's mistake.
 
     Raises:
-        InputError: The run has no checkpoint, a folder of it is missing and cannot be made, or its family has no file
-            of this format.
+        InputError: The run has no such checkpoint, a folder of it is missing and cannot be made, or its family has no
+            file of this format.
     """
     if problems := tuple(families.unwritable(cfg)):
         raise RuleError(problems)
     run.guard()
     run.complete_folders(cfg)
-    manifest.to_export(run)
-    argv = [sys.executable, "-m", "trainer", str(run.path)]
+    step = manifest.steps_in(manifest.to_export(run, wanted))
+    argv = [sys.executable, "-m", "trainer", str(run.path), f"--step={step}"]
     argv += ["--export", cfg.export_what, "--format", cfg.export.format, "--dtype", cfg.export.dtype]
     return side_process.begin(run, "export", argv)
 

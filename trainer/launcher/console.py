@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
 from collections import deque
@@ -28,6 +29,7 @@ from trainer.run.events import (
 )
 from trainer.run.length import RunLength
 from trainer.run.pace import Pace
+from trainer.system.amounts import memory_size
 from trainer.system.terminal import printable, say
 from trainer.view.numbers import default_decay, format_losses, format_metrics, format_speed, smoothed
 from trainer.view.steps import losses_by_name, metrics_by_name
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 LINE_EVERY_S = 5.0
+WIDE = 110
+"""Columns of a terminal from which there is room for a bar."""
 MessageEvent = (
     StatusEvent
     | StageEvent
@@ -92,7 +96,8 @@ class StepSummary:
         measured = f"loss {loss:.4f}{format_losses(means)}{format_metrics(metrics)}"
         parts = [*([epoch] if epoch else []), measured, format_speed(*self._recent[-1].speed), f"ETA {left}"]
         if self.peaks:
-            parts.append("peak " + " ".join(f"{peak / 2**20:.0f}" for _, peak in sorted(self.peaks.items())) + " MiB")
+            rank = max(self.peaks, key=self.peaks.__getitem__)
+            parts.append(f"peak {memory_size(self.peaks[rank])}" + (f" on rank {rank}" if len(self.peaks) > 1 else ""))
         return "  ".join(parts)
 
 
@@ -173,9 +178,10 @@ class BarDisplay:
         from rich.table import Column
 
         self.summary = StepSummary(length)
+        width = shutil.get_terminal_size().columns
         self._bar: Progress = Progress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
+            *([BarColumn(bar_width=20)] if width >= WIDE else []),  # numbers first: a line that wraps is hard to read
             MofNCompleteColumn(),
             TextColumn("{task.fields[details]}", markup=False, table_column=Column(no_wrap=False)),
         )

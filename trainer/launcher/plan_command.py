@@ -174,7 +174,7 @@ def lines(cfg: RunConfig, found: MemoryPlan) -> list[str]:
     shown = [item for item in most.items if item.size >= SMALLEST_SHOWN]
     text += [f"  {item.size / GIB:8.2f} GiB  {item.name}: {item.sentence}" for item in shown]
     text += [f"  {most.need / GIB:8.2f} GiB  on each GPU at its fullest, in {moment(most)}", ""]
-    text.append(f"parts of the run {', '.join(f'{part.name} {part.need / GIB:.2f}' for part in found.phases)} GiB")
+    text.append(f"{'GiB by part':16} {', '.join(f'{part.name} {part.need / GIB:.2f}' for part in found.phases)}")
     text += [f"{name:16} {fact}" for name, fact in _facts(cfg, found)]
     text += ["", verdict(found)]
     return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -40,10 +41,11 @@ from trainer.metrics import trackers
 from trainer.models import distilled, recognition
 from trainer.models.parts.chat import chat_template
 from trainer.run import manifest, process, stages
+from trainer.run.branch import branch
 from trainer.run.events import EventReader
 from trainer.run.folder import RunDir, guard_cache, shared_cache
 from trainer.run.length import RunLength
-from trainer.run.manifest import Progress
+from trainer.run.manifest import Progress, Wanted
 from trainer.system import files
 from trainer.system.errors import InputError, Problem
 from trainer.system.installation import missing_package
@@ -130,6 +132,20 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     if overrides:
         run.replace_config(loaded.config)
     return loaded
+
+
+def branched_run(run: RunDir, wanted: Wanted, overrides: Sequence[str]) -> tuple[RunDir, ConfigFile]:
+    """Make a run that goes on from a checkpoint of another one, and return it with its config.
+
+    Raises:
+        InputError: As `branch` and `continued_run`; no run is made.
+    """
+    new = branch(run, wanted)
+    try:
+        return new, continued_run(new, overrides)
+    except BaseException:
+        shutil.rmtree(new.path)
+        raise
 
 
 def _prepare_cache(loaded: ConfigFile, runs: Path) -> None:

@@ -28,7 +28,7 @@ from trainer.config.sections import RankAdapter
 from trainer.distributed.world import World
 from trainer.models.state_dict import BaseWeights
 from trainer.run import manifest
-from trainer.run.folder import RunDir
+from trainer.run.folder import INITIAL_ADAPTER, RunDir
 from trainer.system import files
 from trainer.system.errors import InputError
 from trainer.weights.files import WeightFiles
@@ -42,7 +42,7 @@ HOLDS = "it holds what adapter.init: pissa subtracted from the base. Copy it bac
 
 def initial_file(run: RunDir) -> Path:
     """Return the file with the factors that a run, or its current stage, started from."""
-    return run.checkpoints.parent / "initial-adapter.safetensors"
+    return run.checkpoints.parent / INITIAL_ADAPTER
 
 
 def starts_from_singular_values(cfg: RunConfig) -> bool:

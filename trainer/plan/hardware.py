@@ -125,10 +125,14 @@ def _card(name: str, memory: int, speed: Speed, of: str = "") -> Card:
     )
 
 
-def _example(size: str, model: str, mib: int) -> Card:
+def _example_of(model: str, mib: int) -> Card:
     speed = speed_of(model)
     assert speed is not None
-    return _card(f"{size} ({model})", mib * MIB, speed)
+    return _card(model, mib * MIB, speed)
+
+
+def _example(size: str, model: str, mib: int) -> Card:
+    return replace(_example_of(model, mib), name=f"{size} ({model})")
 
 
 CARDS = {
@@ -141,9 +145,37 @@ CARDS = {
     "141gb": _example("141 GB", "H200", 143771),
 }
 """{name for `--gpus`: GPU}. Another GPU of the same memory may be slower."""
+MEMORY = {
+    "3060": ("RTX 3060", 12288),
+    "3090": ("RTX 3090", 24576),
+    "4060ti": ("RTX 4060 Ti", 16380),
+    "4070": ("RTX 4070", 12282),
+    "4080": ("RTX 4080", 16376),
+    "4090": ("RTX 4090", 24564),
+    "5070ti": ("RTX 5070 Ti", 16303),
+    "5080": ("RTX 5080", 16303),
+    "5090": ("RTX 5090", 32607),
+    "a10": ("A10", 23028),
+    "a10g": ("A10G", 23028),
+    "a40": ("A40", 46068),
+    "a100-40gb": ("A100 SXM4 40GB", 40960),
+    "a100-80gb": ("A100 SXM4 80GB", 81920),
+    "a6000": ("RTX A6000", 49140),
+    "6000ada": ("RTX 6000 Ada", 49140),
+    "pro6000": ("RTX PRO 6000 Blackwell", 97887),
+    "l4": ("L4", 23034),
+    "l40": ("L40", 46068),
+    "l40s": ("L40S", 46068),
+    "h100": ("H100", 81559),
+    "h200": ("H200", 143771),
+    "b200": ("B200", 183359),
+}
+"""{name for `--gpus`: (model as in `cards`, MiB that its driver reports)}"""
 NETWORK = 25 * GB
 """Bytes per second that a rank receives from another machine: 200 Gbit/s per GPU."""
-NAMED = re.compile(r"(?:(?P<count>\d{1,4})x)?(?P<card>\d+gb)", re.IGNORECASE)
+NAMED = re.compile(r"(?:(?P<count>\d{1,4})\s*x\s*)?(?P<card>\w[\w\s-]*)", re.IGNORECASE | re.ASCII)
+MAKERS = re.compile(r"nvidia|geforce|rtx|blackwell|sxm\d?|\s|-")
+"""Words of a card's name that people write or leave out."""
 
 
 @dataclass(frozen=True)
@@ -155,13 +187,18 @@ class Hardware:
 
 
 def named(text: str) -> Hardware:
-    """Parse a text like `4x24gb` or `80gb`. Raises InputError for other texts."""
+    """Parse a text like `4x24gb`, `8xh100` or `80gb`. Raises InputError for other texts."""
     found = NAMED.fullmatch(text.strip())
     if not found or found["count"] == "0":
-        raise InputError(f"--gpus: '{text}' is not a number of GPUs and their memory, as 4x24gb or 1x80gb")
-    if found["card"].lower() not in CARDS:
-        raise InputError(f"--gpus: '{found['card']}' is not one of {', '.join(CARDS)}")
-    return Hardware(CARDS[found["card"].lower()], int(found["count"]) if found["count"] else None)
+        raise InputError(f"--gpus: '{text}' is not a number of GPUs, as 4x24gb or 8xh100")
+    written = MAKERS.sub("", found["card"].lower())
+    by_name = CARDS | {MAKERS.sub("", name): _example_of(*model) for name, model in MEMORY.items()}
+    if written not in by_name:
+        raise InputError(
+            f"--gpus: '{found['card']}' is neither a memory, {', '.join(CARDS)}, nor a card that is known here, "
+            f"{', '.join(MEMORY)}; name the nearest memory"
+        )
+    return Hardware(by_name[written], int(found["count"]) if found["count"] else None)
 
 
 def detected() -> Hardware | None:

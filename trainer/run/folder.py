@@ -42,6 +42,8 @@ FORMER = ".former"
 """End of the name of an exported folder while a newer one takes its place."""
 
 
+INITIAL_ADAPTER = "initial-adapter.safetensors"
+"""File of a run, or of a stage, with what its adapter took out of the base at the start."""
 LINK = (
     "a link. A run folder holds none: it may come from somebody else, and a run would write through it. Remove it, or "
     "put what it leads to in its place"

@@ -6,11 +6,11 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
@@ -24,6 +24,8 @@ FORMAT = 1
 REMEDY = "remove this checkpoint, so that the one before it is taken"
 SUM_THREADS = 4
 """Files whose checksums are compared at once: one core sums 1 GB/s, which disks exceed."""
+Wanted = int | Literal["newest", "best"]
+"""Which checkpoint of a run: that of a step, the newest, or the one of lowest validation loss."""
 _NAME = re.compile(r"step-[0-9]{6,15}")
 _OWN_SUM = re.compile(rb'"checksum": "([^"]*)"')
 _NO_SUM = b"0" * 32
@@ -79,11 +81,21 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def is_name(name: str) -> bool:
+    """Whether a name is that of a complete checkpoint."""
+    return _NAME.fullmatch(name) is not None
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the optimizer steps of a checkpoint by its name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def named(folder: Path) -> list[Path]:
     """Return all paths that are named like a complete checkpoint, oldest first."""
-    paths = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
+    paths = [path for path in folder.glob("step-*") if is_name(path.name)]
     # By number: alphabetically, step-1000000 would come before step-999999.
-    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(paths, key=step_of)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -99,15 +111,54 @@ def newest(folder: Path) -> Path | None:
     return next((path for path in reversed(named(folder)) if defect(path) is None), None)
 
 
-def to_export(run: RunDir) -> Path:
-    """Return the newest checkpoint of a run. Raises InputError when it has none, or the newest is damaged."""
+def best(folder: Path) -> Path | None:
+    """Return the complete checkpoint of lowest validation loss in a run's `checkpoints` folder, the oldest of equals.
+
+    None where none was measured.
+    """
+    losses = {path: progress_of(path).validation_loss for path in complete(folder)}
+    return min((path for path in losses if math.isfinite(losses[path])), key=losses.__getitem__, default=None)
+
+
+def lowest_loss(folder: Path) -> float:
+    """Return the lowest validation loss of a run's complete checkpoints; infinity where none was measured."""
+    found = best(folder)
+    return progress_of(found).validation_loss if found else math.inf
+
+
+def to_export(run: RunDir, wanted: Wanted = "newest") -> Path:
+    """Return a checkpoint of a run; of a run with stages, one of its current stage.
+
+    Raises:
+        InputError: There is no such checkpoint, or it is damaged.
+    """
     saved = named(run.checkpoints)
     if not saved:
         raise InputError(f"{run.path}: has no complete checkpoint to export; resume the run first")
-    found = defect(saved[-1])
+    if wanted == "best":
+        chosen = best(run.checkpoints)
+        if chosen is None:
+            raise InputError(
+                f"{run.path}: no checkpoint has a validation loss, which takes held-out data "
+                f"(data.validation_split); name {_steps(saved)}"
+            )
+    elif wanted == "newest":
+        chosen = saved[-1]
+    else:
+        chosen = run.checkpoints / name_of(wanted)
+        if chosen not in saved:
+            raise InputError(f"{run.path}: has no checkpoint of step {wanted}; name {_steps(saved)}")
+    found = defect(chosen)
     if found is not None:
-        raise damaged(saved[-1], found)
-    return saved[-1]
+        raise damaged(chosen, found)
+    return chosen
+
+
+def _steps(saved: Sequence[Path]) -> str:
+    steps = [step_of(path) for path in saved]
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    return f"one of the steps {', '.join(map(str, steps[:-1]))} and {steps[-1]}"
 
 
 def damaged(checkpoint: Path, found: str) -> InputError:

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+from urllib.parse import unquote
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -345,6 +346,15 @@ def written(status: os.stat_result) -> float:
     """Return when a file was last written, as unix time. Archives may set any date: one that is to come counts as that
     of the unpacking."""
     return min(status.st_mtime, status.st_ctime)  # the second is set by the disk alone
+
+
+def pasted(path: str) -> str:
+    """Return a path that was pasted as file managers and terminals copy it: in quotes, or as file:///a%20folder."""
+    path = path.strip() or path
+    if len(path) > 2 and path[0] == path[-1] and path[0] in "'\"":
+        path = path[1:-1]
+    address = re.fullmatch(r"file://(?:localhost)?(/.*)", path)
+    return unquote(address[1]) if address else path
 
 
 def leads_out(path: Path, folder: Path) -> bool:

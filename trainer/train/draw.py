@@ -1,7 +1,7 @@
-"""Samples a prompt with and without what a run has trained: `python -m trainer.train.draw RUN --prompt TEXT`.
+"""Samples prompts without and with what a run has trained: `python -m trainer.train.draw RUN --prompt TEXT`.
 
-One process, on one device. The model is built as for training, with the run's adapter and quantization, and sampled
-twice: as the base is, and with the weights of the newest checkpoint or of the exported adapter.
+One process, on one device. The model is built as for training, with the run's adapter and quantization, and sampled as
+the base is, and then with the weights of each checkpoint (or of the exported adapter) at each strength.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,39 +28,52 @@ from trainer.distributed.world import World, connect
 from trainer.models import families
 from trainer.models.base import ImageFamily, ModelFamily, TextFamily
 from trainer.models.build import LoadedModel, build_model, encoder_loader, load_model
+from trainer.models.parts.progress import told
 from trainer.models.pissa import initial_file, read_factors
 from trainer.models.start import continue_adapter
-from trainer.parallel.load import fill_rows
+from trainer.parallel.load import fill_rows, own_rows
 from trainer.rng import SampleRng
 from trainer.run import manifest, process
 from trainer.run.drawings import (
     Drawing,
     DrawingRequest,
+    Picture,
     check_request,
     new_folder,
     number_of,
-    trained_weights,
+    write_progress,
     write_record,
 )
+from trainer.run.drawings import sources as drawn_from
 from trainer.run.folder import RunDir, guard_cache, shared_cache
 from trainer.run.samples import Sample
 from trainer.system.errors import InputError
 from trainer.system.process_exit import run_and_exit
 from trainer.system.terminal import say
 
+PROGRESS_EVERY_S = 0.5
+
 
 def main() -> int:
     """Exit code 0: drawn, the last line of the output is the folder; 2: the user's mistake, which is the output."""
     arguments = _parser().parse_args()
     size = None if arguments.size is None else tuple(arguments.size)
-    request = DrawingRequest(arguments.prompt, arguments.seed, arguments.steps, arguments.guidance, size)
+    request = DrawingRequest(
+        prompts=tuple(arguments.prompt),
+        seed=arguments.seed,
+        steps=arguments.steps,
+        guidance=arguments.guidance,
+        size=size,
+        checkpoints=tuple(arguments.checkpoint),
+        strengths=tuple(arguments.strength or (1.0,)),
+    )
     # The launcher gives each process one thread, as ranks share the cores. This process is alone.
     torch.set_num_threads(os.cpu_count() or 1)
     try:
         run = RunDir.open(arguments.run_dir)
         cfg = on_one_device(run, check_request(run, request), arguments.device, arguments.offload)
         with connect(cfg.parallel) as world:
-            say(draw(run, cfg, world))
+            say(draw(run, cfg, world, request)[-1])
     except InputError as error:
         say(error)  # stderr is full of what libraries log while they load
         return 2
@@ -95,15 +108,18 @@ def on_one_device(run: RunDir, cfg: RunConfig, device: str | None = None, offloa
     return cfg.model_copy(update={"parallel": parallel, "train": train})
 
 
-def draw(run: RunDir, cfg: RunConfig, world: World) -> Path:
-    """Sample `sample.prompts` of the config, which holds one, twice. Returns the folder with the files.
+def draw(run: RunDir, cfg: RunConfig, world: World, request: DrawingRequest) -> list[Path]:
+    """Sample the prompts of `sample.prompts`, each once as the base is and then as `request` says.
+
+    Returns the folder of each prompt. A record names what is complete, so that a drawing that is stopped keeps that.
 
     Raises:
         InputError: Weights are missing, damaged or of another model; or the cache leads elsewhere.
     """
     began, cache = time.perf_counter(), shared_cache(cfg, run.path.parent)
     guard_cache(cache)
-    source = trained_weights(run)
+    sources = drawn_from(run, request)
+    write_progress(run, None)
     family = families.make(cfg, cache)
     built = build_model(cfg, family)
     sampler = _sampler(cfg, family, world, cache)
@@ -111,41 +127,112 @@ def draw(run: RunDir, cfg: RunConfig, world: World) -> Path:
     loaded = load_model(built, cfg, family, world, cache, initial=initial_file(run))
     for dropout in adapters.dropouts(loaded.module):
         dropout.eval()
-    numbers = SampleRng(cfg.sample.seed, (number_of(run, sampler.prompts[0]),), world.device)
+    pages = [_Page(run, cfg, family, prompt, began) for prompt in sampler.prompts]
+    progress = _Progress(run, request.num_pictures)
     with torch.no_grad():
         generate = sampler.prepare()
-        base = generate(loaded.module, 0, numbers)
-        _take_trained_weights(loaded, cfg, family, source)
-        trained = generate(loaded.module, 0, numbers)
-    result = _Result(sampler, base, trained, numbers.indices[0], time.perf_counter() - began)
-    return _write(run, cfg, family, source, result)
+
+        def picture_all(source: Path | None, strength: float) -> None:
+            for index, page in enumerate(pages):
+                with told(progress.tell):
+                    sample = generate(loaded.module, index, SampleRng(cfg.sample.seed, (page.number,), world.device))
+                page.add(sample, source, strength)
+                progress.next()
+
+        picture_all(None, 0.0)
+        # What is trained whole is mixed with the base's values; an adapter is scaled as it is applied.
+        whole = _trained_whole(loaded) if set(request.strengths) != {1.0} else []
+        start = [rows.to("cpu", copy=True) for rows in whole]
+        for source in sources:
+            _take_trained_weights(loaded, cfg, family, source)
+            end = [rows.to("cpu", copy=True) for rows in whole]
+            for strength in request.strengths:
+                for rows, first, last in zip(whole, start, end, strict=True):
+                    rows.copy_(torch.lerp(first, last, strength))
+                with adapters.at_strength(loaded.module, strength):
+                    picture_all(source, strength)
+    return [page.folder for page in pages]
 
 
-@dataclass(frozen=True)
-class _Result:
-    """Both samples."""
+def _trained_whole(loaded: LoadedModel) -> list[torch.Tensor]:
+    """Return the values of the trained parameters that are not an adapter's, this process's rows of each."""
+    layers = adapters.adapted_layers(loaded.module)
+    return [
+        rows.detach()
+        for name, parameter in loaded.trainables.items()
+        if not any(name.startswith(f"{layer}.") for layer in layers)
+        for _, rows in own_rows(parameter)
+    ]
 
-    sampler: Sampler
-    base: Sample
-    trained: Sample
-    number: int
-    seconds: float
+
+class _Page:
+    """The folder of a prompt: its pictures and their record, which is written again with each."""
+
+    def __init__(self, run: RunDir, cfg: RunConfig, family: ModelFamily, prompt: str, began: float) -> None:
+        self.folder = new_folder(run)
+        self.number = number_of(run, prompt)
+        self._run, self._began = run, began
+        self._drawing = Drawing(
+            prompt=prompt,
+            seed=cfg.sample.seed,
+            number=self.number,
+            pictures=(),
+            seconds=0.0,
+            size=None,
+            steps=None,
+            guidance=None,
+            time=0.0,
+        )
+        if isinstance(family, ImageFamily):
+            sample = family.complete_sample(cfg.sample)
+            self._drawing = replace(
+                self._drawing, size=sample.full_size.values, steps=sample.steps, guidance=sample.guidance
+            )
+
+    def add(self, sample: Sample, source: Path | None, strength: float) -> None:
+        """Write a picture, and the record with it. source: None for the base."""
+        made = self._drawing.pictures
+        file = self.folder / f"{len(made)}{sample.kind.suffix}"
+        sample.write(file)
+        name = "" if source is None else str(source.relative_to(self._run.path))
+        picture = Picture(str(file.relative_to(self._run.path)), name, strength)
+        seconds = round(time.perf_counter() - self._began, 3)
+        self._drawing = replace(self._drawing, pictures=(*made, picture), seconds=seconds, time=time.time())
+        write_record(self.folder, self._drawing)
+
+
+class _Progress:
+    """Writes the share of a drawing that is done, twice a second."""
+
+    def __init__(self, run: RunDir, num_pictures: int) -> None:
+        self._run, self._num_pictures = run, num_pictures
+        self._done, self._written = 0, 0.0
+
+    def tell(self, share: float) -> None:
+        """share: of the picture that is being made."""
+        if time.monotonic() - self._written >= PROGRESS_EVERY_S:
+            write_progress(self._run, (self._done + share) / self._num_pictures)
+            self._written = time.monotonic()
+
+    def next(self) -> None:
+        """The picture is complete."""
+        self._done += 1
 
 
 def _sampler(cfg: RunConfig, family: ModelFamily, world: World, cache: Path) -> Sampler:
-    """Return the sampler of the config's only prompt. For an image model it encodes the prompt first, on the device."""
+    """Return the sampler of the config's prompts. For an image model it encodes them first, on the device."""
     if isinstance(family, TextFamily):
         return TextSampler(cfg, family)
     if not isinstance(family, ImageFamily):
         raise TypeError(f"{type(family).__name__} is neither a text nor an image family")
-    (prompt,) = with_trigger(cfg.sample.prompts, cfg.data)
+    texts = with_trigger(cfg.sample.prompts, cfg.data)
     examples, origin = ExampleCache(cache / "examples"), origin_of(cfg, family)
-    keys = text_keys(cfg, origin, [prompt, cfg.sample.negative, ""])
+    keys = text_keys(cfg, origin, [*texts, cfg.sample.negative, ""])
     missing = {text: key for text, key in keys.items() if not examples.has(key)}
     load = encoder_loader(cfg, world, cache)
     if missing:
         encode_texts(family, load, examples, missing)
-    prompts = (EncodedPrompt(prompt, keys[prompt], None),)
+    prompts = tuple(EncodedPrompt(text, keys[text], None) for text in texts)
     data = EncodedData(examples, (), (), prompts, keys[cfg.sample.negative], keys[""], family.dropped_text, origin)
     context = RankContext(cfg, world, cache, lambda event: None)
     return ImageSampler(cfg, family, load, data, PromptEncoder(family, context, examples, origin))
@@ -167,34 +254,18 @@ def _take_trained_weights(loaded: LoadedModel, cfg: RunConfig, family: ModelFami
             fill_rows(parameter, weights[name])
 
 
-def _write(run: RunDir, cfg: RunConfig, family: ModelFamily, source: Path, result: _Result) -> Path:
-    folder, suffix = new_folder(run), result.trained.kind.suffix
-    result.trained.write(folder / f"trained{suffix}")
-    result.base.write(folder / f"base{suffix}")
-    drawing = Drawing(
-        prompt=result.sampler.prompts[0],
-        seed=cfg.sample.seed,
-        number=result.number,
-        source=str(source.relative_to(run.path)),
-        trained=str((folder / f"trained{suffix}").relative_to(run.path)),
-        base=str((folder / f"base{suffix}").relative_to(run.path)),
-        seconds=round(result.seconds, 3),
-        size=None,
-        steps=None,
-        guidance=None,
-        time=time.time(),
-    )
-    if isinstance(family, ImageFamily):
-        sample = family.complete_sample(cfg.sample)
-        drawing = replace(drawing, size=sample.full_size.values, steps=sample.steps, guidance=sample.guidance)
-    write_record(folder, drawing)
-    return folder
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.train.draw", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="a run folder")
-    parser.add_argument("--prompt", required=True, help="prompt of the image, or the text to continue")
+    parser.add_argument(
+        "--prompt", action="append", required=True, help="prompt of the image, or the text to continue; may be repeated"
+    )
+    parser.add_argument(
+        "--checkpoint", type=int, action="append", default=[], metavar="STEP", help="one to draw with; may be repeated"
+    )
+    parser.add_argument(
+        "--strength", type=float, action="append", help="factor of what was trained; may be repeated; default: 1"
+    )
     parser.add_argument("--seed", type=int, help="seed of the noise; the run's own without it")
     parser.add_argument("--steps", type=int, help="denoising steps")
     parser.add_argument("--guidance", type=float, help="guidance scale")

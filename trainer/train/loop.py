@@ -31,7 +31,7 @@ from trainer.parallel.replicas import diverged
 from trainer.rng import derived_seed
 from trainer.run.events import Emit, State, ValidationEvent
 from trainer.run.folder import Request, RunDir
-from trainer.run.manifest import Progress
+from trainer.run.manifest import Progress, lowest_loss
 from trainer.run.preemption import Preemption
 from trainer.train.numbers import NON_FINITE, WEIGHT, LateRead
 from trainer.train.setup import set_up, stop_requested, train_state
@@ -108,6 +108,7 @@ class Trainer:
             attention.preferred(self.cfg.train.attention, world.device, dtype, note, self.log.warn)
         )
         self._validated = (-1, math.nan)  # the step, its validation loss
+        self._lowest = world.gather(lowest_loss(run.checkpoints))[0]  # of the checkpoints so far
 
     def train(self) -> State:
         """Run to the last step, or until a stop is requested.
@@ -146,7 +147,7 @@ class Trainer:
             # Saved before sampling, which takes memory of its own: running out of it must cost no steps.
             if agreed.stop:
                 self._save_last()
-            elif agreed.save or (self._due(cfg.checkpoint.every) and self.step < self.num_steps):
+            elif agreed.save or ((self._due(cfg.checkpoint.every) or self._is_best()) and self.step < self.num_steps):
                 self.save()
             if agreed.sample or (self._due(cfg.sample.every) and self.step < self.num_steps):
                 self.generate_samples()
@@ -390,6 +391,8 @@ class Trainer:
             batch_sizes=self._batch_sizes.until(self.step),
             lr=learning_rate(self.step - 1, self.cfg.optim, self.num_steps) if self.step else math.nan,
         )
+        if math.isfinite(progress.validation_loss):
+            self._lowest = min(self._lowest, progress.validation_loss)
         self.checkpointer.save(progress, train_state(self.loaded, self.optimizer, self.ema))
 
     def _save_last(self) -> None:
@@ -407,6 +410,11 @@ class Trainer:
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
+
+    def _is_best(self) -> bool:
+        """Whether this step has a lower validation loss than all checkpoints, so that a run may later go back to it."""
+        step, loss = self._validated
+        return self.cfg.checkpoint.keep_best > 0 and step == self.step and loss < self._lowest
 
     def _validation_due(self) -> bool:
         """Also where a checkpoint is due: the loss of each is then known, and the best can be kept."""

@@ -24,6 +24,7 @@ with quick_imports():
     from trainer.run import process, stages
     from trainer.run.events import Emit, EventWriter, ExportEvent, State, StatusEvent, WarningEvent
     from trainer.run.folder import RunDir, shared_cache
+    from trainer.run.manifest import steps_in, to_export
     from trainer.run.preemption import Preemption, catch_preemption
     from trainer.system.errors import InputError
     from trainer.system.process_exit import run_and_exit
@@ -56,7 +57,8 @@ def _export_again(arguments: argparse.Namespace) -> int:
     try:
         stage = stages.current(run, run.config())
         cfg = stage.config.exporting(arguments.export, arguments.format, arguments.dtype)
-        for path in _export(cfg, run, stage.before):
+        checkpoint = to_export(run, arguments.step or "newest")
+        for path in _export(cfg, run, stage.before, checkpoint=checkpoint):
             say(path)
     except InputError as error:
         say(error)  # stderr is full of what libraries log while they load
@@ -185,15 +187,21 @@ def _train_on(
         trainer.close()
 
 
-def _export(cfg: RunConfig, run: RunDir, before: int, weights: Mapping[str, Tensor] | None = None) -> list[Path]:
-    """Export the newest checkpoint. Returns the paths, the main one last: scripts read the last line of the output."""
+def _export(
+    cfg: RunConfig,
+    run: RunDir,
+    before: int,
+    weights: Mapping[str, Tensor] | None = None,
+    checkpoint: Path | None = None,
+) -> list[Path]:
+    """Export a checkpoint, or the newest. Returns the paths, the main one last: scripts read the last line printed."""
     from trainer.export.export import export
-    from trainer.run.manifest import newest_step
 
     # The launcher gives each process one thread, as ranks share the cores. By now the other ranks have left.
     torch.set_num_threads(os.cpu_count() or 1)
-    exported = export(cfg, run, shared_cache(cfg, run.path.parent), weights)[::-1]
-    step = before + newest_step(run.checkpoints)
+    checkpoint = checkpoint or to_export(run)
+    exported = export(cfg, run, shared_cache(cfg, run.path.parent), weights, checkpoint=checkpoint)[::-1]
+    step = before + steps_in(checkpoint)
     with EventWriter(run.events_file) as events:
         for file in exported:
             path = str(file.path.relative_to(run.path))
@@ -213,7 +221,8 @@ def _export(cfg: RunConfig, run: RunDir, before: int, weights: Mapping[str, Tens
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="a run folder")
-    parser.add_argument("--export", choices=("adapter", "merged", "full"), help="export the newest checkpoint instead")
+    parser.add_argument("--export", choices=("adapter", "merged", "full"), help="export a checkpoint instead")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; the newest without it")
     parser.add_argument("--format", help="layout of the export")
     parser.add_argument("--dtype", help="number type of the export")
     return parser

@@ -2,6 +2,7 @@
 // @ts-check
 import * as studio from './core.js';
 import { h } from './core.js';
+import * as results from './results.js';
 
 const KINDS = { adapter: 'Adapter', merged: 'Merged model', full: 'Full model' };
 const KIND_HELP = { adapter: 'A small file that is loaded on top of the base model.',
@@ -62,17 +63,18 @@ function drawExport() {
   const { text, is_going: isGoing, is_failed: isFailed } = data.export;
   parts.start.disabled = isGoing || !data.step;
   studio.say(parts.source,
-    data.step ? `From the newest checkpoint, step ${studio.count(data.step)}.`
+    data.step ? `From the newest checkpoint, step ${studio.count(data.step)}; from another one by its row below.`
       : 'There is no complete checkpoint to export yet.');
   if (text) studio.fill(parts.state, data.export,
     () => (isFailed ? studio.alert(text)
       : h(isGoing ? 'div.notice' : 'div.notice.ok', { role: 'status' }, h('p', {}, text))));
 }
 
-async function start() {
+/** Export the checkpoint of a step, or the newest. */
+async function start(step = null) {
   parts.start.disabled = true;
   try {
-    data.export = await studio.call('files_export', { name, ...wanted() });
+    data.export = await studio.call('files_export', { name, ...wanted(), step });
     drawExport();
   } catch (error) {
     if (!(error instanceof studio.Refused)) throw error;
@@ -109,7 +111,8 @@ const table = (heads, rows) =>
 const cell = (label, ...children) => h('td', { data: { label } }, ...children);
 
 function fileRow(file) {
-  const content = [KINDS[file.what] || file.what, FORMATS[file.format] || file.format, file.dtype].filter(Boolean)
+  const step = file.step ? `step ${studio.count(file.step)}` : '';
+  const content = [KINDS[file.what] || file.what, FORMATS[file.format] || file.format, file.dtype, step].filter(Boolean)
     .join(' · ');
   const check = file.check ? h(file.is_verified ? 'span.verified' : 'span.unverified', {}, file.check)
     : h('span.dim', {}, 'no record of a check');
@@ -163,12 +166,37 @@ function checkpointRow(one) {
     { type: 'button', disabled: Boolean(one.refusal), title: one.refusal,
       'aria-label': `Delete the checkpoint of ${title}`,
       onclick: event => removeAfterQuestion(event.target, one, place) }, 'Delete');
+  const uses = one.is_usable ? [
+    use('export', 'Export', `Export ${title}`, () => exportIt(one.step)),
+    use('draw', data.is_text ? 'Write' : 'Draw', `${data.is_text ? 'Write' : 'Draw'} with ${title}`,
+      () => results.draw(name, data.is_text, [one.step])),
+    data.checkpoints.filter(other => other.is_usable).length > 1
+      ? use('compare', 'Compare', `Compare ${title} with another checkpoint`,
+        () => results.draw(name, data.is_text, compared(one))) : null,
+    data.branch ? use('continue', 'Continue …', `Continue from ${title} as a new run`,
+      () => results.branch(name, one.step, data.branch)) : null] : [];
   return h('tr', { data: { checkpoint: one.name } },
     h('th', { scope: 'row' }, one.stage ? `${one.stage}, ` : '', studio.count(one.step),
+      one.is_best ? h('span.tag.ok.best', {}, 'best') : null,
       one.problem ? h('p.unverified', {}, `not complete: ${one.problem}`) : null),
     cell('Size', studio.size(one.size)), cell('Saved', studio.when(one.saved)),
     cell('Validation loss', one.validation_loss === null ? '–' : studio.short(one.validation_loss)),
-    h('td.actions', {}, one.refusal ? h('span.dim.sm', {}, one.refusal) : null, remove, place));
+    h('td.actions', {}, one.refusal ? h('span.dim.sm', {}, one.refusal) : null, uses, remove, place));
+}
+
+const use = (kind, text, label, onclick) =>
+  h(`button.btn.s.${kind}`, { type: 'button', 'aria-label': label, onclick }, text);
+
+async function exportIt(step) {
+  parts.state.scrollIntoView({ block: 'center' });
+  await start(step);
+}
+
+/** The steps of a checkpoint and of the one that it is compared with: the best, or the newest. */
+function compared(one) {
+  const usable = data.checkpoints.filter(other => other.is_usable && other !== one);
+  const other = usable.find(found => found.is_best) || usable[0];
+  return [one.step, other.step].sort((a, b) => a - b);
 }
 
 async function removeAfterQuestion(button, one, place) {
@@ -200,7 +228,7 @@ function buildExport() {
   };
   parts.whatHelp = h('span.help');
   parts.formatHelp = h('span.help');
-  parts.start = h('button.btn.main#files-export', { type: 'button', onclick: start }, 'Export');
+  parts.start = h('button.btn.main#files-export', { type: 'button', onclick: () => start() }, 'Export');
   parts.source = h('span.dim.sm#files-source');
   parts.state = h('div#files-state');
   return h('section.card', { 'aria-label': 'Export' }, h('div.ttl', {}, h('h2', {}, 'Export'), parts.source),

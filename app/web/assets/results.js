@@ -1,4 +1,4 @@
-// What is done with a run's result: a drawing with it, an upload to the hub. Each is a dialog.
+// What is done with a run's result: a drawing, a run that goes on from it, an upload to the hub. Each is a dialog.
 // @ts-check
 import * as studio from './core.js';
 import { h, call, fill } from './core.js';
@@ -62,15 +62,24 @@ const running = (sentence, run, kind) =>
       });
     } }, 'Stop'));
 
+/** A drawing: its pictures in one row; where there are several strengths, in a row for each checkpoint. */
 function drawing(found) {
-  const side = (name, title) =>
-    h('figure', {}, found.kind === 'text' || found.texts[name]
-      ? h('pre.code.written', { tabIndex: 0 }, found.texts[name])
-      : found.images[name] ? h('img.image', { src: found.images[name], alt: `${title}: ${found.prompt}` })
-      : h('div.missing', {}, 'missing'), h('figcaption.sm', {}, title));
+  const [base, ...others] = found.pictures, strengths = new Set(others.map(one => one.strength));
+  const sources = [...new Set(others.map(one => one.source))], isPair = others.length === 1;
+  const rows = strengths.size > 1 && sources.length > 1
+    ? sources.map(source => [base, ...others.filter(one => one.source === source)]) : [found.pictures];
   return h('li', {}, h('p', {}, h('b', {}, found.prompt),
     h('span.dim.sm', {}, ` seed ${found.seed}, ${studio.duration(found.seconds)}, ${studio.when(found.time)}`)),
-    h('div.pair', {}, side('base', 'without'), side('trained', 'with')));
+    rows.map(row => h('div.pictures', { style: { '--columns': Math.min(row.length, 4) } },
+      row.map(one => picture(one, found.prompt, isPair)))));
+}
+
+function picture(one, prompt, isPair) {
+  const per = one.strength === 1 ? '' : `, ${Math.round(one.strength * 100)} %`;
+  const title = !one.strength ? 'without' : isPair && !per ? `with, ${one.source}` : `${one.source}${per}`;
+  return h('figure', {}, one.is_text || one.text ? h('pre.code.written', { tabIndex: 0 }, one.text)
+    : one.image ? h('img.image', { src: one.image, alt: `${title}: ${prompt}` })
+    : h('div.missing', {}, 'missing'), h('figcaption.sm', {}, title));
 }
 
 /** The number that was typed; null for none. */
@@ -90,37 +99,63 @@ function sides(text) {
   return [Number(found[1]), Number(found[2])];
 }
 
-export async function draw(run, isText) {
-  const prompt = h('textarea#draw-prompt', { rows: 2 }),
-    seed = h('input#draw-seed', { type: 'text', inputMode: 'numeric' }), size = h('input#draw-size', { type: 'text' });
+/** The strengths that were typed in per cent, as shares; [1] for none. */
+function shares(text) {
+  const words = text.replace(/%/g, ' ').split(/[\s,;]+/).filter(Boolean);
+  if (words.some(word => !/^\d{1,3}$/.test(word)))
+    throw new studio.Refused('Strength: write whole per cents, as 50, 100, 150.');
+  return words.length ? [...new Set(words.map(word => Number(word) / 100))].sort((a, b) => a - b) : [1];
+}
+
+/** What the checkpoints to draw with are chosen from; `chosen` are marked, else the newest. */
+function checkpointBoxes(checkpoints, chosen) {
+  return checkpoints.map(one => h('label.check-line', {},
+    h('input', { type: 'checkbox', value: one.step, checked: chosen.length ? chosen.includes(one.step) : one.is_newest }),
+    ` step ${studio.count(one.step)}${one.is_newest ? ', newest' : ''}${one.is_best ? ', best' : ''}`));
+}
+
+const progressOf = share =>
+  (share === null ? 'The model is loaded first.' : `${Math.floor(share * 100)} % done.`);
+
+/** Draw with checkpoints of a run; `steps` are chosen at first, without any the newest. */
+export async function draw(run, isText, steps = []) {
+  const prompt = h('textarea#draw-prompt', { rows: isText ? 2 : 3 }),
+    seed = h('input#draw-seed', { type: 'text', inputMode: 'numeric' }), size = h('input#draw-size', { type: 'text' }),
+    strength = h('input#draw-strength', { type: 'text', placeholder: '100' });
   const about = h('p.sm', {},
     `${isText ? 'A text that continues the prompt, from the same seed'
-      : 'From the same noise'}, with and without what was trained. It takes a free GPU, or a while on the CPU.`);
+      : 'From the same noise'}, without and with what was trained. It takes a free GPU, or a while on the CPU.`);
   const sizeField = h('div', {}, h('label.sm', { htmlFor: 'draw-size' }, 'Size'), size);
+  const boxes = h('div.boxes'), boxesField = h('fieldset#draw-checkpoints', {}, h('legend.sm', {}, 'Checkpoints'), boxes);
   const place = h('div'), state = h('div#draw-state', { role: 'status' }), list = h('ul.drawings#drawings');
   const show = found => {
     fill(state, found.state,
       () => found.state.is_running
-        ? running(`${isText ? 'Writing' : 'Generating'} twice, with and without. The model is loaded first.`, run,
-          'drawing')
+        ? running(`${isText ? 'Writing' : 'Drawing'}: ${progressOf(found.state.share)}`, run, 'drawing')
       : found.state.failed ? studio.alert(found.state.text) : found.state.is_stopped ? studio.note(found.state.text)
       : []);
-    fill(list, found.drawings.map(one => one.time), () => found.drawings.map(drawing));
+    fill(list, found.drawings.map(one => [one.time, one.prompt]), () => found.drawings.map(drawing));
   };
   const watch = () => follow(element, () => call('result_drawings', { run }), show);
   const button = h('button.btn.main#draw', { type: 'submit' }, isText ? 'Write' : 'Draw');
   const draw = () => tried(place, async () => {
-    const values = { prompt: prompt.value,
+    const lines = prompt.value.split('\n').filter(line => line.trim());
+    const values = { prompts: isText || !lines.length ? [prompt.value] : lines,
       seed: whole(seed.value, 'Seed: write a whole number, or leave it empty for that of the samples.'),
-      size: sides(size.value) };
+      size: sides(size.value), strengths: shares(strength.value),
+      checkpoints: [...boxes.querySelectorAll('input:checked')].map(box => Number(box.value)) };
+    if (boxes.childElementCount && !values.checkpoints.length)
+      throw new studio.Refused('Checkpoints: choose at least one.');
     const refused = await call('result_draw', { run, ...values }).then(() => null, error => error);
     await after(refused, place, watch);
   }, button);
   const form = h('form', { onsubmit: event => {
     event.preventDefault();
     if (!button.disabled) draw();
-  } }, h('label.sm', { htmlFor: 'draw-prompt' }, 'Prompt'), prompt,
-    h('div.fields', {}, h('div', {}, h('label.sm', { htmlFor: 'draw-seed' }, 'Seed'), seed), sizeField), place, state,
+  } }, h('label.sm', { htmlFor: 'draw-prompt' }, isText ? 'Prompt' : 'Prompts, one a line'), prompt, boxesField,
+    h('div.fields', {},
+      h('div', {}, h('label.sm', { htmlFor: 'draw-strength' }, 'Strength in %, such as 50, 100, 150'), strength),
+      h('div', {}, h('label.sm', { htmlFor: 'draw-seed' }, 'Seed'), seed), sizeField), place, state,
     h('div.row-end', {}, closeButton(), button));
   const element = dialog('draw-dialog', isText ? 'Write with it' : 'Draw with it', about, form, list);
   await tried(place, async () => {
@@ -128,10 +163,35 @@ export async function draw(run, isText) {
     if (!prompt.value) prompt.value = found.prompts[0] || '';
     seed.placeholder = String(found.seed);
     sizeField.hidden = found.is_text;
+    boxesField.hidden = found.checkpoints.length < 2;
+    boxes.append(...checkpointBoxes(found.checkpoints, steps));
     if (found.size) size.placeholder = found.size.join(' x ');
     show(found);
     if (found.state.is_running) await watch();
   }, button);
+}
+
+/** Let a new run go on from the checkpoint of a step. settings: the run's own, {lr, steps}. */
+export function branch(run, step, settings) {
+  const lr = h('input#branch-lr', { type: 'text', inputMode: 'decimal', value: settings.lr, required: true }),
+    steps = h('input#branch-steps', { type: 'number', min: step + 1, step: 1, required: true,
+      value: Math.max(settings.steps || 0, step + 1) });
+  const place = h('div'), button = h('button.btn.main#branch', { type: 'submit' }, 'Continue');
+  const go = () => tried(place, async () => {
+    const wanted = { lr: lr.value.trim(), steps: Math.round(Number(steps.value)) };
+    const made = await call('run_branch', { name: run, step, ...wanted });
+    element.close();
+    studio.go('runs', made);
+  }, button);
+  const form = h('form', { onsubmit: event => {
+    event.preventDefault();
+    if (!button.disabled) go();
+  } }, h('div.fields', {}, h('div', {}, h('label.sm', { htmlFor: 'branch-lr' }, 'Learning rate'), lr),
+    h('div', {}, h('label.sm', { htmlFor: 'branch-steps' }, 'Train until step'), steps)), place,
+    h('div.row-end', {}, closeButton(), button));
+  const element = dialog('branch-dialog', `Continue from step ${studio.count(step)}`,
+    h('p.sm', {}, 'A new run begins with a copy of this checkpoint, with the charts and samples until then. This run ' +
+      'stays as it is. With the same settings it would train the same again.'), form);
 }
 
 export async function upload(run) {

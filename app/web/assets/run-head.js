@@ -205,11 +205,11 @@ function drawError(error) {
   });
 }
 
-function drawDone({ state, exports: [file, ...others], figures, is_text: isText }) {
+function drawDone({ state, exports: [file, ...others], figures, is_text: isText, better }) {
   parts.done.hidden = state !== 'finished';
   if (parts.done.hidden) return;
   const time = figures.duration_s >= 1 ? ` in ${studio.duration(figures.duration_s)}` : '';
-  studio.fill(parts.done, [file, others, time], () => {
+  studio.fill(parts.done, [file, others, time, better], () => {
     const words = file ? [h('b', {}, `Finished${time}: ${file.name} `),
       h('span', { class: file.is_verified ? '' : 'bad' },
         [studio.size(file.size), file.check].filter(Boolean).join(', '))]
@@ -222,12 +222,24 @@ function drawDone({ state, exports: [file, ...others], figures, is_text: isText 
           other.is_file ? h('button.btn.s',
             { type: 'button', 'aria-label': `Download ${other.name}`, onclick: () => download(other.name) }, 'Download')
             : null))) : null;
-    return [h('p', {}, words), h('div.run-acts', {},
+    const isExported = others.some(other => other.step === better?.step);
+    const best = better ? h('p#better', {}, `The validation loss was lower at step ${studio.count(better.step)}: ${
+      studio.short(better.loss)}${better.last === null ? '' : `, ${studio.short(better.last)} at the end`}.`) : null;
+    return [h('p', {}, words), best, h('div.run-acts', {},
+      better && !isExported
+        ? button('export-best', `Export step ${studio.count(better.step)}`, () => exportBest(better.step)) : null,
       file?.is_file ? button('download', 'Download', () => download(file.name), '.main') : null,
       button('draw', isText ? 'Write with it' : 'Draw with it', () => results.draw(current.name, isText)),
       h('a.btn#export-as', { href: studio.link('runs', current.name, 'files') }, 'Export as …'),
       button('upload', 'Upload to the hub …', () => results.upload(current.name))), more];
   });
+}
+
+/** Export a checkpoint as the run's own export is, and show how that goes. */
+async function exportBest(step) {
+  const { usual } = await studio.call('files_list', { name: current.name });
+  await studio.call('files_export', { name: current.name, ...usual, step });
+  studio.go('runs', current.name, 'files');
 }
 
 async function download(file) {

@@ -60,10 +60,19 @@ async function add(files) {
   const items = files.filter(([file]) => !SYSTEM_FILES.test(file.name)).map(([file, path]) => itemOf(file, path));
   if (!items.length) { if (files.length) studio.toast('There are no images in it.', true); return; }
   const folder = await destination();
-  if (!folder) return;
+  if (!folder) { offerAgain(files, items.length); return; }
+  if (!here.isRunning) results.length = 0; // the report is that of the selections that are sent now
   waiting.push({ folder, items, isPaused: false, isCancelled: false, trouble: '', abort: new AbortController(),
     bytes: items.reduce((sum, item) => sum + item.size, 0) });
   if (!here.isRunning) run(); else drawSoon();
+}
+
+/** Keep files whose folder was refused, so that they need not be chosen again. */
+function offerAgain(files, number) {
+  $('upload-message').append(h('button.btn.s#upload-again', { type: 'button', onclick: () => {
+    $('upload-message').replaceChildren();
+    add(files);
+  } }, `Add the ${counted(number, 'file')}`));
 }
 
 /** The folder that the files go to; a new one is made, and becomes that of the form. */
@@ -182,16 +191,20 @@ const without = ({ path, why }) => {
 function drawPlace() {
   const usable = here.state && !here.state.closed && !here.state.problem,
     options = [...(usable ? [['', here.state.folder]] : []),
-      ...(here.state?.roots || []).map(place => [NEW + place, `A new folder in ${place}`])];
+      ...Object.keys(here.state?.roots || {}).map(place => [NEW + place, `A new folder in ${place}`])];
   const chosen = $('upload-to').value;
   if (fill($('upload-to'), options, () => options.map(([value, text]) => h('option', { value }, text)))) {
     $('upload-to').value = options.some(([value]) => value === chosen) ? chosen : options[0]?.[0] ?? '';
   }
-  $('upload-new').hidden = !$('upload-to').value.startsWith(NEW);
+  const place = $('upload-to').value, name = $('upload-name');
+  $('upload-new').hidden = !place.startsWith(NEW);
+  if (place.startsWith(NEW) && name.value === name.defaultValue) // nothing was typed
+    name.value = name.defaultValue = here.state.roots[place.slice(NEW.length)];
 }
 
 function drawState() {
-  const why = here.state.closed || (here.state.problem && !here.state.roots.length ? here.state.problem : '');
+  const hasPlace = Object.keys(here.state.roots).length > 0;
+  const why = here.state.closed || (here.state.problem && !hasPlace ? here.state.problem : '');
   $('upload-open').hidden = !!why;
   fill($('upload-why'), [why, here.state.problem],
     () => why ? h('p.notice', {}, why) : here.state.problem && here.state.folder ? h('p.dim.sm', {}, here.state.problem)

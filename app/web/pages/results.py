@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from app.data.thumbnails import FULL
+from app.runs import exports
 from app.runs.results import Results
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import address
 from trainer.config.families import trains_on
 from trainer.launcher.jobs import uploads
-from trainer.run.drawings import Drawing, DrawingRequest
+from trainer.run import manifest
+from trainer.run.drawings import Drawing, DrawingRequest, Picture, progress
 from trainer.run.folder import RunDir
+from trainer.run.samples import kind_of
 from trainer.system.errors import InputError
 
 MOST_DRAWINGS = 12
+MOST_SHOWN_TEXT = 20_000
 
 
 def calls(studio: Studio) -> Calls:
@@ -33,12 +38,15 @@ def draw(
     studio: Studio,
     results: Results,
     run: str,
-    prompt: str,
+    prompts: list[str],
     seed: int | None = None,
     size: tuple[int, int] | None = None,
+    checkpoints: tuple[int, ...] = (),
+    strengths: tuple[float, ...] = (1.0,),
 ) -> None:
-    """Start to sample a prompt with and without what the run has trained."""
-    results.draw(studio.run(run), DrawingRequest(prompt, seed, size=size))
+    """Start to sample prompts without and with what the run has trained."""
+    request = DrawingRequest(tuple(prompts), seed, size=size, checkpoints=checkpoints, strengths=strengths)
+    results.draw(studio.run(run), request)
 
 
 def stop(studio: Studio, results: Results, run: str, kind: Literal["drawing", "upload"]) -> None:
@@ -47,14 +55,20 @@ def stop(studio: Studio, results: Results, run: str, kind: Literal["drawing", "u
 
 
 def drawings(studio: Studio, results: Results, run: str) -> dict[str, Any]:
-    """Return the state of the drawing that was started last, and the finished ones."""
+    """Return the state of the drawing that was started last, and all drawings."""
     found = studio.run(run)
     finished = [_drawing(studio, found, drawing) for drawing in results.drawings(found)[:MOST_DRAWINGS]]
     config = found.config()
     is_text = trains_on(config) == "text"
+    state = results.drawing(found)
     return {
-        "state": asdict(results.drawing(found)),
+        "state": asdict(state) | {"share": progress(found) if state.is_running else None},
         "drawings": finished,
+        "checkpoints": [
+            {"step": one.step, "is_newest": one.is_newest, "is_best": one.is_best}
+            for one in exports.checkpoints(found, is_alive=False, exporting=None)
+            if one.is_usable
+        ],
         "seed": config.sample.seed,
         "is_text": is_text,
         "size": None if is_text else config.sample.size,
@@ -63,28 +77,45 @@ def drawings(studio: Studio, results: Results, run: str) -> dict[str, Any]:
 
 
 def _drawing(studio: Studio, run: RunDir, drawing: Drawing) -> dict[str, Any]:
-    texts = {"trained": "", "base": ""}
-    addresses = dict(texts)
-    for name, path in (("trained", drawing.trained), ("base", drawing.base)):
-        try:
-            file = run.own_file(path)
-            if drawing.kind.is_text:
-                texts[name] = file.read_text(encoding="utf-8", errors="replace")[:20_000]
-            elif picture := drawing.kind.picture(path):
-                addresses[name] = address(studio.thumbnails.of(run.own_file(picture), FULL))
-            else:
-                texts[name] = path
-        except (InputError, OSError, ValueError):  # shown as missing
-            continue
     return {
         "prompt": drawing.prompt,
         "seed": drawing.seed,
         "seconds": drawing.seconds,
         "time": drawing.time,
-        "kind": drawing.kind.name,
-        "texts": texts,
-        "images": addresses,
+        "pictures": [_picture(studio, run, picture) for picture in drawing.pictures],
     }
+
+
+def _picture(studio: Studio, run: RunDir, picture: Picture) -> dict[str, Any]:
+    """Return a picture: what it was drawn with, and its text or the address of its image; neither where it is gone."""
+    kind = kind_of(picture.path)
+    found: dict[str, Any] = {
+        "source": _source(picture),
+        "strength": picture.strength,
+        "is_text": kind.is_text,
+        "text": "",
+        "image": "",
+    }
+    try:
+        file = run.own_file(picture.path)
+        if kind.is_text:
+            found["text"] = file.read_text(encoding="utf-8", errors="replace")[:MOST_SHOWN_TEXT]
+        elif shown := kind.picture(picture.path):
+            found["image"] = address(studio.thumbnails.of(run.own_file(shown), FULL))
+        else:
+            found["text"] = picture.path
+    except (InputError, OSError, ValueError):  # shown as missing
+        pass
+    return found
+
+
+def _source(picture: Picture) -> str:
+    if not picture.source:
+        return "without"
+    checkpoint = Path(picture.source)
+    if manifest.is_name(checkpoint.name):
+        return f"step {manifest.step_of(checkpoint):,}"
+    return checkpoint.name
 
 
 def upload_question(studio: Studio, run: str, repo: str, is_private: bool, overwrites: bool) -> dict[str, str]:

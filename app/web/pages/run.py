@@ -62,6 +62,12 @@ def calls(studio: Studio) -> Calls:
     def run_extend(name: str, steps: int) -> None:
         studio.extend(studio.run(name), steps)
 
+    def run_branch(name: str, step: int, lr: str, steps: int) -> str:
+        run = studio.run(name)
+        config = run.config()
+        changes = [f"train.steps={steps}"] if steps != config.train.steps else []
+        return studio.branch(run, step, [*changes, f"optim.lr={lr}"]).path.name
+
     def run_prompts(name: str, prompts: list[str]) -> None:
         run = studio.run(name)
         if not process.alive(run):
@@ -76,6 +82,7 @@ def calls(studio: Studio) -> Calls:
         "run_request": run_request,
         "run_resume": run_resume,
         "run_extend": run_extend,
+        "run_branch": run_branch,
         "run_prompts": run_prompts,
         "run_notes": run_notes,
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from app.data import dataset, masks, trash
+from app.data.data_folders import free_name
 from app.data.upload import upload_kinds, upload_names
 from app.data.upload.uploads import MOST_CHUNK, Chosen, require_usable
 from app.form import draft as form
@@ -34,7 +35,10 @@ def calls(studio: Studio) -> Calls:
 
 
 def state(studio: Studio) -> dict[str, Any]:
-    """Return where images go, why none are taken, and what can be restored."""
+    """Return where images go, why none are taken, and what can be restored.
+
+    `roots` is {folder that a new one can be made in: a name that is free there}.
+    """
     config = form.check(studio.draft()).config
     roots = [] if studio.half_typed.holds(studio.draft().values) else dataset.folders(config.data)
     folder = str(roots[0]) if roots else ""
@@ -42,7 +46,7 @@ def state(studio: Studio) -> dict[str, Any]:
         "closed": studio.uploads.closed or studio.unwritable,
         "folder": folder,
         "problem": _problem(studio, folder),
-        "roots": list(map(str, studio.uploads.folders.roots)),
+        "roots": {str(root): free_name(root) for root in studio.uploads.folders.roots},
         "key": folders_key(config),
         "deleted": [_deletion(root, found) for root in roots for found in trash.deletions(root)],
     }

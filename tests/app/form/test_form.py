@@ -144,7 +144,7 @@ def test_only_words_that_go_together_can_be_chosen():
         ("train.steps", "many", "needs a whole number, not 'many'"),
         ("train.steps", "0", "is 0, must be >= 1 and <= 10000000 steps"),
         ("optim.lr", "", "is empty; give it a number, or remove it"),
-        ("name", "a b", "'a b' is not 1 to 64 letters, digits, '_', '.' or '-', not beginning with '.' or '-'"),
+        ("name", "🦊", "'🦊' is not 1 to 64 letters, digits, '_', '.' or '-', not beginning with '.' or '-'"),
         ("sample.size", "[64", None),
         ("train.steps", "[5", "needs a whole number, not '[5'"),
         ("optim.warmup", "400", "must be less than train.steps 100, not 400; lower it"),
@@ -359,10 +359,10 @@ def test_edits_that_the_other_preset_does_not_take_are_named_with_the_reason():
     unread = "this model does not read it"
     assert (found.draft, found.left) == (Draft(TEXT, {"name": "fox"}), ())
     assert found.refused == {"data.flip": unread, "data.masks": unread}
-    wrong = form.switched(Draft(QUICKSTART, {"name": "a b/c", "data.repeats": "many"}), OTHER)
+    wrong = form.switched(Draft(QUICKSTART, {"name": "🦊", "data.repeats": "many"}), OTHER)
     assert wrong.draft == Draft(OTHER)
     assert wrong.refused["data.repeats"] == "needs a whole number, not 'many'"
-    assert wrong.refused["name"].startswith("'a b/c' is not 1 to 64 letters")
+    assert wrong.refused["name"].startswith("'🦊' is not 1 to 64 letters")
 
 
 def test_a_preset_that_is_wrong_itself_is_refused(tmp_path: Path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -25,9 +24,8 @@ from tests.notebooks.pairs import NOTEBOOKS
 
 TOKEN = "secret"
 GRACE_S = 10
-SETTINGS: dict[str, Any] = {
-    "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
-}
+SETTINGS = NOTEBOOKS / "lab"
+"""Those of `make lab`."""
 IDLE = ".jp-Notebook-ExecutionIndicator[data-status=idle]"
 
 
@@ -41,6 +39,10 @@ class Lab:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def answer(self, path: str) -> Any:
+        """What the server says of a path of its API."""
+        return httpx.get(f"{self.url}/api/{path}?token={TOKEN}", timeout=PATIENCE_S).raise_for_status().json()
 
     def copy(self, name: str, parameters: Mapping[str, object]) -> Path:
         """One of the project's notebooks with other parameters, set at the end of the cell of its own."""
@@ -86,9 +88,6 @@ def serving_lab(folder: Path, *options: str) -> Iterator[Lab]:
     """A server whose files all lie in a folder; no kernel of it afterwards."""
     lab = Lab(folder / "notebooks", free_port())
     lab.notebooks.mkdir(parents=True)
-    overrides = folder / "config" / "labconfig" / "default_setting_overrides.json"
-    overrides.parent.mkdir(parents=True)
-    overrides.write_text(json.dumps(SETTINGS))
     places = {f"JUPYTER_{name.upper()}_DIR": str(folder / name) for name in ("config", "data", "runtime")}
     argv = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
     argv += [f"--port={lab.port}", "--port-retries=0", f"--IdentityProvider.token={TOKEN}"]
@@ -98,7 +97,7 @@ def serving_lab(folder: Path, *options: str) -> Iterator[Lab]:
         server = subprocess.Popen(
             [*argv, *options],
             cwd=folder,
-            env=os.environ | places | {"IPYTHONDIR": str(folder / "ipython")},
+            env=os.environ | places | {"IPYTHONDIR": str(folder / "ipython"), "JUPYTER_CONFIG_PATH": str(SETTINGS)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,6 +13,7 @@ from playwright.sync_api import Browser, Page
 
 from tests.app.browser import TRAINED_WITHIN_S, faultless, until, until_so
 from tests.app.notebook.lab import Lab, choose, code_cells, position_of, serving_lab
+from tests.notebooks.pairs import NOTEBOOKS
 from trainer.run import process
 from trainer.run.folder import RunDir
 
@@ -25,6 +27,15 @@ NOTEBOOK = "01_quickstart"
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with serving_lab(tmp_path_factory.mktemp("lab")) as lab:
         yield lab
+
+
+def test_each_lesson_is_listed_once_and_is_not_rewritten_when_it_is_opened(lab: Lab):
+    for file in (*NOTEBOOKS.glob("01*"), *NOTEBOOKS.glob("*.toml"), NOTEBOOKS / "README.md"):
+        shutil.copy(file, lab.notebooks)
+    before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in lab.notebooks.iterdir()}
+    assert lab.answer("contents/01_quickstart.ipynb")["content"]["cells"]
+    assert sorted(entry["name"] for entry in lab.answer("contents/")["content"]) == ["01_quickstart.ipynb", "README.md"]
+    assert {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in lab.notebooks.iterdir()} == before
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from trainer.run.events import (
     WarningEvent,
 )
 from trainer.run.folder import RunDir
+from trainer.run.manifest import Wanted
 from trainer.system import gpus
 from trainer.system.errors import InputError
 from trainer.system.gpus import Gpu, support
@@ -120,8 +121,8 @@ def test_an_export_is_awaited_and_one_that_fails_says_why(run: RunDir, monkeypat
     codes = [0, 2]
     begun = []
 
-    def begin(run: RunDir, cfg: Any) -> subprocess.Popen[bytes]:
-        begun.append((cfg.export.what, cfg.export.format))
+    def begin(run: RunDir, cfg: Any, wanted: Wanted) -> subprocess.Popen[bytes]:
+        begun.append((cfg.export.what, cfg.export.format, wanted))
         return subprocess.Popen([sys.executable, "-c", f"raise SystemExit({codes.pop(0)})"])
 
     monkeypatch.setattr("trainer.launcher.commands.begin_export", begin)
@@ -129,8 +130,8 @@ def test_an_export_is_awaited_and_one_that_fails_says_why(run: RunDir, monkeypat
     (run.logs / "export-answer.txt").write_text("no checkpoint yet\n")
     assert awaited(notebook.export(run, "merged")) == run.path / "export" / "merged"
     with pytest.raises(InputError, match="no checkpoint yet"):
-        awaited(notebook.export(run, "adapter"))
-    assert begun == [("merged", "auto"), ("adapter", "auto")]
+        awaited(notebook.export(run, "adapter", step="best"))
+    assert begun == [("merged", "auto", "newest"), ("adapter", "auto", "best")]
     with pytest.raises(InputError, match=r"export\.format: single_file"):
         awaited(notebook.export(run, "adapter", format="single_file"))
 

@@ -40,8 +40,8 @@ def save_checkpoint(run: RunDir, step: int, loss: float | None = None, written: 
     return folder
 
 
-def by_step(run: RunDir, is_alive: bool = False, is_exporting: bool = False) -> dict[int, Checkpoint]:
-    return {one.step: one for one in exports.checkpoints(run, is_alive, is_exporting)}
+def by_step(run: RunDir, is_alive: bool = False, exporting: Path | None = None) -> dict[int, Checkpoint]:
+    return {one.step: one for one in exports.checkpoints(run, is_alive, exporting)}
 
 
 def test_an_export_that_is_still_being_written_is_neither_listed_nor_offered(run: RunDir):
@@ -155,22 +155,28 @@ def test_checkpoints_are_listed_newest_first_with_what_their_deletion_means(run:
         "The 10 steps after it would be lost."
     )
     assert found[20].consequence == (
-        "Neither a resume nor an export needs it: both take that of step 40. It has the lowest validation loss."
+        "A resume does not need it: that takes step 40. Nothing of step 20 can be exported then. It has the lowest "
+        "validation loss."
     )
+    assert [(one.step, one.is_newest, one.is_best) for one in found.values() if one.is_usable] == [
+        (40, True, False),
+        (30, False, False),
+        (20, False, True),
+    ]
     assert (found[40].validation_loss, found[50].validation_loss) == (0.2, None)
     assert {one.refusal for one in found.values()} == {""}
 
 
-def test_the_newest_checkpoint_of_a_running_run_and_of_an_export_stays(run: RunDir):
-    save_checkpoint(run, 20)
+def test_the_newest_checkpoint_of_a_running_run_and_that_of_an_export_stay(run: RunDir):
+    first = save_checkpoint(run, 20)
     newest = save_checkpoint(run, 40)
     process = psutil.Process()
     Launch(process.pid, process.create_time(), process.cmdline()).write(run)
-    assert (by_step(run, is_alive=True)[20].refusal, by_step(run, is_exporting=True)[20].refusal) == ("", "")
-    assert by_step(run, is_exporting=True)[40].refusal == "It is being exported. Wait until that is done."
+    assert by_step(run, is_alive=True)[20].refusal == by_step(run, exporting=first)[40].refusal == ""
+    assert by_step(run, exporting=first)[20].refusal == "It is being exported. Wait until that is done."
     with pytest.raises(InputError, match=r"step-000040 is not deleted\. The run is running"):
-        exports.delete_checkpoint(run, "checkpoints/step-000040", is_exporting=False)
-    exports.delete_checkpoint(run, "checkpoints/step-000020", is_exporting=False)
+        exports.delete_checkpoint(run, "checkpoints/step-000040", None)
+    exports.delete_checkpoint(run, "checkpoints/step-000020", None)
     assert list(run.checkpoints.iterdir()) == [newest]
 
 
@@ -181,10 +187,10 @@ def test_what_is_not_a_checkpoint_of_the_run_is_never_deleted(run: RunDir, tmp_p
     os.mkfifo(run.checkpoints / "step-000070")
     for name in ("checkpoints/step-000060", "checkpoints/step-000070"):
         with pytest.raises(InputError, match="Remove it by hand"):
-            exports.delete_checkpoint(run, name, is_exporting=False)
+            exports.delete_checkpoint(run, name, None)
     for name in ("checkpoints", ".", "../run/checkpoints/step-000060", "checkpoints/step-000099"):
         with pytest.raises(InputError, match="not a checkpoint of run"):
-            exports.delete_checkpoint(run, name, is_exporting=False)
+            exports.delete_checkpoint(run, name, None)
     assert outside.is_dir()
     assert by_step(run)[60].refusal
 
@@ -196,7 +202,7 @@ def test_checkpoints_of_stages_that_are_done_are_listed_as_not_needed(run: RunDi
     save_checkpoint(run, 20)
     (run.path / "stages" / "1-first" / "weights").mkdir()
     save_checkpoint(run, 5)
-    found = exports.checkpoints(run, is_alive=True, is_exporting=False)
+    found = exports.checkpoints(run, is_alive=True, exporting=None)
     assert [(one.name, one.stage) for one in found] == [
         ("stages/2-second/checkpoints/step-000005", "2-second"),
         ("stages/1-first/checkpoints/step-000020", "1-first"),
@@ -210,5 +216,5 @@ def test_a_checkpoint_whose_deletion_was_interrupted_is_not_in_the_way_of_the_ne
     left = run.checkpoints / ".step-000020.deleted"
     left.mkdir()
     (left / "weights").write_bytes(b"x")
-    exports.delete_checkpoint(run, "checkpoints/step-000020", is_exporting=False)
+    exports.delete_checkpoint(run, "checkpoints/step-000020", None)
     assert list(run.checkpoints.iterdir()) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page
 
-from tests.app.browser import Server, recorded
+from tests.app.browser import Server, recorded, watch
 from trainer.run.events import EventWriter, ExportEvent
 from trainer.run.folder import RunDir
 from trainer.run.manifest import sealed
@@ -75,11 +75,25 @@ def test_an_export_that_failed_says_why(page: Page, runs: Path):
     assert page.locator("#files-state [role=alert]").count() == 1, "it stays"
 
 
-def save_checkpoint(run: RunDir, step: int) -> Path:
+def save_checkpoint(run: RunDir, step: int, loss: float | None = None) -> Path:
     folder = run.checkpoints / f"step-{step:06d}"
     folder.mkdir()
-    (folder / "manifest.json").write_bytes(sealed({"step": step, "files": {}, "config": {}}))
+    facts = {"step": step, "files": {}, "config": {}, "validation_loss": loss}
+    (folder / "manifest.json").write_bytes(sealed(facts))
     return folder
+
+
+def test_the_best_checkpoint_is_marked_and_offered_where_the_last_is_worse(page: Page, runs: Path):
+    run = recorded(runs, "files-better")
+    save_checkpoint(run, 20, 0.5)
+    save_checkpoint(run, 40, 0.75)
+    watch(page, "files-better")
+    page.locator("#better", has_text="The validation loss was lower at step 20: 0.5, 0.75 at the end.").wait_for()
+    page.locator("#export-best").click()
+    page.locator("#files-state", has_text="step 20").first.wait_for()
+    assert page.locator("#files-checkpoints tr .best").count() == 1
+    page.locator("#files-checkpoints tr", has_text="best").get_by_role("button", name="Delete").click()
+    page.locator("dialog", has_text="It has the lowest validation loss.").get_by_role("button", name="Keep it").click()
 
 
 def test_a_checkpoint_is_deleted_after_a_question_that_says_what_is_lost(page: Page, runs: Path):
@@ -89,9 +103,7 @@ def test_a_checkpoint_is_deleted_after_a_question_that_says_what_is_lost(page: P
     page.get_by_role("button", name="Delete the checkpoint of step 40").click()
     page.locator("dialog", has_text="a resume goes on from step 20").get_by_role("button", name="Keep it").click()
     page.get_by_role("button", name="Delete the checkpoint of step 20").click()
-    page.locator("dialog", has_text="Neither a resume nor an export needs it").get_by_role(
-        "button", name="Delete"
-    ).click()
+    page.locator("dialog", has_text="A resume does not need it").get_by_role("button", name="Delete").click()
     page.get_by_role("button", name="Delete the checkpoint of step 20").wait_for(state="detached")
     assert not first.exists()
     assert last.is_dir()

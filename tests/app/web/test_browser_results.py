@@ -19,6 +19,7 @@ from tests.app.browser import (
     serving,
     state_is,
     until_so,
+    visit,
     watch,
 )
 from tests.launcher.hub import TOKEN, Hub, Repository
@@ -52,6 +53,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         name="fox",
         model={"family": "flux2", "path": "demo"},
         train__steps=2,
+        checkpoint__every=1,
         sample={"prompts": ["fox face", "bicycle"], "size": [64, 64], "steps": 2, "every": 2},
     )
     handle = torchrun.start(config, RunDir.create(runs, config, at=runs / "fox"))
@@ -109,11 +111,11 @@ def test_a_prompt_is_drawn_with_and_without_what_was_trained(page: Page, site: S
     dialog.locator("#draw-seed").fill("7")
     dialog.locator("#draw-size").fill("96 x 64")
     dialog.locator("#draw").dblclick()  # two clicks draw once
-    dialog.locator("#draw-state", has_text="Generating twice").wait_for()
+    dialog.locator("#draw-state", has_text="Drawing:").wait_for()
     first = dialog.locator("#drawings li").first
     first.get_by_text("seed 7").wait_for(timeout=DRAWN_WITHIN_MS)
     assert "a red house" in first.inner_text()
-    for side in ("without", "with"):
+    for side in ("without", "with, step 2"):
         image = first.get_by_alt_text(f"{side}: a red house", exact=True)
         until_so(page, lambda image=image: image.evaluate("image => image.naturalWidth") == 96)
     assert dialog.get_by_role("alert").count() == 0
@@ -121,6 +123,65 @@ def test_a_prompt_is_drawn_with_and_without_what_was_trained(page: Page, site: S
     made = list(drawings(site.run))
     assert len(made) == before + 1
     assert (made[0].seed, made[0].size) == (7, (96, 64))
+
+
+def open_checkpoint(page: Page, site: Site, step: int, use: str) -> None:
+    """Press one of the buttons of a checkpoint's row."""
+    visit(page, "runs", site.run.path.name, "files")
+    page.locator(f"#files-checkpoints tr[data-checkpoint$='{step:06}'] .{use}").click()
+
+
+def test_prompts_are_drawn_with_two_checkpoints_at_two_strengths(page: Page, site: Site):
+    open_checkpoint(page, site, 1, "compare")
+    dialog = page.locator("#draw-dialog")
+    dialog.locator("#draw:enabled").wait_for()
+    boxes = dialog.locator("#draw-checkpoints label")
+    assert boxes.all_inner_texts() == ["step 2, newest", "step 1"]
+    assert dialog.locator("#draw-checkpoints input:checked").count() == 2
+    dialog.locator("#draw-prompt").fill("a green house\n\na blue house")
+    dialog.locator("#draw-strength").fill("half")
+    dialog.locator("#draw").click()
+    dialog.get_by_role("alert").filter(has_text="Strength: write whole per cents").wait_for()
+    dialog.locator("#draw-strength").fill("150 %, 50")
+    dialog.locator("#draw").click()
+    dialog.locator("#draw-state", has_text="% done.").wait_for(timeout=DRAWN_WITHIN_MS)
+    dialog.locator("#draw:enabled").wait_for(timeout=DRAWN_WITHIN_MS)
+    first = dialog.locator("#drawings li", has_text="a blue house").first
+    captions = first.locator("figcaption")
+    assert captions.all_inner_texts() == [
+        *("without", "step 1, 50 %", "step 1, 150 %"),
+        *("without", "step 2, 50 %", "step 2, 150 %"),
+    ]
+    until_so(page, lambda: first.locator("img").evaluate_all("all => all.every(image => image.naturalWidth === 64)"))
+    assert dialog.locator("#drawings li", has_text="a green house").count() == 1
+
+
+def test_an_older_checkpoint_is_exported_beside_the_run_own_export(page: Page, site: Site):
+    open_checkpoint(page, site, 1, "export")
+    page.locator("#files-state", has_text="Exported step 1, and verified.").wait_for(timeout=DRAWN_WITHIN_MS)
+    row = page.locator("#files-exported tr", has_text="fox-step1.safetensors")
+    row.get_by_text("step 1", exact=False).first.wait_for()
+    assert page.locator("#files-exported tr", has_text="fox.safetensors").count() == 1
+    watch(page, site.run.path.name)
+    assert "fox.safetensors" in page.locator("#done b").first.inner_text()
+
+
+def test_another_run_goes_on_from_an_older_checkpoint(page: Page, site: Site):
+    open_checkpoint(page, site, 1, "continue")
+    dialog = page.locator("#branch-dialog")
+    assert dialog.locator("#branch-steps").input_value() == "2"
+    dialog.locator("#branch-lr").fill("fast")
+    dialog.locator("#branch").click()
+    dialog.get_by_role("alert").filter(has_text="optim.lr").wait_for()
+    dialog.locator("#branch-lr").fill("5e-5")
+    dialog.locator("#branch-steps").fill("3")
+    dialog.locator("#branch").click()
+    until_so(page, lambda: site.run.path.name not in page.evaluate("location.hash"))
+    new = RunDir.open(site.server.runs / page.evaluate("location.hash.split('/')[2]"))
+    state_is(page, "finished", timeout_s=TRAINED_WITHIN_S)
+    config = new.config()
+    assert (config.optim.lr, config.train.steps, config.name) == (5e-5, 3, "fox")
+    assert page.locator("#run").get_attribute("data-step") == "3"
 
 
 @pytest.mark.parametrize(
@@ -156,11 +217,11 @@ def test_one_drawing_at_a_time_is_seen_by_every_window_and_goes_on_without_the_d
     browser: Browser, page: Page, site: Site
 ):
     dialog = start_drawing(page, "one house")
-    dialog.locator("#draw-state", has_text="Generating twice").wait_for()
+    dialog.locator("#draw-state", has_text="Drawing:").wait_for()
     with opened(browser, site.server.url) as other:
         watch(other, site.run.path.name)
         second = open_dialog(other, "draw")
-        second.locator("#draw-state", has_text="Generating twice").wait_for()
+        second.locator("#draw-state", has_text="Drawing:").wait_for()
         assert second.locator("#draw").is_disabled()
         dialog.get_by_role("button", name="Close").click()
         page.reload()
@@ -183,7 +244,7 @@ def test_two_windows_that_draw_at_once_say_why_only_one_does(browser: Browser, p
         until_so(page, lambda: sum(dialog.get_by_role("alert").count() for dialog in dialogs) == 1)
         [refused] = [dialog for dialog in dialogs if dialog.get_by_role("alert").count()]
         assert "another drawing is running; wait until it is done" in refused.inner_text()
-        refused.locator("#draw-state", has_text="Generating twice").wait_for()
+        refused.locator("#draw-state", has_text="Drawing:").wait_for()
         refused.locator("#stop-drawing").click()
         for dialog in dialogs:
             dialog.locator("#draw-state", has_text="The drawing was stopped.").wait_for()

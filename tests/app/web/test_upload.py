@@ -384,12 +384,32 @@ def test_the_quickstarts_images_stay_and_a_new_folder_becomes_the_forms(page: Pa
     page.get_by_label("called").fill("../x")
     choose(page, photos / "09.png")
     page.locator("#upload-message", has_text="not a name for a folder of images").wait_for()
-    page.get_by_label("called").fill("my photos")
     choose(page, *photos.glob("*.png"), *photos.glob("*.txt"))
+    page.get_by_label("called").fill("my photos")
+    page.locator("#upload-again", has_text="Add the 28 files").click()
     done(page, "28 files added.")
     expect(page.locator("#folder")).to_have_text(str(made))
     expect(page.locator("#counted")).to_contain_text("14 images, 14 captions")
     shutil.rmtree(made)
+
+
+@pytest.mark.slow
+def test_the_name_of_a_new_folder_is_free_and_its_report_its_own(own_data: Path, data: Page, photos: Path):
+    above = own_data.parent
+    for name in ("images", "images-2"):
+        (above / name).mkdir()
+    data.reload()
+    show(data, "Data")
+    data.locator("#upload-to").select_option(f"new:{above}")
+    expect(data.get_by_label("called")).to_have_value("images-3")
+    (above / "broken.png").write_bytes(b"no image")
+    choose(data, above / "broken.png", photos / "09.png")
+    expect(data.locator("#upload-results")).to_contain_text("1 file was not taken")
+    choose(data, photos / "08.png")
+    done(data, "1 file added.")
+    expect(data.locator("#upload-results")).to_be_empty()
+    for name in ("images", "images-2", "images-3"):
+        shutil.rmtree(above / name)
 
 
 @pytest.mark.slow

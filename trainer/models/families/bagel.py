@@ -75,6 +75,7 @@ from trainer.models.parts.image.text_encoder import (
 )
 from trainer.models.parts.image.vae import build_vae, decode_latents, encode_latents, vae_config
 from trainer.models.parts.language.next_token import draw_token
+from trainer.models.parts.progress import counted
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.system.errors import InputError
@@ -386,7 +387,7 @@ class BagelFamily(MultimodalFamily):
         pixels, question_ids = pixels_of(image, device)[0], self._ids(question).to(device)
         (generator,) = rng.generators("text")
         answer = question_ids[:0]
-        for _ in range(cfg.tokens):
+        for _ in counted(range(cfg.tokens)):
             # The tokens of the answer do not see its end mark; the last of them predicts the next token.
             pieces: list[Piece] = [ConditioningPiece(pixels), TextPiece(question_ids), TextPiece(answer, in_loss=True)]
             logits, _ = model[COMPONENT](**pack([pieces], self.marks, self.sizes).arguments)

@@ -66,6 +66,7 @@ from trainer.models.parts.image.images import device_of
 from trainer.models.parts.image.ldm_names import clip_layout, open_clip_layout, unet_layout, vae_key, vae_layout
 from trainer.models.parts.image.text_encoder import load_tokenizer, text_lengths
 from trainer.models.parts.image.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
+from trainer.models.parts.progress import counted
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.system.errors import InputError
@@ -319,7 +320,7 @@ class Sdxl(ImageFamily):
         width, height = (side // self._pixels_per_latent for side in cfg.size)
         latents = rng.normal("sample", (self._architecture.in_channels, height, width)).to(device)
         latents = latents * scheduler.init_noise_sigma
-        for timestep in scheduler.timesteps:
+        for timestep in counted(scheduler.timesteps):
             scaled = scheduler.scale_model_input(latents, timestep).expand(len(states), -1, -1, -1)
             predictions = self._predict(model, scaled, timestep.expand(len(states)), states, pooled)
             prediction = guided(list(predictions.chunk(len(states))), cfg.guidance)

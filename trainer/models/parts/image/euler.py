@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.models.objectives.base import Example
 from trainer.models.objectives.flow_matching import ShiftLine
+from trainer.models.parts.progress import counted
 
 
 def euler_scheduler(
@@ -49,7 +50,7 @@ def spaced_sigmas(num_steps: int) -> Any:
 def denoise(scheduler: Any, noise: Tensor, predict: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Denoise to latents step by step. predict: (latents (1, ...), sigma (1,)) -> velocity, shaped like latents."""
     latents = noise
-    for timestep in scheduler.timesteps:
+    for timestep in counted(scheduler.timesteps):
         prediction = predict(latents, timestep.expand(1) / 1000)
         latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]
     return latents

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainer.models.parts.language.document_attention import is_first
 from trainer.models.parts.language.language_configs import causal_class
+from trainer.models.parts.progress import counted
 from trainer.rng import SampleRng
 from trainer.system.errors import InputError, not_one_of
 
@@ -155,7 +156,7 @@ def continue_text(
     text, inputs, ids = tokens[None], tokens[None], []
     draws = rng.generators("text")
     # Never ended early: ranks that share a sharded model would wait for this one's calls.
-    for _ in range(count):
+    for _ in counted(range(count)):
         logits = model(input_ids=inputs, **arguments).logits[0, -1]
         drawn = draw_token(logits.float(), temperature, draws[0]).view(1, 1)
         text = torch.cat([text, drawn], dim=1)
