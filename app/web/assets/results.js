@@ -110,7 +110,8 @@ function shares(text) {
 /** What the checkpoints to draw with are chosen from; `chosen` are marked, else the newest. */
 function checkpointBoxes(checkpoints, chosen) {
   return checkpoints.map(one => h('label.check-line', {},
-    h('input', { type: 'checkbox', value: one.step, checked: chosen.length ? chosen.includes(one.step) : one.is_newest }),
+    h('input', { type: 'checkbox', value: one.step,
+      checked: chosen.length ? chosen.includes(one.step) : one.is_newest }),
     ` step ${studio.count(one.step)}${one.is_newest ? ', newest' : ''}${one.is_best ? ', best' : ''}`));
 }
 
@@ -126,7 +127,8 @@ export async function draw(run, isText, steps = []) {
     `${isText ? 'A text that continues the prompt, from the same seed'
       : 'From the same noise'}, without and with what was trained. It takes a free GPU, or a while on the CPU.`);
   const sizeField = h('div', {}, h('label.sm', { htmlFor: 'draw-size' }, 'Size'), size);
-  const boxes = h('div.boxes'), boxesField = h('fieldset#draw-checkpoints', {}, h('legend.sm', {}, 'Checkpoints'), boxes);
+  const boxes = h('div.boxes'),
+    boxesField = h('fieldset#draw-checkpoints', {}, h('legend.sm', {}, 'Checkpoints'), boxes);
   const place = h('div'), state = h('div#draw-state', { role: 'status' }), list = h('ul.drawings#drawings');
   const show = found => {
     fill(state, found.state,
