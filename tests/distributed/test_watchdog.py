@@ -42,17 +42,20 @@ from trainer.train.log import RunLog
 
 WORKER = '''
 """The trainer, but rank 1 goes its own way after the second step: as the run is named."""
-import os, sys, time
+import os, signal, sys, time
 import torch
 from trainer import __main__ as trainer
+from trainer.checkpoint.save import Checkpointer
 from trainer.train.loop import Trainer
 from trainer.run.folder import RunDir
 
 train_step = Trainer.train_step
 
+def attempt():
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
 def step(self):
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if self.world.rank == 1 and self.step == 2 and attempt == 0 and self.cfg.name in globals():
+    if self.world.rank == 1 and self.step == 2 and attempt() == 0 and self.cfg.name in globals():
         globals()[self.cfg.name](self)
     return train_step(self)
 
@@ -66,6 +69,14 @@ def greedy(trainer):
 def asleep(trainer):
     time.sleep(1000)
 
+write = Checkpointer._write
+
+def write_or_freeze(self, draft, facts, copied):
+    if self._world.rank == 1 and facts["step"] == 1 and attempt() == 0 and facts["config"]["name"] == "frozen_writer":
+        os.kill(os.getpid(), signal.SIGSTOP)  # all threads, as if its machine were gone
+    return write(self, draft, facts, copied)
+
+Checkpointer._write = write_or_freeze
 Trainer.train_step = step
 sys.exit(trainer.main())
 '''
@@ -128,6 +139,17 @@ def test_a_rank_that_was_frozen_is_named_and_ended_and_the_run_resumes_by_itself
     assert " does not answer" in warning
     assert warning.endswith("; the ranks are started again")
     assert latest_steps(events)[-1].step == 4
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_frozen_while_it_saves_is_named_and_ended(start) -> None:
+    """Saving may take long on one rank, so that waiting for it is no hang; but it shows that it lives."""
+    run = start("frozen_writer", parallel__max_restarts=1, checkpoint__every=1)
+    assert process.wait(run, timeout_s=180) == "finished"
+    [warning] = [event.message for event in events_of(run) if isinstance(event, WarningEvent)]
+    assert "rank 1 on " in warning
+    assert " does not answer; the ranks are started again" in warning
+    assert latest_steps(events_of(run))[-1].step == 4
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import logging
+import math
 import os
 import queue
 import signal
@@ -43,6 +44,8 @@ HEARTBEAT_EVERY_S = 10.0
 """How often a rank that is long in one phase, such as reading weights, repeats its heartbeat to show that it lives."""
 ANSWER_WITHIN_S = 10.0
 """How long a rank that hangs waits for the reports of the others."""
+LIFE_EVERY_S = 5.0
+"""How often a rank shows the others that it is not frozen and that its machine is there."""
 LEAVE_WITHIN_S = 30.0
 """How long a rank that received a signal to leave may hang: another rank may have died and never come."""
 STACKS = signal.SIGUSR2
@@ -144,7 +147,9 @@ class Watchdog:
             if self._preemption and preempted_at is None:
                 preempted_at = time.monotonic()
             stalled_s = self._stalled_s()
-            if stalled_s > self._limit_s or self._channel.alarm:
+            # While ranks save or encode, one may wait for another for long: only silence tells that it never comes.
+            is_lost = self._channel.silent_s > self._limit_s + ANSWER_WITHIN_S
+            if stalled_s > self._limit_s or is_lost or self._channel.alarm:
                 self._end_run()
                 return
             if preempted_at is not None and min(stalled_s, time.monotonic() - preempted_at) > LEAVE_WITHIN_S:
@@ -253,9 +258,11 @@ class _ControlChannel:
     """Messages between ranks through the store, on a thread of its own, which may wait for a machine that is gone.
 
     Keys: `request` (to rank 0) and `acknowledged`; `alarm` (some rank hangs or failed), `report/<rank>` and
-    `event_written`; `line/<rank>`, the heartbeat of a rank that does not see the run folder.
+    `event_written`; `line/<rank>`, the heartbeat of a rank that does not see the run folder; `life/<rank>`, another
+    number every few seconds, and None once the rank has left.
 
     Attributes:
+        silent_s: On rank 0, how long another rank has shown no life; 0 elsewhere.
         alarm: Whether some rank hangs or failed.
         reports: {rank: its report}, as far as they have arrived.
         has_all: Set when every rank has reported.
@@ -265,6 +272,9 @@ class _ControlChannel:
 
     def __init__(self, world: World, run: RunDir, answer: Callable[[str], None]) -> None:
         self.alarm = False
+        self.silent_s = 0.0
+        self._shown_at = -math.inf
+        self._looks: dict[int, tuple[Any, int]] = {}  # {rank: (the life seen last, looks since then)}
         self.event_written, self.has_all, self.acknowledged = threading.Event(), threading.Event(), threading.Event()
         self._answer = answer if world.rank == 0 else None
         self._ended = threading.Event()
@@ -282,6 +292,7 @@ class _ControlChannel:
     def stop(self) -> None:
         """Send what is left and end. A thread that is inside the store when Python ends aborts the process."""
         self._ended.set()
+        self._messages.put((f"life/{self._world.rank}", None))
         self._messages.put(None)
         self._thread.join(ANSWER_WITHIN_S)
 
@@ -310,6 +321,8 @@ class _ControlChannel:
         while more:
             try:
                 more = self._send_messages()
+                if more:
+                    self._show_life()
                 self._read_messages()
                 self._answered_at = time.monotonic()
             except RuntimeError as error:  # it is gone with its machine, or slow: whoever waits has a limit of its own
@@ -327,6 +340,22 @@ class _ControlChannel:
                 self._store.set(*message)
                 wait_s = 0.0
         return True
+
+    def _show_life(self) -> None:
+        """Show that this rank lives, and have rank 0 count its looks at others that show nothing new.
+
+        Looks are counted, not seconds: this thread may itself have waited for the store.
+        """
+        now = time.monotonic()
+        if now - self._shown_at < LIFE_EVERY_S:
+            return
+        self._shown_at = now
+        self._store.set(f"life/{self._world.rank}", now)
+        for rank in self._ranks[1:] if self._world.rank == 0 else ():
+            life = self._store.get(f"life/{rank}")
+            seen, looks = self._looks.get(rank, (None, 0))
+            self._looks[rank] = life, looks + 1 if life is not None and life == seen else 0
+        self.silent_s = LIFE_EVERY_S * max((looks for _, looks in self._looks.values()), default=0)
 
     def _read_messages(self) -> None:
         self._forward_heartbeats()
