@@ -52,7 +52,7 @@ class RunConfig(Section):
     """The complete configuration of a run. It is saved as `config.yaml` in the run folder, with all defaults."""
 
     name: Annotated[str, BeforeValidator(as_name)] = option("run", pattern=NAME_PATTERN)
-    """Name of the run and of the exported file. Spaces and other characters that no name has become "-"."""
+    """Name of the run and of the exported file. Characters that no name holds, as spaces, become dashes."""
     model: ModelConfig = ModelConfig()
     adapter: Adapter = LoraAdapter()
     quantize: QuantizeConfig = QuantizeConfig()

@@ -16,6 +16,7 @@ from trainer.run.events import (
     StatusEvent,
 )
 from trainer.run.folder import INITIAL_ADAPTER, RunDir
+from trainer.system import files
 from trainer.system.errors import InputError
 
 
@@ -45,7 +46,7 @@ def branch(run: RunDir, wanted: manifest.Wanted) -> RunDir:
         shutil.copytree(checkpoint, copy, symlinks=True)
         if found := manifest.wrong_sum(copy):
             raise manifest.damaged(checkpoint, found)
-        copy.rename(new.checkpoints / checkpoint.name)
+        files.rename(copy, new.checkpoints / checkpoint.name)
         with EventWriter(new.events_file) as writer:
             for event in events:
                 writer.write(event)

@@ -145,7 +145,8 @@ export async function draw(run, isText, steps = []) {
     const values = { prompts: isText || !lines.length ? [prompt.value] : lines,
       seed: whole(seed.value, 'Seed: write a whole number, or leave it empty for that of the samples.'),
       size: sides(size.value), strengths: shares(strength.value),
-      checkpoints: [...boxes.querySelectorAll('input:checked')].map(box => Number(box.value)) };
+      checkpoints: [...boxes.querySelectorAll('input:checked')].map(box => Number(box.value))
+        .sort((a, b) => a - b) };
     if (boxes.childElementCount && !values.checkpoints.length)
       throw new studio.Refused('Checkpoints: choose at least one.');
     const refused = await call('result_draw', { run, ...values }).then(() => null, error => error);

@@ -29,6 +29,8 @@ export const here = {
   state: /** @type {any} */ (null),
   batch: /** @type {any} */ (null),
   isRunning: false,
+  reported: '', // the folder that the report is about
+  suggested: 'images', // the name of a new folder, until one is typed
   asked: 0,
   drawn: 0,
   focusOn: /** @type {any} */ (null),

@@ -61,7 +61,8 @@ async function add(files) {
   if (!items.length) { if (files.length) studio.toast('There are no images in it.', true); return; }
   const folder = await destination();
   if (!folder) { offerAgain(files, items.length); return; }
-  if (!here.isRunning) results.length = 0; // the report is that of the selections that are sent now
+  if (!here.isRunning && here.reported !== folder) results.length = 0; // what was said of another folder
+  here.reported = folder;
   waiting.push({ folder, items, isPaused: false, isCancelled: false, trouble: '', abort: new AbortController(),
     bytes: items.reduce((sum, item) => sum + item.size, 0) });
   if (!here.isRunning) run(); else drawSoon();
@@ -198,8 +199,8 @@ function drawPlace() {
   }
   const place = $('upload-to').value, name = $('upload-name');
   $('upload-new').hidden = !place.startsWith(NEW);
-  if (place.startsWith(NEW) && name.value === name.defaultValue) // nothing was typed
-    name.value = name.defaultValue = here.state.roots[place.slice(NEW.length)];
+  if (place.startsWith(NEW) && name.value === here.suggested) // nothing was typed
+    name.value = here.suggested = here.state.roots[place.slice(NEW.length)];
 }
 
 function drawState() {
@@ -323,7 +324,7 @@ function card() {
         h('button.btn#upload-folder', { type: 'button', onclick: () => folder.click() }, 'Choose a folder')),
     h('div.to', {}, h('label', { htmlFor: 'upload-to' }, 'Into'), h('select#upload-to', { onchange: drawPlace }),
       h('label#upload-new', { hidden: true }, 'called ',
-        h('input#upload-name', { type: 'text', value: 'images', maxLength: 120 })))),
+        h('input#upload-name', { type: 'text', value: here.suggested, maxLength: 120 })))),
     h('div#upload-going', { hidden: true, role: 'group', 'aria-label': 'Upload' }, bar,
       h('div.line', {}, h('b#upload-count'), h('span.dim#upload-size'), h('span.grow'),
         h('span.both', {}, h('button.btn.s#upload-pause', { type: 'button', onclick: () => {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -89,24 +90,16 @@ def _drawing(studio: Studio, run: RunDir, drawing: Drawing) -> dict[str, Any]:
 def _picture(studio: Studio, run: RunDir, picture: Picture) -> dict[str, Any]:
     """Return a picture: what it was drawn with, and its text or the address of its image; neither where it is gone."""
     kind = kind_of(picture.path)
-    found: dict[str, Any] = {
-        "source": _source(picture),
-        "strength": picture.strength,
-        "is_text": kind.is_text,
-        "text": "",
-        "image": "",
-    }
-    try:
-        file = run.own_file(picture.path)
+    text = image = ""
+    with suppress(InputError, OSError, ValueError):  # shown as missing
         if kind.is_text:
-            found["text"] = file.read_text(encoding="utf-8", errors="replace")[:MOST_SHOWN_TEXT]
+            text = run.own_file(picture.path).read_text(encoding="utf-8", errors="replace")[:MOST_SHOWN_TEXT]
         elif shown := kind.picture(picture.path):
-            found["image"] = address(studio.thumbnails.of(run.own_file(shown), FULL))
+            image = address(studio.thumbnails.of(run.own_file(shown), FULL))
         else:
-            found["text"] = picture.path
-    except (InputError, OSError, ValueError):  # shown as missing
-        pass
-    return found
+            text = picture.path
+    made = {"source": _source(picture), "strength": picture.strength}
+    return made | {"is_text": kind.is_text, "text": text, "image": image}
 
 
 def _source(picture: Picture) -> str:

@@ -129,6 +129,7 @@ def test_a_finished_run_shows_its_export_with_its_check_and_can_only_go_on_with_
         {
             "name": "fox.safetensors",
             "size": 1000,
+            "step": 40,
             "is_file": True,
             "check": "verified: reloaded and equal within bf16 rounding (1.3e-03)",
             "is_verified": True,

@@ -18,6 +18,7 @@ from tests.app.browser import (
     opened,
     serving,
     state_is,
+    until,
     until_so,
     visit,
     watch,
@@ -144,7 +145,7 @@ def test_prompts_are_drawn_with_two_checkpoints_at_two_strengths(page: Page, sit
     dialog.get_by_role("alert").filter(has_text="Strength: write whole per cents").wait_for()
     dialog.locator("#draw-strength").fill("150 %, 50")
     dialog.locator("#draw").click()
-    dialog.locator("#draw-state", has_text="% done.").wait_for(timeout=DRAWN_WITHIN_MS)
+    dialog.locator("#draw-state", has_text="Drawing:").wait_for()
     dialog.locator("#draw:enabled").wait_for(timeout=DRAWN_WITHIN_MS)
     first = dialog.locator("#drawings li", has_text="a blue house").first
     captions = first.locator("figcaption")
@@ -163,7 +164,9 @@ def test_an_older_checkpoint_is_exported_beside_the_run_own_export(page: Page, s
     row.get_by_text("step 1", exact=False).first.wait_for()
     assert page.locator("#files-exported tr", has_text="fox.safetensors").count() == 1
     watch(page, site.run.path.name)
-    assert "fox.safetensors" in page.locator("#done b").first.inner_text()
+    page.locator("#other-exports", has_text="fox-step1.safetensors").wait_for()
+    assert "fox.safetensors" in page.locator("#run-done b").first.inner_text()
+    (site.run.export / "fox-step1.safetensors").unlink()
 
 
 def test_another_run_goes_on_from_an_older_checkpoint(page: Page, site: Site):
@@ -176,7 +179,7 @@ def test_another_run_goes_on_from_an_older_checkpoint(page: Page, site: Site):
     dialog.locator("#branch-lr").fill("5e-5")
     dialog.locator("#branch-steps").fill("3")
     dialog.locator("#branch").click()
-    until_so(page, lambda: site.run.path.name not in page.evaluate("location.hash"))
+    until(page, "location.hash.split('/')[2] !== 'fox'")
     new = RunDir.open(site.server.runs / page.evaluate("location.hash.split('/')[2]"))
     state_is(page, "finished", timeout_s=TRAINED_WITHIN_S)
     config = new.config()

@@ -347,7 +347,7 @@ def test_yaml_becomes_the_draft_and_changed_lines_are_marked(window: Window, stu
         ("a: " + "[" * 2000, 1, ""),
         ("!!python/object/apply:os.system [id]", 1, ""),
         ("a: &a [*a]", 1, ""),
-        ("name: ../../x\n", 1, ""),
+        ("name: 🦊\n", 1, ""),
     ],
 )
 def test_wrong_yaml_is_named_with_its_lines_and_changes_nothing(

@@ -403,9 +403,11 @@ def test_the_name_of_a_new_folder_is_free_and_its_report_its_own(own_data: Path,
     data.locator("#upload-to").select_option(f"new:{above}")
     expect(data.get_by_label("called")).to_have_value("images-3")
     (above / "broken.png").write_bytes(b"no image")
-    choose(data, above / "broken.png", photos / "09.png")
+    data.locator("#upload-to").select_option("")
+    choose(data, above / "broken.png")
     expect(data.locator("#upload-results")).to_contain_text("1 file was not taken")
-    choose(data, photos / "08.png")
+    data.locator("#upload-to").select_option(f"new:{above}")
+    choose(data, photos / "09.png")
     done(data, "1 file added.")
     expect(data.locator("#upload-results")).to_be_empty()
     for name in ("images", "images-2", "images-3"):
