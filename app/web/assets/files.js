@@ -185,7 +185,7 @@ function checkpointRow(one) {
 }
 
 const use = (kind, text, label, onclick) =>
-  h(`button.btn.s.${kind}`, { type: 'button', 'aria-label': label, onclick }, text);
+  h(`button.btn.s.use-${kind}`, { type: 'button', 'aria-label': label, onclick }, text);
 
 async function exportIt(step) {
   parts.state.scrollIntoView({ block: 'center' });

@@ -178,7 +178,7 @@ export async function draw(run, isText, steps = []) {
 export function branch(run, step, settings) {
   const lr = h('input#branch-lr', { type: 'text', inputMode: 'decimal', value: settings.lr, required: true }),
     steps = h('input#branch-steps', { type: 'number', min: step + 1, step: 1, required: true,
-      value: Math.max(settings.steps || 0, step + 1) });
+      value: settings.steps > step ? settings.steps : step + (settings.steps || 1) });
   const place = h('div'), button = h('button.btn.main#branch', { type: 'submit' }, 'Continue');
   const go = () => tried(place, async () => {
     const wanted = { lr: lr.value.trim(), steps: Math.round(Number(steps.value)) };

@@ -129,7 +129,7 @@ def test_a_prompt_is_drawn_with_and_without_what_was_trained(page: Page, site: S
 def open_checkpoint(page: Page, site: Site, step: int, use: str) -> None:
     """Press one of the buttons of a checkpoint's row."""
     visit(page, "runs", site.run.path.name, "files")
-    page.locator(f"#files-checkpoints tr[data-checkpoint$='{step:06}'] .{use}").click()
+    page.locator(f"#files-checkpoints tr[data-checkpoint$='{step:06}'] .use-{use}").click()
 
 
 def test_prompts_are_drawn_with_two_checkpoints_at_two_strengths(page: Page, site: Site):
@@ -181,6 +181,7 @@ def test_another_run_goes_on_from_an_older_checkpoint(page: Page, site: Site):
     dialog.locator("#branch").click()
     until(page, "location.hash.split('/')[2] !== 'fox'")
     new = RunDir.open(site.server.runs / page.evaluate("location.hash.split('/')[2]"))
+    until(page, f"document.querySelector('#run').dataset.run === '{new.path.name}'")
     state_is(page, "finished", timeout_s=TRAINED_WITHIN_S)
     config = new.config()
     assert (config.optim.lr, config.train.steps, config.name) == (5e-5, 3, "fox")
