@@ -65,6 +65,22 @@ def test_a_run_goes_on_from_an_older_checkpoint_as_the_first_did_from_there(run:
     assert tree(run.path) == before
 
 
+def test_of_what_a_stranger_calls_a_sample_only_samples_are_copied(run: RunDir, tmp_path: Path) -> None:
+    first = branch(run, 1)
+    (first.path / "launch.json").write_text("{}")
+    with EventWriter(first.events_file) as writer:
+        for path in ("launch.json", "samples/../launch.json", "../tiny/config.yaml", "samples/gone.png"):
+            writer.write(SampleEvent(step=1, prompt="a", index=0, path=path))
+        writer.write(CheckpointEvent(step=1, path="checkpoints/step-000001"))
+    with pytest.raises(InputError, match="not a file of"):
+        branch(first, 1)
+    lines = first.events_file.read_text().splitlines()
+    first.events_file.write_text("\n".join(line for line in lines if "../tiny" not in line) + "\n")
+    new = branch(first, 1)
+    assert not (new.path / "launch.json").exists()
+    assert {file.name for file in new.samples.iterdir()} == {file.name for file in first.samples.iterdir()}
+
+
 def test_settings_may_change_and_what_cannot_go_on_leaves_no_run(run: RunDir) -> None:
     _, loaded = preflight.branched_run(run, 3, ["optim.lr=5e-5", "train.steps=9"])
     assert (loaded.config.optim.lr, loaded.config.train.steps) == (5e-5, 9)

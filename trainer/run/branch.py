@@ -40,7 +40,8 @@ def branch(run: RunDir, wanted: manifest.Wanted) -> RunDir:
     try:
         for sample in (event for event in events if isinstance(event, SampleEvent)):
             for path in {sample.path, sample.picture} - {""}:
-                _copy(run, path, new)
+                if run.own_file(path).is_relative_to(run.samples.resolve()):  # an event of a stranger names any file
+                    _copy(run, path, new)
         _copy(run, INITIAL_ADAPTER, new)
         copy = new.checkpoints / f".{checkpoint.name}.copy"
         shutil.copytree(checkpoint, copy, symlinks=True)
