@@ -39,7 +39,7 @@ def test_the_page_says_what_the_text_says_and_shows_the_step(tmp_path: Path) -> 
     for size, what in items[:-1]:
         assert f"{size.strip()} GiB {what.replace(': ', ' ', 1)}" in text
     assert f"{items[-1][0].strip()} GiB in all {items[-1][1].removeprefix('on each GPU at its fullest, ')}" in text
-    facts = [" ".join(line.split()) for line in lines if line and not line.startswith(("  ", "parts"))]
+    facts = [" ".join(line.split()) for line in lines if line and not line.startswith(("  ", "GiB by part"))]
     ways = [line.strip() for line in done.stdout.splitlines() if line.startswith("  fits with ")]
     assert len(facts) >= 9
     assert ways

@@ -113,7 +113,8 @@ def test_each_validation_that_is_the_best_so_far_saves_a_checkpoint(tmp_path: Pa
         make_pictures(tmp_path / "pictures", 6),
         optim__lr=3e-2,
         train__steps=6,
-        data={"path": str(tmp_path / "pictures"), "validation": 2, "validation_every": 1},
+        data__validation=2,
+        data__validation_every=1,
         checkpoint={"every": 0, "keep": 10, "keep_best": 1},
     )
     for parts in ([6], [3, 6]):  # at once, and resumed
