@@ -125,26 +125,6 @@ def _card(name: str, memory: int, speed: Speed, of: str = "") -> Card:
     )
 
 
-def _example_of(model: str, mib: int) -> Card:
-    speed = speed_of(model)
-    assert speed is not None
-    return _card(model, mib * MIB, speed)
-
-
-def _example(size: str, model: str, mib: int) -> Card:
-    return replace(_example_of(model, mib), name=f"{size} ({model})")
-
-
-CARDS = {
-    "12gb": _example("12 GB", "RTX 4070", 12282),
-    "16gb": _example("16 GB", "RTX 4080", 16376),
-    "24gb": _example("24 GB", "RTX 4090", 24564),
-    "32gb": _example("32 GB", "RTX 5090", 32607),
-    "48gb": _example("48 GB", "L40S", 46068),
-    "80gb": _example("80 GB", "H100", 81559),
-    "141gb": _example("141 GB", "H200", 143771),
-}
-"""{name for `--gpus`: GPU}. Another GPU of the same memory may be slower."""
 MEMORY = {
     "3060": ("RTX 3060", 12288),
     "3090": ("RTX 3090", 24576),
@@ -171,6 +151,25 @@ MEMORY = {
     "b200": ("B200", 183359),
 }
 """{name for `--gpus`: (model as in `cards`, MiB that its driver reports)}"""
+
+
+def _example(size: str, name: str) -> Card:
+    model, mib = MEMORY[name]
+    speed = speed_of(model)
+    assert speed is not None
+    return _card(f"{size} ({model})", mib * MIB, speed)
+
+
+CARDS = {
+    "12gb": _example("12 GB", "4070"),
+    "16gb": _example("16 GB", "4080"),
+    "24gb": _example("24 GB", "4090"),
+    "32gb": _example("32 GB", "5090"),
+    "48gb": _example("48 GB", "l40s"),
+    "80gb": _example("80 GB", "h100"),
+    "141gb": _example("141 GB", "h200"),
+}
+"""{name for `--gpus`: GPU}. Another GPU of the same memory may be slower."""
 NETWORK = 25 * GB
 """Bytes per second that a rank receives from another machine: 200 Gbit/s per GPU."""
 NAMED = re.compile(r"(?:(?P<count>\d{1,4})\s*x\s*)?(?P<card>\w[\w\s-]*)", re.IGNORECASE | re.ASCII)
@@ -192,13 +191,18 @@ def named(text: str) -> Hardware:
     if not found or found["count"] == "0":
         raise InputError(f"--gpus: '{text}' is not a number of GPUs, as 4x24gb or 8xh100")
     written = MAKERS.sub("", found["card"].lower())
-    by_name = CARDS | {MAKERS.sub("", name): _example_of(*model) for name, model in MEMORY.items()}
-    if written not in by_name:
+    models = {MAKERS.sub("", name): model for name, model in MEMORY.items()}
+    if written not in CARDS and written not in models:
         raise InputError(
             f"--gpus: '{found['card']}' is neither a memory, {', '.join(CARDS)}, nor a card that is known here, "
             f"{', '.join(MEMORY)}; name the nearest memory"
         )
-    return Hardware(by_name[written], int(found["count"]) if found["count"] else None)
+    if written in CARDS:
+        card = CARDS[written]
+    else:
+        model, mib = models[written]
+        card = like(model, mib * MIB)
+    return Hardware(card, int(found["count"]) if found["count"] else None)
 
 
 def detected() -> Hardware | None:
