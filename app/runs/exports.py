@@ -259,11 +259,11 @@ def _checkpoints_in(run: RunDir, folder: Path, is_current: bool, needed: Mapping
     problems = {path: manifest.problem(path) or "" for path in named}
     complete = [path for path in named if not problems[path]]
     losses = {path: manifest.progress_of(path).validation_loss for path in complete}
-    best = manifest.best(folder) if len(complete) > 1 else None
+    best = manifest.by_loss(losses)[:1] if len(complete) > 1 else []
     found = []
     for path in reversed(named):
         words = [_consequence(path, complete, is_current, problems[path])]
-        words += ["It has the lowest validation loss."] if path == best else []
+        words += ["It has the lowest validation loss."] if path in best else []
         found.append(
             Checkpoint(
                 name=shown_name(path.relative_to(run.path)),
@@ -272,7 +272,7 @@ def _checkpoints_in(run: RunDir, folder: Path, is_current: bool, needed: Mapping
                 size=sum(file.lstat().st_size for file in path.rglob("*") if file.is_file()),
                 saved=path.lstat().st_mtime,
                 validation_loss=losses[path] if path in losses and math.isfinite(losses[path]) else None,
-                is_best=path == best,
+                is_best=path in best,
                 is_newest=is_current and path in complete[-1:],
                 is_usable=is_current and path in complete,
                 problem=problems[path] if is_current and path == named[-1] else _removable(problems[path]),

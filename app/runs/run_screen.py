@@ -320,11 +320,11 @@ def _better(run: RunDir, view: RunView) -> dict[str, Any] | None:
     """Return the checkpoint of a finished run whose validation loss is lower than that of the newest; None without."""
     if view.state != "finished":
         return None
-    best, newest = manifest.best(run.checkpoints), manifest.complete(run.checkpoints)[-1:]
-    if best is None or newest == [best]:
+    losses = manifest.validation_losses(run.checkpoints)
+    best, newest = manifest.by_loss(losses)[:1], list(losses)[-1:]
+    if not best or best == newest:
         return None
-    loss, last = (_finite(manifest.progress_of(checkpoint).validation_loss) for checkpoint in (best, *newest))
-    return {"step": manifest.step_of(best), "loss": loss, "last": last}
+    return {"step": manifest.step_of(best[0]), "loss": losses[best[0]], "last": _finite(losses[newest[0]])}
 
 
 def _export(run: RunDir, event: ExportEvent) -> dict[str, Any] | None:

@@ -48,11 +48,11 @@ from trainer.distributed.world import World
 from trainer.run.manifest import (
     MANIFEST,
     Progress,
+    by_loss,
     checksum,
-    complete,
     name_of,
-    progress_of,
     sealed,
+    validation_losses,
 )
 from trainer.system import files
 
@@ -210,11 +210,9 @@ class Checkpointer:
             return described(error)
         try:
             # Kept are the newest and those of lowest validation loss.
-            checkpoints = complete(self._folder)
-            losses = {checkpoint: progress_of(checkpoint).validation_loss for checkpoint in checkpoints}
-            measured = [checkpoint for checkpoint in checkpoints if math.isfinite(losses[checkpoint])]
-            best = sorted(measured, key=losses.__getitem__)[: self._keep_best]
-            for old in [checkpoint for checkpoint in checkpoints[: -self._keep] if checkpoint not in best]:
+            losses = validation_losses(self._folder)
+            best = by_loss(losses)[: self._keep_best]
+            for old in [checkpoint for checkpoint in list(losses)[: -self._keep] if checkpoint not in best]:
                 # Its name goes first: if the run is killed half way, the rest must not pass for a complete one.
                 shutil.rmtree(old.rename(old.with_name(f".{old.name}")), ignore_errors=True)
         except OSError as error:  # the new one exists all the same, and the next one tries again

@@ -111,37 +111,33 @@ def newest(folder: Path) -> Path | None:
     return next((path for path in reversed(named(folder)) if defect(path) is None), None)
 
 
-def best(folder: Path) -> Path | None:
-    """Return the complete checkpoint of lowest validation loss in a run's `checkpoints` folder, the oldest of equals.
-
-    None where none was measured.
-    """
-    losses = {path: progress_of(path).validation_loss for path in complete(folder)}
-    return min((path for path in losses if math.isfinite(losses[path])), key=losses.__getitem__, default=None)
+def validation_losses(folder: Path) -> dict[Path, float]:
+    """Return {complete checkpoint: its validation loss, NaN if not measured} of a folder, oldest first."""
+    return {path: progress_of(path).validation_loss for path in complete(folder)}
 
 
-def lowest_loss(folder: Path) -> float:
-    """Return the lowest validation loss of a run's complete checkpoints; infinity where none was measured."""
-    found = best(folder)
-    return progress_of(found).validation_loss if found else math.inf
+def by_loss(losses: Mapping[Path, float]) -> list[Path]:
+    """Return the checkpoints whose validation loss was measured, the lowest first, the oldest of equals."""
+    return sorted((path for path in losses if math.isfinite(losses[path])), key=losses.__getitem__)
 
 
 def to_export(run: RunDir, wanted: Wanted = "newest") -> Path:
     """Return a checkpoint of a run; of a run with stages, one of its current stage.
 
     Raises:
-        InputError: There is no such checkpoint, or it is damaged.
+        InputError: The checkpoint is missing or damaged.
     """
     saved = named(run.checkpoints)
     if not saved:
         raise InputError(f"{run.path}: has no complete checkpoint to export; resume the run first")
     if wanted == "best":
-        chosen = best(run.checkpoints)
-        if chosen is None:
+        measured = by_loss(validation_losses(run.checkpoints))
+        if not measured:
             raise InputError(
                 f"{run.path}: no checkpoint has a validation loss, which takes held-out data "
                 f"(data.validation_split); name {_steps(saved)}"
             )
+        chosen = measured[0]
     elif wanted == "newest":
         chosen = saved[-1]
     else:

@@ -31,7 +31,7 @@ from trainer.parallel.replicas import diverged
 from trainer.rng import derived_seed
 from trainer.run.events import Emit, State, ValidationEvent
 from trainer.run.folder import Request, RunDir
-from trainer.run.manifest import Progress, lowest_loss
+from trainer.run.manifest import Progress, validation_losses
 from trainer.run.preemption import Preemption
 from trainer.train.numbers import NON_FINITE, WEIGHT, LateRead
 from trainer.train.setup import set_up, stop_requested, train_state
@@ -108,7 +108,8 @@ class Trainer:
             attention.preferred(self.cfg.train.attention, world.device, dtype, note, self.log.warn)
         )
         self._validated = (-1, math.nan)  # the step, its validation loss
-        self._lowest = world.gather(lowest_loss(run.checkpoints))[0]  # of the checkpoints so far
+        losses = world.gather(list(validation_losses(run.checkpoints).values()))[0]
+        self._lowest = min(filter(math.isfinite, losses), default=math.inf)  # of the checkpoints so far
 
     def train(self) -> State:
         """Run to the last step, or until a stop is requested.
