@@ -182,7 +182,7 @@ def test_a_language_model_writes_two_texts(tmp_path: Path) -> None:
     texts = [file.read_text(encoding="utf-8") for file in (without(run, drawing), with_it(run, drawing))]
     assert texts == [(run.samples / f"step-00000{step}-1.txt").read_text(encoding="utf-8") for step in (0, 8)]
     assert texts[0] != texts[1]
-    assert drawing.kind is TEXT
+    assert drawing.pictures[-1].kind is TEXT
     assert (drawing.size, drawing.steps) == (None, None)
     with pytest.raises(InputError, match="guidance: has no effect for causal_lm; leave it out"):
         check_request(run, DrawingRequest(("a",), guidance=2.0))

@@ -135,6 +135,10 @@ class Picture:
     source: str = ""
     strength: float = 0.0
 
+    @property
+    def kind(self) -> SampleKind:
+        return kind_of(self.path)
+
 
 @dataclass(frozen=True)
 class Drawing:
@@ -161,10 +165,6 @@ class Drawing:
     steps: int | None
     guidance: float | None
     time: float
-
-    @property
-    def kind(self) -> SampleKind:
-        return kind_of(self.pictures[-1].path if self.pictures else "")
 
 
 def _of_two_pictures(values: Any) -> Any:

@@ -162,12 +162,13 @@ export async function draw(run, isText, steps = []) {
     h('div.row-end', {}, closeButton(), button));
   const element = dialog('draw-dialog', isText ? 'Write with it' : 'Draw with it', about, form, list);
   await tried(place, async () => {
-    const found = await call('result_drawings', { run });
+    const [found, checkpoints] = await Promise.all(
+      [call('result_drawings', { run }), call('result_checkpoints', { run })]);
     if (!prompt.value) prompt.value = found.prompts[0] || '';
     seed.placeholder = String(found.seed);
     sizeField.hidden = found.is_text;
-    boxesField.hidden = found.checkpoints.length < 2;
-    boxes.append(...checkpointBoxes(found.checkpoints, steps));
+    boxesField.hidden = checkpoints.length < 2;
+    boxes.append(...checkpointBoxes(checkpoints, steps));
     if (found.size) size.placeholder = found.size.join(' x ');
     show(found);
     if (found.state.is_running) await watch();

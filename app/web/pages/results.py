@@ -20,7 +20,6 @@ from trainer.launcher.jobs import uploads
 from trainer.run import manifest
 from trainer.run.drawings import Drawing, DrawingRequest, Picture, progress
 from trainer.run.folder import RunDir
-from trainer.run.samples import kind_of
 from trainer.system.errors import InputError
 
 MOST_DRAWINGS = 12
@@ -29,7 +28,7 @@ MOST_SHOWN_TEXT = 20_000
 
 def calls(studio: Studio) -> Calls:
     """Return the functions of the script."""
-    functions: list[Callable[..., Any]] = [draw, drawings, start_upload, upload_state, stop]
+    functions: list[Callable[..., Any]] = [draw, drawings, checkpoints, start_upload, upload_state, stop]
     results = Results()
     calls = {f"result_{function.__name__}": partial(function, studio, results) for function in functions}
     return calls | {"result_upload_question": partial(upload_question, studio)}
@@ -65,16 +64,20 @@ def drawings(studio: Studio, results: Results, run: str) -> dict[str, Any]:
     return {
         "state": asdict(state) | {"share": progress(found) if state.is_running else None},
         "drawings": finished,
-        "checkpoints": [
-            {"step": one.step, "is_newest": one.is_newest, "is_best": one.is_best}
-            for one in exports.checkpoints(found, is_alive=False, exporting=None)
-            if one.is_usable
-        ],
         "seed": config.sample.seed,
         "is_text": is_text,
         "size": None if is_text else config.sample.size,
         "prompts": [prompt.replace("[trigger]", config.data.trigger) for prompt in config.sample.prompts],
     }
+
+
+def checkpoints(studio: Studio, results: Results, run: str) -> list[dict[str, Any]]:
+    """Return the checkpoints that can be drawn with, newest first."""
+    return [
+        {"step": one.step, "is_newest": one.is_newest, "is_best": one.is_best}
+        for one in exports.checkpoints(studio.run(run), is_alive=False, exporting=None)
+        if one.is_usable
+    ]
 
 
 def _drawing(studio: Studio, run: RunDir, drawing: Drawing) -> dict[str, Any]:
@@ -89,7 +92,7 @@ def _drawing(studio: Studio, run: RunDir, drawing: Drawing) -> dict[str, Any]:
 
 def _picture(studio: Studio, run: RunDir, picture: Picture) -> dict[str, Any]:
     """Return a picture: what it was drawn with, and its text or the address of its image; neither where it is gone."""
-    kind = kind_of(picture.path)
+    kind = picture.kind
     text = image = ""
     with suppress(InputError, OSError, ValueError):  # shown as missing
         if kind.is_text:

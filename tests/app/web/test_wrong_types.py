@@ -108,6 +108,7 @@ def faults(folder: Path) -> list[str]:
         "runs_list": {}, "live": {}, "queue_state": {}, "compare_show": {"runs": ["attacked", "mine"]},
         "run_view": {"name": "attacked", "known": {}, "log": {}}, "files_list": {"name": "attacked"},
         "samples_list": {"name": "attacked"}, "result_drawings": {"run": "attacked"},
+        "result_checkpoints": {"run": "attacked"},
     }  # fmt: skip
     sent = {}
     for name, values in asked.items():
