@@ -418,7 +418,7 @@ class Studio:
             changes: Fields of its config to change, as `key=value`.
 
         Raises:
-            InputError: There is no such checkpoint, or a run cannot go on from it so.
+            InputError: The checkpoint is missing, or does not allow these changes.
         """
         with self._lock:
             new, loaded = preflight.branched_run(run, step, changes)

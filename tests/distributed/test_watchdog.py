@@ -143,7 +143,7 @@ def test_a_rank_that_was_frozen_is_named_and_ended_and_the_run_resumes_by_itself
 
 @pytest.mark.slow
 def test_a_rank_that_is_frozen_while_it_saves_is_named_and_ended(start) -> None:
-    """Saving may take long on one rank, so that waiting for it is no hang; but it shows that it lives."""
+    """A slow save is no hang: its rank still shows that it lives, which a frozen one does not."""
     run = start("frozen_writer", parallel__max_restarts=1, checkpoint__every=1)
     assert process.wait(run, timeout_s=180) == "finished"
     [warning] = [event.message for event in events_of(run) if isinstance(event, WarningEvent)]

@@ -26,7 +26,7 @@ def branch(run: RunDir, wanted: manifest.Wanted) -> RunDir:
     The events are written last: a copy that was interrupted has none, and may be deleted or started.
 
     Raises:
-        InputError: There is no such checkpoint, it is damaged or being removed, or the run has stages.
+        InputError: The checkpoint is missing, damaged or being removed, or the run has stages.
         OSError: The disk is full.
     """
     cfg = run.config()

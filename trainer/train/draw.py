@@ -28,7 +28,7 @@ from trainer.distributed.world import World, connect
 from trainer.models import families
 from trainer.models.base import ImageFamily, ModelFamily, TextFamily
 from trainer.models.build import LoadedModel, build_model, encoder_loader, load_model
-from trainer.models.parts.progress import told
+from trainer.models.parts.progress import reporting_to
 from trainer.models.pissa import initial_file, read_factors
 from trainer.models.start import continue_adapter
 from trainer.parallel.load import fill_rows, own_rows
@@ -134,7 +134,7 @@ def draw(run: RunDir, cfg: RunConfig, world: World, request: DrawingRequest) -> 
 
         def picture_all(source: Path | None, strength: float) -> None:
             for index, page in enumerate(pages):
-                with told(progress.tell):
+                with reporting_to(progress.update):
                     sample = generate(loaded.module, index, SampleRng(cfg.sample.seed, (page.number,), world.device))
                 page.add(sample, source, strength)
                 progress.next()
@@ -208,7 +208,7 @@ class _Progress:
         self._run, self._num_pictures = run, num_pictures
         self._done, self._written = 0, 0.0
 
-    def tell(self, share: float) -> None:
+    def update(self, share: float) -> None:
         """share: of the picture that is being made."""
         if time.monotonic() - self._written >= PROGRESS_EVERY_S:
             write_progress(self._run, (self._done + share) / self._num_pictures)

@@ -1,4 +1,4 @@
-"""How far a sample is, told by the loop that makes it to whoever waits for it."""
+"""Progress of a sample: the loop over its steps reports it to a listener, if there is one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 T = TypeVar("T")
-Tell = Callable[[float], None]
+Listener = Callable[[float], None]
 """Takes the share of a sample that is done, 0 to 1."""
-_LISTENER: ContextVar[Tell | None] = ContextVar("listener", default=None)
+_LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 @contextmanager
-def told(tell: Tell) -> Iterator[None]:
-    """Inside, `tell` is called before each step of a sample."""
-    before = _LISTENER.set(tell)
+def reporting_to(listener: Listener) -> Iterator[None]:
+    """Inside, `listener` is called before each step of a sample."""
+    before = _LISTENER.set(listener)
     try:
         yield
     finally:
@@ -24,9 +24,9 @@ def told(tell: Tell) -> Iterator[None]:
 
 
 def counted(steps: Sequence[T]) -> Iterator[T]:
-    """Yield the denoising steps or the tokens of a sample, and tell how many are done before each."""
-    tell = _LISTENER.get()
+    """Yield the denoising steps or the tokens of a sample, and report before each what share is done."""
+    listener = _LISTENER.get()
     for number, step in enumerate(steps):
-        if tell is not None:
-            tell(number / len(steps))
+        if listener is not None:
+            listener(number / len(steps))
         yield step
