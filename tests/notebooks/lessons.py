@@ -159,7 +159,7 @@ LESSONS = {
             r"text: \d\.\d+ in the first five steps, \d\.\d+ in the last five",
             r"image\s+question\s+step 0\s+step 30\s+0000-rat\s+What is it\?",
             r"111 tensors; \d+ were trained, \d+ are the same bit for bit",
-            r"random\s+\d\.\d+\s+after drawing, answering and editing\s+0\.\d+",
+            r"random\s+\d\.\d+\s+after drawing, answering and editing\s+0\.\d+\s+"
             r"after 7 more steps of drawing alone\s+0\.",
             r"2[0-3]\.\d+ GiB on each GPU\. Fits",
         ),

@@ -18,7 +18,7 @@ from trainer.run import process
 from trainer.run.folder import RunDir
 
 pytestmark = pytest.mark.slow
-STOP_S = 2.0
+STOP_S = 1.0
 NOTEBOOK_BYTES = 500_000
 NOTEBOOK = "01_quickstart"
 
