@@ -338,6 +338,14 @@ def test_yaml_becomes_the_draft_and_changed_lines_are_marked(window: Window, stu
     assert [lines[number - 1].strip() for number in window.state["marks"]] == ["steps: 77"]
 
 
+def test_yaml_with_other_steps_and_epochs_has_the_length_of_its_epochs(window: Window):
+    window.call("state")
+    text = re.sub(r"(?m)^  steps: \d+\n  epochs: null", "  steps: 77\n  epochs: 3.0", window.state["yaml"])
+    assert "steps: 77" in text
+    window.call("apply_yaml", text=text)
+    assert window.value("train.epochs") == "3.0" and "train.epochs" not in window.errors()
+
+
 @pytest.mark.parametrize(
     ("text", "line", "sentence"),
     [
