@@ -53,11 +53,12 @@ function show({ tool, lists }, undo) {
     if (former) close();
   };
   const list = ([name, lines]) => h('details', { open: name !== 'taken', data: { list: name } },
-    h('summary', {}, `${TITLES[name]} (${lines.length})`), h('ul.sm', {}, lines.map(line => h('li', {}, line))));
+    h('summary', {}, `${TITLES[name]} (${lines.length})`),
+    h('ul.sm', {}, lines.map(line => h('li', {}, line.replaceAll(' -> ', ' → ')))));
   $('imported')
     .replaceChildren(h('div.notice', { role: 'status' }, h('p', {}, h('b', {}, `From a config of ${tool}. `),
-      'Everything can be changed below.'), Object.entries(lists).filter(([, lines]) => lines.length).map(list),
-      h('div.chips', {}, h('button.btn.s', { type: 'button', onclick: takeBack }, 'Undo'),
-        h('button.btn.s', { type: 'button', onclick: () => { close(); $('import').focus(); } }, 'Close'))));
+      'Everything can be changed below. ', h('button.btn.s', { type: 'button', onclick: takeBack }, 'Undo'), ' ',
+      h('button.btn.s', { type: 'button', onclick: () => { close(); $('import').focus(); } }, 'Close')),
+      Object.entries(lists).filter(([, lines]) => lines.length).map(list)));
   $('imported').scrollIntoView({ block: 'nearest' });
 }

@@ -27,6 +27,8 @@ from trainer.system.terminal import printable
 
 TOOLS = (AI_TOOLKIT, ONETRAINER, SIMPLETUNER, DIFFUSION_PIPE, KOHYA)
 """In the order in which a file is looked at: some of kohya's keys are SimpleTuner's too."""
+DAMAGE = (TypeError, ValueError, AttributeError, KeyError)
+"""Raised by a table's functions for a section of another type."""
 MOST_ROUNDS = 100
 """Times that what is refused is taken out."""
 
@@ -92,7 +94,7 @@ def imported(files: Mapping[str, str], folder: Path, overrides: Sequence[str] = 
     name, tool, parts = _together(files)
     try:
         found = Conversion(tool, parts)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+    except DAMAGE as error:
         raise InputError(f"{name}: a section of it, or of a file with it, is not as {tool.name} writes it") from error
     for _ in range(MOST_ROUNDS):
         text = yaml12.dump(found.tree())
@@ -135,8 +137,11 @@ def imported(files: Mapping[str, str], folder: Path, overrides: Sequence[str] = 
 
 def further_files(name: str, text: str) -> list[str]:
     """Return the names of files that a config names and that belong to it, without their folders."""
-    tool, _, tree = _recognized(name, text)
-    given = tool.given({"run": tree}) if tool.part(tree) == "run" else {}
+    tool, part, tree = _recognized(name, text)
+    try:
+        given = tool.given({"run": tree}) if part == "run" else {}
+    except DAMAGE:  # `imported` says so
+        given = {}
     named = [re.split(r"[\\/]", str(given.get(key) or ""))[-1] for key in tool.files]
     return [one for one in named if one.lower().endswith((".toml", ".json", ".txt"))]
 

@@ -212,6 +212,7 @@ LEFT_OUT = words.SHARED | reasons(
         "flux_lora_target lycoris_config use_dora",
         "it is read with what it belongs to": "use_ema conditioning_* source_dataset_id",
         "the average is taken after every step": "ema_*",
+        "quantize.format has no further settings": "sdnq_*",
         "train.checkpointing and parallel.offload_blocks save memory": "gradient_checkpointing_* group_offload* "
         "enable_group_offload ramtorch* musubi_* low_vram",
         "the base is loaded in bf16": "base_model_default_dtype",
