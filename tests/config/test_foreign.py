@@ -184,6 +184,12 @@ def test_a_file_that_is_no_config_of_another_trainer_is_refused_in_a_sentence(te
     assert str(refused.value) == message
 
 
+def test_a_line_break_in_a_config_does_not_leave_the_comment_that_names_it() -> None:
+    found = kohya('optimizer_type = "x\\ntrain:\\n  steps: 9"\n"a\\nb: 1\\u2028c\\u0085d" = 7\n')
+    assert all(line.startswith("#") for line in found.file().partition("model:")[0].splitlines())
+    assert "left out: a b: 1 c d: not a key that ShardStudio knows: of another version, or misspelt" in lines(found)
+
+
 def test_two_configs_are_not_imported_at_once() -> None:
     with pytest.raises(InputError, match=r"^a and b: are two configs; import one at a time$"):
         imported({"a": FLUX, "b": FLUX}, FOLDER)

@@ -91,14 +91,16 @@ class Conversion:
         for field in names:
             found = [own for own in self.values if own == field or own.startswith((f"{field}.", f"{field}["))]
             found = found or [own for own in self.values if field.startswith((f"{own}.", f"{own}["))]
-            # Without its model a config is nothing.
-            for own in [own for own in found if own not in ("model.family", "model.path")]:
-                del self.values[own]
-                line = self.lines.pop(own)
-                if BY_DEFAULT not in line.key:
-                    self.left_out.append(Line(line.key, f"{own}: {problem.message.partition('; leave it out')[0]}"))
+            # Without its model a config is nothing, and its folders have a place that says where they were.
+            found = [own for own in found if own not in ("model.family", "model.path")]
+            for own in found:
+                line, why = self.lines.pop(own), problem.message.partition("; leave it out")[0]
+                if self.values.pop(own) != PLACEHOLDER and re.fullmatch(r"data(\.folders\[\d+\])?\.path", own):
+                    self._put(line.key, own, PLACEHOLDER, line.before, why)
+                elif BY_DEFAULT not in line.key:
+                    self.left_out.append(Line(line.key, f"{own}: {why}"))
             if found:
-                return any(own not in ("model.family", "model.path") for own in found)
+                return True
         return False
 
     def tree(self) -> dict[str, Any]:

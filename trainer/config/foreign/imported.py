@@ -60,12 +60,16 @@ class Imported:
     left_out: tuple[Line, ...]
 
     def lists(self) -> dict[str, list[str]]:
-        """Return {name of a list: its lines}; keys that were left out for one reason share a line."""
+        """Return {name of a list: its lines}; keys that were left out for one reason share a line.
+
+        A line has no line breaks, whatever the keys hold: it is a comment of the preset too.
+        """
         reasons: dict[str, list[str]] = {}
         for line in self.left_out:
             reasons.setdefault(line.why, []).append(line.key)
         left = [f"{', '.join(keys)}: {why}" for why, keys in reasons.items()]
-        return {"taken": [*map(str, self.taken)], "changed": [*map(str, self.changed)], "left out": left}
+        lists = {"taken": [*map(str, self.taken)], "changed": [*map(str, self.changed)], "left out": left}
+        return {name: [" ".join(line.split()) for line in lines] for name, lines in lists.items()}
 
     @property
     def names_folders(self) -> bool:

@@ -13,6 +13,8 @@ from trainer.system.errors import InputError
 
 MAX_LENGTH = 2**20
 """Characters of a file: OneTrainer writes all its settings and all folders, some 200,000 characters."""
+HEADER = re.compile(r"\s*\[{1,2}[\w.\s\"'-]+\]{1,2}\s*(#|$)")
+"""A section of TOML, which may look like a list of JSON."""
 ASSIGNMENT = re.compile(r"^\s*(\[[^\]\n]*\]+|[\w.\"'-]+\s*=.*)$", re.MULTILINE)
 """A line of TOML that no YAML has first."""
 
@@ -26,7 +28,7 @@ def parsed(name: str, text: str) -> Any:
     if not lines:
         raise InputError(f"{name}: is empty")
     try:
-        if lines[0].lstrip().startswith("{") or re.match(r"\s*\[\s*($|[{\]])", lines[0]):
+        if lines[0].lstrip()[0] in "[{" and not HEADER.match(lines[0]):
             kind, value = "JSON", json.loads(text)
         elif ASSIGNMENT.match(lines[0]):
             kind, value = "TOML", tomllib.loads(text)
