@@ -76,8 +76,9 @@ export function filterGroups() {
   fill($('found-above'), [above],
     () => above.length ? ['On the cards above: ', ...above.flatMap((name, at) => [at ? ', ' : '', linkTo(name)]), '.']
       : []);
+  const isMeant = key => words.length > 0 && words.every(word => isIn(word, key.toLowerCase()));
   const missing = Object.entries(studio.facts.form.missing_words)
-    .filter(([key]) => words.length && words.every(word => isIn(word, key.toLowerCase()))).slice(0, MOST_MISSING);
+    .flatMap(([why, keys]) => keys.split(' ').filter(isMeant).map(key => [key, why])).slice(0, MOST_MISSING);
   say($('no-match'), missing.length ? `No setting: ${missing.map(([key, why]) => `${key}: ${why}`).join('. ')}.`
     : 'No setting has these words.');
   $('no-match').hidden = !words.length || above.length > 0

@@ -77,7 +77,7 @@ export interface Facts {
     methods: [string, string, string][];
     targets: string[];
     this_machine: string;
-    /** {key of another trainer: why there is no field for it} */
+    /** {why there is no field: keys of other trainers, separated by spaces} */
     missing_words: Record<string, string>;
   };
   run: { charts: { title: string; ylabel: string }[] };

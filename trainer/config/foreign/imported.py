@@ -157,8 +157,13 @@ def words_of(field: str) -> str:
 
 @functools.cache
 def missing_words() -> Mapping[str, str]:
-    """Return {key of another trainer: why there is no field for it}, for the form's search."""
-    return {key: why for tool in TOOLS for key, why in tool.left_out.items() if "*" not in key}
+    """Return {why there is no field: keys of other trainers, separated by spaces}, for the form's search."""
+    found: dict[str, dict[str, None]] = {}
+    for tool in TOOLS:
+        for key, why in tool.left_out.items():
+            if "*" not in key:
+                found.setdefault(why, {})[key] = None
+    return {why: " ".join(keys) for why, keys in found.items()}
 
 
 def _together(files: Mapping[str, str]) -> tuple[str, Tool, dict[Part, Any]]:
