@@ -365,7 +365,7 @@ def test_an_imported_config_of_an_unknown_model_without_folders_keeps_those_of_t
     ("text", "line", "sentence"),
     [
         ("train:\n  steps: 7\n  batch_size: [\n", 4, ""),
-        ("model: {family: flux2}\ntrain:\n  stepz: 7\n", 3, "train.stepz: unknown field; did you mean 'steps'?"),
+        ("model: {family: flux2}\ntrain:\n  stepz: 7\n", 3, "train.stepz: unknown field; did you mean 'train.steps'?"),
         ("\0", 1, ""),
         ("a: " + "[" * 2000, 1, ""),
         ("!!python/object/apply:os.system [id]", 1, ""),
