@@ -1,6 +1,6 @@
 """The film of a run: a loop and a sheet for each prompt, made of its samples. `python -m app.runs.film RUN`.
 
-A process of its own where the page starts it, so that large samples are decoded there.
+A process of its own where the page starts it, so that large samples are decoded there. See DECISIONS 217.
 """
 
 from __future__ import annotations
