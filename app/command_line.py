@@ -29,7 +29,10 @@ REFUSED_PATHS = {
 CAPTION_FIELDS = {
     "model": ("PATH", "folder or downloaded hub id of a vision-language model; demo names pictograms only"),
     "style": ("STYLE", f"{', '.join(get_args(Style))}; default: {CaptionRequest.style}"),
-    "prompt": ("TEXT", "question to the model, instead of the style's instruction"),
+    "prompt": (
+        "TEXT",
+        "question to the model, instead of the style's instruction; or number of the prompt to film (--film)",
+    ),
     "omit": ("WORDS", "subjects that captions leave unmentioned, comma-separated"),
     "trigger": ("", "put [trigger] in front, which stands for data.trigger"),
     "overwrite": ("WHICH", "model: also captions that a model wrote; all: also those of a person; default: missing"),
@@ -58,13 +61,14 @@ TAKEN_BY = {
     "to": ("extract",),
     "gpus": ("plan", "fit"),
     "keep": ("fit",),
-    "price": ("fit",),
+    "price": ("fit", "film"),
     "write": ("fit", "import"),
     "prove": ("fit",),
     "json": ("plan",),
     "exactly": ("plan",),
     "html": ("plan",),
     **dict.fromkeys((*CAPTION_FIELDS, "undo"), ("caption",)),
+    "prompt": ("caption", "film"),
     "name": (),
     "auth_file": (),
 }
@@ -78,6 +82,7 @@ MODES_WITH_VALUE = {
     "resume": "RUN_DIR",
     "join": "RUN_DIR",
     "export": "RUN_DIR",
+    "film": "RUN_DIR",
     "extract": "TUNED",
     "caption": "FOLDER",
 }
@@ -94,6 +99,7 @@ examples:
   {program} --headless quickstart --slurm
   {program} --export runs/second --what merged
   {program} --export runs/second --step best
+  {program} --film runs/second --prompt 1
   {program} --resume runs/second --step 50 optim.lr=5e-5
   {program} --caption my-images --model Qwen/Qwen2.5-VL-3B-Instruct
   {program} --extract TUNED --base BASE --family FAMILY --rank 32 --to lora.safetensors
@@ -176,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
         help="fields that stay as they are, for example resolution,rank (--fit); default: resolution,rank,format, "
         "where format means that the base is not stored in fewer than 8 bits",
     )
-    parser.add_argument("--price", type=float, metavar="P", help="price of a GPU-hour (--fit)")
+    parser.add_argument("--price", type=float, metavar="P", help="price of a GPU-hour (--fit, --film; in dollars)")
     parser.add_argument(
         "--prove", action="store_const", const=True, help="train a few steps of what fits, on this machine (--fit)"
     )
@@ -228,6 +234,9 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
         "--join", nargs="?", const="", metavar="RUN_DIR", help="join a run on several nodes as a further node"
     )
     modes.add_argument("--export", nargs="?", const="", metavar="RUN_DIR", help="export a checkpoint of a run")
+    modes.add_argument(
+        "--film", nargs="?", const="", metavar="RUN_DIR", help="make a loop and a sheet of the samples of a run"
+    )
     modes.add_argument(
         "--extract",
         nargs="?",
@@ -315,6 +324,8 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         return _extract(options, parser)
     if options.caption is not None:
         return _caption(options, parser)
+    if options.film is not None:
+        return _film(options)
     if options.plan is not None:
         from trainer.launcher import plan_command
 
@@ -392,6 +403,24 @@ def _caption(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     given |= {"precision": options.dtype} if options.dtype else {}
     request = CaptionRequest.checked({"folder": options.caption, **given})
     return caption_command.caption(request, options.runs)
+
+
+def _film(options: argparse.Namespace) -> int:
+    from app.runs import film
+    from trainer.launcher.fit_command import check_price
+    from trainer.run.folder import RunDir
+
+    check_price(options.price, "--price")
+    number = options.prompt
+    if number is not None and not (number.isascii() and number.isdecimal() and 0 < int(number[:9]) < 10**6):
+        raise InputError(f"--prompt: '{number}' is not the number of a prompt, such as 1")
+    run = RunDir.open(Path(options.film))
+    made = film.make(run, None if number is None else int(number), options.price)
+    for note in made.notes:
+        complain(f"note: {note}")
+    for name in (name for one in made.prompts for name in one.files):
+        say(run.film / name)
+    return 0
 
 
 def _fit(options: argparse.Namespace) -> int:

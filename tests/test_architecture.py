@@ -63,6 +63,7 @@ they have a name, and the share of long functions that hold a comment."""
 # Who may ask for the number of processes. The others ask for `data_size`, the number of shares of a step's samples.
 COUNTS_PROCESSES = {
     "app.form.model_choices": "a preset's ranks, each a GPU",
+    "app.runs.film": "GPUs, each with its price",
     "app.runs.run_screen": "a preset's ranks, each a GPU",
     "trainer.launcher.jobs.variants": "variants on equally many GPUs",
     "trainer.benchmark.worker": "bytes that each rank sends",

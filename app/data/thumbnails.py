@@ -8,6 +8,8 @@ import threading
 from io import BytesIO
 from pathlib import Path
 
+from PIL import Image
+
 from trainer.data.images.image_io import load_preview, read_header
 from trainer.data.images.image_members import file_of
 from trainer.system import files
@@ -19,10 +21,15 @@ _FORMAT = 1
 """Increased when copies are made differently, so that older copies are not shown."""
 
 
+def preview(image: Path, side: int) -> Image.Image:
+    """Return a copy of an image whose longer side is at most `side` pixels. Raises InputError if it cannot be shown."""
+    return load_preview(read_header(image), side)
+
+
 def webp(image: Path, side: int, quality: int) -> bytes:
     """Return a copy of an image as a WebP file whose longer side is at most `side` pixels."""
     copy = BytesIO()
-    load_preview(read_header(image), side).save(copy, "WEBP", quality=quality)
+    preview(image, side).save(copy, "WEBP", quality=quality)
     return copy.getvalue()
 
 
@@ -48,7 +55,7 @@ class Thumbnails:
     def _write(self, image: Path, copy: Path, side: int) -> None:
         files.make_private(self.folder)
         with self._alone:  # one at a time: the page holds one large image in memory, not one per visitor
-            small = load_preview(read_header(image), side)
+            small = preview(image, side)
         partial = copy.with_suffix(f".{threading.get_ident()}.part")
         small.save(partial, "WEBP", quality=90)
         files.rename(partial, copy)

@@ -1,15 +1,16 @@
-"""Uses of a run's result: sampling and upload, each by a process that the page follows."""
+"""Uses of a run's result: sampling, film and upload, each by a process that the page follows."""
 
 from __future__ import annotations
 
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from app.runs import film
 from trainer.launcher import commands
 from trainer.launcher.jobs import side_process, uploads
 from trainer.run.drawings import Drawing, DrawingRequest, drawings
@@ -17,7 +18,12 @@ from trainer.run.folder import RunDir
 from trainer.system.errors import InputError
 
 Process = subprocess.Popen[bytes] | side_process.Adopted
-KINDS = {"drawing": ("draw", "trainer.train.draw"), "upload": ("upload", uploads.MODULE)}
+Kind = Literal["drawing", "film", "upload"]
+KINDS: Mapping[Kind, tuple[str, str]] = {
+    "drawing": ("draw", "trainer.train.draw"),
+    "film": ("film", film.MODULE),
+    "upload": ("upload", uploads.MODULE),
+}
 """{kind: its name in `side_process`, what its command runs}"""
 STOPPED_WITHIN_S = 10.0
 """A process that is still there after this is killed: what it has written is complete or not named."""
@@ -43,19 +49,19 @@ class Outcome:
 
 
 class Results:
-    """Drawings and uploads of the runs of one folder. One of a kind at a time for each run."""
+    """Drawings, films and uploads of the runs of one folder. One of a kind at a time for each run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._processes: dict[tuple[str, Path], Process] = {}
+        self._processes: dict[tuple[Kind, Path], Process] = {}
         self._stopped: set[Process] = set()
-        self._looked: dict[tuple[str, Path], float | None] = {}
+        self._looked: dict[tuple[Kind, Path], float | None] = {}
 
     def draw(self, run: RunDir, request: DrawingRequest) -> None:
         """Sample prompts without and with what the run has trained. Raises InputError if they cannot be sampled."""
         self._begin("drawing", run, lambda: commands.begin_drawing(run, request))
 
-    def stop(self, kind: Literal["drawing", "upload"], run: RunDir) -> None:
+    def stop(self, kind: Kind, run: RunDir) -> None:
         """End the running process of a kind, if there is one, and return when it has ended."""
         process = self._process(kind, run)
         if process is None or process.poll() is not None:
@@ -76,15 +82,23 @@ class Results:
         """Return the drawings of a run, newest first."""
         return sorted(drawings(run), key=lambda drawing: -drawing.time)
 
-    def upload(self, run: RunDir, repo: str, is_private: bool, overwrites: bool) -> None:
+    def make_film(self, run: RunDir) -> None:
+        """Make the film of a run's samples. Raises InputError if its folders cannot be made."""
+        self._begin("film", run, lambda: film.begin(run))
+
+    def film(self, run: RunDir) -> Outcome:
+        """Return how the latest film is doing."""
+        return self._outcome("film", run, film.output)
+
+    def upload(self, run: RunDir, repo: str, is_private: bool, overwrites: bool, keeps_held_out: bool = False) -> None:
         """Upload the exported files with a model card. Raises InputError for a wrong name, or without an export."""
-        self._begin("upload", run, lambda: uploads.begin(run, repo, is_private, overwrites))
+        self._begin("upload", run, lambda: uploads.begin(run, repo, is_private, overwrites, keeps_held_out))
 
     def uploaded(self, run: RunDir) -> Outcome:
         """Return how the latest upload is doing."""
         return self._outcome("upload", run, uploads.output)
 
-    def _process(self, kind: str, run: RunDir) -> Process | None:
+    def _process(self, kind: Kind, run: RunDir) -> Process | None:
         """The latest process of a kind, started here or by another page. Processes are scanned only after a start."""
         key, name = (kind, run.path), KINDS[kind][0]
         known = self._processes.get(key)
@@ -102,7 +116,7 @@ class Results:
             self._looked[key] = began
         return found or known
 
-    def _begin(self, kind: str, run: RunDir, start: Callable[[], subprocess.Popen[bytes]]) -> None:
+    def _begin(self, kind: Kind, run: RunDir, start: Callable[[], subprocess.Popen[bytes]]) -> None:
         with self._lock:
             running = self._process(kind, run)
             if running is not None and running.poll() is None:
@@ -111,7 +125,7 @@ class Results:
                 self._stopped.discard(running)
             self._processes[kind, run.path] = start()
 
-    def _outcome(self, kind: str, run: RunDir, output: Callable[[RunDir, int], str]) -> Outcome:
+    def _outcome(self, kind: Kind, run: RunDir, output: Callable[[RunDir, int], str]) -> Outcome:
         process = self._process(kind, run)
         if process is None:
             return Outcome()

@@ -1,4 +1,4 @@
-"""Addresses that send files of a run to be kept: all samples as a zip, one sample, and the report; and uploads.
+"""Addresses that send files of a run to be kept: samples, its film, and the report; and uploads.
 
 They are behind `security.Guard`. Nothing that they send is shown as a page with rights: samples are attachments, and
 the report is in a sandbox without scripts. See DECISIONS 149.
@@ -18,10 +18,12 @@ from app.studio import Studio
 from app.web import upload_routes
 from trainer.launcher.remedy import with_remedy
 from trainer.run.folder import RunDir
-from trainer.run.samples import kind_of
+from trainer.run.samples import film_of, kind_of
 from trainer.system.errors import InputError
 from trainer.view.render import POLICY
 from trainer.view.report import write_report
+
+FILM_TYPES = {".webp": "image/webp", ".mp4": "video/mp4", ".jpg": "image/jpeg"}
 
 
 def add(app: FastAPI, studio: Studio) -> None:
@@ -50,6 +52,15 @@ def add(app: FastAPI, studio: Studio) -> None:
         kind = kind_of(file)  # a player needs the type; whatever else it is, the browser keeps it as a file
         media_type = kind.mime if kind.is_played else "application/octet-stream"
         return FileResponse(path, media_type=media_type, headers=attachment(f"{name}-{file}"))
+
+    @app.get("/runs/{name}/film/{file}")
+    def film(name: str, file: str) -> Response:
+        try:
+            run = studio.run(name)
+            path = film_of(run).file(run, file)
+        except (InputError, OSError, ValueError) as error:
+            return _refused(error)
+        return FileResponse(path, media_type=FILM_TYPES[path.suffix], headers=attachment(f"{name}-{file}"))
 
     @app.get("/runs/{name}/report")
     def report(name: str) -> Response:

@@ -117,7 +117,7 @@ def test_what_cannot_be_done_is_said_with_exit_code_2(argv, message, capsys):
             "train.steps=3: only --headless, --plan, --fit, --import, --resume and --join take key=value",
         ),
         (["--fit"], "--fit needs PRESET"),
-        (["--plan", "p", "--price", "2"], "--price goes with --fit only; leave it out"),
+        (["--plan", "p", "--price", "2"], "--price goes with --fit or --film only; leave it out"),
         (["--headless", "a.yaml", "--doctor"], "argument --doctor: not allowed with argument --headless"),
         (["--headless", "a.yaml", "--what", "merged"], "--what goes with --export only; leave it out"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import hashlib
 import json
 import os
 import socket
@@ -18,12 +19,14 @@ import yaml
 from app.web.served_files import Downloads
 from tests.launcher.hub import TOKEN, Hub, Repository, serving
 from tests.runs import make_pictures, make_text, run_config, text_config
+from trainer.data.images import image_files
 from trainer.export.card import SECOND_NAME, model_card, published
 from trainer.export.upload import Upload
 from trainer.launcher.jobs import uploads
 from trainer.run.events import EventWriter, ExportEvent, SampleEvent, StepEvent
 from trainer.run.folder import LINK, RunDir
 from trainer.run.process import worker_environment
+from trainer.run.samples import Film, FilmedPrompt
 from trainer.system.errors import InputError
 
 WEIGHTS, PIXELS = b"the weights", b"the pixels"
@@ -114,6 +117,68 @@ def test_nothing_is_uploaded_without_consent_or_over_files_of_others(run: RunDir
     hub.repositories["ada/held"].files["notes.txt"] = b"kept"
     assert uploaded(run, hub, "--repo=ada/held", "--overwrite", "--yes")[0] == 0
     assert hub.repositories["ada/held"].files["notes.txt"] == b"kept"
+
+
+def test_the_film_is_uploaded_and_the_card_shows_it(run: RunDir, hub: Hub) -> None:
+    names, contents = ("prompt-1.webp", "prompt-1.mp4", "prompt-1.jpg"), (b"loop", b"video", b"sheet")
+    run.film.mkdir()
+    for name, content in zip(names, contents, strict=True):
+        (run.film / name).write_bytes(content)
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in zip(names, contents, strict=True)}
+    loop, video, sheet = names
+    prompt = "TOK *in* the\nsnow"
+    one = FilmedPrompt(0, prompt, (0, 30), loop, sheet, video)
+    changed = FilmedPrompt(1, "another", (0, 30), "prompt-2.webp", "prompt-2.jpg")
+    Film((one, changed), digests).write(run)
+    assert uploaded(run, hub, "--repo=ada/film", "--yes")[0] == 0
+    files = hub.repositories["ada/film"].files
+    assert {name: files[name] for name in files if name.startswith("film/")} == {
+        f"film/{name}": content for name, content in zip(names, contents, strict=True)
+    }
+    shown = "TOK \\*in\\* the snow"
+    assert (
+        f"![{shown}](film/prompt-1.webp)\n\n![Before, during and after training: {shown}](film/prompt-1.jpg)\n\n"
+        f"*{shown}* ([loop](film/prompt-1.webp), [video](film/prompt-1.mp4))\n\n## Use"
+    ) in files["README.md"].decode()
+
+
+def test_a_prompt_that_is_a_caption_of_a_held_out_picture_stays_here_unless_it_is_kept(run: RunDir, hub: Hub) -> None:
+    cfg = run.config()
+    run.replace_config(cfg.model_copy(update={"data": cfg.data.model_copy(update={"validation": 1})}))
+    held_out = image_files.scan(run.config().data).validation[0].caption
+    record(run, SampleEvent(step=30, prompt=held_out, index=0, path="samples/step-000030-0.png"))
+    code, said = uploaded(run, hub, "--repo=ada/held-out")
+    left_out = ["Left out, with their samples, as captions of held-out pictures:", f"  {held_out}"]
+    assert (code, said.splitlines()[-3:-1]) == (2, left_out)
+    assert "step-000030-0.png" not in said and "  samples/step-000030-1.png  0.0 kB" in said.splitlines()
+    assert uploaded(run, hub, "--repo=ada/held-out", "--yes")[0] == 0
+    assert held_out.encode() not in hub.repositories["ada/held-out"].files["README.md"]
+    assert uploaded(run, hub, "--repo=ada/kept", "--keep-held-out", "--yes")[0] == 0
+    kept = hub.repositories["ada/kept"].files
+    assert held_out.encode() in kept["README.md"] and "samples/step-000030-0.png" in kept
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "sentence"),
+    [
+        ("", "hf_abcdefghijklmnopqrstuvwx", "README.md: holds a token of the hub"),
+        ("", "{runs}/private/fox.png", "README.md: holds a path of this machine"),
+        ("notes.txt", "hf_abcdefghijklmnopqrstuvwx", "lora/notes.txt: holds a token of the hub"),
+        ("train.json", '{"from": "{runs}/x"}', "lora/train.json: holds a path of this machine"),
+    ],
+)
+def test_a_token_or_a_path_of_this_machine_ends_an_upload(
+    run: RunDir, hub: Hub, file: str, text: str, sentence: str
+) -> None:
+    text = text.replace("{runs}", str(run.path.parent))
+    if file:
+        (run.export / "lora").mkdir()
+        (run.export / "lora" / file).write_text(text)
+        record(run, ExportEvent(path="export/lora", what="adapter", format="peft"))
+    else:
+        record(run, SampleEvent(step=30, prompt=text, index=0, path="samples/step-000030-0.png"))
+    code, said = uploaded(run, hub, "--repo=ada/private", "--yes")
+    assert (code, said.startswith(sentence), "ada/private" in hub.repositories) == (2, True, False)
 
 
 def test_what_keeps_an_upload_from_happening_is_a_sentence(run: RunDir, hub: Hub) -> None:

@@ -11,8 +11,9 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from trainer.data.text import text_files
 from trainer.run import stages
 from trainer.run.events import EventReader, ExportEvent, SampleEvent, latest_steps
 from trainer.run.folder import RunDir
+from trainer.run.samples import FilmedPrompt, film_of
 from trainer.system import files
 from trainer.system.errors import InputError
 
@@ -53,15 +55,22 @@ class Published:
         format: `export.format` of the exports.
         exports: The exported files and folders, the main one first.
         samples: The newest sample of each prompt.
+        film: The film of the run, by prompt.
     """
 
     what: str
     format: str
     exports: tuple[Path, ...]
     samples: tuple[SampleEvent, ...]
+    film: tuple[FilmedPrompt, ...] = ()
+
+    def without(self, prompts: Collection[str]) -> Published:
+        """Return it without some prompts, their samples and their film."""
+        samples = tuple(sample for sample in self.samples if sample.prompt not in prompts)
+        return replace(self, samples=samples, film=tuple(one for one in self.film if one.prompt not in prompts))
 
     def files(self, run: RunDir) -> dict[str, Path]:
-        """Return {path in the repository: file} of exports and of samples that are not read in the card itself.
+        """Return {path in the repository: file} of exports, film, and samples that are not read in the card itself.
 
         Raises:
             InputError: A file leads out of the run, or is a second name of what may be outside.
@@ -71,6 +80,7 @@ class Published:
             inside = sorted(file for file in export.rglob("*") if file.is_file()) if export.is_dir() else [export]
             found |= {str(file.relative_to(export.parent)): file for file in inside}
         found |= {name_of(sample): run.own_file(sample.path) for sample in self.samples if not sample.kind.is_text}
+        found |= {f"{run.film.name}/{name}": run.film / name for one in self.film for name in one.files}
         for file in found.values():
             if files.leads_out(file, run.path):
                 raise InputError(f"{file}: leads out of the run folder; remove it, and nothing of it is uploaded")
@@ -89,7 +99,7 @@ def _has_second_name(file: Path, offered: Path) -> bool:
 
 
 def published(run: RunDir) -> Published:
-    """Return the newest exports of a run that are all of the same kind, and its newest samples.
+    """Return the newest exports of a run that are all of the same kind, its newest samples and its film.
 
     Raises:
         InputError: Nothing was exported, or the files are gone.
@@ -111,7 +121,27 @@ def published(run: RunDir) -> Published:
     last = max((sample.step for sample in samples), default=0)
     latest = {sample.index: sample for sample in samples if sample.step == last}
     shown = tuple(sample for _, sample in sorted(latest.items()) if _is_shown(run, sample))
-    return Published(newest.what, newest.format, tuple(same[::-1]), shown)
+    film, filmed = film_of(run), []
+    for one in film.prompts:
+        with suppress(InputError):  # removed or changed since it was made
+            for name in one.files:
+                film.file(run, name)
+            filmed.append(one)
+    return Published(newest.what, newest.format, tuple(same[::-1]), shown, tuple(filmed))
+
+
+def held_out_prompts(run: RunDir, what: Published) -> tuple[str, ...]:
+    """Return the prompts that are captions of held-out pictures; none where the data cannot be read any more."""
+    cfg = run.config()
+    prompts = dict.fromkeys([*(sample.prompt for sample in what.samples), *(one.prompt for one in what.film)])
+    if not prompts or not cfg.data.validation or trains_on(cfg) == "text":
+        return ()
+    try:
+        held_out = image_files.scan(cfg.data).validation
+    except (InputError, OSError):
+        return ()
+    captions = {caption for image in held_out for caption in image.captions}
+    return tuple(prompt for prompt in prompts if prompt in captions)
 
 
 def _is_shown(run: RunDir, sample: SampleEvent) -> bool:
@@ -124,7 +154,7 @@ def name_of(sample: SampleEvent) -> str:
     return f"{SAMPLE_FOLDER}/{Path(sample.path).name}"
 
 
-def model_card(run: RunDir, repo: str = "OWNER/NAME", licence: str | None = None) -> str:
+def model_card(run: RunDir, repo: str = "OWNER/NAME", licence: str | None = None, what: Published | None = None) -> str:
     """Return the model card of a run: Markdown with YAML in front, as the hub reads it.
 
     Args:
@@ -132,11 +162,12 @@ def model_card(run: RunDir, repo: str = "OWNER/NAME", licence: str | None = None
         repo: The repository that the card is for.
         licence: Licence as the hub names it, for example `apache-2.0`; None for that of the base model, where it is
             known.
+        what: What it is about; None for all that `published` returns.
 
     Raises:
         InputError: As `published`.
     """
-    what, cfg = published(run), stages.current(run, run.config()).config
+    what, cfg = what or published(run), stages.current(run, run.config()).config
     card = _Card(run, cfg, what, base_of(run, what), repo)
     front = yaml12.dump(card.front(licence))
     parts = [f"---\n{front}---", f"# {_plain(cfg.name)}", *card.sections()]
@@ -215,6 +246,8 @@ class _Card:
 
     def sections(self) -> Iterator[str]:
         yield self._summary()
+        if self.what.film:
+            yield "\n\n".join(map(self._filmed, self.what.film))
         yield f"## Use\n\n{self._use()}"
         if self.what.samples:
             shown = "\n\n".join(map(self._sample, self.what.samples))
@@ -330,6 +363,14 @@ class _Card:
         if sample.kind.is_played:
             return f'<video controls src="{html.escape(name_of(sample))}"></video>\n\n*{_plain(sample.prompt)}*'
         return f"![{_plain(sample.prompt)}]({name_of(sample)})\n\n*{_plain(sample.prompt)}*"
+
+    def _filmed(self, one: FilmedPrompt) -> str:
+        """The sheet of a prompt, which the loop of the first one precedes, with links to both."""
+        folder, prompt = self.run.film.name, _plain(one.prompt)
+        loop = f"![{prompt}]({folder}/{one.loop})\n\n" if one is self.what.film[0] else ""
+        links = {"loop": one.loop, "video": one.video}
+        named = ", ".join(f"[{word}]({folder}/{name})" for word, name in links.items() if name)
+        return f"{loop}![Before, during and after training: {prompt}]({folder}/{one.sheet})\n\n*{prompt}* ({named})"
 
     def _settings(self) -> dict[str, str]:
         """The rows of the table: numbers and names of the program, never a path."""

@@ -1,24 +1,29 @@
 """Uploads an exported run to the Hugging Face hub: `python -m trainer.export.upload RUN --repo OWNER/NAME --yes`.
 
-A process of its own, as an upload takes long. Exported files, the model card and the newest samples go into one commit.
+A process of its own, as an upload takes long. Exported files, the model card, the film and the newest samples go into
+one commit. Prompts that are captions of held-out pictures stay here, with their samples, unless they are kept; a token
+or a path of this machine in a text ends the upload before anything is sent.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config.sections import HUB_ID
-from trainer.export.card import PROJECT, base_of, model_card, published
+from trainer.export.card import PROJECT, base_of, held_out_prompts, model_card, published
 from trainer.run.folder import RunDir
+from trainer.system import files
+from trainer.system.amounts import file_size
 from trainer.system.errors import InputError
-from trainer.system.terminal import say
+from trainer.system.terminal import printable, say
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -26,6 +31,9 @@ if TYPE_CHECKING:
 
 BASE_KEYS = ("base_model_name_or_path", "_name_or_path")
 """Fields with the base model in configs of peft and transformers."""
+TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+"""A token of the Hugging Face hub."""
+TEXTS = (".json", ".txt", ".md", ".jinja")
 LOGIN = "log in with `hf auth login`, with a token that may write, or set HF_TOKEN"
 
 
@@ -38,12 +46,14 @@ class Upload:
         is_private: Whether only its owner sees the repository.
         overwrites: Whether files of an existing repository may be replaced. Others stay.
         licence: As `model_card` has it.
+        keeps_held_out: Whether prompts that are captions of held-out pictures are uploaded, with their samples.
     """
 
     repo: str
     is_private: bool = False
     overwrites: bool = False
     licence: str | None = None
+    keeps_held_out: bool = False
 
     def __post_init__(self) -> None:
         from huggingface_hub.errors import HFValidationError
@@ -59,6 +69,7 @@ class Upload:
     def arguments(self) -> list[str]:
         """It as options of `python -m trainer.export.upload`."""
         flags = [("--private", self.is_private), ("--overwrite", self.overwrites)]
+        flags += [("--keep-held-out", self.keeps_held_out)]
         licence = [f"--licence={self.licence}"] if self.licence else []
         return [f"--repo={self.repo}", *(name for name, is_set in flags if is_set), *licence]
 
@@ -68,9 +79,11 @@ def main() -> int:
     arguments = _parser().parse_args()
     try:
         run = RunDir.open(arguments.run_dir)
-        wanted = Upload(arguments.repo, arguments.private, arguments.overwrite, arguments.licence)
+        wanted = Upload(
+            arguments.repo, arguments.private, arguments.overwrite, arguments.licence, arguments.keep_held_out
+        )
         if not arguments.yes:
-            raise InputError(f"{describe(run, wanted)}\nadd --yes to upload this")
+            raise InputError(f"{prepare(run, wanted).question}\nadd --yes to upload this")
         say(upload(run, wanted))
     except InputError as error:
         say(error)
@@ -78,31 +91,74 @@ def main() -> int:
     return 0
 
 
-def describe(run: RunDir, wanted: Upload) -> str:
-    """Return what would be uploaded and who will see it, for the question before it.
+@dataclass(frozen=True)
+class Prepared:
+    """What an upload consists of.
+
+    Attributes:
+        files: {path in the repository: a file of the run, or the content}.
+        card: The model card, which is README.md.
+        question: What is uploaded and who will see it, in words.
+        left_out: Prompts that are captions of held-out pictures, and stay here.
+    """
+
+    files: Mapping[str, Path | bytes]
+    card: str
+    question: str
+    left_out: tuple[str, ...]
+
+
+def prepare(run: RunDir, wanted: Upload) -> Prepared:
+    """Collect what is uploaded: the newest exports, the model card, the film and the newest samples.
 
     Raises:
-        InputError: As `published`.
+        InputError: As `published`; or a text holds a token or a path of this machine.
     """
-    found = published(run).files(run)
-    size = sum(file.stat().st_size for file in found.values())
+    everything = published(run)
+    left_out = () if wanted.keeps_held_out else held_out_prompts(run, everything)
+    what = everything.without(left_out)
+    found = {name: without_local_path(file, run) for name, file in what.files(run).items()}
+    card = model_card(run, wanted.repo, wanted.licence, what)
+    _refuse_private("README.md", card, run)
+    sizes = {"README.md": len(card.encode())}
+    for name, content in found.items():
+        sizes[name] = len(content) if isinstance(content, bytes) else content.stat().st_size
+        if name.endswith(TEXTS) and sizes[name] <= files.MOST_BYTES:
+            text = content if isinstance(content, bytes) else files.read(content)
+            _refuse_private(name, text.decode("utf-8", "replace"), run)
     who = "only you can see" if wanted.is_private else "everyone can see"
-    names = "\n".join(f"  {name}" for name in ("README.md", *found))
-    return f"{len(found) + 1} files ({size / 1e6:,.1f} MB) to {wanted.repo}, which {who}:\n{names}"
+    lines = [f"{len(sizes)} files ({sum(sizes.values()) / 1e6:,.1f} MB) to {wanted.repo}, which {who}:"]
+    lines += [f"  {name}  {file_size(size)}" for name, size in sizes.items()]
+    if left_out:
+        lines.append("Left out, with their samples, as captions of held-out pictures:")
+        lines += [f"  {printable(prompt)}" for prompt in left_out]
+    return Prepared(found, card, "\n".join(lines), left_out)
+
+
+def _refuse_private(name: str, text: str, run: RunDir) -> None:
+    """Raise InputError for a text with a token of the hub, or with the path of the run or of the user's home."""
+    from huggingface_hub import get_token
+
+    token = get_token()
+    if TOKEN.search(text) or (token and token in text):
+        raise InputError(f"{name}: holds a token of the hub; take it out of the prompt or file that it came from")
+    homes = [str(path) for path in (run.path.parent, Path.home()) if len(path.parts) > 1]
+    if home := next((home for home in homes if f"{home}/" in text), None):
+        raise InputError(f"{name}: holds a path of this machine ({home}); take it out, and nothing was uploaded")
 
 
 def upload(run: RunDir, wanted: Upload) -> str:
-    """Upload the newest exports, the model card and the newest samples in one commit. Returns the address.
+    """Upload what `prepare` collects in one commit. Returns the address.
 
     Raises:
-        InputError: Nothing was exported, there is no login or no permission, the hub cannot be reached, or the
-            repository exists and has files.
+        InputError: As `prepare`, there is no login or no permission, the hub cannot be reached, or the repository
+            exists and has files.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    card, found = model_card(run, wanted.repo, wanted.licence), published(run).files(run)
-    operations = [CommitOperationAdd(name, without_local_path(file, run)) for name, file in found.items()]
-    operations.append(CommitOperationAdd("README.md", card.encode()))
+    prepared = prepare(run, wanted)
+    operations = [CommitOperationAdd(name, content) for name, content in prepared.files.items()]
+    operations.append(CommitOperationAdd("README.md", prepared.card.encode()))
     api = HfApi()
     with _explained(wanted.repo, api.endpoint):
         _require_login(api)
@@ -196,6 +252,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--private", action="store_true", help="make a repository that only its owner sees")
     parser.add_argument("--overwrite", action="store_true", help="replace files of a repository that is not empty")
     parser.add_argument("--licence", help="licence as the hub names it, for example apache-2.0; else the base model's")
+    parser.add_argument(
+        "--keep-held-out", action="store_true", help="also upload prompts that are captions of held-out pictures"
+    )
     parser.add_argument("--yes", action="store_true", help="upload; without it, only say what would be uploaded")
     return parser
 

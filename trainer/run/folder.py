@@ -257,6 +257,11 @@ class RunDir:
         return (folders[self.current_stage] if folders else self.path) / "checkpoints"
 
     @property
+    def film(self) -> Path:
+        """What was made of the samples to be shown (`trainer.run.samples.Film`)."""
+        return self.path / "film"
+
+    @property
     def requests(self) -> Path:
         """Requests to the running trainer: empty files, named as `Request`, and prompts (`trainer.run.prompts`)."""
         return self.path / "requests"

@@ -1,4 +1,4 @@
-"""The kinds of samples: how a sample is written, and what others show of it.
+"""The kinds of samples: how a sample is written, and what others show of it. And the film that was made of them.
 
 Whoever generates a sample names its kind; whoever shows one asks the kind of its file. A further kind has a line in
 `KINDS` and, where none of its fields says how it is shown, a field that does.
@@ -6,14 +6,26 @@ Whoever generates a sample names its kind; whoever shows one asks the kind of it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
+from pydantic import TypeAdapter
+
 from trainer.config.size import Size
+from trainer.run.folder import RunDir
 from trainer.system import files
+from trainer.system.errors import InputError
 
 SHOWN_TEXT = 4000
 """Characters of a text that its event holds; the file holds all."""
+FILM_RECORD = "film.json"
+FILM_NAME = re.compile(r"prompt-[1-9]\d{0,5}(-[0-9a-f]{6})?\.(webp|mp4|jpg)")
+MOST_FILM_BYTES = 2**26
+"""Of one file of a film that is read."""
 
 
 @dataclass(frozen=True)
@@ -86,3 +98,72 @@ class Sample:
         if self.kind.has_poster:
             files.replace(Path(self.kind.picture(str(file))), self.poster)
         files.replace(file, self.content)
+
+
+@dataclass(frozen=True)
+class FilmedPrompt:
+    """The film of one prompt. Its files are in the run's `film/`.
+
+    Attributes:
+        index: Position of the prompt, as in SampleEvent.
+        prompt: The prompt.
+        steps: Steps of its frames, ascending.
+        loop: Name of the animated WebP.
+        sheet: Name of the JPEG "before, steps, after".
+        video: Name of the MP4; "" where this machine had no encoder for it.
+    """
+
+    index: int
+    prompt: str
+    steps: tuple[int, ...]
+    loop: str
+    sheet: str
+    video: str = ""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names of its files."""
+        return tuple(filter(None, (self.loop, self.video, self.sheet)))
+
+
+@dataclass(frozen=True)
+class Film:
+    """The film of a run, as `film/film.json` describes it.
+
+    Attributes:
+        prompts: The prompts that were filmed.
+        digests: {name of a file: its SHA-256}. By it our own files are told from those that somebody put there.
+        notes: What was left out, in sentences.
+    """
+
+    prompts: tuple[FilmedPrompt, ...] = ()
+    digests: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def file(self, run: RunDir, name: str) -> Path:
+        """Return a file of the film. Raises InputError unless it is there as it was made."""
+        file = run.film / name
+        if not FILM_NAME.fullmatch(name) or name not in self.digests:
+            raise InputError(f"{name}: not a file of the film of {run.path.name}")
+        try:
+            content = files.read(file, MOST_FILM_BYTES)
+        except OSError as error:
+            raise InputError(f"{file}: not in the run folder any more; make the film again") from error
+        if hashlib.sha256(content).hexdigest() != self.digests[name]:
+            raise InputError(f"{file}: is not as it was made; remove it, and make the film again")
+        return file
+
+    def write(self, run: RunDir) -> None:
+        """Write the record."""
+        files.replace(run.film / FILM_RECORD, json.dumps(asdict(self), ensure_ascii=False, indent=1))
+
+
+_FILM = TypeAdapter(Film)
+
+
+def film_of(run: RunDir) -> Film:
+    """Return the film of a run; one without prompts where there is none, or its record is damaged."""
+    try:
+        return files.read_json(run.film / FILM_RECORD, _FILM)
+    except (InputError, OSError):  # none yet, or a folder of a stranger
+        return Film()

@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -37,7 +38,7 @@ from trainer.run.events import (
 from trainer.run.folder import RunDir
 from trainer.run.length import RunLength
 from trainer.run.pace import Clock
-from trainer.run.samples import IMAGE
+from trainer.run.samples import IMAGE, film_of
 from trainer.system import files
 from trainer.system.amounts import file_size
 from trainer.system.errors import InputError
@@ -45,9 +46,11 @@ from trainer.view import render, svg
 from trainer.view.chart import Chart, Line, Point
 from trainer.view.lines import line_of, loss_lines, metric_lines, seconds_lines
 from trainer.view.numbers import default_decay, format_duration, short, smoothed
-from trainer.view.steps import losses_by_name, metrics_by_name
+from trainer.view.steps import losses_by_name, metrics_by_name, spread
 
 SAMPLE_COLUMNS = 8
+MOST_SHEETS = 8
+"""Sheets of the film that are embedded, of some 300 kB each."""
 MOST_FILES = 20_000
 """Files of a folder that are counted: storage may be slow."""
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
@@ -84,6 +87,7 @@ def _page(run: RunDir, events: Sequence[AnyEvent], messages: Sequence[WarningEve
         headline=_headline(cfg),
         facts=_facts(run, cfg, events),
         messages=messages,
+        sheets=_sheets(run),
         samples=_samples(run, events),
         charts=_charts(cfg, events, memory),
         problems=problems,
@@ -215,6 +219,15 @@ def _memory(run: RunDir, world_size: int) -> tuple[list[Line], list[str]]:
     return lines, problems
 
 
+def _sheets(run: RunDir) -> list[tuple[str, str]]:
+    """Return (prompt, JPEG in base64) of the sheets of the run's film."""
+    film, found = film_of(run), []
+    for one in film.prompts[:MOST_SHEETS]:
+        with suppress(InputError):  # removed or changed
+            found.append((one.prompt, base64.b64encode(film.file(run, one.sheet).read_bytes()).decode()))
+    return found
+
+
 @dataclass(frozen=True)
 class _Samples:
     """The table of samples: a row for each prompt, a column for each step. `shown` says which steps are left out."""
@@ -241,17 +254,10 @@ def _samples(run: RunDir, events: Iterable[AnyEvent]) -> _Samples | None:
     if not samples:
         return None
     all_steps = sorted({step for row in samples.values() for step in row})
-    steps = _spread(all_steps, SAMPLE_COLUMNS)
+    steps = spread(all_steps, SAMPLE_COLUMNS)
     shown = f"{len(steps)} of {len(all_steps)} steps with samples" if len(steps) < len(all_steps) else ""
     rows = [(prompt, [_cell(run, row.get(step)) for step in steps]) for (_, prompt), row in samples.items()]
     return _Samples(shown, steps, rows)
-
-
-def _spread(steps: Sequence[int], limit: int) -> list[int]:
-    """Return at most `limit` steps, evenly spaced, including the first and the last."""
-    if len(steps) <= limit:
-        return list(steps)
-    return [steps[round(at * (len(steps) - 1) / (limit - 1))] for at in range(limit)]
 
 
 def _cell(run: RunDir, event: SampleEvent | None) -> _Cell | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from trainer.run.events import StepEvent, ValidationEvent
 
+T = TypeVar("T")
 STEP_PARTS = ("data", "forward", "backward", "optimizer", "other")
 """The parts of a step, in order; see `step_parts`."""
 
@@ -64,3 +66,10 @@ def metrics_by_name(events: Iterable[StepEvent | ValidationEvent]) -> dict[str, 
 def _by_name(columns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     names = dict.fromkeys(name for values in columns for name in values)
     return {name: [values.get(name, math.nan) for values in columns] for name in names}
+
+
+def spread(items: Sequence[T], most: int) -> list[T]:
+    """Return at most `most` items, evenly spaced, including the first and the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(at * (len(items) - 1) / (most - 1))] for at in range(most)]

@@ -37,6 +37,7 @@ function draw() {
   drawExported();
   drawCheckpoints();
   studio.say(parts.folder, data.folder);
+  parts.film.hidden = data.is_text;
   parts.report.href = ['', 'runs', name, 'report'].map(encodeURIComponent).join('/');
 }
 
@@ -240,6 +241,9 @@ function build(root) {
   Object.assign(parts, { message: h('div#files-message'), files: h('div#files-exported'),
     checkpoints: h('div#files-checkpoints'), total: h('span.dim'), folder: h('code#files-folder') });
   parts.report = h('a.btn#files-report', { target: '_blank', rel: 'noopener' }, 'Open the report');
+  parts.film = h('div.folder', {},
+    h('button.btn#files-film', { type: 'button', onclick: () => results.film(name) }, 'Film'),
+    h('span.dim.sm', {}, 'A loop and a sheet of the samples, to be shown to others.'));
   parts.body = h('div.stack', { hidden: true }, buildExport(),
     h('section.card', { 'aria-label': 'Exported files' }, h('div.ttl', {}, h('h2', {}, 'Exported files')), parts.files),
     h('section.card', { 'aria-label': 'Checkpoints' }, h('div.ttl', {}, h('h2', {}, 'Checkpoints'), parts.total),
@@ -250,7 +254,8 @@ function build(root) {
         'Config, events, logs, samples, checkpoints and exports of the run: copy this folder to keep all of it.'),
       h('div.folder', {}, parts.report,
         h('span.dim.sm', {},
-          'Figures, charts, samples and config in one page, report.html, which can be sent or archived.'))));
+          'Figures, charts, samples and config in one page, report.html, which can be sent or archived.')),
+      parts.film));
   root.append(parts.message, parts.body);
 }
 

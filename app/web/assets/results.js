@@ -1,4 +1,4 @@
-// What is done with a run's result: a drawing, a run that goes on from it, an upload to the hub. Each is a dialog.
+// What is done with a run's result: a drawing, a film, a run that goes on from it, an upload. Each is a dialog.
 // @ts-check
 import * as studio from './core.js';
 import { h, call, fill } from './core.js';
@@ -198,25 +198,75 @@ export function branch(run, step, settings) {
       'stays as it is. With the same settings it would train the same again.'), form);
 }
 
+const FILM_FILES = { loop: 'Loop, WebP', video: 'Video, MP4', sheet: 'Sheet, JPEG' };
+
+/** The film of a prompt: its loop, its sheet and their files. */
+function filmed(run, one) {
+  const place = file => ['', 'runs', run, 'film', file.name].map(encodeURIComponent).join('/');
+  if (one.problem) return h('li', {}, h('p', {}, h('b', {}, one.prompt)), studio.alert(one.problem));
+  return h('li.filmed', {}, h('p', {}, h('b', {}, one.prompt || '(no prompt)'),
+    h('span.dim.sm', {}, ` prompt ${one.number}, ${one.num_frames} samples`)),
+  h('img.loop', { src: place(one.files.loop), alt: `Film of prompt ${one.number}: ${one.prompt}` }),
+  h('img.sheet', { src: one.sheet, alt: `Before, during and after training: ${one.prompt}` }),
+  h('p.links', {}, Object.entries(FILM_FILES).filter(([kind]) => one.files[kind]).map(([kind, text]) =>
+    h('a.btn.s', { href: place(one.files[kind]), download: '' }, text,
+      h('span.dim', {}, ` ${studio.size(one.files[kind].size)}`)))));
+}
+
+/** Show the film of a run. It is made first where there is none, or there are samples that are not in it. */
+export async function film(run) {
+  const place = h('div'), state = h('div#film-state', { role: 'status' }), list = h('ul.drawings#films'),
+    folder = h('code');
+  const show = found => {
+    studio.say(folder, found.folder);
+    fill(state, found.state, () => found.state.is_running ? running('Making the film.', run, 'film')
+      : found.state.failed ? studio.alert(found.state.text) : found.state.is_stopped ? studio.note(found.state.text)
+      : []);
+    // While it is made, its files change: they are shown when it is done.
+    if (!found.state.is_running) fill(list, found, () => [found.prompts.map(one => filmed(run, one)),
+      found.notes.map(note => h('li.sm.dim', {}, note))]);
+  };
+  const watch = () => follow(element, () => call('result_show_film', { run }), show);
+  const make = () => tried(place, async () => {
+    const refused = await call('result_make_film', { run }).then(() => null, error => error);
+    await after(refused, place, watch);
+  }, button);
+  const button = h('button.btn#film-make', { type: 'button', onclick: make }, 'Make it again');
+  const element = dialog('film-dialog', 'Film', h('p.sm', {}, 'For each prompt a loop of its samples, all from the ' +
+    'same noise, and a sheet of some. The report shows the sheets, and what you publish has both.'), place, state,
+    list, h('p.sm.dim', {}, 'In ', folder), h('div.row-end', {}, closeButton(), button));
+  await tried(place, async () => {
+    const found = await call('result_show_film', { run });
+    if (found.state.is_running) { show(found); await watch(); }
+    else if (found.is_old) await make();
+    else show(found);
+  }, button);
+}
+
 export async function upload(run) {
   const repo = h('input#upload-repo',
     { type: 'text', placeholder: 'your-name/model-name', spellcheck: false, autocomplete: 'off' });
   const isPrivate = h('input#upload-private', { type: 'checkbox', checked: true }),
-    overwrites = h('input#upload-overwrites', { type: 'checkbox' });
-  const place = h('div'), question = h('div#upload-question'), state = h('div#upload-state', { role: 'status' });
+    overwrites = h('input#upload-overwrites', { type: 'checkbox' }),
+    keepsHeldOut = h('input#upload-held-out', { type: 'checkbox' }),
+    heldOut = h('label.check-line', { hidden: true }, keepsHeldOut,
+      ' keep prompts that are captions of held-out pictures');
+  const place = h('div'), question = h('div#upload-question'), hint = h('div'),
+    state = h('div#upload-state', { role: 'status' });
   const values = () =>
-    ({ run, repo: repo.value.trim(), is_private: isPrivate.checked, overwrites: overwrites.checked });
+    ({ run, repo: repo.value.trim(), is_private: isPrivate.checked, overwrites: overwrites.checked,
+      keeps_held_out: keepsHeldOut.checked });
   let shown = /** @type {any} */ (null); // what the question is about
   const forget = () => { shown = null; agree.hidden = true; question.replaceChildren(); };
   const show = found => fill(state, found,
-    () => found.is_running ? running('Uploading.', run, 'upload') : !found.text ? [] : found.failed
+    () => found.is_running ? running('Publishing.', run, 'upload') : !found.text ? [] : found.failed
       ? studio.alert(found.text)
     : found.is_stopped
     ? studio.note(`${found.text} The repository may have been made; it has either all files or none.`)
-      : h('p.notice.ok', {}, 'Uploaded: ',
+      : h('p.notice.ok', {}, 'Published: ',
         h('a', { href: found.text, target: '_blank', rel: 'noopener noreferrer' }, found.text)));
   const watch = () => follow(element, () => call('result_upload_state', { run }), show);
-  const look = h('button.btn#upload-look', { type: 'submit' }, 'Show what is uploaded');
+  const look = h('button.btn#upload-look', { type: 'submit' }, 'Show what is published');
   const agree = h('button.btn.main#upload-agree',
     { type: 'button', hidden: true, onclick: () => tried(place, async () => {
       const agreed = shown;
@@ -224,30 +274,38 @@ export async function upload(run) {
       fill(state, null, () => []);
       const refused = await call('result_start_upload', agreed).then(() => null, error => error);
       await after(refused, place, watch);
-    }, look) }, 'Upload this');
+    }, look) }, 'Publish this');
   const ask = () => tried(place, async () => {
     forget();
     const asked = values(), found = await call('result_upload_question', asked);
     if (JSON.stringify(asked) !== JSON.stringify(values())) return; // was changed meanwhile
     question.replaceChildren(h('pre.code', { tabIndex: 0 }, found.text),
       h('details', {}, h('summary', {}, 'Model card'), h('pre.code', { tabIndex: 0 }, found.card)));
+    if (found.num_left_out) heldOut.hidden = false;
     shown = asked;
     agree.hidden = false;
   }, look);
-  for (const input of [repo, isPrivate, overwrites]) input.addEventListener('input', forget);
+  for (const input of [repo, isPrivate, overwrites, keepsHeldOut]) input.addEventListener('input', forget);
   const form = h('form', { onsubmit: event => {
     event.preventDefault();
     if (!look.disabled) ask();
   } }, h('label.sm', { htmlFor: 'upload-repo' }, 'Repository'), repo,
     h('label.check-line', {}, isPrivate, ' private: only you see it'),
     h('label.check-line', {}, overwrites, ' replace files of an existing repository'),
+    heldOut, hint,
     question, place, state, h('div.row-end', {}, closeButton(), look, agree));
-  const element = dialog('upload-dialog', 'Upload to the Hugging Face hub',
-    h('p.sm', {}, 'The exported files, a model card and the newest samples. Log in first: ',
-      h('code', {}, 'hf auth login'), ' in a terminal, with a token that may write.'), form);
+  const element = dialog('upload-dialog', 'Publish on the Hugging Face hub',
+    h('p.sm', {}, 'The exported files, a model card, the film and the newest samples. Log in first: ',
+      h('code', {}, 'hf auth login'), ' in a terminal, with a token that may write. No token, path or picture that ' +
+      'you trained on is published.'), form);
   await tried(place, async () => {
-    const found = await call('result_upload_state', { run });
+    const [found, made] = await Promise.all(
+      [call('result_upload_state', { run }), call('result_show_film', { run })]);
     show(found);
+    if (made.is_old) hint.append(h('p.notice', {},
+      `${made.prompts.length ? 'There are samples that are not in the film' : 'There is no film yet'}. `,
+      h('button.btn.s#upload-film', { type: 'button', onclick: () => { forget(); hint.replaceChildren(); film(run); } },
+        'Make the film')));
     if (found.is_running) await tried(place, watch, look);
   }); // without `look`: Enter may be pressed at once
 }

@@ -231,7 +231,7 @@ function drawDone({ state, exports: [file, ...others], figures, is_text: isText,
       file?.is_file ? button('download', 'Download', () => download(file.name), '.main') : null,
       button('draw', isText ? 'Write with it' : 'Draw with it', () => results.draw(current.name, isText)),
       h('a.btn#export-as', { href: studio.link('runs', current.name, 'files') }, 'Export as …'),
-      button('upload', 'Upload to the hub …', () => results.upload(current.name))), more];
+      button('upload', 'Publish …', () => results.upload(current.name))), more];
   });
 }
 

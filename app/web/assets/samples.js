@@ -3,6 +3,7 @@
 import * as studio from './core.js';
 import { h, svg } from './core.js';
 import { lightbox } from './lightbox.js';
+import * as results from './results.js';
 import { load, answerOf, isShown } from './samples-images.js';
 import { drawPair, setView } from './samples-pair.js';
 import { current, parts, answers, last, SETTLED_MS, stepWord, cards, keyOf } from './samples-state.js';
@@ -83,6 +84,7 @@ function drawHead() {
       'prompt')}, ${studio.counted(counts.samples, 'sample')}`);
   parts.missing.hidden = !counts.missing;
   studio.say(parts.missing, `${studio.counted(counts.missing, 'file')} missing`);
+  parts.film.hidden = !current.data.rows.some(row => row.kind === 'image');
   parts.all.href = address('samples.zip');
   studio.say(parts.size, studio.size(current.data.size));
   for (const button of parts.views.children) button.setAttribute('aria-pressed',
@@ -296,9 +298,12 @@ function buildHead() {
   parts.views = h('span.seg#samples-view', { role: 'group', 'aria-label': 'View' }, view('rows', 'Rows'),
     view('pair', 'Pair'));
   parts.size = h('span.dim.sm');
+  parts.film = h('button.btn#samples-film',
+    { type: 'button', hidden: true, title: 'A loop and a sheet of the samples, to be shown to others',
+      onclick: () => results.film(current.name) }, 'Film');
   parts.all = h('a.btn#samples-all', { download: '' }, 'Download all ', parts.size);
   return h('div.head.samples-head', {}, h('h2.sr', {}, 'Samples'), parts.summary, parts.missing, h('span.grow'),
-    parts.views, parts.all);
+    parts.views, parts.film, parts.all);
 }
 
 function buildScrub() {

@@ -1,4 +1,4 @@
-"""Uses of a run's result: a drawing with it, an upload to the hub."""
+"""Uses of a run's result: a drawing with it, a film of its samples, an upload to the hub."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from app.data.thumbnails import FULL
 from app.runs import exports
-from app.runs.results import Results
+from app.runs.results import Kind, Results
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import address
@@ -20,6 +20,7 @@ from trainer.launcher.jobs import uploads
 from trainer.run import manifest
 from trainer.run.drawings import Drawing, DrawingRequest, Picture, progress
 from trainer.run.folder import RunDir
+from trainer.run.samples import IMAGE, Film, FilmedPrompt, film_of
 from trainer.system.errors import InputError
 
 MOST_DRAWINGS = 12
@@ -28,7 +29,16 @@ MOST_SHOWN_TEXT = 20_000
 
 def calls(studio: Studio) -> Calls:
     """Return the functions of the script."""
-    functions: list[Callable[..., Any]] = [draw, drawings, checkpoints, start_upload, upload_state, stop]
+    functions: list[Callable[..., Any]] = [
+        draw,
+        drawings,
+        checkpoints,
+        make_film,
+        show_film,
+        start_upload,
+        upload_state,
+        stop,
+    ]
     results = Results()
     calls = {f"result_{function.__name__}": partial(function, studio, results) for function in functions}
     return calls | {"result_upload_question": partial(upload_question, studio)}
@@ -49,8 +59,8 @@ def draw(
     results.draw(studio.run(run), request)
 
 
-def stop(studio: Studio, results: Results, run: str, kind: Literal["drawing", "upload"]) -> None:
-    """End the drawing or the upload that is running."""
+def stop(studio: Studio, results: Results, run: str, kind: Kind) -> None:
+    """End the drawing, film or upload that is running."""
     results.stop(kind, studio.run(run))
 
 
@@ -114,18 +124,62 @@ def _source(picture: Picture) -> str:
     return checkpoint.name
 
 
-def upload_question(studio: Studio, run: str, repo: str, is_private: bool, overwrites: bool) -> dict[str, str]:
-    """Return what would be uploaded, who would see it, and the model card."""
+def make_film(studio: Studio, results: Results, run: str) -> None:
+    """Start to make the film of a run's samples."""
+    results.make_film(studio.run(run))
+
+
+def show_film(studio: Studio, results: Results, run: str) -> dict[str, Any]:
+    """Return the state of the film that was started last, and the film itself: its prompts and what was left out.
+
+    `is_old` says that there are samples which are not in it.
+    """
     found = studio.run(run)
+    film = film_of(found)
+    images = [sample for sample in studio.follower(found).view().samples if sample.kind is IMAGE]
+    last = {(one.index, one.prompt): one.steps[-1] for one in film.prompts if one.steps}
     return {
-        "text": uploads.question(found, repo, is_private, overwrites),
-        "card": uploads.model_card(found, repo),
+        "state": asdict(results.film(found)),
+        "prompts": [_filmed(studio, found, film, one) for one in film.prompts],
+        "notes": film.notes if film.prompts else (),
+        "is_old": any(sample.step > last.get((sample.index, sample.prompt), -1) for sample in images),
+        "folder": str(found.film),
     }
 
 
-def start_upload(studio: Studio, results: Results, run: str, repo: str, is_private: bool, overwrites: bool) -> None:
+def _filmed(studio: Studio, run: RunDir, film: Film, one: FilmedPrompt) -> dict[str, Any]:
+    """Return the film of a prompt: names of its files, and the address of its sheet; a sentence where one is gone."""
+    facts = {"prompt": one.prompt, "number": one.index + 1, "num_frames": len(one.steps)}
+    try:
+        loop, sheet = film.file(run, one.loop), film.file(run, one.sheet)
+        sizes = {"loop": loop.stat().st_size, "sheet": sheet.stat().st_size}
+        sizes |= {"video": film.file(run, one.video).stat().st_size} if one.video else {}
+        shown = address(studio.thumbnails.of(sheet, FULL))
+    except (InputError, OSError) as error:
+        return facts | {"problem": str(error)}
+    names = {kind: {"name": getattr(one, kind), "size": size} for kind, size in sizes.items()}
+    return facts | {"files": names, "sheet": shown}
+
+
+def upload_question(
+    studio: Studio, run: str, repo: str, is_private: bool, overwrites: bool, keeps_held_out: bool = False
+) -> dict[str, Any]:
+    """Return what would be uploaded, who would see it, the model card, and the number of prompts left out."""
+    asked = uploads.question(studio.run(run), repo, is_private, overwrites, keeps_held_out)
+    return {"text": asked.question, "card": asked.card, "num_left_out": len(asked.left_out)}
+
+
+def start_upload(
+    studio: Studio,
+    results: Results,
+    run: str,
+    repo: str,
+    is_private: bool,
+    overwrites: bool,
+    keeps_held_out: bool = False,
+) -> None:
     """Upload the run's exported files. The user has agreed to what `upload_question` said."""
-    results.upload(studio.run(run), repo, is_private, overwrites)
+    results.upload(studio.run(run), repo, is_private, overwrites, keeps_held_out)
 
 
 def upload_state(studio: Studio, results: Results, run: str) -> dict[str, Any]:

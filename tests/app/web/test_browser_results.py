@@ -1,4 +1,4 @@
-"""The dialogs about a run's result in Chromium: a drawing by a real process, and an upload to a hub on this machine."""
+"""The dialogs about a run's result in Chromium: a drawing and a film by real processes, an upload to a local hub."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from PIL import Image, ImageChops, ImageStat
 from playwright.sync_api import Browser, Locator, Page
 
 from tests.app.browser import (
@@ -68,7 +69,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture
 def site(shared: Site) -> Site:
-    """Ada is logged in, and the hub has nothing."""
+    """Ada is logged in, the hub has nothing, and the run has no film."""
+    shutil.rmtree(shared.run.film, ignore_errors=True)
     (shared.home / "token").write_text(TOKEN)
     shared.hub.repositories.clear()
     shared.hub.held, shared.hub.refuses_commits = None, False
@@ -303,7 +305,7 @@ def test_an_exported_file_that_is_damaged_is_named(page: Page, site: Site, tmp_p
         shutil.move(tmp_path / "checkpoints", site.run.checkpoints)
 
 
-# "Upload to the hub"
+# "Publish"
 
 
 def ask(page: Page, repo: str, *, private: bool = True, overwrite: bool = False) -> Locator:
@@ -413,11 +415,11 @@ def test_an_upload_is_stopped_and_others_wait_for_it(browser: Browser, page: Pag
     site.hub.held = threading.Event()
     dialog = ask(page, "ada/slow")
     agree(dialog)
-    dialog.locator("#upload-state", has_text="Uploading").wait_for()
+    dialog.locator("#upload-state", has_text="Publishing").wait_for()
     with opened(browser, site.server.url) as other:
         watch(other, site.run.path.name)
         second = open_dialog(other, "upload")
-        second.locator("#upload-state", has_text="Uploading").wait_for()
+        second.locator("#upload-state", has_text="Publishing").wait_for()
         assert second.locator("#upload-look").is_disabled()
         dialog.locator("#stop-upload").click()
         for place in (dialog, second):
@@ -425,3 +427,73 @@ def test_an_upload_is_stopped_and_others_wait_for_it(browser: Browser, page: Pag
             place.locator("#upload-look:enabled").wait_for()
     site.hub.held.set()
     assert all(not repository.files for repository in site.hub.repositories.values())
+
+
+# "Film"
+
+
+def film_dialog(page: Page, site: Site, tab: str) -> Locator:
+    """Press the button of a tab, and wait until all pictures of the film are there."""
+    visit(page, "runs", site.run.path.name, tab)
+    page.locator(f"#{tab}-film").click()
+    dialog = page.locator("#film-dialog")
+    dialog.locator("img.loop").nth(1).wait_for(timeout=DRAWN_WITHIN_MS)
+    loaded = "all => all.length === 4 && all.every(image => image.naturalWidth > 400)"
+    until_so(page, lambda: dialog.locator("#films img").evaluate_all(loaded))
+    return dialog
+
+
+def test_one_press_makes_the_film_which_plays_and_is_downloaded(page: Page, site: Site):
+    dialog = film_dialog(page, site, "samples")
+    loop = dialog.locator("img.loop").first
+    first = loop.screenshot()
+    until_so(page, lambda: loop.screenshot() != first)
+    with page.expect_download() as waiting:
+        dialog.get_by_role("link", name="Loop, WebP").first.click()
+    assert waiting.value.suggested_filename == "fox-prompt-1.webp"
+    with Image.open(waiting.value.path()) as film:
+        assert film.n_frames == 2
+        for at, step in enumerate((0, 2)):
+            film.seek(at)
+            shown = film.convert("RGB").crop((13, 13, 13 + 512, 13 + 512)).resize((64, 64), Image.Resampling.BOX)
+            with Image.open(site.run.samples / f"step-{step:06d}-0.png") as sample:
+                difference = ImageStat.Stat(ImageChops.difference(shown, sample.convert("RGB"))).mean
+            assert max(difference) < 8, difference
+    dialog.get_by_role("button", name="Close").click()
+    made = (site.run.film / "film.json").stat().st_mtime_ns
+    page.set_viewport_size({"width": 390, "height": 844})
+    again = film_dialog(page, site, "files")  # shown, not made again
+    assert again.evaluate("dialog => dialog.scrollWidth <= dialog.clientWidth")
+    assert again.get_by_role("link", name="Sheet, JPEG").count() == 2
+    assert (site.run.film / "film.json").stat().st_mtime_ns == made
+    again.locator("#film-make").click()
+    until_so(page, lambda: (site.run.film / "film.json").stat().st_mtime_ns > made)
+    dialog.locator("#film-make:enabled").wait_for(timeout=DRAWN_WITHIN_MS)
+    assert 'class="sheet"' in site.run.report.read_text()
+
+
+def test_adapter_card_and_film_are_published_as_the_question_says(page: Page, site: Site):
+    dialog = open_dialog(page, "upload")
+    dialog.get_by_text("There is no film yet.").wait_for()
+    dialog.locator("#upload-film").click()
+    film = page.locator("#film-dialog")
+    film.locator("img.loop").nth(1).wait_for(timeout=DRAWN_WITHIN_MS)
+    film.get_by_role("button", name="Close").click()
+    dialog.locator("#upload-repo").fill("ada/fox-film")
+    dialog.locator("#upload-look").click()
+    asked = dialog.locator("#upload-question pre").first
+    asked.wait_for()
+    said = asked.inner_text().splitlines()
+    agree(dialog)
+    dialog.get_by_role("link", name="/ada/fox-film").wait_for()
+    repository = site.hub.repositories["ada/fox-film"]
+    films = [*site.run.film.glob("prompt-*")]
+    assert len(films) >= 4
+    samples = site.run.samples.glob("step-000002-*.png")
+    expected = {f"{file.parent.name}/{file.name}": file.read_bytes() for file in (*films, *samples)}
+    expected |= {file.name: file.read_bytes() for file in site.run.export.glob("*.safetensors")}
+    card = repository.files["README.md"]
+    assert checksums(repository.files) == checksums(expected | {"README.md": card})
+    assert {line.split()[0] for line in said[1:]} == set(repository.files)
+    assert b"![fox face](film/prompt-1.webp)" in card and b"film/prompt-2.jpg" in card
+    assert said[0].endswith("to ada/fox-film, which only you can see:") and repository.private

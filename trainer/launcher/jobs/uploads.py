@@ -6,30 +6,31 @@ import subprocess
 import sys
 
 from trainer.export import card
-from trainer.export.upload import Upload, describe
+from trainer.export.upload import Prepared, Upload, prepare
 from trainer.launcher.jobs import side_process
 from trainer.run.folder import RunDir
 
 MODULE = "trainer.export.upload"
 
 
-def question(run: RunDir, repo: str, is_private: bool, overwrites: bool) -> str:
-    """Return what would be uploaded and who would see it. Raises InputError for a wrong name, or without an export."""
-    return describe(run, Upload(repo, is_private, overwrites))
+def question(run: RunDir, repo: str, is_private: bool, overwrites: bool, keeps_held_out: bool) -> Prepared:
+    """Return what would be uploaded, who would see it, and the model card.
+
+    Raises:
+        InputError: The name is wrong, nothing was exported, or a text holds what must stay on this machine.
+    """
+    return prepare(run, Upload(repo, is_private, overwrites, keeps_held_out=keeps_held_out))
 
 
-def model_card(run: RunDir, repo: str) -> str:
-    """Return the model card that an upload writes. Raises InputError without an export."""
-    return card.model_card(run, repo or "OWNER/NAME")
-
-
-def begin(run: RunDir, repo: str, is_private: bool, overwrites: bool) -> subprocess.Popen[bytes]:
+def begin(
+    run: RunDir, repo: str, is_private: bool, overwrites: bool, keeps_held_out: bool = False
+) -> subprocess.Popen[bytes]:
     """Start an upload; the user has agreed to it. Its exit code is 2 for the user's mistake.
 
     Raises:
         InputError: The name is wrong, or nothing was exported.
     """
-    wanted = Upload(repo, is_private, overwrites)
+    wanted = Upload(repo, is_private, overwrites, keeps_held_out=keeps_held_out)
     run.guard()
     card.published(run)
     argv = [sys.executable, "-m", MODULE, str(run.path), *wanted.arguments(), "--yes"]
