@@ -5,7 +5,8 @@ The ranks start when torchrun has imported torch, of which it uses only the part
 does without the search for garbage while it imports, and without the operators' rules for tensors without data, the
 export of graphs and nested tensors, which take two fifths of the time. Ranks import all of torch.
 
-It ends with its run folder, the last argument: without one, ranks can report nothing, and torchrun waits for ever.
+It ends with its run folder, the last argument: without one, ranks can report nothing, and torchrun waits for ever. When
+the ranks have ended, it tells whoever wants to know (`notices`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import os
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from types import ModuleType
 
 import psutil
 
 from trainer.system.imports import quick_imports
+from trainer.system.installation import notices_file
 
 LEFT_OUT = ("torch._meta_registrations", "torch.export", "torch.nested")
 LOOKS_EVERY_S = 3
@@ -36,7 +39,23 @@ def main() -> None:
     sys.modules.update({name: ModuleType(name) for name in LEFT_OUT})
     with quick_imports():
         torchrun = importlib.import_module("torch.distributed.run")
-    torchrun.main()
+    code = 0
+    try:
+        torchrun.main()
+    except Exception as error:  # noqa: BLE001 - why the ranks failed; printed as Python does, for `run.failure`
+        traceback.print_exception(error)
+        code = 1
+    tell_of_the_end(sys.argv[-1])
+    sys.exit(code)
+
+
+def tell_of_the_end(run: str) -> None:
+    """Send the notices of a run, where the user has set any. Most have not, and nothing is imported for them."""
+    file = notices_file()
+    if file is not None and file.exists():
+        from trainer.launcher.notices import tell
+
+        tell(run)
 
 
 def _end_with(run: str) -> None:

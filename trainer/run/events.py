@@ -465,6 +465,13 @@ def by_prompt(samples: Iterable[SampleEvent]) -> dict[tuple[int, str], dict[int,
     return dict(sorted(rows.items(), key=lambda row: (row[0][0], min(row[1]))))
 
 
+def newest_picture(samples: Iterable[SampleEvent]) -> str:
+    """Return the path of the newest sample's picture in the run folder, of the first prompt; "" where there is none."""
+    pictures = [sample for sample in samples if sample.picture]
+    newest = max(pictures, key=lambda sample: (sample.step, -sample.index), default=None)
+    return newest.picture if newest else ""
+
+
 def last_state(events: Iterable[AnyEvent]) -> State:
     """Return the state of the last status event, or `created` if there is none."""
     return next((event.state for event in reversed(list(events)) if isinstance(event, StatusEvent)), "created")

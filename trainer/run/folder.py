@@ -377,6 +377,13 @@ def is_run(path: Path) -> bool:
     return sum(has.values()) >= 2  # two of three, so that a run is found even if one file was lost
 
 
+def title(run: str) -> str:
+    """Return a run's name without the time and random part that its folder's name ends with."""
+    parts = run.rsplit("-", 3)
+    is_made = len(parts) == 4 and parts[1].isdecimal() and parts[2].isdecimal()
+    return parts[0] if is_made else run
+
+
 def weights_of(stage: Path) -> Path:
     """Return the folder of weights that a stage hands to the next one. It exists once the stage is done."""
     return stage / "weights"

@@ -1,4 +1,4 @@
-// The screen Machine: what it is good for, GPUs with their load, the disk, versions, and checks with remedies.
+// The screen Machine: what it is good for, GPUs with their load, the disk, versions, checks with remedies, and notices.
 // @ts-check
 import * as studio from './core.js';
 import { h, fill, say, call } from './core.js';
@@ -95,6 +95,62 @@ async function drawGpus() {
         h('p.dim', {}, 'No NVIDIA GPU was found. Training runs on the CPU.')));
 }
 
+// --- notices --------------------------------------------------------------------------------------------------------
+
+const WAYS = ['webhook', 'command', 'mail'];
+
+/** What a field is typed into. The server does not say what a withheld one holds: left empty, it stays. */
+function noticeInput({ name, value, is_set, choices }) {
+  const id = `notice-${name}`;
+  if (choices.length) return h('select', { id, value }, choices.map(word =>
+    h('option', { value: word, selected: word === value }, word)));
+  if (typeof value === 'boolean') return h('input', { id, type: 'checkbox', checked: value });
+  const isWithheld = is_set && !value;
+  return h('input', { id, type: name === 'webhook' ? 'password' : 'text', autocomplete: 'off', spellcheck: false,
+    value: name === 'page' && !is_set ? location.origin : value, data: isWithheld ? { kept: 'yes' } : {},
+    placeholder: isWithheld ? 'Saved, and not shown. Type to replace it' : '' });
+}
+
+const small = (word, { name, title }, onclick) => h('button.btn.s',
+  { type: 'button', 'aria-label': `${word} ${title}`, data: { [word.toLowerCase()]: name }, onclick }, word);
+
+function drawNotices({ fields, file, problem }) {
+  const rows = fields.map(field => {
+    const { name, title, help } = field, input = noticeInput(field);
+    const remove = input.dataset.kept ? small('Remove', field, () => {
+      delete input.dataset.kept;
+      input.setAttribute('placeholder', 'Will be removed');
+      input.focus();
+    }) : null;
+    const attempt = WAYS.includes(name) ? small('Try', field, event =>
+      studio.act(event.currentTarget, $('notice-said'), async () => {
+        await saveNotices();
+        return call('machine_try_notice', { way: name });
+      })) : null;
+    return h('div.notice-field', {}, h('label.l', { htmlFor: input.id }, title),
+      h('div.notice-row', {}, input, remove, attempt), h('p.sm.dim', {}, help));
+  });
+  const save = h('button.btn.main#notices-save', { type: 'button',
+    onclick: () => studio.act(save, $('notice-said'), async () => { await saveNotices(); return 'Saved.'; }) }, 'Save');
+  $('notices').replaceChildren(
+    h('p', {}, 'A run tells of its end by itself, also when this page is closed. Sent are its name, how it ended ',
+      'and why, its last step and loss, the link and, if you wish, the newest sample: whoever runs or reads the ',
+      'place that you name sees them. Anyone who knows the name of an ntfy topic can read it.'),
+    h('p.sm.dim', {}, 'Kept in ', h('code', {}, file), ', which only you can read. Addresses are not shown again.'),
+    problem ? studio.alert(problem) : '', ...rows, h('div.row-end', {}, save));
+}
+
+async function saveNotices() {
+  /** @type {Record<string, string | boolean>} */
+  const values = {};
+  for (const input of /** @type {NodeListOf<any>} */ ($('notices').querySelectorAll('input, select')))
+    if (!input.dataset.kept || input.value)
+      values[input.id.replace('notice-', '')] = input.type === 'checkbox' ? input.checked : input.value.trim();
+  drawNotices(await call('machine_save_notices', { values }));
+}
+
+// --- built once -----------------------------------------------------------------------------------------------------
+
 const card = (id, title, ...children) =>
   h('section.card', { 'aria-labelledby': `h-${id}` }, h('div.ttl', {}, h(`h2#h-${id}`, {}, title)), ...children);
 
@@ -110,9 +166,16 @@ studio.screens.machine = {
         card('checks', 'Checks',
           h('div.scroll', {}, h('table.wide', {},
             h('thead', {}, h('tr', {}, ['Check', 'Result', 'Found'].map(head => h('th', { scope: 'col' }, head)))),
-            h('tbody#checks'))))),
+            h('tbody#checks')))),
+        card('notices', 'Notices', h('div#notices'), h('div#notice-said'))),
       h('div.col', {}, card('disk', 'Disk', h('div#disk')), card('versions', 'Versions', h('div#versions')))));
   },
-  async show() { await attempt(async () => { await look(true); await drawGpus(); }); },
+  async show() {
+    await attempt(async () => {
+      await look(true);
+      await drawGpus();
+      if (!$('notices').firstChild) drawNotices(await call('machine_notice_fields')); // what is typed stays
+    });
+  },
   async tick() { await attempt(async () => { if (!found || found.is_running) await look(false); await drawGpus(); }); },
 };

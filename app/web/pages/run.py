@@ -11,8 +11,8 @@ from app.runs.monitor import CHARTS, Follower, RunView
 from app.runs.run_screen import LogWish, Part
 from app.studio import Studio
 from app.web.answers import Calls
-from app.web.pages.frame import title
 from trainer.run import process
+from trainer.run.folder import title
 from trainer.run.prompts import request_prompts
 from trainer.system.errors import InputError
 from trainer.view.chart import MOST_SENT, MOST_SENT_SMALL, Chart

@@ -155,7 +155,7 @@ def test_a_retry_and_a_copy_bring_the_settings_into_the_form(page: Page, failed:
 def test_stop_asks_first_and_says_so_until_it_has_stopped(page: Page, running: RunDir):
     watch(page, running.path.name)
     state_is(page, "training")
-    assert page.locator("#run-actions button").all_inner_texts() == ["Sample", "Save", "Stop"]
+    assert page.locator("#run-actions button").all_inner_texts() == ["Notify me", "Sample", "Save", "Stop"]
     page.locator("#stop").click()
     page.get_by_role("button", name="Keep training").click()
     assert not running.requested("stop")
