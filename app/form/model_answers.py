@@ -10,7 +10,6 @@ from trainer.config.models import published_models
 from trainer.config.sections import ModelConfig
 from trainer.config.titles import model_title
 from trainer.launcher import preflight
-from trainer.plan.hardware import CARDS
 
 
 def model(choice: ModelChoice, image: str = "") -> dict[str, Any]:
@@ -40,14 +39,14 @@ def model(choice: ModelChoice, image: str = "") -> dict[str, Any]:
 
 def _preset(preset: PresetChoice) -> dict[str, Any]:
     plan = preset.plan
-    card = next((card for card in CARDS.values() if plan and plan.need <= card.memory), None)
     return {
         "name": preset.name,
         "title": preset.title,
         "needs": preset.needs,
+        "cost": preset.cost,
         "verdict": preset.verdict,
         "is_own": preset.is_own,
         "kinds": kinds(plan) if plan else [],
-        "limit": card.memory if card else None,
+        "limit": plan.card.memory if plan and plan.card else None,
         "need": plan.need if plan else None,
     }

@@ -10,7 +10,12 @@ const MOST_SUGGESTED = 8;
 
 // --- card 1: the model --------------------------------------------------------------------------------------------
 
+/** Empty tiles, until the models are known. */
+export const skeletons = () => Array.from({ length: MOST_SUGGESTED }, () =>
+  h('span.skeleton', { 'aria-hidden': 'true' }, h('span.art'), h('i'), h('i')));
+
 export function drawModels() {
+  if (!current.models.length) return;
   const own = current.models.find(model => model.presets.some(preset => preset.name === current.state.preset));
   const listed = current.wantsAll ? current.models
     : current.models.filter(model => model.is_known || model === own).slice(0, MOST_SUGGESTED);
@@ -131,9 +136,15 @@ function presetTile(preset) {
   return h(isOn ? 'button.preset.on' : 'button.preset',
     { type: 'button', 'aria-pressed': String(isOn), data: { preset: preset.name }, title: preset.name,
       onclick: () => isOn || choosePreset(preset.name) },
-    h('b', {}, preset.title), h('span.sm', {}, preset.needs), bar,
+    h('b', {}, preset.title), h('span.sm', {}, sentence([preset.needs, preset.cost])), bar,
     h(mood ? `span.tag.${mood}` : 'span.tag', {}, words[preset.verdict] || preset.verdict || 'not estimated'));
 }
+
+/** Texts, empty ones left out, as one sentence. */
+const sentence = parts => {
+  const text = parts.filter(Boolean).join(': ');
+  return text && `${text[0].toUpperCase()}${text.slice(1)}.`;
+};
 
 /** A drawing for a model's tile: shards in hues of its name. */
 function art(model) {

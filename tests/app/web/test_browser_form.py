@@ -397,6 +397,32 @@ class Counted:
         self.page.keyboard.type(text)
 
 
+def test_images_without_captions_are_written_captioned_or_trained_without_by_one_click(page: Page, runs: Path):
+    images = make_pictures(runs.parent / "bare", count=5)
+    for file in images.glob("*.txt"):
+        file.unlink()
+    write_over(page, "field-data-path", str(images))
+    page.keyboard.press("Tab")
+    why = page.locator("#why")
+    why.locator("li", has_text="5 of 5 images have no caption").wait_for()
+    assert why.locator("li").count() == 1 and page.locator("#data-facts .notice.bad").count() == 0
+    why.get_by_role("link", name="Write them").click()
+    page.locator("#grid textarea").first.wait_for()
+    until(page, "document.activeElement === document.querySelector('#grid textarea')")
+    assert page.locator("#shows [data-show=uncaptioned]").get_attribute("aria-pressed") == "true"
+    page.go_back()
+    why.get_by_role("link", name="Caption with a model").click()
+    until(page, "document.activeElement.id === 'caption-model'")
+    page.go_back()
+    why.get_by_role("button", name="Train without").click()
+    until(page, "document.querySelector('#why').dataset.state === 'ready'")
+    assert page.locator("#proposals li").count() == 3
+    page.locator("#proposals").get_by_role("button", name="Take them").click()
+    page.locator("#proposals").wait_for(state="hidden")
+    assert (value(page, "name"), value(page, "data-trigger")) == ("bare", "bare")
+    assert value(page, "sample-prompts") == "[trigger]"
+
+
 def test_own_images_on_another_model_take_four_clicks_and_two_texts(page: Page, runs: Path):
     images = make_pictures(runs.parent / "mine")
     preset = write_preset(runs / "presets" / "other.yaml", runs.parent / "none", steps=2)
