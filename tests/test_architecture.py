@@ -48,6 +48,7 @@ READS_ENVIRONMENT = frozenset(
         "app.web.server",
         "trainer.train.rank",
         "trainer.system.installation",
+        "trainer.system.gpus.load",
         "trainer.system.gpus.visible",
         "trainer.launcher.network",
         "trainer.launcher.notices",

@@ -6,7 +6,8 @@ does without the search for garbage while it imports, and without the operators'
 export of graphs and nested tensors, which take two fifths of the time. Ranks import all of torch.
 
 It ends with its run folder, the last argument: without one, ranks can report nothing, and torchrun waits for ever. When
-the ranks have ended, it tells whoever wants to know (`notices`).
+the ranks have ended, it tells whoever wants to know (`notices`). Meanwhile it writes the load of its machine into the
+run folder (DECISIONS 226).
 """
 
 from __future__ import annotations
@@ -19,15 +20,20 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 
 import psutil
 
 from trainer.system.imports import quick_imports
 from trainer.system.installation import notices_file
+from trainer.system.terminal import complain
 
 LEFT_OUT = ("torch._meta_registrations", "torch.export", "torch.nested")
 LOOKS_EVERY_S = 3
+LOAD_EVERY_S, WRITTEN_TOGETHER, DETAILED = 5.0, 12, 120
+"""Seconds between two looks at the machine's load. After so many lines, ten minutes, one has the mean of twelve looks:
+a day takes 1,440 lines."""
 MOST_MISSED = 3
 """Looks after which a missing folder is gone: a network share may lose it for a moment."""
 
@@ -36,6 +42,7 @@ def main() -> None:
     """Run torchrun with the arguments of this process."""
     if os.path.isdir(sys.argv[-1]):  # else another machine has it
         threading.Thread(target=_end_with, args=(sys.argv[-1],), daemon=True).start()
+        threading.Thread(target=_write_load, args=(sys.argv[-1],), daemon=True).start()
     sys.modules.update({name: ModuleType(name) for name in LEFT_OUT})
     with quick_imports():
         torchrun = importlib.import_module("torch.distributed.run")
@@ -68,6 +75,33 @@ def _end_with(run: str) -> None:
         with suppress(psutil.NoSuchProcess):  # it has found the folder gone, too
             rank.kill()
     os._exit(1)
+
+
+def _write_load(run: str) -> None:
+    """Write what this machine does into the run folder every few seconds, without a step that waits for it.
+
+    Where the disk is full lines are lost, as heartbeats are.
+    """
+    time.sleep(LOAD_EVERY_S)  # the imports would delay the start of the ranks
+    from trainer.run.events import EventWriter
+    from trainer.run.folder import RunDir
+    from trainer.system.errors import InputError
+    from trainer.system.gpus import load
+
+    node = sys.argv[sys.argv.index("--node-rank") + 1] if "--node-rank" in sys.argv else "0"
+    try:
+        writer = EventWriter(RunDir(Path(run)).machine_file(int(node)))
+    except (OSError, InputError) as error:
+        complain(f"the load of this machine is not written: {error}")
+        return
+    looks, num_lines = [], 0
+    while True:
+        looks.append(load.read())
+        if num_lines < DETAILED or len(looks) == WRITTEN_TOGETHER:
+            with suppress(OSError):
+                writer.write(load.mean(looks))
+            looks, num_lines = [], num_lines + 1
+        time.sleep(LOAD_EVERY_S)
 
 
 def _is_gone(run: str) -> bool:

@@ -240,6 +240,10 @@ class RunDir:
         """The RankLines of one rank: memory and heartbeat."""
         return self.ranks / f"rank{rank}.jsonl"
 
+    def machine_file(self, node: int) -> Path:
+        """The loads of the machine of one node: its GPUs and host memory."""
+        return self.ranks / f"machine{node}.jsonl"
+
     @property
     def logs(self) -> Path:
         """Output of torchrun and of every rank."""

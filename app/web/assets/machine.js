@@ -30,13 +30,16 @@ function meter(name, share, text, full = 101) {
 
 const known = (number, unit) => [number >= 0 ? number : null, `${number} ${unit}`];
 
-function gpu(one) {
+function gpu(one, load) {
   const hasMemory = one.memory > 0 && one.memory_used >= 0;
   return h('section.card', { 'aria-label': `GPU ${one.index}` },
     h('div.ttl', {}, h('h2', {}, `GPU ${one.index}`), h('span.dim', {}, one.name)),
     meter('Memory', hasMemory ? 100 * one.memory_used / one.memory : null,
       `${(one.memory_used / 1024).toFixed(1)} of ${(one.memory / 1024).toFixed(1)} GiB`, 95),
-    meter('Load', ...known(one.busy, '%')), meter('Temperature', ...known(one.celsius, '°C'), 85));
+    meter('Load', ...known(one.busy, '%')), meter('Temperature', ...known(one.celsius, '°C'), 85),
+    load && load.watts >= 0 ? [meter('Power', 100 * load.watts / Math.max(load.limit_watts, 1),
+      `${Math.round(load.watts)} of ${Math.round(load.limit_watts)} W`),
+    h('div.facts', {}, h('span.dim', {}, 'Clock'), h('b', {}, `${load.mhz} MHz`))] : null);
 }
 
 function disk() {
@@ -88,9 +91,14 @@ async function look(isFresh) {
 }
 
 async function drawGpus() {
-  const gpus = await call('machine_gpus');
-  fill($('machine-gpus'), gpus,
-    () => gpus.length ? gpus.map(gpu)
+  const [gpus, now] = [await call('machine_gpus'), await call('machine_now')];
+  const gib = bytes => (bytes / 2 ** 30).toFixed(1);
+  fill($('host'), gib(now.host_used), () => [meter('In use', 100 * now.host_used / now.host_total,
+    `${gib(now.host_used)} of ${gib(now.host_total)} GiB`, 95)]);
+  say($('machine-slow'), now.slow.join(' '));
+  $('machine-slow').hidden = !now.slow.length;
+  fill($('machine-gpus'), [gpus, now.gpus],
+    () => gpus.length ? gpus.map(one => gpu(one, now.gpus.find(({ index }) => index === one.index)))
       : h('section.card', { 'aria-label': 'GPUs' }, h('div.ttl', {}, h('h2', {}, 'GPUs')),
         h('p.dim', {}, 'No NVIDIA GPU was found. Training runs on the CPU.')));
 }
@@ -162,13 +170,15 @@ studio.screens.machine = {
     root.append(h('div.head', {}, h('h1', {}, 'Machine'), h('span.grow'), h('span.dim.sm#checked', { role: 'status' }),
       h('button.btn#check-again', { type: 'button', onclick: () => attempt(() => look(true)) }, 'Check again')),
       h('p.notice#headline', { role: 'status' }, 'Looking at this machine …'),
+      h('p.notice.warn#machine-slow', { role: 'status', hidden: true }),
       h('div.cols', {}, h('div.col', {}, h('div#machine-gpus'),
         card('checks', 'Checks',
           h('div.scroll', {}, h('table.wide', {},
             h('thead', {}, h('tr', {}, ['Check', 'Result', 'Found'].map(head => h('th', { scope: 'col' }, head)))),
             h('tbody#checks')))),
         card('notices', 'Notices', h('div#notices'), h('div#notice-said'))),
-      h('div.col', {}, card('disk', 'Disk', h('div#disk')), card('versions', 'Versions', h('div#versions')))));
+      h('div.col', {}, card('host', 'Host memory', h('div#host')), card('disk', 'Disk', h('div#disk')),
+        card('versions', 'Versions', h('div#versions')))));
   },
   async show() {
     await attempt(async () => {

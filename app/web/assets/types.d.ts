@@ -78,7 +78,7 @@ export interface Facts {
     targets: string[];
     this_machine: string;
   };
-  run: { charts: { title: string; ylabel: string }[] };
+  run: { charts: { title: string; ylabel: string }[]; units: Record<string, string> };
   upload: { head: number; chunk: number; accept: string };
 }
 

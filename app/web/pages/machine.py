@@ -14,6 +14,7 @@ from app.web.answers import Calls
 from trainer.launcher import notices
 from trainer.launcher.notices import Notices, Way
 from trainer.system.errors import InputError
+from trainer.system.gpus import load
 from trainer.system.installation import notices_file
 
 WITHHELD = ("webhook", "mail")
@@ -22,7 +23,7 @@ WITHHELD = ("webhook", "mail")
 
 def calls(studio: Studio) -> Calls:
     """Return the functions of the screen's script."""
-    functions: list[Callable[..., Any]] = [checks, gpus, notice_fields, save_notices, try_notice]
+    functions: list[Callable[..., Any]] = [checks, gpus, now, notice_fields, save_notices, try_notice]
     return {f"machine_{function.__name__}": partial(function, studio) for function in functions}
 
 
@@ -45,6 +46,12 @@ def checks(studio: Studio, is_fresh: bool = False) -> dict[str, Any]:
 def gpus(studio: Studio) -> list[dict[str, Any]]:
     """Return the state of each GPU: memory in MiB; a number that the driver does not report is -1."""
     return [asdict(gpu) for gpu in studio.gpus()]
+
+
+def now(studio: Studio) -> dict[str, Any]:
+    """Return what this machine does now: host memory in bytes, and of each GPU power and clock, -1 where not known."""
+    found = load.read()
+    return {**asdict(found), "slow": load.slow([found])}
 
 
 def notice_fields(studio: Studio) -> dict[str, Any]:
