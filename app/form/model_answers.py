@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from app.form.form_answers import kinds
@@ -33,8 +34,14 @@ def model(choice: ModelChoice, image: str = "") -> dict[str, Any]:
         or preflight.has_model(ModelConfig(family=choice.family, path=choice.path, base=choice.base)),
         "fits": choice.fits,
         "image": image,
+        "blocks": _whole([preset.blocks for preset in choice.presets if preset.blocks]),
         "presets": [_preset(preset) for preset in choice.presets],
     }
+
+
+def _whole(found: Sequence[tuple[tuple[str, int, int], ...]]) -> tuple[tuple[str, int, int], ...]:
+    """The blocks of the model alone, without text encoders that are trained, and not packed as a quantized base."""
+    return max(found, key=lambda blocks: (-sum(count for _, count, _ in blocks), blocks[0][2]), default=())
 
 
 def _preset(preset: PresetChoice) -> dict[str, Any]:

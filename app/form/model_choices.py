@@ -17,6 +17,7 @@ from trainer.config.titles import method_title
 from trainer.plan.hardware import CARDS, Card, of_machine
 from trainer.plan.memory import MemoryPlan
 from trainer.plan.search.fixes import planned
+from trainer.plan.store import known_model
 from trainer.run.folder import shared_cache
 from trainer.system.errors import InputError
 from trainer.system.gpus import Gpu
@@ -39,6 +40,7 @@ class PresetChoice:
         cost: A sentence on its speed, on this machine or else on those cards; "" where it is not known.
         verdict: "fits", "tight", "too large", "no GPU" or "too few GPUs" on this machine; "" where it is not known.
         plan: Its memory plan on this machine's cards, or else on those it needs; None for a model that is not recorded.
+        blocks: Those of the model, as `PassTable.blocks` has them; empty for a model that is not recorded.
         per_sample: Estimated seconds for each sample on this machine; 0 where it is not known.
     """
 
@@ -49,6 +51,7 @@ class PresetChoice:
     verdict: str
     is_own: bool
     plan: MemoryPlan | None = field(repr=False, default=None)
+    blocks: tuple[tuple[str, int, int], ...] = field(repr=False, default=())
     per_sample: float = 0.0
 
 
@@ -134,6 +137,8 @@ class ModelChoices:
         if least is None:
             return replace(choice, needs=count, verdict="" if gpus else "no GPU")
         assert least.card is not None
+        known = known_model(cfg, shared_cache(cfg, self._runs))
+        choice = replace(choice, blocks=tuple(known.table.blocks) if known else ())
         choice = replace(choice, needs=f"{count} from {least.card.name.partition(' (')[0]}", plan=least)
         hardware = of_machine(gpus)
         if hardware is None:

@@ -138,3 +138,17 @@ def test_a_model_as_the_page_gets_it_has_its_licence_size_and_place(studio: Stud
     [preset] = [preset for preset in dev["presets"] if preset["name"] == "flux2-dev-lora-4gpu"]
     assert sum(size for _, size in preset["kinds"]) == pytest.approx(preset["need"])
     assert preset["need"] <= preset["limit"]
+
+
+def test_the_drawing_of_a_model_has_its_blocks_in_their_order(studio: Studio):
+    found = choices(studio)
+
+    def drawn(name: str) -> list[tuple[str, int]]:
+        return [(kind, count) for kind, count, size in model_answers.model(found[name])["blocks"] if size]
+
+    double, single = ("transformer.transformer_blocks", 8), ("transformer.single_transformer_blocks", 48)
+    assert drawn("flux2-dev-lora-4gpu") == [double, single]
+    assert drawn("qwen3-8b-qlora-1x24gb") == [("language_model.model.layers", 36)]
+    blocks = model_answers.model(found["flux2-dev-lora-4gpu"])["blocks"]
+    assert sum(count * size for _, count, size in blocks) == pytest.approx(32.2e9, rel=0.05)
+    assert sum(count for _, count in drawn("sdxl-lora-1gpu")) > 70 and drawn("quickstart") == []

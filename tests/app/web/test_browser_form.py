@@ -180,7 +180,9 @@ def test_wrong_yaml_is_marked_at_its_line_and_stays_and_right_yaml_becomes_the_f
     wrong = "model: {family: flux2, path: demo}\ndata: {path: quickstart}\ntrain:\n  stepz: 77\n"
     page.locator("#yaml").fill(wrong)
     page.locator("#apply-yaml").click()
-    page.locator("#yaml-wrong li", has_text="Line 4: train.stepz: unknown field; did you mean 'steps'?").wait_for()
+    page.locator(
+        "#yaml-wrong li", has_text="Line 4: train.stepz: unknown field; did you mean 'train.steps'?"
+    ).wait_for()
     assert page.locator("#yaml-lines .wrong").all_inner_texts() == ["4"]
     write_over(page, "field-name", "other")  # another answer takes neither the text nor its marks away
     page.locator("#changes", has_text="other").wait_for()

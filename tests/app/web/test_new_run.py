@@ -342,7 +342,7 @@ def test_yaml_becomes_the_draft_and_changed_lines_are_marked(window: Window, stu
     ("text", "line", "sentence"),
     [
         ("train:\n  steps: 7\n  batch_size: [\n", 4, ""),
-        ("model: {family: flux2}\ntrain:\n  stepz: 7\n", 3, "train.stepz: unknown field; did you mean 'steps'?"),
+        ("model: {family: flux2}\ntrain:\n  stepz: 7\n", 3, "train.stepz: unknown field; did you mean 'train.steps'?"),
         ("\0", 1, ""),
         ("a: " + "[" * 2000, 1, ""),
         ("!!python/object/apply:os.system [id]", 1, ""),
