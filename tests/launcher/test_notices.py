@@ -26,7 +26,7 @@ from PIL import Image
 
 from tests.commands import Started, launch_py
 from tests.runs import run_config, step_event, write
-from trainer.launcher import notices, torchrun
+from trainer.launcher import agent, notices, torchrun
 from trainer.launcher.notices import PNG, Notice, Notices
 from trainer.run import process
 from trainer.run.events import ErrorEvent, EventReader, SampleEvent, StatusEvent, StepEvent, WarningEvent
@@ -449,6 +449,7 @@ def test_the_process_that_outlives_the_ranks_tells_and_a_failing_webhook_is_one_
     assert not any(SECRET.encode() in file.read_bytes() for file in run.path.rglob("*") if file.is_file())
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_the_reason_that_is_sent(tmp_path: Path, worker: str):
     cfg = run_config(tmp_path / "pictures")
     with hooked() as hook:
@@ -473,7 +474,9 @@ def test_only_the_process_that_leads_the_run_tells(tmp_path: Path):
         notices.tell(str(run.path))
         assert hook.got == []
         Launch.of(psutil.Process(), ["python"]).write(run)
-        notices.tell(str(run.path))
+        agent.tell_of_the_end("trainer.captioning", str(run.path))
+        assert hook.got == []
+        agent.tell_of_the_end("trainer", str(run.path))
         assert len(hook.got) == 1
 
 

@@ -42,6 +42,7 @@ def main() -> None:
     """Run torchrun with the arguments of this process."""
     if os.path.isdir(sys.argv[-1]):  # else another machine has it
         threading.Thread(target=_end_with, args=(sys.argv[-1],), daemon=True).start()
+    if os.path.isdir(os.path.join(sys.argv[-1], "ranks")):
         threading.Thread(target=_write_load, args=(sys.argv[-1],), daemon=True).start()
     sys.modules.update({name: ModuleType(name) for name in LEFT_OUT})
     with quick_imports():
@@ -52,14 +53,19 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - why the ranks failed; printed as Python does, for `run.failure`
         traceback.print_exception(error)
         code = 1
-    tell_of_the_end(sys.argv[-1])
+    tell_of_the_end(*sys.argv[-2:])
     sys.exit(code)
 
 
-def tell_of_the_end(run: str) -> None:
-    """Send the notices of a run, where the user has set any. Most have not, and nothing is imported for them."""
+def tell_of_the_end(module: str, run: str) -> None:
+    """Send the notices of a run, where the user has set any. Most have not, and nothing is imported for them.
+
+    Args:
+        module: What the ranks executed. Captions and trials, `trainer.captioning` and the like, are not told of.
+        run: The run folder.
+    """
     file = notices_file()
-    if file is not None and file.exists():
+    if file is not None and file.exists() and not module.startswith("trainer."):
         from trainer.launcher.notices import tell
 
         tell(run)

@@ -76,5 +76,5 @@ class _Supervisor:
 
 if __name__ == "__main__":
     exit_code = main()
-    agent.tell_of_the_end(sys.argv[-1])
+    agent.tell_of_the_end(*sys.argv[-2:])
     sys.exit(exit_code)

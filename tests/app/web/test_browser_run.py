@@ -446,6 +446,7 @@ def test_two_pages_on_one_folder_see_the_same_and_one_resumes(page: Page, browse
     ) == 1
 
 
+@pytest.mark.slow
 def test_the_load_of_the_machine_is_drawn_and_a_gpu_that_is_slowed_down_is_said(page: Page, runs: Path):
     run = recorded(runs, "loaded", [StatusEvent(state="training", step=40)])
     gpu = GpuLoad(0, 97.0, 88.0, 299.0, 300.0, 1400.0, ("heat",))
