@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +23,8 @@ LONGEST = ("tests/benchmarks/test_limits.py", "tests/notebooks/", "tests/pairs/"
 pytest.register_assert_rewrite("tests.bench", "tests.notebooks.lessons")
 # A shell starts a command with `&` so that it ignores Ctrl-C, and what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Runs of tests tell nobody of their end: a developer's own notices are elsewhere.
+os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / "shardstudio-tests-without-config")
 gc.disable()  # until everything is collected: tests that are read leave no garbage, and looking for it takes 8 s
 
 

@@ -54,7 +54,7 @@ class Dashboard:
         self._shown: list[tuple[DisplayHandle, DisplayHandle]] = []
         self._is_followed = self._is_over = False
         self._sentence = ""
-        self._curves = (-1, -1)
+        self._curves: tuple[int, ...] = (-1, -1)
         self._samples: tuple[SampleEvent, ...] = ()
         self._content: dict[widgets.HTML, Markup] = {}
 

@@ -16,7 +16,7 @@ class Live:
     """The running runs of one folder.
 
     Attributes:
-        ended: {name: state} of the runs that this process saw running and that run no more, oldest end first.
+        ended: {name: view} of the runs that this process saw running and that run no more, oldest end first.
     """
 
     def __init__(self, runs: Path, follower: Callable[[RunDir], Follower]) -> None:
@@ -25,7 +25,7 @@ class Live:
         self._lock = threading.Lock()
         self._idle: dict[Path, int] = {}  # {run that was not alive: modification time of its launch record then}
         self._seen: set[Path] = set()
-        self.ended: dict[str, str] = {}
+        self.ended: dict[str, RunView] = {}
 
     def views(self) -> list[RunView]:
         """Return the running runs, newest start first. Those that cannot be read are left out until they can be."""
@@ -63,7 +63,7 @@ class Live:
             return not is_run(path)
         if view.is_running:
             return False
-        self.ended[path.name] = view.state
+        self.ended[path.name] = view
         for old in list(self.ended)[:-20]:
             del self.ended[old]
         return True

@@ -14,7 +14,8 @@ import secrets
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from trainer.run.events import (
     ErrorEvent,
     EventReader,
     ExportEvent,
+    LoadReader,
     RankLine,
     RankReader,
     SampleEvent,
@@ -43,6 +45,8 @@ from trainer.run.pace import AVERAGED_STEPS, Clock, Pace
 from trainer.run.prompts import prompts_in_force
 from trainer.system import files
 from trainer.system.errors import InputError
+from trainer.system.gpus import load
+from trainer.system.gpus.load import Load
 from trainer.view.chart import Line, Look
 from trainer.view.lines import loss_lines, metric_lines, seconds_lines
 from trainer.view.numbers import default_decay, format_duration, format_speed, smoothed
@@ -54,6 +58,8 @@ SILENT_S = 180.0
 """A running rank or run that writes nothing for this long is shown as stuck."""
 DRAWN_STEPS = 1000
 """A running run with more steps has its curves redrawn every `steps // DRAWN_STEPS` steps: one step is not visible."""
+LAST_LOADS = 12
+"""Loads of a machine, a minute at first, by which a GPU is called slow."""
 LOG_BYTES = 64 * 1024
 Level = Literal["all", "warnings", "errors"]
 LEVELS: Mapping[Level, re.Pattern[str]] = {
@@ -110,6 +116,7 @@ class RunView:
         silent_s: Seconds since the run last wrote anything.
         is_alive: Whether processes of the run exist, which may hold for a moment after its end.
         curves: Changes when the lines of the charts change.
+        slow: A sentence for each GPU that is slowed down by heat, hardware or its power limit.
         problems: A sentence for each file, or part of one, that cannot be read and is left out.
     """
 
@@ -141,7 +148,8 @@ class RunView:
     error: ErrorEvent | None
     silent_s: float
     is_alive: bool
-    curves: tuple[int, int]
+    curves: tuple[int, ...]
+    slow: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
     @property
@@ -214,6 +222,9 @@ class Follower:
         self._event_reader = EventReader(run.events_file)
         self._rank_readers: dict[int, RankReader] = {}
         self._lines: dict[int, RankLine] = {}
+        self._load_readers: dict[int, LoadReader] = {}
+        self._loads: dict[int, list[Load]] = {}
+        self._load_charts: set[str] = set()
         self._unread: dict[Path, str] = {}
         self._steps: list[StepEvent] = []
         self._num_read = 0
@@ -252,13 +263,16 @@ class Follower:
     def charts(self) -> Mapping[str, Callable[[Follower], list[Line]]]:
         """Return the charts of this run: CHARTS, and one of each metric of its objective that was read so far."""
         metrics = list(self._metrics)[:MOST_METRICS]
-        return {**{name.capitalize(): partial(_metric, name) for name in metrics}, **CHARTS}
+        named = {name.capitalize(): partial(_metric, name) for name in metrics}
+        machines = {name: partial(_load_lines, name) for name in LOAD_CHARTS if name in self._load_charts}
+        return {**named, **CHARTS, **machines}
 
     def lines(self, chart: str) -> list[Line]:
         """Return the lines of one of `charts`, with every step as it was measured and its minutes."""
         with self._lock:
             self._read()
-            return [replace(line, minutes=self._minutes(line)) for line in self.charts()[chart](self) if line.points]
+            found = [line for line in self.charts()[chart](self) if line.points]
+            return [line if line.minutes else replace(line, minutes=self._minutes(line)) for line in found]
 
     def _minutes(self, line: Line) -> list[float]:
         events: Iterable[StepEvent | ValidationEvent] = self.validations if line.look == "dots" else self._steps
@@ -277,6 +291,9 @@ class Follower:
         for file in self.run.ranks.glob("rank*.jsonl"):
             if (number := file.stem.removeprefix("rank")).isdecimal():
                 self._read_rank(int(number), file)
+        for file in self.run.ranks.glob("machine*.jsonl"):
+            if (number := file.stem.removeprefix("machine")).isdecimal():
+                self._read_load(int(number), file)
 
     def _read_rank(self, rank: int, file: Path) -> None:
         reader = self._rank_readers.setdefault(rank, RankReader(file))
@@ -287,9 +304,34 @@ class Follower:
         except (InputError, OSError) as error:
             self._unread[file] = explained(error)
 
+    def _read_load(self, node: int, file: Path) -> None:
+        self._unread.pop(file, None)
+        try:
+            for one in self._load_readers.setdefault(node, LoadReader(file)).read():
+                self._loads.setdefault(node, []).append(one)
+                self._load_charts.update(name for name in LOAD_CHARTS if any(_values(name, one)))
+        except (InputError, OSError) as error:
+            self._unread[file] = explained(error)
+
+    def _num_loads(self) -> tuple[int, ...]:
+        """Lines of all machines; nothing without any."""
+        count = sum(map(len, self._loads.values()))
+        return (count,) if count else ()
+
+    def _slow(self) -> Iterator[str]:
+        for node, loads in sorted(self._loads.items()):
+            where = f"node {node}: " if len(self._loads) > 1 else ""
+            yield from (f"{where}{sentence}" for sentence in load.slow(loads[-LAST_LOADS:]))
+
+    @property
+    def loads(self) -> Mapping[int, Sequence[Load]]:
+        """{node: what its machine did}, oldest first."""
+        return self._loads
+
     def _problems(self) -> tuple[str, ...]:
         readers = {self.run.events_file: self._event_reader.num_skipped}
         readers |= {self.run.rank_file(rank): reader.num_skipped for rank, reader in self._rank_readers.items()}
+        readers |= {self.run.machine_file(node): reader.num_skipped for node, reader in self._load_readers.items()}
         passed = (
             f"{file}: {count} lines are damaged or of a later version, and are left out; remove them"
             for file, count in readers.items()
@@ -368,7 +410,8 @@ class Follower:
             error=self._error,
             silent_s=max(0.0, now - last_written) if last_written else 0.0,
             is_alive=is_alive,
-            curves=(self._num_read // stride * stride, len(self._validations)),
+            curves=(self._num_read // stride * stride, len(self._validations), *self._num_loads()),
+            slow=tuple(self._slow()) if state not in ENDS else (),
             problems=self._problems(),
         )
 
@@ -471,6 +514,48 @@ def _seconds(follower: Follower) -> list[Line]:
 
 def _metric(name: str, follower: Follower) -> list[Line]:
     return metric_lines(name, follower.steps, follower.validations, follower.decay)
+
+
+LOAD_CHARTS: Mapping[str, str] = {
+    "GPU load": "busy",
+    "GPU temperature": "celsius",
+    "GPU power": "watts",
+    "GPU clock": "mhz",
+    "Host memory": "host",
+}
+"""{chart: attribute of a GPU's load}; of the machine itself, its memory."""
+
+
+def _load_lines(chart: str, follower: Follower) -> list[Line]:
+    """Return a line of each GPU, or machine, over the steps that were trained at that time."""
+    times = [step.time for step in follower.steps]
+    values: dict[str, dict[int, tuple[float, float]]] = {}  # {label: {step: (value, time)}}
+    for node, loads in sorted(follower.loads.items()):
+        where = f"node {node}" if len(follower.loads) > 1 else ""
+        for one in loads:
+            at = bisect_right(times, one.time) - 1
+            if at < 0:  # before the first step
+                continue
+            for name, value in _values(chart, one):
+                label = " ".join(filter(None, [where, name])) or "in use"
+                values.setdefault(label, {})[follower.steps[at].step] = (value, one.time)
+    return [
+        Line(
+            label,
+            [(step, value) for step, (value, _) in points.items()],
+            minutes=[(time - times[0]) / 60 for _, time in points.values()],
+        )
+        for label, points in values.items()
+    ]
+
+
+def _values(chart: str, one: Load) -> Iterator[tuple[str, float]]:
+    """What a chart shows of a load: (GPU, value) as far as the driver reports it; of the machine, ("", value)."""
+    if chart == "Host memory":
+        yield "", one.host_used / 2**30
+        return
+    found = ((f"GPU {gpu.index}", getattr(gpu, LOAD_CHARTS[chart])) for gpu in one.gpus)
+    yield from ((name, value) for name, value in found if value >= 0)
 
 
 MOST_METRICS = 12

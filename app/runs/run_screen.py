@@ -186,6 +186,7 @@ def memory(view: RunView, gpus: Sequence[Gpu]) -> dict[str, Any]:
         ],
         "imbalance": round(view.imbalance, 2),
         "gpus": [asdict(gpu) for gpu in gpus],
+        "slow": view.slow,
     }
 
 

@@ -72,6 +72,7 @@ READING = (
         "mask_overlay",
     ),
     "machine_gpus",
+    "machine_notice_fields",
 )
 """Functions of the page's scripts that start, delete and write nothing."""
 VALUES = st.one_of(

@@ -6,11 +6,13 @@ import errno
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from trainer.launcher import agent
+from trainer.run.events import LoadReader
 from trainer.run.process import TORCHRUN, worker_environment
 
 RANK = """\
@@ -62,3 +64,36 @@ def test_a_folder_of_a_share_that_does_not_answer_is_not_gone(monkeypatch: pytes
     assert not agent._is_gone(str(tmp_path))
     monkeypatch.setattr(os, "stat", fails)
     assert not agent._is_gone(str(tmp_path))
+
+
+LOOKING = """\
+import sys, threading, time
+from pathlib import Path
+from trainer.launcher import agent
+agent.LOAD_EVERY_S, agent.WRITTEN_TOGETHER, agent.DETAILED = 0.005, 4, 3
+threading.Thread(target=agent._write_load, args=(sys.argv[-1],), daemon=True).start()
+deadline = time.monotonic() + 30
+while time.monotonic() < deadline:
+    for file in Path(sys.argv[-1]).glob("ranks/*.jsonl"):
+        if len(file.read_text().splitlines()) > 4:
+            sys.exit()
+    time.sleep(0.01)
+"""
+
+
+def test_it_writes_what_its_machine_does_first_often_and_then_seldom(tmp_path: Path):
+    (tmp_path / "ranks").mkdir()
+    argv = [sys.executable, "-c", LOOKING, "--node-rank", "1", str(tmp_path)]
+    subprocess.run(argv, env=worker_environment(), check=True, timeout=60)
+    loads = LoadReader(tmp_path / "ranks" / "machine1.jsonl").read()
+    assert all(0 < load.host_used < load.host_total for load in loads)
+    between = [second.time - first.time for first, second in pairwise(loads)]
+    assert max(between[:2]) < 0.015 <= min(between[2:4])
+
+
+def test_a_load_that_cannot_be_written_is_a_line_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "ranks" / "machine0.jsonl").mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent, "LOAD_EVERY_S", 0.0)
+        agent._write_load(str(tmp_path))
+    assert capsys.readouterr().err.startswith("the load of this machine is not written: ")

@@ -61,7 +61,7 @@ def _with_rung(path: Path, error: ErrorEvent, here: Card | None) -> ErrorEvent:
 
 def _card(run: RunDir, cfg: RunConfig, here: Card | None) -> Card | None:
     """Return what the ranks had, by their heartbeats: this machine's GPUs, others, or host memory; None if unknown."""
-    ranks = (RankReader(file).read() for file in run.ranks.glob("*.jsonl"))
+    ranks = (RankReader(file).read() for file in run.ranks.glob("rank*.jsonl"))
     memory = min((lines[-1].limit for lines in ranks if lines), default=None)
     launch = Launch.read(run)
     if cfg.parallel.device == "cpu" or (launch and launch.is_on_this_machine and here is None):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from trainer.launcher import torchrun
+from trainer.launcher import agent, torchrun
 from trainer.run import process
 from trainer.run.events import EventWriter, StageEvent, StatusEvent
 from trainer.run.folder import RunDir, weights_of
@@ -75,4 +75,6 @@ class _Supervisor:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    agent.tell_of_the_end(*sys.argv[-2:])
+    sys.exit(exit_code)

@@ -20,6 +20,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from trainer.run.samples import SampleKind, kind_of
 from trainer.system import files
+from trainer.system.gpus.load import GpuLoad, Load
 
 State = Literal[
     "created",  # the run folder exists, nothing was started
@@ -319,14 +320,17 @@ def since_start(events: Sequence[AnyEvent]) -> Sequence[AnyEvent]:
 
 
 class EventWriter:
-    """Appends events or RankLines to a file. Each line is one write, so that lines of several processes never mix."""
+    """Appends events, RankLines or loads of a machine to a file.
+
+    Each line is one write, so that lines of several processes never mix.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = files.opened_to_append(path)
         size = os.fstat(self._file).st_size
         self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
-    def write(self, record: AnyEvent | RankLine) -> None:
+    def write(self, record: AnyEvent | RankLine | Load) -> None:
         """Append one line. Raises OSError if the disk is full; a line torn by that never damages the next one."""
         values = {key: _as_json(value) for key, value in vars(record).items()}
         line = (b"\n" if self._torn else b"") + (json.dumps(values, allow_nan=False).encode() + b"\n")
@@ -370,6 +374,8 @@ class LossyWriter:
 def _as_json(value: object) -> object:
     if isinstance(value, dict):
         return {key: _as_json(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return [_as_json(vars(part) if isinstance(part, GpuLoad) else part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -427,6 +433,7 @@ class LineFollower(Generic[T]):
 
 _EVENT: TypeAdapter[AnyEvent] = TypeAdapter(Annotated[AnyEvent, Field(discriminator="type")])
 _RANK_LINE = TypeAdapter(RankLine)
+_LOAD = TypeAdapter(Load)
 
 
 class EventReader(LineFollower[AnyEvent]):
@@ -441,6 +448,13 @@ class RankReader(LineFollower[RankLine]):
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         super().__init__(path, _RANK_LINE, offset)
+
+
+class LoadReader(LineFollower[Load]):
+    """Follows `ranks/machine<k>.jsonl`."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        super().__init__(path, _LOAD, offset)
 
 
 def latest_steps(events: Iterable[AnyEvent]) -> list[StepEvent]:
@@ -463,6 +477,13 @@ def by_prompt(samples: Iterable[SampleEvent]) -> dict[tuple[int, str], dict[int,
     for sample in samples:
         rows.setdefault((sample.index, sample.prompt), {})[sample.step] = sample
     return dict(sorted(rows.items(), key=lambda row: (row[0][0], min(row[1]))))
+
+
+def newest_picture(samples: Iterable[SampleEvent]) -> str:
+    """Return the path of the newest sample's picture in the run folder, of the first prompt; "" where there is none."""
+    pictures = [sample for sample in samples if sample.picture]
+    newest = max(pictures, key=lambda sample: (sample.step, -sample.index), default=None)
+    return newest.picture if newest else ""
 
 
 def last_state(events: Iterable[AnyEvent]) -> State:

@@ -240,6 +240,10 @@ class RunDir:
         """The RankLines of one rank: memory and heartbeat."""
         return self.ranks / f"rank{rank}.jsonl"
 
+    def machine_file(self, node: int) -> Path:
+        """The loads of the machine of one node: its GPUs and host memory."""
+        return self.ranks / f"machine{node}.jsonl"
+
     @property
     def logs(self) -> Path:
         """Output of torchrun and of every rank."""
@@ -380,6 +384,13 @@ def is_run(path: Path) -> bool:
         return False
     has = {name: os.path.lexists(f"{path}/{name}") for name in ("config.yaml", "logs", "launch.json")}
     return sum(has.values()) >= 2  # two of three, so that a run is found even if one file was lost
+
+
+def title(run: str) -> str:
+    """Return a run's name without the time and random part that its folder's name ends with."""
+    parts = run.rsplit("-", 3)
+    is_made = len(parts) == 4 and parts[1].isdecimal() and parts[2].isdecimal()
+    return parts[0] if is_made else run
 
 
 def weights_of(stage: Path) -> Path:

@@ -26,6 +26,7 @@ from urllib.parse import unquote
 from pydantic import TypeAdapter, ValidationError
 
 from trainer.system.errors import InputError
+from trainer.system.installation import user_folder
 
 MIB = 2**20
 MOST_BYTES = 64 * MIB
@@ -555,11 +556,7 @@ def _close(folder: Path, is_shared: bool) -> None:
 
 def user_cache() -> Path | None:
     """Return the folder below the user's own cache where only this program writes; None for a user without a home."""
-    with suppress(RuntimeError):
-        named = os.environ.get("XDG_CACHE_HOME", "")
-        base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
-        return base / "shardstudio"
-    return None
+    return user_folder("XDG_CACHE_HOME", ".cache")
 
 
 def own_folders() -> Iterator[Path]:

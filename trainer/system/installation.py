@@ -7,7 +7,9 @@ install counts as a checkout. An installation may be read-only, so nothing is wr
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 COMMAND = "shardstudio"
@@ -20,6 +22,25 @@ PRESETS = CHECKOUT / "presets" if CHECKOUT else _INSTALLED_PRESETS
 EXTRAS = {"adamw8bit": ("torchao", "eightbit")}
 """{value of `optim.type`: (package, extra that installs it)}. Not installed with the project: diffusers and peft import
 torchao wherever they find it, which takes a second."""
+
+
+def user_folder(variable: str, usual: str) -> Path | None:
+    """Return a folder of this program below one of the user's own; None for a user without a home.
+
+    Args:
+        variable: Names the folder where it is set to a whole path, for example XDG_CACHE_HOME.
+        usual: The folder below the home otherwise, for example .cache.
+    """
+    with suppress(RuntimeError):
+        named = os.environ.get(variable, "")
+        return (Path(named) if os.path.isabs(named) else Path.home() / usual) / "shardstudio"
+    return None
+
+
+def notices_file() -> Path | None:
+    """Return the file that says where the end of a run is told, which need not exist (`launcher.notices`)."""
+    folder = user_folder("XDG_CONFIG_HOME", ".config")
+    return folder / "notices.json" if folder else None
 
 
 def missing_package(optimizer: str) -> str:

@@ -12,7 +12,6 @@ import { drawMethods, drawGroups, groups, filterGroups, linkTo } from './form-mo
 import { drawStart, drawGpus, drawPlan, drawTime } from './form-plan.js';
 import { current, $, inputs, field } from './form-state.js';
 import { drawChanges, reset, copyButton, showYaml, drawLines, applyYaml, savePreset } from './form-yaml.js';
-import { askToNotify } from './frame.js';
 
 async function start() {
   const button = $('start');
@@ -24,7 +23,6 @@ async function start() {
     if (!current.state?.ready) { $('why').scrollIntoView({ block: 'center' }); return; }
     complain('');
     const run = await call('new_start');
-    askToNotify();
     studio.go('runs', run);
   } catch (error) {
     if (!(error instanceof studio.Refused)) throw error;

@@ -113,8 +113,8 @@ async function beat() {
   studio.say(badge, String(live.num_waiting));
   badge.setAttribute('aria-label', `${live.num_waiting} waiting`);
   for (const run of live.runs) known[run.name] = run.title;
-  for (const [name, state] of live.ended) {
-    if (known[name]) notify(name, known[name], state);
+  for (const { name, state, sentence, image } of live.ended) {
+    if (known[name]) notify(name, known[name], state, sentence, image);
     delete known[name];
   }
 }
@@ -138,19 +138,28 @@ function drawJob() {
     h('span.job-share', {}, `${Math.round(share)} %`)]);
 }
 
-const mayNotify = () => window.Notification?.permission === 'granted';
+/** Whether this browser shows notifications of this page: granted, default (it was not asked), denied or none. */
+export const notices = () => (window.isSecureContext && window.Notification?.permission) || 'none';
+const mayNotify = () => notices() === 'granted';
 
-function notify(name, title, state) {
-  const sentence = `${title} ${ENDED[state] || 'has ended'}.`;
-  studio.toast(sentence, state === 'failed');
-  if (mayNotify()) new Notification('ShardStudio', { body: sentence, tag: name });
+function notify(name, title, state, sentence, image) {
+  const headline = `${title} ${ENDED[state] || 'has ended'}`;
+  studio.toast(`${headline}.`, state === 'failed');
+  if (!mayNotify()) return;
+  try {
+    // by their tag, the notices of several windows are one
+    const shown = new Notification(headline, { body: sentence, tag: name, icon: image });
+    shown.onclick = () => { window.focus(); studio.go('runs', name); shown.close(); };
+  } catch { /* Android shows none of a page without a service worker */ }
 }
 
-/** Ask once whether the browser may tell of the end of a run. Called by a click on Start. */
-export function askToNotify() {
-  if (!window.Notification || Notification.permission !== 'default' || studio.kept('notify')) return;
-  studio.kept('notify', 'asked');
-  Notification.requestPermission();
+/** Ask the browser whether it may tell of the end of a run, and say what came of it. Called by a click. */
+export async function askToNotify() {
+  if (notices() === 'default') await Notification.requestPermission();
+  if (mayNotify()) return 'This browser tells you when a run ends, also while you look at another tab of it.';
+  throw new studio.Refused(notices() === 'none'
+    ? 'This browser shows notifications of pages on localhost and by https only. Machine has ways that need no browser.'
+    : 'This browser does not allow notifications of this page: allow them beside its address, and try again.');
 }
 
 /** Run an action every few seconds, never twice at once. `isWanted` says whether an unseen window runs it too. */

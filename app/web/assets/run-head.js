@@ -2,6 +2,7 @@
 // @ts-check
 import * as studio from './core.js';
 import { h } from './core.js';
+import { askToNotify, notices } from './frame.js';
 import * as results from './results.js';
 import { saySampleSteps, sayStripNote } from './run-samples.js';
 import { TABS, parts, current } from './run-state.js';
@@ -102,7 +103,7 @@ function drawProgress({ step, num_steps, length, marks, stages, figures, is_runn
 // --- buttons --------------------------------------------------------------------------------------------------------
 
 function drawActions(head) {
-  studio.fill(parts.actions, [head.is_running, head.is_alive, head.more, head.has_prompts],
+  studio.fill(parts.actions, [head.is_running, head.is_alive, head.more, head.has_prompts, notices()],
     () => (head.is_running ? running(head.has_prompts) : head.is_alive ? [] : ended(head.more)));
 }
 
@@ -117,6 +118,12 @@ function button(id, text, action, kind = '', title = '') {
 }
 
 const running = hasPrompts => [
+  notices() === 'granted' ? null
+    : button('notify', 'Notify me', async () => {
+      const said = await askToNotify();
+      drawActions(current.data.head);
+      return said;
+    }, '', 'Let this browser tell you when a run ends, while this page is open'),
   Object.assign(button('sample', 'Sample', () => request('sample'), '',
     hasPrompts ? 'Generate samples after this step' : 'It has no prompts: write some under Edit prompts'),
     { disabled: !hasPrompts }),

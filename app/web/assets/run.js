@@ -70,7 +70,7 @@ function forget() {
 // --- charts, memory, time -------------------------------------------------------------------------------------------
 
 /** A small chart after the others, or the large one. */
-function addChart({ title, ylabel }, home, small) {
+function addChart({ title, ylabel = studio.facts.run.units[title] }, home, small) {
   const card = h('section.card', { id: `chart-${title.toLowerCase().replaceAll(' ', '-')}`, 'aria-label': title });
   home.append(card);
   chartCards[title] = card;
@@ -79,12 +79,12 @@ function addChart({ title, ylabel }, home, small) {
 
 function drawCurves(curves) {
   for (const title of Object.keys(curves))
-    if (!(title in charts)) addChart({ title, ylabel: title.toLowerCase() }, parts.minis, true);
+    if (!(title in charts)) addChart({ title }, parts.minis, true);
   for (const title of Object.keys(charts)) chartCards[title].hidden = !(title in curves);
   for (const [title, text] of Object.entries(curves)) charts[title].set(text);
 }
 
-function drawMemory({ ranks, imbalance, gpus }) {
+function drawMemory({ ranks, imbalance, gpus, slow }) {
   const gib = bytes => (bytes / 2 ** 30).toFixed(1),
     share = (bytes, limit) => `${Math.min(100, 100 * bytes / Math.max(limit, 1))}%`;
   studio.fill(parts.ranks, ranks, () => [
@@ -111,6 +111,7 @@ function drawMemory({ ranks, imbalance, gpus }) {
     current.data.head.is_running ? 'The ranks report their memory once they have started.'
       : 'No rank has reported its memory.');
   parts.ranks.hidden = !ranks.length;
+  studio.fill(parts.slow, slow, () => slow.map(studio.note));
   parts.gpuPart.hidden = !gpus.length;
   studio.fill(parts.gpus, gpus, () => gpus.map(one => h('li', {}, h('b', {}, `${one.index} `), `${one.name} `,
     h('span.dim', {}, [`${(one.memory_used / 1024).toFixed(1)} of ${(one.memory / 1024).toFixed(1)} GiB`,
@@ -318,13 +319,14 @@ function buildCharts() {
 }
 
 function buildMemory() {
-  Object.assign(parts, { ranks: h('ul#ranks'), imbalance: h('p.sm.dim'), gpus: h('ul.gpus'), noRanks: h('p.sm.dim') });
+  Object.assign(parts, { ranks: h('ul#ranks'), imbalance: h('p.sm.dim'), gpus: h('ul.gpus'), noRanks: h('p.sm.dim'),
+    slow: h('div#run-slow') });
   parts.memoryKeys = h('ul.keys', {}, h('li', {}, h('i.allocated'), 'allocated'),
     h('li', {}, h('i.reserved'), 'reserved'), h('li', {}, h('u'), 'peak'));
   parts.gpuPart = h('div#run-gpus', { hidden: true }, h('h3', {}, 'GPUs of this machine'), parts.gpus);
   return h('section.card', { 'aria-label': 'Memory of each rank' },
-    h('div.ttl', {}, h('h2', {}, 'Memory of each rank'), h('span.dim', {}, 'GiB')), parts.ranks, parts.noRanks,
-    parts.memoryKeys, parts.imbalance, parts.gpuPart);
+    h('div.ttl', {}, h('h2', {}, 'Memory of each rank'), h('span.dim', {}, 'GiB')),
+    parts.slow, parts.ranks, parts.noRanks, parts.memoryKeys, parts.imbalance, parts.gpuPart);
 }
 
 function buildSplit() {

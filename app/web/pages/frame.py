@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from app.runs.monitor import RunView
 from app.studio import Studio
 from app.web.answers import Calls
+from app.web.served_files import address
+from trainer.run.events import newest_picture
+from trainer.run.folder import RunDir, title
 from trainer.system.errors import InputError
 
 
@@ -16,7 +20,7 @@ def calls(studio: Studio) -> Calls:
     def live() -> dict[str, Any]:
         return {
             "runs": [job(view) for view in studio.live.views()],
-            "ended": list(studio.live.ended.items()),
+            "ended": [_ending(studio, view) for view in studio.live.ended.values()],
             "num_waiting": _num_waiting(studio),
         }
 
@@ -36,11 +40,13 @@ def job(view: RunView) -> dict[str, Any]:
     }
 
 
-def title(run: str) -> str:
-    """Return a run's name without the time and random part that its folder's name ends with."""
-    parts = run.rsplit("-", 3)
-    is_made = len(parts) == 4 and parts[1].isdecimal() and parts[2].isdecimal()
-    return parts[0] if is_made else run
+def _ending(studio: Studio, view: RunView) -> dict[str, Any]:
+    """What the browser's notice says and shows of a run that has ended."""
+    loss, image = "" if view.loss is None else f"Loss, smoothed: {view.loss:.4g}.", ""
+    with suppress(InputError, OSError, ValueError):  # the run's own page says why it cannot be shown
+        if picture := newest_picture(view.samples):
+            image = address(studio.thumbnails.of(RunDir(view.path).own_file(picture)))
+    return {"name": view.path.name, "state": view.state, "sentence": f"{view.sentence}. {loss}".strip(), "image": image}
 
 
 def _num_waiting(studio: Studio) -> int:

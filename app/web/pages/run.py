@@ -11,19 +11,27 @@ from app.runs.monitor import CHARTS, Follower, RunView
 from app.runs.run_screen import LogWish, Part
 from app.studio import Studio
 from app.web.answers import Calls
-from app.web.pages.frame import title
 from trainer.run import process
+from trainer.run.folder import title
 from trainer.run.prompts import request_prompts
 from trainer.system.errors import InputError
 from trainer.view.chart import MOST_SENT, MOST_SENT_SMALL, Chart
 
-UNITS: Mapping[str, str] = {"Seconds per step": "seconds", "Speed": "per second"}
+UNITS: Mapping[str, str] = {
+    "Seconds per step": "seconds",
+    "Speed": "per second",
+    "GPU load": "%",
+    "GPU temperature": "°C",
+    "GPU power": "W",
+    "GPU clock": "MHz",
+    "Host memory": "GiB",
+}
 """{chart: title of its y axis}; default: the chart's title in lower case."""
 
 
 def facts() -> dict[str, Any]:
     """Return what the script knows from the start: the charts of every run."""
-    return {"charts": [{"title": name, "ylabel": UNITS.get(name, name.lower())} for name in CHARTS]}
+    return {"charts": [{"title": name, "ylabel": UNITS.get(name, name.lower())} for name in CHARTS], "units": UNITS}
 
 
 def calls(studio: Studio) -> Calls:

@@ -13,11 +13,10 @@ from app.runs.run_comparison import MOST_COMPARED
 from app.runs.run_table import Summaries, Summary
 from app.studio import Studio
 from app.web.answers import Calls
-from app.web.pages.frame import title
 from app.web.served_files import address
 from trainer.run import process
 from trainer.run.events import SampleEvent
-from trainer.run.folder import RunDir, is_run
+from trainer.run.folder import RunDir, is_run, title
 from trainer.system.errors import InputError
 from trainer.view.chart import Chart
 

@@ -49,7 +49,7 @@ def test_a_started_run_appears_and_an_ended_one_is_remembered_with_its_state(liv
         assert live.ended == {}
         write(run, StatusEvent(state="finished", step=5))
     assert names(live) == []
-    assert live.ended == {"new": "finished"}
+    assert {name: view.state for name, view in live.ended.items()} == {"new": "finished"}
     with in_training(run):  # it is resumed
         assert names(live) == ["new"]
         assert live.ended == {}  # else windows would say again and again that it has ended
@@ -86,7 +86,7 @@ def test_a_run_of_which_one_look_failed_is_shown_again_and_not_taken_for_ended(l
         assert names(live) == ["new"]
     write(run, StatusEvent(state="stopped", step=5))
     assert names(live) == []
-    assert live.ended == {"new": "stopped"}
+    assert {name: view.state for name, view in live.ended.items()} == {"new": "stopped"}
 
 
 def test_a_run_on_another_machine_with_dates_to_come_has_ended_like_any_other(

@@ -11,7 +11,7 @@ import pytest
 
 from app.notebook import panels
 from app.runs import monitor
-from app.runs.monitor import DRAWN_STEPS, Follower
+from app.runs.monitor import CHARTS, DRAWN_STEPS, Follower
 from tests.runs import run_config, step_event, write
 from trainer.run.events import (
     AnyEvent,
@@ -26,6 +26,7 @@ from trainer.run.events import (
     ValidationEvent,
 )
 from trainer.run.folder import RunDir
+from trainer.system.gpus.load import GpuLoad, Load
 
 
 @pytest.fixture
@@ -270,3 +271,55 @@ def test_a_full_disk_is_not_called_a_file_that_cannot_be_read(tmp_path: Path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert monitor.explained(full.value) == "a file: cannot be written (File too large); free some space"
+
+
+def write_loads(run: RunDir, node: int, *loads: Load) -> None:
+    with EventWriter(run.machine_file(node)) as writer:
+        for load in loads:
+            writer.write(load)
+
+
+@pytest.mark.usefixtures("living")
+def test_what_the_machines_did_is_drawn_over_the_steps_of_that_time(run: RunDir):
+    follower = Follower(run)
+    write(run, StatusEvent(state="training"), *(step_event(number, time=1000.0 + 60 * number) for number in (1, 2, 3)))
+    assert "GPU load" not in follower.charts() and "Host memory" not in follower.charts()
+    before = follower.view().curves
+    hot = GpuLoad(0, 97.0, 88.0, 299.0, 300.0, 1400.0, ("heat",))
+    unknown = GpuLoad(1, 50.0)
+    times = (1000.0, 1070.0, 1130.0, 1150.0)  # before the first step, in the first, and two in the second
+    write_loads(run, 0, *(Load(2**30 * at, 2**34, (hot, unknown), time) for at, time in enumerate(times)))
+    assert follower.view().curves != before
+    machine = [chart for chart in follower.charts() if chart not in CHARTS]
+    assert machine == ["GPU load", "GPU temperature", "GPU power", "GPU clock", "Host memory"]
+    drawn = {chart: [(line.label, line.points) for line in follower.lines(chart)] for chart in machine}
+    assert drawn["GPU load"] == [("GPU 0", [(1, 97.0), (2, 97.0)]), ("GPU 1", [(1, 50.0), (2, 50.0)])]
+    assert drawn["GPU power"] == [("GPU 0", [(1, 299.0), (2, 299.0)])]  # the other one does not report it
+    assert drawn["Host memory"] == [("in use", [(1, 1.0), (2, 3.0)])]
+    assert follower.lines("Host memory")[0].minutes == pytest.approx([10 / 60, 90 / 60])
+    assert follower.view().slow == (
+        "GPU 0 is slowed down by its temperature (88 °C): improve its cooling, or lower its power limit.",
+    )
+    write_loads(run, 1, Load(2**30, 2**34, (unknown,), 1130.0))
+    assert [line.label for line in follower.lines("GPU load")] == ["node 0 GPU 0", "node 0 GPU 1", "node 1 GPU 1"]
+    assert follower.view().slow[0].startswith("node 0: GPU 0 is slowed down")
+    write(run, StatusEvent(state="finished", step=3))
+    assert follower.view().slow == ()
+
+
+@pytest.mark.usefixtures("living")
+def test_a_load_that_no_machine_has_is_left_out_and_said(run: RunDir):
+    write(run, StatusEvent(state="training"), step_event(1, time=1000.0))
+    good = '{"host_used": 1, "host_total": 2, "gpus": [], "time": 1001.0}'
+    wrong = (
+        good.replace("1001.0", "1e999"),
+        good.replace("[]", '[{"index": 0, "busy": 1e300}]'),
+        good.replace("[]", str([{"index": 0}] * 65).replace("'", '"')),
+        good.replace(": 1,", ": -1,"),
+    )
+    run.machine_file(0).write_text("\n".join((*wrong, good, "")))
+    follower = Follower(run)
+    assert follower.view().problems == (
+        f"{run.machine_file(0)}: 4 lines are damaged or of a later version, and are left out; remove them",
+    )
+    assert [line.points for line in follower.lines("Host memory")] == [[(1, 1 / 2**30)]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -81,7 +82,11 @@ KEEP_NOTICES = """{
   const Real = window.Notification;
   window.notices = [];
   window.Notification = class extends Real {
-    constructor(title, options) { super(title, options); window.notices.push([title, options.body]); }
+    constructor(title, options) {
+      super(title, options);
+      window.notices.push([title, options.body, options.icon]);
+      window.last = this;
+    }
   };
 }"""
 HIDE = """() => {
@@ -110,5 +115,26 @@ def test_a_window_that_is_not_seen_notices_the_end_of_a_run_if_it_may(
             if is_allowed:
                 until(page, "notices.length")
             page.wait_for_timeout(5000)
-            said = [["ShardStudio", f"{run.path.name} has finished."]]
-            assert page.evaluate("notices") == (said if is_allowed else [])
+            if not is_allowed:
+                assert page.evaluate("notices") == []
+                return
+            [[headline, sentence, image]] = page.evaluate("notices")
+            assert headline == f"{run.path.name} has finished"
+            assert re.fullmatch(r"Finished after 40 steps\. Loss, smoothed: 0\.\d+\.", sentence)
+            assert page.request.get(f"{server.origin}{image}").body()[8:12] == b"WEBP"
+            visit(page, "machine")
+            page.evaluate("last.onclick()")
+            until(page, f"location.hash === '#/runs/{run.path.name}'")
+
+
+def test_a_button_of_a_running_run_asks_the_browser_for_notices(browser: Browser, server: Server):
+    run = recorded(server.runs, "asked", [StatusEvent(state="training", step=40)])
+    with closing(browser.new_context()) as context, in_training(run), visited(context.new_page(), server.url) as page:
+        watch(page, run.path.name)
+        button = page.locator("#notify")
+        button.click()  # this Chromium has nobody who could allow it
+        page.locator("#message [role=alert]", has_text="does not allow notifications of this page").wait_for()
+        context.grant_permissions(["notifications"], origin=server.origin)
+        button.click()
+        page.locator("#message", has_text="This browser tells you when a run ends").wait_for()
+        button.wait_for(state="detached")

@@ -15,6 +15,7 @@ from playwright.sync_api import Browser, Page
 from app.runs.monitor import SILENT_S
 from tests.app.browser import (
     HANDLERS,
+    LONG_AGO_S,
     Server,
     answers_held,
     ask_again,
@@ -40,6 +41,7 @@ from trainer.run.events import (
     WarningEvent,
 )
 from trainer.run.folder import RunDir
+from trainer.system.gpus.load import GpuLoad, Load
 
 LONG_PROMPT = "a very long prompt that does not fit into one line below a small image of 160 pixels"
 
@@ -155,7 +157,7 @@ def test_a_retry_and_a_copy_bring_the_settings_into_the_form(page: Page, failed:
 def test_stop_asks_first_and_says_so_until_it_has_stopped(page: Page, running: RunDir):
     watch(page, running.path.name)
     state_is(page, "training")
-    assert page.locator("#run-actions button").all_inner_texts() == ["Sample", "Save", "Stop"]
+    assert page.locator("#run-actions button").all_inner_texts() == ["Notify me", "Sample", "Save", "Stop"]
     page.locator("#stop").click()
     page.get_by_role("button", name="Keep training").click()
     assert not running.requested("stop")
@@ -442,3 +444,21 @@ def test_two_pages_on_one_folder_see_the_same_and_one_resumes(page: Page, browse
     assert [event.state for event in EventReader(run.events_file).read() if isinstance(event, StatusEvent)].count(
         "starting"
     ) == 1
+
+
+@pytest.mark.slow
+def test_the_load_of_the_machine_is_drawn_and_a_gpu_that_is_slowed_down_is_said(page: Page, runs: Path):
+    run = recorded(runs, "loaded", [StatusEvent(state="training", step=40)])
+    gpu = GpuLoad(0, 97.0, 88.0, 299.0, 300.0, 1400.0, ("heat",))
+    with EventWriter(run.machine_file(0)) as writer:
+        for at in range(8):
+            writer.write(Load((10 + at) * 2**30, 2**35, (gpu,), time.time() - LONG_AGO_S + 5 * at))
+    with in_training(run):
+        watch(page, run.path.name)
+        said = "GPU 0 is slowed down by its temperature (88 °C): improve its cooling"
+        page.locator("#run-slow", has_text=said).wait_for()
+        for chart in ("gpu-load", "gpu-temperature", "gpu-power", "gpu-clock", "host-memory"):
+            page.locator(f"#chart-{chart} canvas").wait_for()
+    visit(page, "machine")
+    page.locator("#host", has_text="GiB").wait_for()
+    assert page.locator("#machine-slow").is_hidden()
