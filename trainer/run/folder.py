@@ -67,6 +67,8 @@ CACHE_NAMES: Mapping[str, re.Pattern[str]] = {
 names are those of the user, who may give a folder with much else. A file system may ignore case."""
 LINKING = "wandb"
 """A folder in which wandb makes links to its own cache. It writes into new folders, which it names by the time."""
+MOST_TITLE = 200
+"""Characters of the name that a person gives to a run."""
 MOST_REASON = 200
 """Longest part of an unexpected error that is shown, in characters."""
 SETTLED_NS = 2 * 10**9
@@ -210,6 +212,34 @@ class RunDir:
     def config_file(self) -> Path:
         """The resolved config."""
         return self.path / "config.yaml"
+
+    @property
+    def title_file(self) -> Path:
+        """The name that a person gave to the run. Its folder, config and files keep theirs."""
+        return self.path / "title.txt"
+
+    @property
+    def own_title(self) -> str:
+        """The name of the folder without the time and the random part that it ends with."""
+        parts = self.path.name.rsplit("-", 3)
+        is_made = len(parts) == 4 and parts[1].isdecimal() and parts[2].isdecimal()
+        return parts[0] if is_made else self.path.name
+
+    @property
+    def title(self) -> str:
+        """The run's name on every screen: that of `title_file`, which a stranger may have written, else its own."""
+        if self.title_file.is_symlink():
+            return self.own_title
+        try:
+            text = files.read(self.title_file, 4 * MOST_TITLE + 1)
+        except (InputError, OSError):
+            return self.own_title
+        return one_line(text.decode("utf-8", errors="replace"))[:MOST_TITLE] or self.own_title
+
+    @property
+    def title_id(self) -> str:
+        """The part of the folder's name that `title` does not say; "" where it says all."""
+        return "" if self.title == self.path.name else self.path.name.removeprefix(f"{self.title}-")
 
     @property
     def identity_file(self) -> Path:
@@ -367,6 +397,11 @@ def _listed(folder: str, changed_ns: int) -> tuple[list[str], str]:
     except OSError:  # removed a moment ago, or closed: whoever reads it says so
         return [], ""
     return folders, ""
+
+
+def one_line(text: str) -> str:
+    """Return a name as one line, without characters that move the cursor or turn the direction of writing."""
+    return " ".join(re.sub("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", " ", text).split())
 
 
 def is_run(path: Path) -> bool:

@@ -2,6 +2,7 @@
 // @ts-check
 import * as studio from './core.js';
 import { h } from './core.js';
+import { rename } from './rename.js';
 import { open, choose, lineOf, loadImages } from './runs-rows.js';
 import { current, rows, chosen, lines, COLUMNS, CHUNK, MOST_COMPARED } from './runs-state.js';
 
@@ -15,7 +16,7 @@ const GROUPS = [['all', 'All'], ['running', 'Running'], ['finished', 'Finished']
 
 const groupOf = row => (ENDS.includes(row.state) || QUIET.includes(row.state) ? row.state : 'running');
 export const isRunning = row => groupOf(row) === 'running';
-const textOf = row => [row.name, row.model, row.adapter, row.state, ...row.tags].join(' ').toLowerCase();
+const textOf = row => [row.title, row.name, row.model, row.adapter, row.state, ...row.tags].join(' ').toLowerCase();
 const VALUES = {
   name: row => row.title.toLowerCase(), state: row => GROUPS.findIndex(([name]) => name === groupOf(row)),
   loss: row => row.loss,
@@ -220,8 +221,8 @@ function bar() {
     h('div.row', {},
       h('span#runs-chosen', { role: 'status' }),
       h('button.btn.main#runs-compare', { type: 'button', onclick: compare }, 'Compare'),
-      button('runs-tag', 'Tag …', tagChosen), button('runs-copy', 'Copy to a new run', copy),
-      button('runs-resume', 'Resume', resume),
+      button('runs-tag', 'Tag …', tagChosen), button('runs-rename', 'Rename …', renameChosen),
+      button('runs-copy', 'Copy to a new run', copy), button('runs-resume', 'Resume', resume),
       button('runs-delete', 'Delete …', remove),
       h('button.btn.ghost#runs-none',
         { type: 'button', 'aria-label': 'Choose none', title: 'Choose none', onclick: () => {
@@ -244,6 +245,7 @@ function drawBar() {
   studio.say(comparing, `Compare (${list.length})`);
   comparing.disabled = list.length < 2 || list.length > MOST_COMPARED;
   comparing.title = comparing.disabled ? `Choose 2 to ${MOST_COMPARED} runs to compare them` : '';
+  at('#runs-rename').hidden = list.length !== 1;
   at('#runs-copy').hidden = list.length !== 1 || one.state === 'damaged';
   at('#runs-resume').hidden = list.length !== 1 || !['stopped', 'failed', 'created'].includes(one.state);
   studio.say(at('#runs-resume'), one?.state === 'created' ? 'Start' : 'Resume');
@@ -267,15 +269,16 @@ async function resume() {
 }
 
 async function tagChosen() {
-  const list = chosenRows(),
-    box = h('input#runs-new-tag', { type: 'text', 'aria-label': 'Tag', placeholder: 'tag, another' });
-  const asked = studio.ask(`Tag ${studio.counted(list.length, 'run')}`, box, ['Add', 'Cancel']);
-  box.addEventListener('keydown',
-    event => event.key === 'Enter' && box.closest('dialog')?.querySelector('.btn.main').click());
-  box.focus();
-  if (await asked || !box.value.trim()) return;
-  await studio.call('runs_tag', { runs: list.map(row => row.name), added: box.value });
+  const list = chosenRows(), box = { id: 'runs-new-tag', 'aria-label': 'Tag', placeholder: 'tag, another' };
+  const added = await studio.askText(`Tag ${studio.counted(list.length, 'run')}`, box, 'Add');
+  if (!added?.trim()) return;
+  await studio.call('runs_tag', { runs: list.map(row => row.name), added });
   await reload();
+}
+
+async function renameChosen() {
+  const [row] = chosenRows();
+  if (await rename(row.name, row.title)) await reload();
 }
 
 async function remove() {

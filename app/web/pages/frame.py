@@ -7,6 +7,7 @@ from typing import Any
 from app.runs.monitor import RunView
 from app.studio import Studio
 from app.web.answers import Calls
+from trainer.run.folder import RunDir
 from trainer.system.errors import InputError
 
 
@@ -27,20 +28,13 @@ def job(view: RunView) -> dict[str, Any]:
     """Return what the foot of the rail shows of a run."""
     return {
         "name": view.path.name,
-        "title": title(view.path.name),
+        "title": RunDir(view.path).title,
         "state": view.state,
         "step": view.step,
         "num_steps": view.num_steps,
         "length": view.length,
         "eta_s": view.eta_s,
     }
-
-
-def title(run: str) -> str:
-    """Return a run's name without the time and random part that its folder's name ends with."""
-    parts = run.rsplit("-", 3)
-    is_made = len(parts) == 4 and parts[1].isdecimal() and parts[2].isdecimal()
-    return parts[0] if is_made else run
 
 
 def _num_waiting(studio: Studio) -> int:

@@ -13,7 +13,6 @@ from app.runs.run_comparison import MOST_COMPARED
 from app.runs.run_table import Summaries, Summary
 from app.studio import Studio
 from app.web.answers import Calls
-from app.web.pages.frame import title
 from app.web.served_files import address
 from trainer.run import process
 from trainer.run.events import SampleEvent
@@ -68,9 +67,7 @@ def calls(studio: Studio) -> Calls:
 
 
 def _row(summary: Summary) -> dict[str, Any]:
-    values = asdict(summary)
-    short = title(summary.name)
-    return values | {"title": short, "id": summary.name.removeprefix(f"{short}-") if short != summary.name else ""}
+    return asdict(summary)
 
 
 def _last_sample(studio: Studio, summaries: Summaries, name: str) -> str:
@@ -104,12 +101,13 @@ def _comparison(studio: Studio, names: list[str], known: str) -> dict[str, Any]:
         problems.append(f"{MOST_COMPARED} runs can be compared at once; the others are left out.")
         followers = followers[:MOST_COMPARED]
     views = [follower.view() for follower in followers]
-    key = repr([problems, [(view.path.name, view.state, view.curves, len(view.samples)) for view in views]])
+    facts = [(view.path.name, RunDir(view.path).title, view.state, view.curves, len(view.samples)) for view in views]
+    key = repr([problems, facts])
     return {"key": key} if key == known else {"key": key, "problems": problems} | _compared(studio, followers, views)
 
 
 def _compared(studio: Studio, followers: list[Follower], views: list[RunView]) -> dict[str, Any]:
-    labels = run_comparison.labels({view.path.name: title(view.path.name) for view in views})
+    labels = run_comparison.labels({view.path.name: RunDir(view.path).title for view in views})
     configs = [follower.config for follower in followers]
     pairs = run_comparison.same_prompts(views, configs)
     return {

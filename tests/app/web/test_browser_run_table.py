@@ -110,6 +110,27 @@ def test_tags_are_added_and_removed_in_place(table: Page, runs: Path):
     table.locator("#runs-empty", has_text="No run matches").wait_for()
 
 
+def test_a_run_is_renamed_in_the_table_and_on_its_screen(table: Page, runs: Path):
+    table.locator(f"{row('table-half')} input").check()
+    table.locator("#runs-rename").click()
+    assert table.locator("#rename-to").input_value() == "table-half"
+    table.keyboard.type("<b>table- my fox</b> 🦊")
+    table.keyboard.press("Enter")
+    link = table.locator(f"{row('table-half')} .run-link", has_text="<b>table- my fox</b> 🦊")
+    link.wait_for()
+    assert table.locator(f"{row('table-half')} .c-name .key").inner_text() == "table-half"
+    link.click()
+    table.locator("#run-title", has_text="<b>table- my fox</b> 🦊").wait_for()
+    until(table, "document.title === '<b>table- my fox</b> 🦊 · ShardStudio'")
+    table.locator("#rename").click()
+    table.locator("#rename-to").fill("")
+    table.get_by_role("button", name="Rename", exact=True).last.click()
+    until(table, "document.querySelector('#run-title').textContent === 'table-half'")
+    until(table, "document.activeElement.id === 'rename'")
+    assert (runs / "table-half" / "title.txt").read_text() == "table-half\n"
+    (runs / "table-half" / "title.txt").unlink()
+
+
 def test_runs_are_deleted_after_a_question_that_says_what_is_kept(table: Page, runs: Path):
     table.locator("#runs-filter").fill("doomed")
     for name in ("doomed-one", "doomed-two"):
