@@ -32,6 +32,8 @@ Request = Literal["stop", "save", "sample"]
 
 NOT_RUNS = frozenset({"cache", "captioning", "downloads", "drafts", "presets", "queue", "thumbnails"})
 """Names of other folders next to the run folders. None of them is ever taken for a run, whatever it holds."""
+TRASH = ".trash-shardstudio"
+"""Name of the folder in which deleted runs lie, next to the others, until it is emptied."""
 FORMAT = 1
 """Version of a run folder: raise it when this version writes what version 0.1.0 misreads."""
 CACHE_FORMAT = 1
@@ -410,6 +412,17 @@ def is_run(path: Path) -> bool:
         return False
     has = {name: os.path.lexists(f"{path}/{name}") for name in ("config.yaml", "logs", "launch.json")}
     return sum(has.values()) >= 2  # two of three, so that a run is found even if one file was lost
+
+
+def freeing(runs: Path) -> str:
+    """Return how to free space in a folder of runs, as a part of a sentence. Deleted runs take theirs until the end."""
+    try:
+        has_deleted = any((runs / TRASH).iterdir())
+    except OSError:
+        has_deleted = False
+    return (
+        "free some space (the deleted runs, below the table Runs, can be emptied)" if has_deleted else "free some space"
+    )
 
 
 def weights_of(stage: Path) -> Path:

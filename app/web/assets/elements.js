@@ -186,9 +186,11 @@ export async function askText(title, box, answer, note) {
  * Show a short sentence at the foot of the window.
  * @param {string} text
  * @param {boolean} [isBad]
+ * @param {() => unknown} [undo] What takes back what was done.
  */
-export function toast(text, isBad = false) {
-  const element = h(isBad ? 'div.toast.bad' : 'div.toast', { role: isBad ? 'alert' : 'status' }, text);
+export function toast(text, isBad = false, undo = undefined) {
+  const element = h(isBad ? 'div.toast.bad' : 'div.toast', { role: isBad ? 'alert' : 'status' }, text,
+    undo && h('button.btn.s', { type: 'button', onclick: () => { element.remove(); undo(); } }, 'Undo'));
   document.querySelector('#toasts').append(element);
-  setTimeout(() => element.remove(), isBad ? 9000 : 4000);
+  setTimeout(() => element.remove(), undo ? 12000 : isBad ? 9000 : 4000);
 }

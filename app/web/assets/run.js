@@ -265,7 +265,8 @@ function build(root) {
     message: h('div#message'), problem: h('div#run-problem'), problems: h('div'),
     sentence: h('p.sentence#run-sentence'), pending: h('div.notice#run-pending', { role: 'status', hidden: true }),
     gone: h('div.card.empty#run-gone', { hidden: true }, h('h2', {}, 'This run is not there'),
-      h('p', {}, 'Its folder was deleted or moved, or the address has a typing error.'),
+      h('p', {}, 'Its folder was deleted or moved, or the address has a typing error. '
+        + 'Deleted runs are listed below the table Runs.'),
       h('a.btn', { href: studio.link('runs') }, 'Runs')),
     error: h('section.notice.bad#run-error', { role: 'alert', hidden: true }),
     done: h('section.notice.ok#run-done', { 'aria-label': 'Finished', hidden: true }),

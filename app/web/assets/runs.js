@@ -2,6 +2,7 @@
 // @ts-check
 import * as studio from './core.js';
 import { h } from './core.js';
+import { drawDeleted, restore } from './runs-deleted.js';
 import { rename } from './rename.js';
 import { open, choose, lineOf, loadImages } from './runs-rows.js';
 import { current, rows, chosen, lines, COLUMNS, CHUNK, MOST_COMPARED } from './runs-state.js';
@@ -51,6 +52,7 @@ async function read() {
     do {
       current.answer = await studio.call('runs_list', { token: current.token });
       take(current.answer);
+      drawDeleted(current.answer.deleted);
       if (current.answer.is_whole || current.answer.rows.length || current.answer.gone.length) draw();
       else say('#runs-problem', current.answer.problem);
     } while (current.answer.num_unread && studio.shown === 'runs');
@@ -117,7 +119,7 @@ function build(section) {
         h('tbody', { onclick: open, onchange: choose })),
       h('div#runs-empty')),
     h('div#runs-more', { hidden: true }, h('button.btn', { type: 'button', onclick: more }, 'Show more')),
-    bar());
+    h('details.card#deleted-runs', { hidden: true }), bar());
   new IntersectionObserver(entries => entries.some(entry => entry.isIntersecting) && more(), { rootMargin: '600px' })
     .observe(at('#runs-more'));
   studio.shortcut('/', 'Filter the runs', () => filter.focus(), 'runs');
@@ -288,14 +290,15 @@ async function remove() {
     .join(', ') + (list.length > 8 ? ` and ${list.length - 8} more` : '');
   const size = sizes.includes(null) ? `at least ${studio.size(total)}` : studio.size(total);
   const text = [h('b', {}, names), h('br'),
-    `Deleted: ${size}, with all checkpoints, samples, exports and logs of ${list.length === 1 ? 'this run'
-      : 'these runs'}. `
-    + 'This cannot be undone.', h('br'), 'Kept: your images and captions, the model, presets, and other runs.'];
+    `Moved to the deleted runs, below this table: ${size}, with all checkpoints, samples, exports and logs. `
+    + 'They stay on the disk until you empty these.', h('br'),
+    'Kept: your images and captions, the model, presets, and other runs.'];
   const title = list.length === 1 ? `Delete ${list[0].title}?` : `Delete ${studio.count(list.length)} runs?`;
-  if (await studio.ask(title, text, ['Delete permanently', 'Cancel'], 'stop')) return '';
-  const { num_deleted: numDeleted, refused } = await studio.call('runs_delete', { runs: list.map(row => row.name) });
+  if (await studio.ask(title, text, ['Delete', 'Cancel'], 'stop')) return '';
+  const { deletions, refused } = await studio.call('runs_delete', { runs: list.map(row => row.name) });
   await reload();
-  if (numDeleted) studio.toast(`${studio.counted(numDeleted, 'run')} deleted.`);
+  if (deletions.length) studio.toast(`${studio.counted(deletions.length, 'run')} deleted. `, false,
+    () => restore(deletions));
   if (refused.length) throw new studio.Refused(refused.join('\n'));
   return '';
 }
