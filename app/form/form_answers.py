@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.data import folders
+from app.data.scans import ScanResult
 from app.form import draft as form
 from app.form.draft import Checked
 from app.form.plan_preview import PlanPreview
+from app.form.proposals import proposed
 from trainer.config import families
 from trainer.config.fields import all_names, label, slot, unit
 from trainer.config.load import COMMAND_LINE, dump_config, load_config_text, similar_name
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from app.studio import Studio
 
 LINE = re.compile(r"^\S*?:(\d+): ?(.*)$")
+REMEDY = re.compile(r"\b(?:set|or) ([a-z]+\.[a-z_.]*[a-z]): (\w[\w.]*\b)")
+"""A field and a value that a sentence tells people to set."""
 
 
 def _field(name: str) -> dict[str, Any]:
@@ -102,6 +106,25 @@ def errors(checked: Checked) -> list[dict[str, str]]:
     return [
         {"field": name, "label": label(name) if name else "", "text": text} for name, text in checked.errors.items()
     ]
+
+
+def remedies(sentences: Sequence[str]) -> dict[str, list[dict[str, str]]]:
+    """Return {sentence: the changes that it names}, as "set data.missing_caption: empty" in an error or a warning.
+
+    A change is a field, its label, and one of the field's words, or a number, as it is typed.
+    """
+    found = {}
+    for sentence in sentences:
+        named = [(name, word) for name, word in REMEDY.findall(sentence) if name in FIELDS and _takes(name, word)]
+        if named:
+            found[sentence] = [{"field": name, "label": label(name), "value": word} for name, word in named]
+    return found
+
+
+def _takes(name: str, word: str) -> bool:
+    """Whether a field takes a word that a sentence names: a text may be a placeholder, or a path."""
+    spec = slot(tuple(name.split(".")))
+    return spec is not None and (word in spec.words or (word.isdigit() and int in spec.options))
 
 
 def notes(checked: Checked) -> list[str]:
@@ -269,6 +292,14 @@ def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:
         "problems": list(found.problems[:20]),
         "warnings": list(found.warnings[:20]),
     }
+
+
+def proposals(checked: Checked, found: ScanResult) -> list[dict[str, str]]:
+    """Return what `proposals.proposed` offers for the draft's own images, with the labels of the fields."""
+    if not found.is_complete:
+        return []
+    offered = proposed(checked, found)
+    return [{"field": name, "label": label(name), "value": value} for name, value in offered.items()]
 
 
 def glance(path: str) -> dict[str, Any]:

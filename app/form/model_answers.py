@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from app.form.form_answers import kinds
@@ -10,7 +11,6 @@ from trainer.config.models import published_models
 from trainer.config.sections import ModelConfig
 from trainer.config.titles import model_title
 from trainer.launcher import preflight
-from trainer.plan.hardware import CARDS
 
 
 def model(choice: ModelChoice, image: str = "") -> dict[str, Any]:
@@ -34,20 +34,26 @@ def model(choice: ModelChoice, image: str = "") -> dict[str, Any]:
         or preflight.has_model(ModelConfig(family=choice.family, path=choice.path, base=choice.base)),
         "fits": choice.fits,
         "image": image,
+        "blocks": _whole([preset.blocks for preset in choice.presets if preset.blocks]),
         "presets": [_preset(preset) for preset in choice.presets],
     }
 
 
+def _whole(found: Sequence[tuple[tuple[str, int, int], ...]]) -> tuple[tuple[str, int, int], ...]:
+    """The blocks of the model alone, without text encoders that are trained, and not packed as a quantized base."""
+    return max(found, key=lambda blocks: (-sum(count for _, count, _ in blocks), blocks[0][2]), default=())
+
+
 def _preset(preset: PresetChoice) -> dict[str, Any]:
     plan = preset.plan
-    card = next((card for card in CARDS.values() if plan and plan.need <= card.memory), None)
     return {
         "name": preset.name,
         "title": preset.title,
         "needs": preset.needs,
+        "cost": preset.cost,
         "verdict": preset.verdict,
         "is_own": preset.is_own,
         "kinds": kinds(plan) if plan else [],
-        "limit": card.memory if card else None,
+        "limit": plan.card.memory if plan and plan.card else None,
         "need": plan.need if plan else None,
     }

@@ -286,7 +286,8 @@ def test_a_rank_of_lokr_that_leaves_its_factor_whole_is_noted(cache: Path) -> No
     _, injected = inject("flux2", cache, LokrAdapter(rank=4))
     name = "transformer.transformer_blocks.0.attn.to_q"
     assert injected.notes == (
-        f"adapter.rank: has no effect in 8 layers, as '{name}': half the second factor's size or more",
+        f"adapter.rank: has no effect in 8 layers, as '{name}': they are so small that all of their second factor is "
+        "trained",
     )
     assert inject("flux2", cache, LokrAdapter(rank=3))[1].notes == ()
     assert inject("flux2", cache, LokrAdapter(full_matrix=True))[1].notes == ()

@@ -82,13 +82,13 @@ sample: 3
             "preset.yaml:1: name: '🦊' is not 1 to 64 letters, digits, '_', '.' or '-', not beginning with '.' or '-'",
             f"preset.yaml:3: model.family: 'flux22' is not one of {', '.join(family_names())}; did you mean 'flux2'?",
             "preset.yaml:4: model.options.text_layers[1]: needs a whole number, not true",
-            "preset.yaml:6: adapter.rnk: unknown field; did you mean 'rank'?",
+            "preset.yaml:6: adapter.rnk: unknown field; did you mean 'adapter.rank'?",
             "preset.yaml:7: adapter.rank: is 0, must be >= 1 and <= 1024",
             "preset.yaml:8: adapter.rank_pattern.attn.to_q: needs a whole number, not 'many'",
             "preset.yaml:11: data.folders[0].path: is needed: Folder of images with captions; for a language model, "
             "a folder or file of text.",
             "preset.yaml:11: data.folders[0].weight: is 0, must be > 0 and <= 1000",
-            "preset.yaml:12: data.folders[1].wieght: unknown field; did you mean 'weight'?",
+            "preset.yaml:12: data.folders[1].wieght: unknown field; did you mean 'data.folders[1].weight'?",
             "preset.yaml:14: train.steps: needs a whole number, not 'abc'",
             "preset.yaml:15: train.precision: 'fp8' is not one of fp32, bf16",
             "preset.yaml:16: train.checkpointing: needs none, selective, full, auto, text or a whole number, "
@@ -155,7 +155,9 @@ sample: 3
 
     def test_a_rule_is_silent_while_a_field_it_depends_on_is_unknown(self) -> None:
         text = f"{DATA}parallel: {{strategy: hybrid, shard_size: 2, %s: 4}}\n"
-        assert refusal(text % "devics") == ["preset.yaml:2: parallel.devics: unknown field; did you mean 'devices'?"]
+        assert refusal(text % "devics") == [
+            "preset.yaml:2: parallel.devics: unknown field; did you mean 'parallel.devices'?"
+        ]
         assert read(text % "devices").config.parallel.world_size == 4
 
     def test_a_rule_points_at_the_field_it_follows_from_when_its_own_is_not_given(self) -> None:

@@ -71,10 +71,10 @@ def counted(world: World, cfg: RunConfig, run: RunDir, ranks_per_sample: int) ->
 @pytest.mark.parametrize(
     ("ranks", "together", "config"),
     [
-        (4, 2, images_config),
-        (2, 2, texts_config),
+        (4, 2, texts_config),
+        pytest.param(2, 2, texts_config, marks=pytest.mark.slow),
         pytest.param(2, 2, images_config, marks=pytest.mark.slow),
-        pytest.param(4, 2, texts_config, marks=pytest.mark.slow),
+        pytest.param(4, 2, images_config, marks=pytest.mark.slow),
         pytest.param(4, 2, drawn_and_answered_config, marks=pytest.mark.slow),
     ],
 )

@@ -53,7 +53,7 @@ def folder(tmp_path: Path, pictures: Path) -> Path:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (preset_with("rank: 4", "rnk: 4"), "preset.yaml:6: adapter.rnk: unknown field; did you mean 'rank'?"),
+        (preset_with("rank: 4", "rnk: 4"), "preset.yaml:6: adapter.rnk: unknown field; did you mean 'adapter.rank'?"),
         (
             preset_with("strategy: full", "strategy: ddp\n  cpu_offload: true"),
             "preset.yaml:18: parallel.cpu_offload: true needs parallel.strategy full, grad_op or hybrid, not ddp",

@@ -17,9 +17,11 @@ from PIL import Image
 from tests.runs import run_config
 from tests.system.gpus.machines import MIXED, install, uuids
 from trainer.config.schema import RunConfig
+from trainer.launcher import torchrun
 from trainer.launcher.queue import Queue, Settings, run_queue
 from trainer.run import process
 from trainer.run.events import EventWriter, StatusEvent
+from trainer.run.folder import RunDir
 from trainer.system.errors import InputError
 
 # What the queue starts instead of the trainer: a run that does what its name says, once its file `go` is there.
@@ -94,6 +96,20 @@ def test_the_config_is_frozen_when_it_is_put_in(queue, config, tmp_path):
 
 def replace_steps(cfg: RunConfig, steps: int) -> RunConfig:
     return cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": steps})})
+
+
+def test_a_run_that_was_started_beside_the_queue_is_waited_for(queue, config):
+    """By Start, a notebook or a command: two runs on the same GPUs would both run out of memory."""
+    run = RunDir.create(queue.runs, config("waits"))
+    torchrun.start(run.config(), run, "queueworker")
+    queue.add(config("b"), gpus=(1,))
+    with queue.starting():
+        assert queue.start_next() == []
+        assert [entry.run for entry in queue.blockers(queue.waiting()[0])] == [run.path.name]
+        (queue.runs / "go").touch()
+        wait_for(lambda: not process.alive(run))
+        assert names(queue.start_next()) == ["b"]
+    wait_for(lambda: ended(queue))
 
 
 def test_one_run_at_a_time_unless_their_gpus_differ(queue, config, tmp_path):

@@ -384,8 +384,9 @@ def test_a_sampler_that_cannot_be_used_is_replaced_by_eulers_method_and_the_reas
         assert family.warnings(run_config(copied, model={"family": "sdxl"}, sample=sample | without)) == ()
     if zero:
         assert family.changed_configs[SCHEDULER]["_class_name"] == "EulerDiscreteScheduler"
-    if name == "LCMScheduler":
-        assert drawn(family, cfg.sample) == drawn(plain, cfg.sample)
+    if name != "LCMScheduler":  # which refuses no fewer steps
+        short = cfg.sample.model_copy(update={"steps": 2})
+        assert drawn(family, short) == drawn(plain, short)
 
 
 def test_other_families_refuse_a_sampler(tmp_path: Path) -> None:

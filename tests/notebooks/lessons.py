@@ -112,7 +112,7 @@ LESSONS = {
         answers=(Answers("7.5", "24 / 16"), Answers("0.1 * 12 * 16", "12 * 16")),
         shows=(
             r"-square\.png: cannot be read \(.*\); replace or remove it, or set data\.bad_image: warn",
-            r"have no caption: first .*-wide\.png; write it into .*-wide\.txt, or set data\.missing_caption: empty",
+            r"have no caption: first .*-wide\.png; write it into .*-wide\.txt, .*or set data\.missing_caption: empty",
             r"-square\.txt: byte 12 \(0xfc\) is not UTF-8; save the file as UTF-8",
             r"left out: 0000-rat-square",
             r"4 images to train",

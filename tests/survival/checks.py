@@ -82,7 +82,7 @@ def story_problems(events: Sequence[AnyEvent], before: int, reference: Reference
     """What is wrong with what one start told. events: since it.  before: steps of the newest checkpoint there was."""
     messages = [event.message for event in events if event.type == "status"]
     resumed = [message for message in messages if message.startswith("resumed from ")]
-    loaded = any(message.startswith("rank 0 read ") for message in messages)
+    loaded = any(message.startswith("the model is loaded: ") for message in messages)
     if resumed != ([f"resumed from step-{before:06d}"] if before else []) and (loaded or resumed):
         yield f"began with {resumed or 'nothing'}, the newest checkpoint was that of step {before}"
     steps = [event.step for event in events if isinstance(event, StepEvent)]

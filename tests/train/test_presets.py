@@ -97,7 +97,6 @@ def test_there_is_a_preset_for_each_kind_of_hardware() -> None:
         "flux2-dev-lora-8gpu",
         "flux2-dev-lora-int8-4gpu",
         "flux2-dev-lora-nf4-1x24gb",
-        "flux2-dev-lora-nf4-1x32gb",
         "flux2-dev-lora-nf4-2x24gb",
         "flux2-klein-4b-lora-1gpu",
         "flux2-klein-9b-lora-2gpu",

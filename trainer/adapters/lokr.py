@@ -126,7 +126,9 @@ class LokrKind(RankKind):
         if cfg.full_matrix or not whole:
             return ()
         where = f"{counted(whole)}, as '{whole[0]}'"
-        return (f"adapter.rank: has no effect in {where}: half the second factor's size or more",)
+        return (
+            f"adapter.rank: has no effect in {where}: they are so small that all of their second factor is trained",
+        )
 
     def scale(self, cfg: AdapterSection, tensors: Tensors) -> float:
         assert isinstance(cfg, LokrAdapter)

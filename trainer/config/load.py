@@ -282,9 +282,7 @@ class _ConfigReader:
         hint = ""
         if meant:
             self.broken.add(name(meant))
-            # In a file the key stands below its section; on a command line and in a stage the whole name is typed.
-            is_key = meant[:-1] == first[:-1] and not self.origin_of(name(first), name(loc)).override
-            hint = f"; did you mean '{meant[-1] if is_key else name(meant)}'?"
+            hint = f"; did you mean '{name(meant)}'?"
         self.report(first, f"unknown field{hint}", loc)
 
     def origin_of(self, *fields: str) -> Origin:

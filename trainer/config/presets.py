@@ -10,8 +10,8 @@ from trainer.system.errors import InputError
 from trainer.system.installation import PRESETS
 
 FIRST_PRESET = "quickstart"
-MOST_NEAR = 8
-"""Largest number of names that are suggested for an unknown one."""
+MOST_NEAR = 3
+"""Largest number of names that are suggested for an unknown one; more that hold it are listed."""
 
 
 def find_presets(own: Path, shipped: Path = PRESETS) -> dict[str, Path]:
@@ -46,11 +46,7 @@ def preset_file(preset: str | Path, own: Path) -> Path:
     if os.path.lexists(file):
         return file
     near = [known for known in presets if name in known] or difflib.get_close_matches(name, presets, 1)
-    raise InputError(f"no preset '{name}'; {_suggestion(near if len(near) <= MOST_NEAR else [], list(presets))}")
-
-
-def _suggestion(near: list[str], known: list[str]) -> str:
-    if not near:
-        return f"there are {', '.join(known)}"
-    *others, last = [f"'{name}'" for name in near]
-    return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
+    if not 0 < len(near) <= MOST_NEAR:
+        raise InputError(f"no preset '{name}'; there are {', '.join(near or presets)}")
+    *others, last = [f"'{known}'" for known in near]
+    raise InputError(f"no preset '{name}'; did you mean {', '.join(others)}{' or ' if others else ''}{last}?")

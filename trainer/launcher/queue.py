@@ -216,9 +216,22 @@ class Queue:
         return taken
 
     def blockers(self, entry: Entry) -> list[Entry]:
-        """Return the running runs that use a GPU of this one. A run without a list of GPUs uses all."""
+        """Return the running runs that use a GPU of this one. A run without a list of GPUs uses all.
+
+        A run of the folder that something else started counts as well: a page, a notebook or a command.
+        """
+        taken = self.taken()
+        known = {other.run for other in taken}
+        others = [
+            Entry(0, run.name, "", run=run.name)
+            for run in (self.runs.iterdir() if self.runs.is_dir() else ())
+            if run.name not in known and is_run(run)
+        ]
         return [
-            other for other in self.running() if not entry.gpus or not other.gpus or set(other.gpus) & set(entry.gpus)
+            other
+            for other in [*taken, *others]
+            if not entry.gpus or not other.gpus or set(other.gpus) & set(entry.gpus)
+            if other.run and self._is_alive(other)
         ]
 
     def _take(self, entry: Entry) -> Entry:

@@ -111,9 +111,9 @@ class RunLog:
         trained = loaded.trainables.values()
         self.note(
             "loading",
-            f"rank 0 read {loaded.bytes_read / 2**20:,.1f} MiB in {seconds:.1f} s; "
-            f"{sum(parameter.numel() for parameter in trained):,} trained parameters in {len(trained)} tensors; "
-            f"{ranks}, strategy {loaded.strategy}",
+            f"the model is loaded: {sum(parameter.numel() for parameter in trained):,} parameters are trained, in "
+            f"{len(trained)} tensors on {ranks} (strategy {loaded.strategy}); rank 0 read "
+            f"{loaded.bytes_read / 2**20:,.1f} MiB in {seconds:.1f} s",
             step,
         )
         self.heartbeat("loading", step)

@@ -350,11 +350,14 @@ studio.screens.data = {
     studio.shortcut('ArrowLeft', 'Previous page', () => turn(-1), 'data');
     studio.shortcut('ArrowRight', 'Next page', () => turn(1), 'data');
   },
-  async show() {
+  async show([, place]) {
     addresses.clear();
     tell(null);
+    if (place === 'uncaptioned') current.filter = { show: place, search: '', mark: '' };
     await Promise.all([look(true, true), uploads.look()]);
     await Promise.all([captioning.look(), looks.look()]);
+    if (place === 'uncaptioned') $('grid').querySelector('textarea')?.focus();
+    if (place === 'caption') $('caption-model').focus();
   },
   async tick() {
     await Promise.all([captioning.tick(), looks.tick()]);

@@ -3,8 +3,12 @@
 import * as studio from './core.js';
 import { say, call, h, fill } from './core.js';
 import { edited } from './form-draft.js';
+import { withRemedies } from './form-remedies.js';
 import { PATH_PAUSE_MS, inputs, current, $ } from './form-state.js';
 import { look as looks } from './look.js';
+
+/** Letters of a proposed prompt that are shown. */
+const MOST_SHOWN = 60;
 
 let glanceTimer = 0;
 /** While a folder is typed, look at that one folder when the typing rests. */
@@ -34,7 +38,7 @@ export function drawData() {
       `${studio.counted(data.num_images, 'picture')}${data.problems.length
         ? `, ${studio.counted(data.problems.length, 'problem')}` : ''}`)];
   });
-  fill(place, [data], () => {
+  fill(place, [data, current.state.errors], () => {
     if (!data || !data.is_complete) return [];
     const parts = [];
     if (data.shapes.length) parts.push(
@@ -43,9 +47,12 @@ export function drawData() {
     if (data.held_out) parts.push(
       h('span', {}, h('b', {}, `${data.held_out} held out`), h('span.dim', {}, ' to measure progress')));
     if (data.num_questions) parts.push(h('span', {}, h('b', {}, studio.counted(data.num_questions, 'question'))));
-    return [...parts, ...data.problems.slice(0, 4).map(text => h('p.notice.bad', {}, text)),
-      ...data.warnings.slice(0, 4).map(text => h('p.notice.warn', {}, text))];
+    const said = current.state.errors.map(error => error.text), // at its row and beside Start
+      others = data.problems.filter(text => !said.some(told => text.endsWith(told)));
+    return [...parts, ...others.slice(0, 4).map(text => h('p.notice.bad', {}, withRemedies(text))),
+      ...data.warnings.slice(0, 4).map(text => h('p.notice.warn', {}, withRemedies(text)))];
   });
+  drawProposals();
   fill($('recent'), [current.state.recent],
     () => current.state.recent.map(path =>
       h('button.chip', { type: 'button', title: path, onclick: () => setPath(path) },
@@ -55,6 +62,21 @@ export function drawData() {
     [current.state.rows['data.path']?.value, current.state.rows['data.references']?.value,
       data?.is_complete && data.num_images],
     path => edited('data.references', path, 0));
+}
+
+const cut = text => text.length > MOST_SHOWN ? `${text.slice(0, MOST_SHOWN)}…` : text;
+
+/** Name, trigger word and prompts for own pictures, while those of the preset are in the form. */
+function drawProposals() {
+  const offered = current.state.proposals;
+  $('proposals').hidden = !offered.length;
+  fill($('proposals'), [offered], () => offered.length ? [
+    h('p', {}, h('b', {}, 'For these pictures'), ' instead of the preset’s words:'),
+    h('ul', {}, offered.map(({ label, value }) => h('li', {}, `${label}: `,
+      value.split('\n').map((line, at) => [at ? ' · ' : '', h('b', {}, cut(line))])))),
+    h('button.btn.s', { type: 'button', onclick: () => {
+      for (const { field, value } of offered) edited(field, value, 0);
+    } }, 'Take them')] : []);
 }
 
 async function drawThumbnails(data) {

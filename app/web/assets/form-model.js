@@ -6,11 +6,17 @@ import { take, change, offerUndo } from './form-draft.js';
 import { drawStart } from './form-plan.js';
 import { current, $ } from './form-state.js';
 
-const MOST_SUGGESTED = 8;
+const MOST_SUGGESTED = 8, WIDTH = 160, HEIGHT = 70,
+  HUES = ['weights', 'activations', 'gathered', 'optimizer'];
 
 // --- card 1: the model --------------------------------------------------------------------------------------------
 
+/** Empty tiles, until the models are known. */
+export const skeletons = () => Array.from({ length: MOST_SUGGESTED }, () =>
+  h('span.skeleton', { 'aria-hidden': 'true' }, h('span.art'), h('i'), h('i')));
+
 export function drawModels() {
+  if (!current.models.length) return;
   const own = current.models.find(model => model.presets.some(preset => preset.name === current.state.preset));
   const listed = current.wantsAll ? current.models
     : current.models.filter(model => model.is_known || model === own).slice(0, MOST_SUGGESTED);
@@ -131,27 +137,31 @@ function presetTile(preset) {
   return h(isOn ? 'button.preset.on' : 'button.preset',
     { type: 'button', 'aria-pressed': String(isOn), data: { preset: preset.name }, title: preset.name,
       onclick: () => isOn || choosePreset(preset.name) },
-    h('b', {}, preset.title), h('span.sm', {}, preset.needs), bar,
+    h('b', {}, preset.title), h('span.sm', {}, sentence([preset.needs, preset.cost])), bar,
     h(mood ? `span.tag.${mood}` : 'span.tag', {}, words[preset.verdict] || preset.verdict || 'not estimated'));
 }
 
-/** A drawing for a model's tile: shards in hues of its name. */
+/** Texts, empty ones left out, as one sentence. */
+const sentence = parts => {
+  const text = parts.filter(Boolean).join(': ');
+  return text && `${text[0].toUpperCase()}${text.slice(1)}.`;
+};
+
+/**
+ * A drawing for a model's tile: its blocks in their order, one colour for each kind. Their heights grow with the cube
+ * root of their weights, on one scale for all models.
+ */
 function art(model) {
   if (model.image) return h('img.art', { src: model.image, alt: '' });
-  let seed = [...model.path].reduce((sum, letter) => (sum * 31 + letter.charCodeAt(0)) >>> 0, 7);
-  const random = () => { seed = (seed * 1664525 + 1013904223) >>> 0; return seed / 2 ** 32; };
-  const hue = Math.round(random() * 360), shapes = [];
-  for (let i = 0; i < 7; i++) {
-    const x = random() * 160, y = random() * 90,
-      points = [0, 1, 2].map(() =>
-        `${(x + (random() - 0.5) * 120).toFixed(0)},${(y + (random() - 0.5) * 90).toFixed(0)}`);
-    shapes.push(studio.svg('polygon',
-      { points: points.join(' '), fill: `hsl(${(hue + i * 17) % 360} ${45 + 25 * random()}% ${38 + 34 * random()}%)`,
-        opacity: 0.75 }));
-  }
+  const bars = model.blocks.flatMap(([name, count, size]) => Array(count).fill({ name, height: Math.cbrt(size) })),
+    kinds = [...new Set(bars.map(bar => bar.name))], step = WIDTH / bars.length,
+    largest = Math.max(...current.models.flatMap(other => other.blocks.map(([, , size]) => size))),
+    scale = 0.85 * HEIGHT / Math.cbrt(largest);
   return studio.svg('svg',
-    { viewBox: '0 0 160 90', class: 'art', preserveAspectRatio: 'xMidYMid slice', 'aria-hidden': 'true' },
-    studio.svg('rect', { width: 160, height: 90, fill: `hsl(${hue} 42% 30%)` }), ...shapes);
+    { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: 'art', preserveAspectRatio: 'none', 'aria-hidden': 'true' },
+    ...bars.map(({ name, height }, at) => studio.svg('rect', { x: (at + 0.12) * step, width: 0.76 * step,
+      y: HEIGHT - scale * height, height: scale * height,
+      style: `fill: var(--${HUES[kinds.indexOf(name) % HUES.length]})` })));
 }
 
 async function choosePreset(name) {

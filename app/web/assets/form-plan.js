@@ -5,6 +5,7 @@ import { h, fill, say, call, link } from './core.js';
 import { take, change } from './form-draft.js';
 import { isRunning } from './form-model.js';
 import { linkTo } from './form-more.js';
+import { withRemedies } from './form-remedies.js';
 import { current, $ } from './form-state.js';
 import { stepPicture } from './step.js';
 
@@ -31,7 +32,7 @@ export function drawStart() {
       return [h('b', {}, `Start waits for ${errors.length === 1 ? 'one thing' : `${errors.length} things`}`),
         h('ul', {},
           errors.map(error => h('li', {}, error.label ? [linkTo(error.field, error.label), ': '] : '',
-            inBrief(error))))];
+            withRemedies(inBrief(error)))))];
     if (waiting) return [h('p', {}, waiting)];
     const checked = ['model',
       current.state.data?.num_images ? studio.counted(current.state.data.num_images, 'picture') : 'data',
@@ -40,7 +41,7 @@ export function drawStart() {
   });
   fill($('warnings'), [warnings, problem],
     () => [...(problem ? [h('p.notice.bad', { role: 'alert' }, problem)] : []),
-      ...warnings.map(text => h('p.notice.warn', {}, text))]);
+      ...warnings.map(text => h('p.notice.warn', {}, withRemedies(text)))]);
   say($('phone-note'), errors.length ? `waits for ${errors.length}` : waiting || 'Ready');
   for (const [id, fields] of Object.entries(FIELDS_OF_STEP)) {
     $(id).classList.toggle('no', errors.some(error => fields.includes(error.field)));

@@ -6,7 +6,7 @@ import { fitter as newFitter } from './fit.js';
 import { drawData, browse } from './form-data.js';
 import { settled, complain, edited, take, change } from './form-draft.js';
 import { showRow, idOf, row, inputOf, paint } from './form-inputs.js';
-import { drawModels, loadModels } from './form-model.js';
+import { drawModels, loadModels, skeletons } from './form-model.js';
 import { drawMethods, drawGroups, groups, filterGroups, linkTo } from './form-more.js';
 import { drawStart, drawGpus, drawPlan, drawTime } from './form-plan.js';
 import { current, $, inputs, field } from './form-state.js';
@@ -59,7 +59,7 @@ function cards() {
     h('section.card#card-model', { 'aria-labelledby': 'h-model' },
       h('div.ttl', {}, h('span.step#step-1', { 'aria-hidden': 'true' }, '1'), h('h2#h-model', {}, 'Model'),
         h('span.grow'), h('span.seg#model-filter', { role: 'group', 'aria-label': 'Which models' })),
-      h('div.tiles#tiles'), h('div.get#model-facts'), h('div#left.left-behind'),
+      h('div.tiles#tiles', {}, skeletons()), h('div.get#model-facts'), h('div#left.left-behind'),
       h('p.lab', {}, h('span.l', {}, 'How it is trained '), h('span.dim.sm#presets-note')), h('div.presets#presets'),
       h('details.own-model', {}, h('summary.sm', {}, 'Another model of this family, from a folder or the hub'),
         row('model.path'))),
@@ -77,16 +77,19 @@ function cards() {
         row('data.trigger', { help: 'A word that means nothing yet. It is put where a caption says [trigger].' }),
         row('data.validation', { help: 'Images that are not trained on, to measure progress: a number, or a folder.',
           textHelp: 'A file or folder of texts that are not trained on, to measure progress.' })),
-      h('div.thumbs#thumbs'), h('div.data-facts#data-facts')),
+      h('div.thumbs#thumbs'), h('div.notice#proposals', { hidden: true, role: 'status' }),
+      h('div.data-facts#data-facts')),
     h('section.card#card-method', { 'aria-labelledby': 'h-method' },
       h('div.ttl', {}, h('span.step#step-3', { 'aria-hidden': 'true' }, '3'), h('h2#h-method', {}, 'Method'),
         h('span.dim', {}, 'The most important settings; all others are under More.')),
       h('div.meths#methods', { role: 'radiogroup', 'aria-label': 'Method' }), h('p.help.bad-text#method-error'),
-      h('div.g4', {}, rank, row('adapter.block_size'), row('train.steps'), row('optim.lr'), row('train.batch_size')),
+      h('div.g4', {}, rank, row('adapter.block_size'), row('train.steps'), row('optim.lr'), row('train.batch_size',
+        { help: 'Images per step, of all GPUs together.', textHelp: 'Texts per step, of all GPUs together.' })),
       h('div.g2.prompts', {}, row('sample.prompts',
         { help: 'One a line. Samples show how far the run is; [trigger] becomes the trigger word.',
           textHelp: 'One a line. The model goes on from each, to show how far the run is.' }),
-        h('div.g2.tight', {}, row('sample.every'), row('data.resolution'), row('data.length'), row('name'),
+        h('div.g2.tight', {}, row('sample.every'),
+          row('data.resolution', { help: 'Images are scaled to about this value squared.' }), row('data.length'),
           row('checkpoint.keep')))),
     h('section.card#card-more', { 'aria-labelledby': 'h-more' },
       h('div.ttl', {}, h('h2#h-more', {}, 'More'), h('span.dim#more-note'), h('span.grow'),
@@ -99,7 +102,7 @@ function cards() {
 function panel() {
   const targets = studio.facts.form.targets;
   return h('aside.side', { 'aria-label': 'Start' },
-    h('div.card#card-start', {},
+    h('div.card#card-start', {}, row('name', { help: 'Of the run, and of the file it ends with.' }),
       h('button.btn.main.start#start', { type: 'button', disabled: true, onclick: start }, 'Start'),
       h('div#outcome'), h('div.notice#why', { role: 'status' }, 'Looking …'), h('div#warnings'),
       h('div#gpus', { hidden: true }),

@@ -362,6 +362,8 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
     # While somebody types, nothing waits for files to be counted.
     steps = list(config.stage_steps) if is_typing else planned_steps(studio.scans, config)
     whole = studio.planned_seconds(checked, target, steps)
+    warnings = [*form_answers.notes(checked), *checked.warnings]
+    found = None if is_typing else form_answers.data(studio, checked)
     answer = {
         "preset": studio.name_of(draft.preset),
         "problem": studio.draft_problem,
@@ -370,12 +372,16 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
         "errors": form_answers.errors(checked),
         "ready": checked.can_start,
         "waiting": checked.waiting,
-        "warnings": [*form_answers.notes(checked), *checked.warnings],
+        "warnings": warnings,
+        "remedies": form_answers.remedies(
+            [*checked.errors.values(), *warnings, *(found["problems"] + found["warnings"] if found else [])]
+        ),
         "changes": form_answers.changes(checked),
         "plan": form_answers.plan(preview, checked.config, studio.gpus(), steps, whole),
         "fit": fit_answers.offer(*studio.fit_question(draft, target), target),
         "earlier": form_answers.earlier(studio, checked.config, steps) if target == THIS_MACHINE else None,
-        "data": None if is_typing else form_answers.data(studio, checked),
+        "data": found,
+        "proposals": form_answers.proposals(checked, studio.scans.of(config)) if found else [],
         "downloads": {model: vars(found) for model, found in studio.model_downloads.all().items()},
         "disk": form_answers.disk(preview, checked.config, studio.runs),
         "gpus": [{"index": gpu.index, "name": gpu.name} for gpu in studio.gpus()],

@@ -180,7 +180,9 @@ def test_wrong_yaml_is_marked_at_its_line_and_stays_and_right_yaml_becomes_the_f
     wrong = "model: {family: flux2, path: demo}\ndata: {path: quickstart}\ntrain:\n  stepz: 77\n"
     page.locator("#yaml").fill(wrong)
     page.locator("#apply-yaml").click()
-    page.locator("#yaml-wrong li", has_text="Line 4: train.stepz: unknown field; did you mean 'steps'?").wait_for()
+    page.locator(
+        "#yaml-wrong li", has_text="Line 4: train.stepz: unknown field; did you mean 'train.steps'?"
+    ).wait_for()
     assert page.locator("#yaml-lines .wrong").all_inner_texts() == ["4"]
     write_over(page, "field-name", "other")  # another answer takes neither the text nor its marks away
     page.locator("#changes", has_text="other").wait_for()
@@ -395,6 +397,32 @@ class Counted:
         self.page.locator(selector).click()
         self.page.keyboard.press("Control+a")
         self.page.keyboard.type(text)
+
+
+def test_images_without_captions_are_written_captioned_or_trained_without_by_one_click(page: Page, runs: Path):
+    images = make_pictures(runs.parent / "bare", count=5)
+    for file in images.glob("*.txt"):
+        file.unlink()
+    write_over(page, "field-data-path", str(images))
+    page.keyboard.press("Tab")
+    why = page.locator("#why")
+    why.locator("li", has_text="5 of 5 images have no caption").wait_for()
+    assert why.locator("li").count() == 1 and page.locator("#data-facts .notice.bad").count() == 0
+    why.get_by_role("link", name="Write them").click()
+    page.locator("#grid textarea").first.wait_for()
+    until(page, "document.activeElement === document.querySelector('#grid textarea')")
+    assert page.locator("#shows [data-show=uncaptioned]").get_attribute("aria-pressed") == "true"
+    page.go_back()
+    why.get_by_role("link", name="Caption with a model").click()
+    until(page, "document.activeElement.id === 'caption-model'")
+    page.go_back()
+    why.get_by_role("button", name="Train without").click()
+    until(page, "document.querySelector('#why').dataset.state === 'ready'")
+    assert page.locator("#proposals li").count() == 3
+    page.locator("#proposals").get_by_role("button", name="Take them").click()
+    page.locator("#proposals").wait_for(state="hidden")
+    assert (value(page, "name"), value(page, "data-trigger")) == ("bare", "bare")
+    assert value(page, "sample-prompts") == "[trigger]"
 
 
 def test_own_images_on_another_model_take_four_clicks_and_two_texts(page: Page, runs: Path):

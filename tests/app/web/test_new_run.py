@@ -342,7 +342,7 @@ def test_yaml_becomes_the_draft_and_changed_lines_are_marked(window: Window, stu
     ("text", "line", "sentence"),
     [
         ("train:\n  steps: 7\n  batch_size: [\n", 4, ""),
-        ("model: {family: flux2}\ntrain:\n  stepz: 7\n", 3, "train.stepz: unknown field; did you mean 'steps'?"),
+        ("model: {family: flux2}\ntrain:\n  stepz: 7\n", 3, "train.stepz: unknown field; did you mean 'train.steps'?"),
         ("\0", 1, ""),
         ("a: " + "[" * 2000, 1, ""),
         ("!!python/object/apply:os.system [id]", 1, ""),
@@ -655,7 +655,9 @@ def test_the_quantized_base_that_is_kept_counts_as_disk_that_the_run_needs(windo
     assert window.state["disk"]["need"] < need - 10e9
 
 
-def test_a_model_that_is_not_published_is_named_by_what_it_is(window: Window):
+def test_a_model_that_is_not_published_is_named_by_what_it_is(window: Window, studio: Studio, tmp_path: Path):
+    preset = write_preset(studio.own_presets / "mine.yaml", tmp_path)
+    preset.write_text(preset.read_text().replace("{family: flux2}", "{family: causal_lm, path: random}"))
     names = {model["path"]: model["name"] for model in window.call("models") if not model["is_known"]}
     assert names["random"] == "Random model (causal_lm)"
 
@@ -665,3 +667,56 @@ def test_back_to_the_preset_drops_every_edit_also_of_data_and_name(window: Windo
     window.call("reset")
     assert studio.draft() == Draft(studio.preset("quickstart"))
     assert window.state["changes"] == []
+
+
+def test_images_without_captions_are_one_line_with_the_change_that_mends_all(window: Window, tmp_path: Path):
+    folder = make_pictures(tmp_path / "bare", count=5)
+    for file in folder.glob("*.txt"):
+        file.unlink()
+    window.type("data.path", str(folder))
+    window.read()
+    [said] = window.errors().values()
+    assert f"5 of 5 images have no caption: first {folder}/00.png; " in said and f"--caption {folder}" in said
+    [remedy] = window.state["remedies"][said]
+    assert (remedy["field"], remedy["value"]) == ("data.missing_caption", "empty")
+    window.type(remedy["field"], remedy["value"])
+    window.read()
+    assert window.errors() == {}
+
+
+@pytest.mark.parametrize(
+    ("sentence", "changes"),
+    [
+        ("no caption; write it into a.txt, or set data.missing_caption: empty", [("data.missing_caption", "empty")]),
+        ("needs a GPU; set parallel.device: cpu.", [("parallel.device", "cpu")]),
+        ("set train.steps: 20, or sample.scheduler: euler", [("train.steps", "20"), ("sample.scheduler", "euler")]),
+        ("set objective.prediction: sideways", []),
+        ("set model.path: tiny", []),
+        ("set model.family: {families}", []),
+        ("set data.missing_captions: empty", []),
+    ],
+)
+def test_the_changes_that_a_sentence_names_are_offered(sentence: str, changes: list[tuple[str, str]]):
+    found = form_answers.remedies([sentence])
+    assert [(change["field"], change["value"]) for change in found.get(sentence, [])] == changes
+
+
+def test_own_images_get_their_own_name_trigger_and_prompts_where_none_was_typed(window: Window, tmp_path: Path):
+    folder = make_pictures(tmp_path / "My cats", count=6)
+    (folder / "05.txt").write_text("a [trigger]\nthat sleeps")
+    (folder / "04.txt").write_text("word " * 100)
+    assert window.read()["proposals"] == []  # the preset's own images
+    window.type("data.path", str(folder))
+    window.type("data.validation", "2")
+    window.read()
+    offered = {offer["field"]: offer["value"] for offer in window.state["proposals"]}
+    assert (offered["name"], offered["data.trigger"]) == ("My-cats", "my-cats")
+    held_out, other = offered["sample.prompts"].splitlines()[:2], offered["sample.prompts"].splitlines()[2:]
+    assert held_out == ["[trigger], " + " ".join(["word"] * 60), "a [trigger] that sleeps"]
+    assert other == ["[trigger], picture number 0", "[trigger], picture number 1"]
+    window.type("name", "whiskers")
+    for field in ("data.trigger", "sample.prompts"):
+        window.type(field, offered[field])
+    assert window.read()["proposals"] == []
+    window.call("preset", name="own")  # whose images have no trigger word
+    assert [offer["field"] for offer in window.read()["proposals"]] == []

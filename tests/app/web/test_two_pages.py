@@ -179,7 +179,7 @@ def lines(head: str, line: str, count: int) -> str:
     ("text", "said"),
     [
         (lines("model: {family: flux2}\n", "trane_{}: 1\n", 3000), "trane_0: unknown field"),
-        (lines("train:\n", "  stepz{}: 1\n", 3000), "train.stepz0: unknown field; did you mean 'steps'?"),
+        (lines("train:\n", "  stepz{}: 1\n", 3000), "train.stepz0: unknown field; did you mean 'train.steps'?"),
         (lines("data:\n  folders:\n", "    - pathh: {}\n", 5000), "data.folders[0].path: is needed"),
         (lines("stages:\n", "  - {{name: a{}, set: {{train.steps: 3}}}}\n", 2500), "stages: has 2500 stages"),
         ("# " + "x" * 2**17, "longer than 131072 characters; a config is shorter, remove what is not part of it"),

@@ -182,8 +182,8 @@ def test_captions_that_are_missing_empty_or_not_utf8_are_all_named(tmp_path: Pat
     (tmp_path / "c.txt").write_bytes("café".encode("latin-1"))
     assert problems_of(data(tmp_path)) == [
         f"{tmp_path}/c.txt: byte 3 (0xe9) is not UTF-8; save the file as UTF-8",
-        f"data.path: 2 of 3 images have no caption: first {tmp_path}/a.png; write it into a.txt, or set "
-        "data.missing_caption: empty",
+        f"data.path: 2 of 3 images have no caption: first {tmp_path}/a.png; write it into a.txt, let a model "
+        f"write them with --caption {tmp_path}, or set data.missing_caption: empty",
     ]
 
 

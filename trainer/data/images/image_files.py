@@ -411,6 +411,8 @@ class _Scanner:
             return
         if len(missing) == 1:
             sentence = f"{place}: no caption"
+        elif not hint and remedy.endswith(".txt"):  # a table's row is not written by a model
+            remedy += f", let a model write them with --caption {source.root}"
         self.findings.problems.append(f"{sentence}; {remedy}, or set data.missing_caption: empty{hint}")
 
     def _warn_of_second_captions(self, source: _Source, rivals: Sequence[Path]) -> None:

@@ -109,6 +109,23 @@ class PassTable:
     buffers: int
     by_rank: tuple[RankTable, ...]
 
+    @property
+    def blocks(self) -> list[tuple[str, int, int]]:
+        """(list of blocks, their number, parameters of each) of the whole model, in the order of its parameters."""
+        units = self.by_rank[0].units
+        counts = [1] * len(units)
+        for run in self.runs:
+            counts[run.first] += run.count - run.kept
+        found: list[tuple[str, int, int]] = []
+        for unit, count in zip(units, counts, strict=True):
+            block = unit.name.rpartition(".")[0], sum(parameter.numbers for parameter in unit.parameters)
+            if unit.is_root:
+                continue
+            if found and (found[-1][0], found[-1][2]) == block:
+                count += found.pop()[1]
+            found.append((block[0], count, block[1]))
+        return found
+
     def training(self, size: PassInput, rank: int, checkpointing: str | int) -> ModelPass:
         """Return a pass of the whole model with backward. checkpointing: `train.checkpointing`."""
         return _training(self, size, rank, checkpointing)
