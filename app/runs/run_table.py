@@ -92,9 +92,9 @@ class Summary:
     """
 
     name: str
+    state: State | Literal["unread", "damaged"]
     title: str
     id: str
-    state: State | Literal["unread", "damaged"]
     step: int = 0
     num_steps: int = 0
     length: str = ""
