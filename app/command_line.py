@@ -59,7 +59,7 @@ TAKEN_BY = {
     "gpus": ("plan", "fit"),
     "keep": ("fit",),
     "price": ("fit",),
-    "write": ("fit",),
+    "write": ("fit", "import"),
     "prove": ("fit",),
     "json": ("plan",),
     "exactly": ("plan",),
@@ -69,11 +69,12 @@ TAKEN_BY = {
     "auth_file": (),
 }
 """{option: the modes that accept it}; () for options of the page only."""
-TAKE_OVERRIDES = ("headless", "plan", "fit", "resume", "join")
+TAKE_OVERRIDES = ("headless", "plan", "fit", "import", "resume", "join")
 MODES_WITH_VALUE = {
     "headless": "PRESET",
     "plan": "PRESET",
     "fit": "PRESET",
+    "import": "FILE",
     "resume": "RUN_DIR",
     "join": "RUN_DIR",
     "export": "RUN_DIR",
@@ -87,6 +88,7 @@ examples:
   {program} --headless quickstart train.steps=200 optim.lr=2e-4 --run-dir runs/second
   {program} --plan quickstart train.micro_batch=8 --gpus 2x24gb
   {program} --fit quickstart --gpus 2x24gb --price 0.5
+  {program} --import kohya.toml --write mine.yaml
   {program} --resume runs/second train.steps=400
   {program} --join runs/big --node-rank 1
   {program} --headless quickstart --slurm
@@ -179,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prove", action="store_const", const=True, help="train a few steps of what fits, on this machine (--fit)"
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="file for the chosen config (--fit)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="file for the config (--fit, --import)")
     parser.add_argument(
         "--exactly", action="store_const", const=True, help="also trace the whole model, half a minute (--plan)"
     )
@@ -211,6 +213,14 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
     )
     modes.add_argument(
         "--fit", nargs="?", const="", metavar="PRESET", help="the fastest config of a preset that fits the GPUs"
+    )
+    modes.add_argument(
+        "--import",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="write a preset from a config of kohya's sd-scripts, ai-toolkit, OneTrainer, SimpleTuner or "
+        "diffusion-pipe, and list what was taken, changed and left out",
     )
     modes.add_argument(
         "--resume", nargs="?", const="", metavar="RUN_DIR", help="continue a run from its newest checkpoint"
@@ -298,7 +308,8 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         if getattr(options, mode) == "":
             parser.error(f"--{mode} needs {value}")
     if options.overrides and all(getattr(options, mode) is None for mode in TAKE_OVERRIDES):
-        parser.error(f"{options.overrides[0]}: only --headless, --plan, --fit, --resume and --join take key=value")
+        *takers, last = [f"--{mode}" for mode in TAKE_OVERRIDES]
+        parser.error(f"{options.overrides[0]}: only {', '.join(takers)} and {last} take key=value")
     _refuse_unused(options, parser)
     if options.doctor:
         from trainer.launcher import doctor
@@ -318,6 +329,10 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         return _fit(options)
     if options.rename is not None:
         return _rename(*options.rename)
+    if (foreign := getattr(options, "import")) is not None:
+        from app import import_command
+
+        return import_command.write(Path(foreign), options.overrides, options.write)
     if options.queue:
         from trainer.launcher import queue
 

@@ -100,6 +100,10 @@ COUNTS_PROCESSES = {
 # Who may name an adapter besides its own file: the lists and sections, and what belongs to one adapter.
 NAMES_ADAPTERS = {
     "trainer.adapters.kinds": "it lists the files",
+    **dict.fromkeys(
+        (f"trainer.config.foreign.{tool}" for tool in ("ai_toolkit", "kohya", "onetrainer", "simpletuner")),
+        "words of other trainers",
+    ),
     "trainer.config.schema": "the default method",
     "trainer.config.sections": "it declares the sections",
     "trainer.export.extract": "what it extracts is a lora",

@@ -385,7 +385,10 @@ def from_yaml(checked: Checked, text: str, file: Path) -> Draft:
         ConfigError: The text is not a valid config.
     """
     files.replace(file, text)
-    changed = changed_fields(checked.preset.config, load_config_text(text, (), file).config)
+    config = load_config_text(text, (), file).config
+    changed = changed_fields(checked.preset.config, config)
+    if config.train.epochs is not None:  # of two lengths on one command line, none would count
+        changed.pop("train.steps", None)
     return Draft(checked.draft.preset, {name: value for name, (_, value) in changed.items()})
 
 

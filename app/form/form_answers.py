@@ -19,6 +19,7 @@ from app.form.plan_preview import PlanPreview
 from app.form.proposals import proposed
 from trainer.config import families
 from trainer.config.fields import all_names, label, slot, unit
+from trainer.config.foreign.imported import words_of
 from trainer.config.load import COMMAND_LINE, dump_config, load_config_text, similar_name
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ADAPTERS
@@ -50,7 +51,7 @@ def _field(name: str) -> dict[str, Any]:
         "label": label(name),
         "help": spec.help.replace("`", ""),  # shown as plain text
         "unit": unit(name),
-        "words": " ".join((spec.keywords, *spec.words)),
+        "words": " ".join((spec.keywords, *spec.words, words_of(name))),
         "kind": form.kind_of(name),
         "number": options[0].__name__ if len(options) == len(spec.options) == 1 else "",
         "min": bounds.get(">=", bounds.get(">")),

@@ -36,6 +36,7 @@ class PublishedModel:
         include: Patterns of the files that are needed, as `hf download --include` takes them. A repository often has
             the same weights a second time, in one file or in another precision.
         optional: Folders that a run can do without, by `model.options.without`.
+        known_as: What other trainers call it or its architecture, and parts of the names of its files.
     """
 
     id: str
@@ -49,6 +50,7 @@ class PublishedModel:
     is_gated: bool = False
     include: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    known_as: tuple[str, ...] = ()
 
     @property
     def is_built_in(self) -> bool:

@@ -6,6 +6,8 @@ import { edited } from './form-draft.js';
 import { paint, row } from './form-inputs.js';
 import { current, $, field, inputs } from './form-state.js';
 
+const MOST_MISSING = 3;
+
 export function drawMethods() {
   const now = current.state.rows['adapter.type'];
   if (!now) return;
@@ -74,6 +76,11 @@ export function filterGroups() {
   fill($('found-above'), [above],
     () => above.length ? ['On the cards above: ', ...above.flatMap((name, at) => [at ? ', ' : '', linkTo(name)]), '.']
       : []);
+  const isMeant = key => words.length > 0 && words.every(word => isIn(word, key.toLowerCase()));
+  const missing = Object.entries(studio.facts.form.missing_words)
+    .flatMap(([why, keys]) => keys.split(' ').filter(isMeant).map(key => [key, why])).slice(0, MOST_MISSING);
+  say($('no-match'), missing.length ? `No setting: ${missing.map(([key, why]) => `${key}: ${why}`).join('. ')}.`
+    : 'No setting has these words.');
   $('no-match').hidden = !words.length || above.length > 0
     || [...current.root.querySelectorAll('details.grp')].some(group => !group.hidden);
 }

@@ -5,6 +5,7 @@ import { call, h, link } from './core.js';
 import { fitter as newFitter } from './fit.js';
 import { drawData, browse } from './form-data.js';
 import { settled, complain, edited, take, change } from './form-draft.js';
+import { importButton } from './form-import.js';
 import { showRow, idOf, row, inputOf, paint } from './form-inputs.js';
 import { drawModels, loadModels, skeletons } from './form-model.js';
 import { drawMethods, drawGroups, groups, filterGroups, linkTo } from './form-more.js';
@@ -150,9 +151,9 @@ studio.screens.new = {
       newFitter({ settled, change, take, linkTo, target: () => current.target, preset: () => current.state.preset,
         value: name => current.state.rows[name].value });
     current.root.append(h('div.head', {}, h('h1', {}, 'New run'), h('span.grow'),
-      h('a.btn', { href: link('runs') }, 'Copy a run …'),
+      h('a.btn', { href: link('runs') }, 'Copy a run …'), importButton(),
       h('button.btn#save-preset', { type: 'button', onclick: savePreset }, 'Save as preset')),
-      h('div.cols', {}, h('div.left', {}, cards()), panel()),
+      h('div#imported.left-behind'), h('div.cols', {}, h('div.left', {}, cards()), panel()),
       h('div.phone', {}, h('button.btn.main', { type: 'button', onclick: start }, 'Start'), h('span.sm#phone-note')));
     studio.shortcut('Ctrl Enter', 'Start the run', start, 'new');
     studio.shortcut('/', 'Search the settings', () => $('search').focus(), 'new');

@@ -168,9 +168,14 @@ export function every(seconds, action, isWanted = () => false) {
 
 /** Draw the frame into the element that gradio has made for it, and the screen of the address. */
 function mount(element) {
+  const content = h('div#pages', { tabIndex: -1 }); // gradio has everything in a main, of which a page has one
   element.replaceChildren(h('div#studio', {},
+    h('a.skip', { href: '#pages', onclick: event => {
+      event.preventDefault(); // an address of that form names a screen
+      content.focus();
+    } }, 'Skip to the content'),
     h('div#lost', { role: 'alert', hidden: true }),
-    rail(), h('main#pages', {}), h('div#toasts')));
+    rail(), content, h('div#toasts')));
   if (studio.facts.unwritable) document.querySelector('#pages')
     .prepend(h('div#unwritable', {}, studio.alert(studio.facts.unwritable)));
   for (const [name, { title, rail: { key } }] of pages()) studio.shortcut(`g ${key}`, title, () => studio.go(name));

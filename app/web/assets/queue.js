@@ -90,9 +90,13 @@ function takenRow(row) {
     row.queued_at ? waited(row.queued_at, row.taken_at) : cell('Waited', '–'));
 }
 
+/** Heads that only a screen reader says: what stands below needs no word. */
+const HIDDEN = ['Place', 'Actions'];
+
 const table = (id, heads, rows) =>
   h('div.scroll', {}, h(`table.wide#${id}`, {},
-    h('thead', {}, h('tr', {}, heads.map(head => h('th', { scope: 'col' }, head)))), h('tbody', {}, rows)));
+    h('thead', {}, h('tr', {}, heads.map(head =>
+      h('th', { scope: 'col' }, HIDDEN.includes(head) ? h('span.sr', {}, head) : head)))), h('tbody', {}, rows)));
 
 function settings() {
   const choose = (kind, word) =>
@@ -113,7 +117,7 @@ function draw() {
   fill($('queue-settings'), [state.is_paused, state.after_failure], settings);
   $('queue-paused').hidden = !state.is_paused || !!state.waiting.length;
   fill($('queue-waiting'), [state.waiting, state.num_gpus, state.is_paused], () => state.waiting.length
-    ? table('waiting', ['', 'Run', 'Model', 'Method', 'GPUs', 'State', 'Queued', 'Wait', ''],
+    ? table('waiting', ['Place', 'Run', 'Model', 'Method', 'GPUs', 'State', 'Queued', 'Wait', 'Actions'],
       state.waiting.map(waitingRow))
     : h('div.empty', {}, h('h2', {}, 'Nothing is waiting.'),
       h('p', {}, 'Fill in ', h('a', { href: link('new') }, 'New run'),

@@ -77,6 +77,8 @@ export interface Facts {
     methods: [string, string, string][];
     targets: string[];
     this_machine: string;
+    /** {why there is no field: keys of other trainers, separated by spaces} */
+    missing_words: Record<string, string>;
   };
   run: { charts: { title: string; ylabel: string }[] };
   upload: { head: number; chunk: number; accept: string };

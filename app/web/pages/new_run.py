@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from app.data.thumbnails import FULL
@@ -25,6 +26,7 @@ from app.web.answers import Calls
 from app.web.served_files import address
 from trainer.config import families
 from trainer.config.fields import label
+from trainer.config.foreign.imported import UnknownModel, imported, missing_words
 from trainer.config.load import ConfigError
 from trainer.launcher.remedy import with_remedy
 from trainer.system.errors import InputError
@@ -36,6 +38,7 @@ NUM_THUMBNAILS = 8
 def calls(studio: Studio) -> Calls:
     """Return the functions of the screen's script. Most return the state of the form, as `_state` describes it."""
     changing: list[Callable[..., Any]] = [state, edit, preset, restore, reset, fix, apply_yaml, save_preset, read_again]
+    changing.append(import_config)
     others: list[Callable[..., Any]] = [record, verify, start, enqueue, copy, retry, models, browse, glance, thumbnails]
     others += [download, pause, step, fit, take, undo]
     return {f"new_{function.__name__}": partial(function, studio) for function in (*changing, *others)}
@@ -98,11 +101,16 @@ def preset(studio: Studio, name: str, is_forced: bool = False, target: str = THI
     return _state(studio, target) | {"left": [label(field) for field in left], "undo": undo}
 
 
-def restore(studio: Studio, preset: str, values: dict[str, Any], target: str = THIS_MACHINE) -> dict[str, Any]:
-    """Bring a former draft back, with what was typed since into fields that a change of the preset keeps."""
+def restore(
+    studio: Studio, preset: str, values: dict[str, Any], is_whole: bool = False, target: str = THIS_MACHINE
+) -> dict[str, Any]:
+    """Bring a former draft back, with what was typed since into fields that a change of the preset keeps; as a whole
+    without that."""
     file = studio.preset(preset)
     known = {field: value for field, value in values.items() if field in form_answers.FIELDS}
-    studio.change_draft(lambda draft: Draft(file, known | dict(form.switched(draft, file).draft.values)))
+    studio.change_draft(
+        lambda draft: Draft(file, known | ({} if is_whole else dict(form.switched(draft, file).draft.values)))
+    )
     return _state(studio, target)
 
 
@@ -126,6 +134,30 @@ def apply_yaml(studio: Studio, text: str, target: str = THIS_MACHINE) -> dict[st
         return {"wrong": form_answers.by_line(str(error))}
     studio.save_draft(draft)
     return _state(studio, target)
+
+
+def import_config(studio: Studio, files: dict[str, str], target: str = THIS_MACHINE) -> dict[str, Any]:
+    """Take a config of another trainer. `imported` of the answer says what was taken, changed and left out, and `undo`
+    is what `restore` takes.
+
+    Args:
+        files: {name: text} of the config and of further files that it names.
+    """
+    before = studio.draft()
+    config = form.check(before).config
+    kept: list[str] = []
+    try:
+        found = imported(files, Path.cwd())
+    except UnknownModel:  # the form's model stays
+        fields = {name: getattr(config.model, name) for name in ("family", "path", "base")}
+        kept = [f"model.{name}={json.dumps(value)}" for name, value in fields.items() if value]
+        found = imported(files, Path.cwd(), kept)
+    if config.data.path and not found.names_folders:
+        found = imported(files, Path.cwd(), [*kept, f"data.path={json.dumps(config.data.path)}"])
+    file = studio.presets().get(found.preset, before.preset)
+    studio.save_draft(studio.from_yaml(form.check(Draft(file)), found.text))
+    undo = {"preset": studio.name_of(before.preset), "values": dict(before.values)}
+    return _state(studio, target) | {"imported": {"tool": found.tool, "lists": found.lists()}, "undo": undo}
 
 
 def save_preset(studio: Studio, name: str, target: str = THIS_MACHINE) -> dict[str, Any]:
@@ -349,6 +381,7 @@ def facts() -> dict[str, Any]:
         "methods": form_answers.METHODS,
         "this_machine": THIS_MACHINE,
         "targets": TARGETS,
+        "missing_words": missing_words(),
     }
 
 

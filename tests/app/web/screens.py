@@ -76,5 +76,4 @@ def violations(page: Page, rules: Mapping[str, Any]) -> list[tuple[str, list[str
         rules: Options of axe; {} for all its rules.
     """
     found = Axe().run(page, options={"resultTypes": ["violations"], **rules}).response["violations"]
-    serious = [one for one in found if one["impact"] in ("serious", "critical")]
-    return [(one["id"], [node["html"][:160] for node in one["nodes"][:3]]) for one in serious]
+    return [(one["id"], [node["html"][:160] for node in one["nodes"][:3]]) for one in found]

@@ -446,3 +446,39 @@ def test_own_images_on_another_model_take_four_clicks_and_two_texts(page: Page, 
     person.num_clicks += 1  # Start itself, which test_browser_all_the_way presses
     assert (person.num_clicks, person.num_texts) == (4, 2)
     preset.unlink()
+
+
+def test_a_config_of_another_trainer_is_dropped_onto_the_form_and_taken_back(page: Page, draft: Path):
+    foreign = ROOT / "tests" / "config" / "foreign"
+    names = ("onetrainer.json", "onetrainer-concepts.json")
+    files = {name: (foreign / name).read_text() for name in names}
+    write_over(page, "field-name", "former")
+    settled(page)
+    page.evaluate(
+        """files => {
+          const transfer = new DataTransfer();
+          for (const [name, text] of Object.entries(files)) transfer.items.add(new File([text], name));
+          document.querySelector('#page-new').dispatchEvent(
+            new DragEvent('drop', { dataTransfer: transfer, bubbles: true, cancelable: true }));
+        }""",
+        files,
+    )
+    shown = page.locator("#imported")
+    shown.get_by_text("From a config of OneTrainer.").wait_for()
+    left = shown.locator("[data-list='left out']")
+    left.get_by_text("secrets.huggingface_token, secrets.cloud.api_key: a secret").wait_for()
+    reads(page, "model-path", "someone/a-photo-model-xl")
+    reads(page, "data-path", "/data/harbour")
+    assert (value(page, "adapter-rank"), value(page, "optim-lr")) == ("8", "0.0003")
+    assert "aSecret" not in page.content() + draft.read_text()
+
+    shown.get_by_role("button", name="Undo").click()
+    reads(page, "name", "former")
+    until_so(page, lambda: values(draft) == {"name": "former"})
+
+    page.locator("#import-input").set_input_files([foreign / "kohya-dataset.toml"])
+    page.locator("#outcome", has_text="is imported together with the config that names it").wait_for()
+    page.locator("#search").fill("network_dim")
+    page.locator("#found-above", has_text="Rank").wait_for()
+    page.locator("#search").fill("noise_offset")
+    page.locator("#no-match", has_text="noise_offset: noise is drawn as the model was trained").wait_for()

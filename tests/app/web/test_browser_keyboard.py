@@ -51,6 +51,17 @@ def finished(runs: Path) -> Iterator[RunDir]:
     shutil.rmtree(run.path)
 
 
+def test_the_first_stop_of_tab_skips_the_pages(page: Page):
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
+    assert page.evaluate(SEEN)[1]
+    page.keyboard.press("Enter")
+    expect(page.locator("#pages")).to_be_focused()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.querySelector('#pages').contains(document.activeElement)")
+    assert page.evaluate("location.hash") != "#pages"
+
+
 def press(page: Page, selector: str, key: str = "Enter") -> None:
     """Press a key on an element that is reached by Tab."""
     place = page.locator(selector).first

@@ -338,6 +338,29 @@ def test_yaml_becomes_the_draft_and_changed_lines_are_marked(window: Window, stu
     assert [lines[number - 1].strip() for number in window.state["marks"]] == ["steps: 77"]
 
 
+def test_yaml_with_other_steps_and_epochs_has_the_length_of_its_epochs(window: Window):
+    window.call("state")
+    text = re.sub(r"(?m)^  steps: \d+\n  epochs: null", "  steps: 77\n  epochs: 3.0", window.state["yaml"])
+    assert "steps: 77" in text
+    window.call("apply_yaml", text=text)
+    assert window.value("train.epochs") == "3.0" and "train.epochs" not in window.errors()
+
+
+def test_an_imported_config_of_an_unknown_model_without_folders_keeps_those_of_the_form(window: Window, studio: Studio):
+    window.call("state")
+    folder = window.value("data.path")
+    text = 'pretrained_model_name_or_path = "someone/sd15"\nnetwork_module = "networks.lora"\nnetwork_dim = 8\n'
+    answer = window.call("import_config", files={"x.toml": text})
+    assert (window.value("model.path"), window.value("data.path")) == ("demo", folder)
+    assert (window.value("adapter.rank"), window.value("adapter.alpha")) == ("8", "1.0")
+    assert "no model that ShardStudio knows" in answer["imported"]["lists"]["left out"][0]
+    window.call("restore", **answer["undo"], is_whole=True)
+    assert studio.draft().values == {}
+    assert window.refused("import_config", files={"x.toml": "a = 1\n"}).startswith(
+        "x.toml: is not a config of ai-toolkit"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "line", "sentence"),
     [
