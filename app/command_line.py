@@ -101,6 +101,7 @@ examples:
   {program} --export runs/second --step best
   {program} --film runs/second --prompt 1
   {program} --resume runs/second --step 50 optim.lr=5e-5
+  {program} --rename runs/second "Fox, rank 32"
   {program} --caption my-images --model Qwen/Qwen2.5-VL-3B-Instruct
   {program} --extract TUNED --base BASE --family FAMILY --rank 32 --to lora.safetensors
 
@@ -251,6 +252,9 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="let a vision-language model caption the images of a folder that have no caption",
     )
+    modes.add_argument(
+        "--rename", nargs=2, metavar=("RUN_DIR", "NAME"), help="give a run another name; '' is the name it had at first"
+    )
     modes.add_argument("--queue", action="store_true", help="start the queued runs one after the other")
     modes.add_argument("--doctor", action="store_true", help="check Python, packages, GPUs, disk, memory and ports")
 
@@ -334,6 +338,8 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         return plan_command.show(preset, options.overrides, options.runs, options.gpus, as_json, exactly, options.html)
     if options.fit is not None:
         return _fit(options)
+    if options.rename is not None:
+        return _rename(*options.rename)
     if (foreign := getattr(options, "import")) is not None:
         from app import import_command
 
@@ -347,7 +353,8 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 
 def _is_page(options: argparse.Namespace) -> bool:
     """Whether no mode was chosen."""
-    return not (options.doctor or options.queue) and all(getattr(options, mode) is None for mode in MODES_WITH_VALUE)
+    others = options.doctor or options.queue or options.rename
+    return not others and all(getattr(options, mode) is None for mode in MODES_WITH_VALUE)
 
 
 def _page(options: argparse.Namespace) -> int:
@@ -390,6 +397,16 @@ def _headless(options: argparse.Namespace) -> int:
     if scheduler is not None:
         return commands.write_job(preset, options.overrides, options.runs, options.run_dir, scheduler)
     return commands.train(preset, options.overrides, options.runs, options.run_dir)
+
+
+def _rename(folder: str, name: str) -> int:
+    from app.runs import notes
+    from trainer.run.folder import RunDir
+
+    run = RunDir.open(Path(folder))
+    notes.give_title(run, name)
+    say(f"{run.path} is named {run.title} now; the folder and exported files keep their names")
+    return 0
 
 
 def _caption(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

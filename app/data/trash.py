@@ -22,17 +22,18 @@ from app.data.data_folders import Missing, is_taken, opened
 from app.data.upload.upload_names import CAPTION, is_image
 from trainer.data.images import image_files
 from trainer.data.images.image_files import METADATA
+from trainer.run.folder import TRASH
 from trainer.system import files
 from trainer.system.errors import InputError
 
-FOLDER = ".trash-shardstudio"
+FOLDER = TRASH
 MOST_SHOWN = 100
 """Deletions that are listed, the newest ones."""
 MOST_FILES = 10_000
 MOST_DELETED = 1000
-_NAME = re.compile(r"\d{8}T\d{6}Z-\d{1,6}")
+NAME = re.compile(r"\d{8}T\d{6}Z-\d{1,6}")
 _TIME = "%Y%m%dT%H%M%SZ"
-_CHANGES = threading.Lock()
+CHANGES = threading.Lock()
 """Held while files are moved: two windows of a page restore one after the other."""
 
 
@@ -67,15 +68,15 @@ def delete(root: Path, images: Sequence[Path]) -> Deletion:
         raise InputError(f"{len(images)} images; delete 1 to {MOST_DELETED} at once")
     relative = [_below(root, image) for image in images]
     real = root.resolve()
-    name = _begin(real)
+    name = begin(real)
     try:
-        with _CHANGES:
+        with CHANGES:
             for path in relative:
                 _delete(real, name, path)
     except (InputError, OSError) as error:
         moved = list(_files(real, name))
         if not moved:
-            _forget(real, name)
+            forget(real, name)
         why = f"{error.filename or root}: {error.strerror}" if isinstance(error, OSError) else str(error)
         more = f"; {len(moved)} files were deleted before" if moved else ""
         raise InputError(f"not deleted: {why}{more}") from error
@@ -98,12 +99,24 @@ def require_no_rows(root: Path, images: list[Path]) -> None:
 def deletions(root: Path) -> list[Deletion]:
     """Return what can be restored, newest first."""
     real = root.resolve()
+    return [_deletion(real, name) for name in names(real)[:MOST_SHOWN]]
+
+
+def names(real: Path) -> list[str]:
+    """Return the names of all deletions of a folder, newest first."""
     try:
         with opened(real, (FOLDER,)) as trash:
-            names = sorted((name for name in os.listdir(trash) if _NAME.fullmatch(name)), reverse=True)
+            return sorted((name for name in os.listdir(trash) if NAME.fullmatch(name)), reverse=True)
     except (InputError, OSError):  # nothing was deleted here
         return []
-    return [_deletion(real, name) for name in names[:MOST_SHOWN]]
+
+
+def deleted_at(name: str) -> float:
+    """Return when a deletion was made, in seconds since 1970; 0 for a name that this program did not give."""
+    try:
+        return float(calendar.timegm(time.strptime(name.partition("-")[0], _TIME)))
+    except ValueError:
+        return 0.0
 
 
 def restore(root: Path, name: str) -> tuple[str, ...]:
@@ -112,7 +125,7 @@ def restore(root: Path, name: str) -> tuple[str, ...]:
     Raises:
         InputError: Something has one of their names now, and nothing was restored; or another window restores them.
     """
-    with _CHANGES:
+    with CHANGES:
         return _restore(root, root.resolve(), name)
 
 
@@ -133,7 +146,7 @@ def _restore(root: Path, real: Path, name: str) -> tuple[str, ...]:
                 files.move_at(source, path.name, folder, path.name)
     except (FileExistsError, FileNotFoundError, Missing) as error:  # of another process
         raise InputError("another page restores or removes these files; look again in a moment") from error
-    _forget(real, name)
+    forget(real, name)
     return tuple(path.as_posix() for path in found)
 
 
@@ -142,15 +155,15 @@ def empty(root: Path) -> int:
     real = root.resolve()
     if not os.path.lexists(real / FOLDER):
         return 0
-    with _CHANGES, opened(real, (FOLDER,)) as trash:
-        names = [name for name in os.listdir(trash) if _NAME.fullmatch(name)]
-        for name in names:
+    with CHANGES, opened(real, (FOLDER,)) as trash:
+        found = [name for name in os.listdir(trash) if NAME.fullmatch(name)]
+        for name in found:
             # What a stranger put in its place is not opened as a folder: a pipe would never end.
             if stat.S_ISDIR(os.stat(name, dir_fd=trash, follow_symlinks=False).st_mode):
                 shutil.rmtree(name, dir_fd=trash)
             else:
                 os.unlink(name, dir_fd=trash)
-    return len(names)
+    return len(found)
 
 
 def _below(root: Path, image: Path) -> Path:
@@ -164,7 +177,7 @@ def _below(root: Path, image: Path) -> Path:
     return path
 
 
-def _begin(real: Path) -> str:
+def begin(real: Path) -> str:
     """Make an empty folder for a deletion and return its name."""
     seconds, micros = divmod(time.time_ns() // 1000, 10**6)
     name = f"{time.strftime(_TIME, time.gmtime(seconds))}-{micros:06}"
@@ -188,7 +201,7 @@ def _delete(real: Path, deletion: str, path: Path) -> None:
 
 def _files(real: Path, name: str) -> Iterator[Path]:
     """Yield the images and captions of a deletion by their paths below the folder of data."""
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise InputError("not a deletion; reload the page")
     try:
         with opened(real, (FOLDER, name)) as deletion:
@@ -211,14 +224,10 @@ def _files(real: Path, name: str) -> Iterator[Path]:
 
 
 def _deletion(real: Path, name: str) -> Deletion:
-    try:
-        deleted_at = float(calendar.timegm(time.strptime(name.partition("-")[0], _TIME)))
-    except ValueError:  # a name that this program did not give
-        deleted_at = 0.0
-    return Deletion(name, deleted_at, tuple(path.as_posix() for path in _files(real, name)))
+    return Deletion(name, deleted_at(name), tuple(path.as_posix() for path in _files(real, name)))
 
 
-def _forget(real: Path, name: str) -> None:
+def forget(real: Path, name: str) -> None:
     """Remove the empty folders of a deletion; what else is in them stays."""
     with opened(real, (FOLDER,)) as trash:
         for _, folders, _, above in os.fwalk(name, topdown=False, dir_fd=trash):

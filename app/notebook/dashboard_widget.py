@@ -151,10 +151,10 @@ class Dashboard:
         places = (self.status, self.loss, self.ranks, self.samples, self.warnings)
         parts = [self._content.get(place, Markup()) for place in places]
         page = panels.styled(TEMPLATES.part("panels.html", "dashboard", *parts), "dashboard.css")
-        return {"text/html": page, "text/plain": f"Run {self.run.path.name}: {self._sentence}"}
+        return {"text/html": page, "text/plain": f"Run {self.run.title}: {self._sentence}"}
 
     def _attach_hint(self) -> dict[str, str]:
-        name, code = self.run.path.name, f"notebook.dashboard(notebook.attach({self._known_as!r}))"
+        name, code = self.run.title, f"notebook.dashboard(notebook.attach({self._known_as!r}))"
         words = "After a restart of the kernel"
         return {
             "text/html": TEMPLATES.part("panels.html", "attach_hint", name, words, code),

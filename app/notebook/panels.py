@@ -52,9 +52,10 @@ def status(view: RunView) -> Markup:
     if view.waited_s > 0:
         facts.append(("of which waiting for ranks", format_seconds(view.waited_s)))
     is_failed = view.state == "failed"
-    error = with_remedy(RunDir(view.path), view.error) if is_failed and view.error else None
+    run = RunDir(view.path)
+    error = with_remedy(run, view.error) if is_failed and view.error else None
     mood = "bad" if is_failed else "slow" if view.is_stuck else "good"
-    return TEMPLATES.part("panels.html", "status", view, mood, error, facts)
+    return TEMPLATES.part("panels.html", "status", view, run.title, mood, error, facts)
 
 
 def ranks(view: RunView) -> Markup:

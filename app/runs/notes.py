@@ -1,4 +1,4 @@
-"""Notes on a run: a text that a person writes, kept as `notes.md` in the run folder."""
+"""What a person writes about a run: notes, kept as `notes.md` in its folder, and its name, kept as `title.txt`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 from trainer.config.sections import half_character
-from trainer.run.folder import RunDir
+from trainer.run.folder import MOST_TITLE, RunDir, one_line
 from trainer.system import files
 from trainer.system.errors import InputError
 
@@ -79,3 +79,22 @@ def save(run: RunDir, text: str, version: str) -> Saved:
             files.replace(run.path / "notes.md", text)
             return Saved(True, Notes.of(text))
     return Saved(now.text == text, now)
+
+
+def give_title(run: RunDir, text: str) -> None:
+    """Give a run another name, at any time. Its folder, its config and what it has exported keep theirs.
+
+    Args:
+        run: The run.
+        text: The name; empty for the run's own.
+
+    Raises:
+        InputError: The name is too long or is not valid Unicode.
+        OSError: It cannot be written.
+    """
+    if problem := half_character(text):
+        raise InputError(f"name: {problem}")
+    title = one_line(text)
+    if len(title) > MOST_TITLE:
+        raise InputError(f"name: {len(title):,} characters; shorten it to {MOST_TITLE}")
+    files.replace(run.title_file, f"{title or run.own_title}\n")

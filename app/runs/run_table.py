@@ -48,14 +48,16 @@ COUNT_EVERY_S = 30.0
 COUNT_NEW_S = 1.0
 """The same where a run's size is not known yet."""
 _TAGS = TypeAdapter(dict[str, tuple[str, ...]])
-FORMAT = 1
+FORMAT = 2
 """Version of the rows in the index: increased when rows are read differently, so that those are read again."""
 ROWS, SIZES = f"row {FORMAT}", f"size {FORMAT}"
 """Kinds of records in the index, by name of the run."""
 MOST_KEPT = 10_000
 
-STAMPED = ("launch.json", "events.jsonl", "config.yaml")
-"""Files that a row is read from. The first one changes with each start."""
+STAMPED = ("launch.json", "title.txt", "events.jsonl", "config.yaml")
+"""Files that a row is read from."""
+NUM_WATCHED = 2
+"""Those of them, from the first on, that change with each start or by a person, and are looked at each time."""
 SIZED = (".", "events.jsonl", "checkpoints", "export", "samples", "stages", "logs")
 """Folders whose time changes when the run folder grows or shrinks, and a file that grows."""
 Stamp = tuple[int, ...]
@@ -67,6 +69,9 @@ class Summary:
     """A row of the table.
 
     Attributes:
+        name: Name of its folder.
+        title: Its name for people, as `RunDir.title` has it.
+        id: `RunDir.title_id`.
         state: The run's state; "unread" for a run that is read in a moment; "damaged" for one that cannot be read.
         num_steps: Planned steps; 0 while they are not known.
         length: Planned steps in words: "1,200", or "3 epochs" while they are not known.
@@ -88,6 +93,8 @@ class Summary:
 
     name: str
     state: State | Literal["unread", "damaged"]
+    title: str
+    id: str
     step: int = 0
     num_steps: int = 0
     length: str = ""
@@ -235,13 +242,13 @@ class Summaries:
     def _listed(self, is_thorough: bool) -> tuple[set[str], list[RunDir]]:
         """Return the names of all runs, and the runs to be read.
 
-        A run that has ended changes when it is started again, which is looked for each time. Other changes, such as an
-        export or an edited config, are looked for when `is_thorough`, and every LOOK_EVERY_S.
+        A run that has ended changes when it is started again or renamed, which is looked for each time. Other changes,
+        such as an export or an edited config, are looked for when `is_thorough`, and every LOOK_EVERY_S.
         """
         if is_thorough or time.monotonic() - self._looked_at > LOOK_EVERY_S:
             self._looked_at, num_checked = time.monotonic(), len(STAMPED)
         else:
-            num_checked = 1
+            num_checked = NUM_WATCHED
         there, stale = set(), []
         folders = self._studio.runs.iterdir() if self._studio.runs.is_dir() else ()
         for path in folders:
@@ -344,7 +351,14 @@ class Summaries:
 
 
 def _bare(run: RunDir, state: Literal["unread", "damaged"], problem: str = "") -> Summary:
-    return Summary(name=run.path.name, state=state, launched=last_start(run.path), problem=problem)
+    return Summary(
+        name=run.path.name,
+        title=run.title,
+        id=run.title_id,
+        state=state,
+        launched=last_start(run.path),
+        problem=problem,
+    )
 
 
 def _shortened(run: RunDir, text: str) -> str:
@@ -370,6 +384,8 @@ def summarized(follower: Follower) -> Summary:
     last = max(view.samples, key=lambda sample: sample.step, default=None)
     return Summary(
         name=view.path.name,
+        title=follower.run.title,
+        id=follower.run.title_id,
         state=view.state,
         step=view.step,
         num_steps=view.num_steps,

@@ -84,9 +84,9 @@ def _refused(error: InputError | OSError | ValueError) -> Response:
 
 
 def _fresh_report(run: RunDir) -> Path:
-    """Return the report, which is first written where there is none of the newest events. A link is replaced."""
-    file, events = run.report, run.events_file
-    changed = events.stat().st_mtime_ns if events.exists() else 0
+    """Return the report, written first where there is none of the newest events and name. A link is replaced."""
+    file, sources = run.report, (run.events_file, run.title_file)
+    changed = max((source.stat().st_mtime_ns for source in sources if source.exists()), default=0)
     if file.is_symlink() or not file.is_file() or file.stat().st_mtime_ns < changed:
         write_report(run, with_remedy)
     return file

@@ -473,3 +473,15 @@ def test_the_doctor_finds_this_machine_fit(tmp_path, capsys):
     assert all(line.startswith(("ok    ", "warn  ")) for line in lines)
     assert any(line.startswith("ok    torch: ") for line in lines)
     assert any(line.startswith("ok    notebooks: ipykernel ") for line in lines)
+
+
+def test_a_run_is_renamed_and_named_as_at_first_by_the_command_line(tmp_path, capsys):
+    config = RunConfig(name="fox", model=ModelConfig(family="flux2"), data=DataConfig(path=str(tmp_path)))
+    folder = RunDir.create(tmp_path, config, tmp_path / "fox-20261124-211219-aebff6").path
+    for name, title in (("Fox, rank 32", "Fox, rank 32"), ("", "fox")):
+        assert command_line.main(["--rename", str(folder), name]) == 0
+        said = capsys.readouterr().out
+        assert said == f"{folder} is named {title} now; the folder and exported files keep their names\n"
+        assert RunDir(folder).title == title
+    assert run_command(["--rename", str(tmp_path), "x"], capsys)[1].startswith(f"{tmp_path}: not a run folder")
+    assert "expected 2 arguments" in run_command(["--rename", str(folder)], capsys)[1]

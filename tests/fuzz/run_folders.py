@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 from PIL import Image
 
-from app.runs import run_screen, run_table
+from app.runs import run_screen, run_table, run_trash
 from app.runs.monitor import Follower
 from app.runs.run_screen import LogWish
 from app.studio import Studio
@@ -37,7 +37,7 @@ def _lay_link(run: RunDir) -> None:
 
 
 ACTIONS: Mapping[str, Callable[[RunDir], object]] = {
-    "delete": process.delete,
+    "delete": run_trash.delete,
     "record_end": process.record_end,
     "look": lambda run: Follower(run).view(),
     "resume": lambda run: preflight.continued_run(run, ("train.steps=5",)),

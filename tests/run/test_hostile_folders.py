@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from app.runs import run_trash
 from app.runs.monitor import Follower, explained
 from app.runs.run_table import Summaries
 from app.studio import Studio
@@ -26,7 +27,7 @@ from trainer.launcher.queue import Queue
 from trainer.run import process
 from trainer.run.drawings import DrawingRequest
 from trainer.run.events import EventWriter
-from trainer.run.folder import LINK, RunDir
+from trainer.run.folder import LINK, TRASH, RunDir
 from trainer.run.manifest import sealed
 from trainer.system.errors import InputError
 
@@ -199,19 +200,20 @@ def test_a_strangers_run_is_deleted_and_nothing_that_it_links_to(runs: Path, vic
     put_link(RunDir(runs / "fox"), place, victim)
     answer = runs_page.calls(Studio(runs))["runs_delete"](["fox"])
     if place == "launch.json":  # it could name a process that runs
-        assert (answer["num_deleted"], "launch.json: damaged" in answer["refused"][0]) == (0, True)
+        assert (answer["deletions"], "launch.json: damaged" in answer["refused"][0]) == ([], True)
+        assert run_trash.deletions(runs) == []
     else:
-        assert (answer, [path.name for path in runs.iterdir() if path.name != "cache"]) == (
-            {"num_deleted": 1, "refused": []},
-            ["mine"],
-        )
+        assert [path.name for path in runs.iterdir() if path.name not in ("cache", TRASH)] == ["mine"]
+        assert [deleted.name for deleted in run_trash.deletions(runs)] == answer["deletions"]
+        assert run_trash.empty(runs) == 1
+        assert list((runs / TRASH).iterdir()) == list(runs.glob(".deleted-*")) == []
     assert (content(victim), content(runs / "mine")) == (before, mine)
 
 
 def test_a_run_folder_that_is_a_link_is_left_to_its_owner(runs: Path, tmp_path: Path) -> None:
     (runs / "linked").symlink_to(runs / "mine")
     with pytest.raises(InputError, match=r"linked: is a link; remove it by hand"):
-        process.delete(RunDir(runs / "linked"))
+        run_trash.delete(RunDir(runs / "linked"))
     assert (runs / "linked").is_symlink()
 
 
@@ -222,12 +224,13 @@ def test_a_deletion_that_cannot_remove_a_file_names_the_folder_that_is_left(
         raise OSError(errno.EBUSY, "Device or resource busy", f"{path}/logs/.nfs1")  # as of a log that is open on NFS
 
     monkeypatch.setattr("shutil.rmtree", busy)
+    name = run_trash.delete(RunDir(runs / "fox"))
     with pytest.raises(InputError) as error:
-        process.delete(RunDir(runs / "fox"))
+        run_trash.empty(runs)
     [left] = runs.glob(".deleted-*")
     assert str(error.value) == (
-        "fox: is deleted, but files of it could not be removed (Device or resource busy: "
-        f"{left}/logs/.nfs1); remove the folder {left} by hand"
+        f"{name}: files could not be removed (Device or resource busy: {left}/logs/.nfs1); remove the folder {left} "
+        "by hand"
     )
 
 
@@ -282,10 +285,11 @@ def test_of_two_windows_that_delete_a_run_one_does_and_the_other_says_why_not(ru
     for window in windows:
         window.join()
     refused = [sentence for answer in answers for sentence in answer["refused"]]
-    assert (sum(answer["num_deleted"] for answer in answers), len(refused)) == (1, 7)
+    assert (sum(len(answer["deletions"]) for answer in answers), len(refused)) == (1, 7)
     for sentence in refused:
         assert sentence.endswith((": the run folder was deleted or moved away", f"name one of the runs in {runs}"))
-    assert sorted(path.name for path in runs.iterdir()) == ["mine"]
+    assert sorted(path.name for path in runs.iterdir()) == [TRASH, "mine"]
+    assert [path.name for path in (runs / TRASH).glob("*/*")] == ["fox"]
 
 
 @pytest.mark.slow  # eight starts
@@ -308,7 +312,7 @@ def test_a_run_that_is_resumed_in_one_window_and_deleted_in_another_is_never_hal
     answer = runs_page.calls(Studio(runs))["runs_delete"](["fox"])
     first.join()
     try:
-        if answer["num_deleted"]:
+        if answer["deletions"]:
             assert (len(said), run.path.exists()) == (1, False)
         else:
             assert (said, answer["refused"]) == ([], ["fox: is running; stop it first"])

@@ -18,7 +18,7 @@ from trainer.plan.hardware import of_machine
 from trainer.plan.memory import MemoryPlan
 from trainer.plan.search.fixes import planned
 from trainer.plan.simulate.phases import ASSUMED
-from trainer.run.folder import shared_cache
+from trainer.run.folder import freeing, shared_cache
 from trainer.system import gpus
 from trainer.system.amounts import GIB, MIB, file_size, memory_size
 from trainer.system.errors import InputError, Problem
@@ -210,13 +210,13 @@ def _missing_disk(cfg: RunConfig, plan: MemoryPlan, runs: Path) -> Iterator[Prob
         lack = f"{file_size(need)}, {runs} has {file_size(free)} free"
         if base > need / 2:
             parts = "the quantized base, checkpoints and export"
-            message = f"true: {parts} take {lack}; set false, free some space, or choose another folder"
+            message = f"true: {parts} take {lack}; set false, {freeing(runs)}, or choose another folder"
             yield Problem("quantize.cache", message)
             return
         yield Problem(
             "checkpoint.keep",
             f"{cfg.checkpoint.keep}: checkpoints and export take {lack}; "
-            "keep fewer, free some space, or choose another folder",
+            f"keep fewer, {freeing(runs)}, or choose another folder",
         )
 
 

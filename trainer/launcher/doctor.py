@@ -20,6 +20,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from trainer.launcher.capacity import MOST_TAKEN
+from trainer.run.folder import freeing
 from trainer.system import gpus
 from trainer.system.amounts import GB, GIB
 from trainer.system.errors import InputError
@@ -237,7 +238,7 @@ def disk(runs: Path) -> Check:
     if not os.access(existing, os.W_OK):
         return Check("fail", "disk", f"{existing} is not writable", "choose another folder with --runs DIR")
     if free < GB:
-        return Check("fail", "disk", fact, "free some space, or choose another folder with --runs DIR")
+        return Check("fail", "disk", fact, f"{freeing(existing)}, or choose another folder with --runs DIR")
     if free < 20 * GB:
         return Check("warn", "disk", fact, "enough for adapters; a full model's checkpoint needs more")
     return Check("ok", "disk", fact)

@@ -48,7 +48,7 @@ from trainer.run.events import (
     since_start,
 )
 from trainer.run.failure import diagnose
-from trainer.run.folder import RunDir, is_run, title
+from trainer.run.folder import RunDir, is_run
 from trainer.run.process import Launch
 from trainer.system import files
 from trainer.system.errors import InputError
@@ -212,7 +212,7 @@ class Notice:
     @property
     def title(self) -> str:
         """How the run ended, in a few words."""
-        return f"{printable(title(self.run))} {ENDED[self.state]}" if self.run else "A test from ShardStudio"
+        return f"{printable(RunDir(self.folder).title or self.run)} {ENDED[self.state]}" if self.run else "A test from ShardStudio"
 
     @property
     def text(self) -> str:

@@ -32,6 +32,8 @@ Request = Literal["stop", "save", "sample"]
 
 NOT_RUNS = frozenset({"cache", "captioning", "downloads", "drafts", "presets", "queue", "thumbnails"})
 """Names of other folders next to the run folders. None of them is ever taken for a run, whatever it holds."""
+TRASH = ".trash-shardstudio"
+"""Name of the folder in which deleted runs lie, next to the others, until it is emptied."""
 FORMAT = 1
 """Version of a run folder: raise it when this version writes what version 0.1.0 misreads."""
 CACHE_FORMAT = 1
@@ -67,6 +69,8 @@ CACHE_NAMES: Mapping[str, re.Pattern[str]] = {
 names are those of the user, who may give a folder with much else. A file system may ignore case."""
 LINKING = "wandb"
 """A folder in which wandb makes links to its own cache. It writes into new folders, which it names by the time."""
+MOST_TITLE = 200
+"""Characters of the name that a person gives to a run."""
 MOST_REASON = 200
 """Longest part of an unexpected error that is shown, in characters."""
 SETTLED_NS = 2 * 10**9
@@ -210,6 +214,34 @@ class RunDir:
     def config_file(self) -> Path:
         """The resolved config."""
         return self.path / "config.yaml"
+
+    @property
+    def title_file(self) -> Path:
+        """The name that a person gave to the run. Its folder, config and files keep theirs."""
+        return self.path / "title.txt"
+
+    @property
+    def own_title(self) -> str:
+        """The name of the folder without the time and the random part that it ends with."""
+        parts = self.path.name.rsplit("-", 3)
+        is_made = len(parts) == 4 and parts[1].isdecimal() and parts[2].isdecimal()
+        return parts[0] if is_made else self.path.name
+
+    @property
+    def title(self) -> str:
+        """The run's name on every screen: that of `title_file`, which a stranger may have written, else its own."""
+        if self.title_file.is_symlink():
+            return self.own_title
+        try:
+            text = files.read(self.title_file, 4 * MOST_TITLE + 1)
+        except (InputError, OSError):
+            return self.own_title
+        return one_line(text.decode("utf-8", errors="replace"))[:MOST_TITLE] or self.own_title
+
+    @property
+    def title_id(self) -> str:
+        """The part of the folder's name that `title` does not say; "" where it says all."""
+        return "" if self.title == self.path.name else self.path.name.removeprefix(f"{self.title}-")
 
     @property
     def identity_file(self) -> Path:
@@ -378,6 +410,11 @@ def _listed(folder: str, changed_ns: int) -> tuple[list[str], str]:
     return folders, ""
 
 
+def one_line(text: str) -> str:
+    """Return a name as one line, without characters that move the cursor or turn the direction of writing."""
+    return " ".join(re.sub("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", " ", text).split())
+
+
 def is_run(path: Path) -> bool:
     """Whether a folder in the folder of runs is a run, whatever state its files are in."""
     if path.name in NOT_RUNS or path.name.startswith("."):
@@ -386,11 +423,15 @@ def is_run(path: Path) -> bool:
     return sum(has.values()) >= 2  # two of three, so that a run is found even if one file was lost
 
 
-def title(run: str) -> str:
-    """Return a run's name without the time and random part that its folder's name ends with."""
-    parts = run.rsplit("-", 3)
-    is_made = len(parts) == 4 and parts[1].isdecimal() and parts[2].isdecimal()
-    return parts[0] if is_made else run
+def freeing(runs: Path) -> str:
+    """Return how to free space in a folder of runs, as a part of a sentence. Deleted runs take theirs until the end."""
+    try:
+        has_deleted = any((runs / TRASH).iterdir())
+    except OSError:
+        has_deleted = False
+    return (
+        "free some space (the deleted runs, below the table Runs, can be emptied)" if has_deleted else "free some space"
+    )
 
 
 def weights_of(stage: Path) -> Path:

@@ -52,7 +52,7 @@ MAX_SILENCE_S = 1800
 TAIL_BYTES = 65536
 """How much of the end of `events.jsonl` is read to find a final status."""
 DELETED = ".deleted-"
-"""Start of the name of a run folder that is being removed."""
+"""Start of the name of a folder of deleted runs that is being removed."""
 STARTING_S, YOUNG_S = 1.0, 10.0
 """How long processes are waited for that start just now, and their age: some hide their command line for ever."""
 HIGHEST_PID = 2**22
@@ -334,18 +334,22 @@ def end_family(pid: int) -> None:
         psutil.wait_procs(family, timeout=10)
 
 
-def delete(run: RunDir) -> None:
-    """Delete a run folder, its name first: nothing can be started in what is not removed yet.
+def put_away(run: RunDir, aside: Path) -> None:
+    """Rename a run folder to where nothing is started in it.
 
-    A folder of a stranger is deleted as well, and nothing that a link in it leads to.
+    A folder of a stranger is renamed as well, with the links in it.
+
+    Args:
+        run: The run.
+        aside: The new path, on the same file system. Nothing may be there.
 
     Raises:
-        InputError: The run is running, another process has deleted it, or not all of it could be removed.
+        InputError: The run is running, or another process has deleted it.
         OSError: The folder cannot be renamed.
     """
     if run.path.is_symlink():
         raise InputError(f"{run.path}: is a link; remove it by hand")
-    aside, is_odd = run.path.with_name(f"{DELETED}{secrets.token_hex(8)}"), False
+    is_odd = False
     with contextlib.suppress(OSError):
         is_odd = not stat.S_ISREG(os.lstat(run.events_file).st_mode)
     with contextlib.ExitStack() as held:
@@ -357,18 +361,34 @@ def delete(run: RunDir) -> None:
             files.rename(run.path, aside)
         except FileNotFoundError as error:
             raise InputError(run.gone) from error
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of deleted runs for good, its name first: what is not removed yet cannot be restored.
+
+    Nothing that a link in it leads to is removed.
+
+    Args:
+        folder: A folder below the trash of a folder of runs.
+
+    Raises:
+        InputError: Not all of it could be removed.
+        OSError: It cannot be renamed.
+    """
+    aside = folder.parents[1] / f"{DELETED}{secrets.token_hex(8)}"
+    files.rename(folder, aside)
     try:
         shutil.rmtree(aside)
     except OSError as error:
         if aside.exists():  # else another process has removed it, as `remove_deleted`
             raise InputError(
-                f"{run.path.name}: is deleted, but files of it could not be removed ({error.strerror}: "
-                f"{error.filename}); remove the folder {aside} by hand"
+                f"{folder.name}: files could not be removed ({error.strerror}: {error.filename}); remove the folder "
+                f"{aside} by hand"
             ) from error
 
 
 def remove_deleted(runs: Path) -> None:
-    """Remove what deletions that were interrupted have left in a folder of runs."""
+    """Remove what was being removed for good when that was interrupted."""
     for folder in runs.glob(f"{DELETED}*"):
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -83,7 +83,7 @@ def _page(run: RunDir, events: Sequence[AnyEvent], messages: Sequence[WarningEve
     memory, problems = _memory(run, cfg.parallel.world_size)
     return render.VIEW.page(
         "report.html",
-        name=run.path.name,
+        name=run.title,
         headline=_headline(cfg),
         facts=_facts(run, cfg, events),
         messages=messages,

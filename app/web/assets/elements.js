@@ -164,12 +164,33 @@ export function ask(title, text, answers, kind = '') {
 }
 
 /**
+ * Ask for a line of text in a dialog, which Enter takes.
+ * @param {string} title
+ * @param {Record<string, any>} box Properties of its input, as `h` has them.
+ * @param {string} answer
+ * @param {string} [note] A sentence below it.
+ * @returns {Promise<string | null>} The text, or null when it was dismissed.
+ */
+export async function askText(title, box, answer, note) {
+  const input = h('input', { type: 'text', onkeydown: event => {
+    /** @type {HTMLElement | null | undefined} */
+    const main = input.closest('dialog')?.querySelector('.btn.main');
+    if (event.key === 'Enter' && !event.isComposing) main?.click();
+  }, ...box });
+  const asked = ask(title, [input, note && h('span.sm.dim', {}, note)], [answer, 'Cancel']);
+  input.select();
+  return await asked ? null : input.value;
+}
+
+/**
  * Show a short sentence at the foot of the window.
  * @param {string} text
  * @param {boolean} [isBad]
+ * @param {() => unknown} [undo] What takes back what was done.
  */
-export function toast(text, isBad = false) {
-  const element = h(isBad ? 'div.toast.bad' : 'div.toast', { role: isBad ? 'alert' : 'status' }, text);
+export function toast(text, isBad = false, undo = undefined) {
+  const element = h(isBad ? 'div.toast.bad' : 'div.toast', { role: isBad ? 'alert' : 'status' }, text,
+    undo && h('button.btn.s', { type: 'button', onclick: () => { element.remove(); undo(); } }, 'Undo'));
   document.querySelector('#toasts').append(element);
-  setTimeout(() => element.remove(), isBad ? 9000 : 4000);
+  setTimeout(() => element.remove(), undo ? 12000 : isBad ? 9000 : 4000);
 }

@@ -3,6 +3,7 @@
 import * as studio from './core.js';
 import { h } from './core.js';
 import { askToNotify, notices } from './frame.js';
+import { rename } from './rename.js';
 import * as results from './results.js';
 import { saySampleSteps, sayStripNote } from './run-samples.js';
 import { TABS, parts, current } from './run-state.js';
@@ -14,11 +15,19 @@ const MOODS = { training: 'ok', finished: 'ok', failed: 'bad', stopped: 'warn', 
 
 // --- head -----------------------------------------------------------------------------------------------------------
 
-export function drawTitle(title) {
+export function drawTitle({ title, id }) {
   studio.say(parts.title, title);
-  studio.say(parts.id, current.name.slice(title.length).replace(/^-/, ''));
+  studio.say(parts.id, id);
+  if (studio.shown === 'run') document.title = `${title} · ShardStudio`;
   for (const [at, [key]] of TABS.entries()) parts.tabs.children[at].href =
     studio.link('runs', current.name, ...(key ? [key] : []));
+}
+
+/** Give the run another name. */
+export function renameThis() {
+  return studio.act(parts.rename, parts.message, async () => {
+    if (await rename(current.name, parts.title.textContent)) await refresh();
+  });
 }
 
 export function drawHead(head) {

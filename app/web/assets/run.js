@@ -3,7 +3,7 @@
 import * as studio from './core.js';
 import { h } from './core.js';
 import { chart as newChart } from './charts.js';
-import { drawTitle, drawHead, seconds } from './run-head.js';
+import { drawTitle, drawHead, renameThis, seconds } from './run-head.js';
 import { pick, drawSteps, drawPrompts, editPrompts } from './run-samples.js';
 import { current, parts, TABS } from './run-state.js';
 
@@ -15,8 +15,7 @@ const unsaved = new Map(); // notes that could not be saved before another run w
 
 /** Ask for what changed since the last answer, and draw it. One after the other: two at once would draw it twice. */
 export function refresh() {
-  current.turn = current.turn.then(ask, ask);
-  return current.turn;
+  return (current.turn = current.turn.then(ask, ask));
 }
 
 async function ask() {
@@ -28,9 +27,9 @@ async function ask() {
   current.isGone = Boolean(answer.is_gone);
   parts.gone.hidden = !current.isGone;
   parts.run.hidden = current.isGone;
-  for (const part of [parts.state, parts.about, parts.id]) part.hidden = current.isGone;
+  for (const part of [parts.rename, parts.state, parts.about, parts.id]) part.hidden = current.isGone;
   if (current.isGone) { studio.say(parts.title, current.name); return; }
-  if (!current.data.head) drawTitle(answer.title);
+  drawTitle(answer);
   // the server was started again, or this is another run of the same name
   const isOther = answer.parts.run && current.known.run;
   for (const [part, { key, value }] of Object.entries(answer.parts)) [current.known[part], current.data[part]] =
@@ -261,11 +260,12 @@ function drawConflict(other) {
 
 function build(root) {
   Object.assign(parts, {
-    title: h('h1#run-title'), state: h('span.tag#run-state'), about: h('span.dim'), id: h('span.key'),
+    title: h('h1#run-title'), rename: h('button.btn.s#rename', { type: 'button', onclick: renameThis }, 'Rename'),
+    state: h('span.tag#run-state'), about: h('span.dim'), id: h('span.key'),
     message: h('div#message'), problem: h('div#run-problem'), problems: h('div'),
     sentence: h('p.sentence#run-sentence'), pending: h('div.notice#run-pending', { role: 'status', hidden: true }),
     gone: h('div.card.empty#run-gone', { hidden: true }, h('h2', {}, 'This run is not there'),
-      h('p', {}, 'Its folder was deleted or moved, or the address has a typing error.'),
+      h('p', {}, 'It was moved or deleted (Runs lists deleted ones), or the address has a typing error.'),
       h('a.btn', { href: studio.link('runs') }, 'Runs')),
     error: h('section.notice.bad#run-error', { role: 'alert', hidden: true }),
     done: h('section.notice.ok#run-done', { 'aria-label': 'Finished', hidden: true }),
@@ -277,7 +277,7 @@ function build(root) {
   parts.run = h('div#run', { hidden: true }, parts.problems, parts.done, parts.error, buildStatus(), parts.tabs,
     Object.values(parts.panels));
   const crumbs = h('div.head', {}, h('a', { href: studio.link('runs') }, 'Runs'), h('span.dim', {}, '/'), parts.title,
-    parts.state, parts.about, parts.id);
+    parts.state, parts.about, parts.id, parts.rename);
   root.append(crumbs, parts.problem, parts.message, parts.gone, parts.run);
   parts.panels[''].append(h('div.run-main', {}, buildSamples(), buildCharts(), buildLog()),
     h('div.run-side', {}, buildMemory(), buildSplit(), buildEvents(), buildNotes()));

@@ -27,11 +27,11 @@ export function lineOf(row) {
   const cell = index => line.children[index];
   line.classList.toggle('sel', isChosen);
   line.dataset.state = row.state;
-  studio.fill(cell(0), row.name, () => h('input', { type: 'checkbox', 'aria-label': `Choose ${row.title}` }));
+  studio.fill(cell(0), row.title, () => h('input', { type: 'checkbox', 'aria-label': `Choose ${row.title}` }));
   cell(0).firstChild.checked = isChosen;
   if (row.sample && thumbnail.sample !== row.sample) wanted.add(row.name);
   studio.fill(cell(1), [row.text, thumbnail.url], () => image(row, thumbnail));
-  if (current.editing !== row.name) studio.fill(cell(2), [row.model, row.adapter, row.tags, row.problem],
+  if (current.editing !== row.name) studio.fill(cell(2), [row.title, row.model, row.adapter, row.tags, row.problem],
     () => naming(row));
   studio.fill(cell(3), [row.state, row.step, row.length, row.is_stuck, row.reason], () => progress(row));
   studio.fill(cell(4), [row.curve, row.loss],

@@ -2,6 +2,8 @@
 // @ts-check
 import * as studio from './core.js';
 import { h } from './core.js';
+import { drawDeleted, restore } from './runs-deleted.js';
+import { rename } from './rename.js';
 import { open, choose, lineOf, loadImages } from './runs-rows.js';
 import { current, rows, chosen, lines, COLUMNS, CHUNK, MOST_COMPARED } from './runs-state.js';
 
@@ -15,7 +17,7 @@ const GROUPS = [['all', 'All'], ['running', 'Running'], ['finished', 'Finished']
 
 const groupOf = row => (ENDS.includes(row.state) || QUIET.includes(row.state) ? row.state : 'running');
 export const isRunning = row => groupOf(row) === 'running';
-const textOf = row => [row.name, row.model, row.adapter, row.state, ...row.tags].join(' ').toLowerCase();
+const textOf = row => [row.title, row.name, row.model, row.adapter, row.state, ...row.tags].join(' ').toLowerCase();
 const VALUES = {
   name: row => row.title.toLowerCase(), state: row => GROUPS.findIndex(([name]) => name === groupOf(row)),
   loss: row => row.loss,
@@ -50,6 +52,7 @@ async function read() {
     do {
       current.answer = await studio.call('runs_list', { token: current.token });
       take(current.answer);
+      drawDeleted(current.answer.deleted);
       if (current.answer.is_whole || current.answer.rows.length || current.answer.gone.length) draw();
       else say('#runs-problem', current.answer.problem);
     } while (current.answer.num_unread && studio.shown === 'runs');
@@ -116,7 +119,7 @@ function build(section) {
         h('tbody', { onclick: open, onchange: choose })),
       h('div#runs-empty')),
     h('div#runs-more', { hidden: true }, h('button.btn', { type: 'button', onclick: more }, 'Show more')),
-    bar());
+    h('details.card#deleted-runs', { hidden: true }), bar());
   new IntersectionObserver(entries => entries.some(entry => entry.isIntersecting) && more(), { rootMargin: '600px' })
     .observe(at('#runs-more'));
   studio.shortcut('/', 'Filter the runs', () => filter.focus(), 'runs');
@@ -220,8 +223,8 @@ function bar() {
     h('div.row', {},
       h('span#runs-chosen', { role: 'status' }),
       h('button.btn.main#runs-compare', { type: 'button', onclick: compare }, 'Compare'),
-      button('runs-tag', 'Tag …', tagChosen), button('runs-copy', 'Copy to a new run', copy),
-      button('runs-resume', 'Resume', resume),
+      button('runs-tag', 'Tag …', tagChosen), button('runs-rename', 'Rename …', renameChosen),
+      button('runs-copy', 'Copy to a new run', copy), button('runs-resume', 'Resume', resume),
       button('runs-delete', 'Delete …', remove),
       h('button.btn.ghost#runs-none',
         { type: 'button', 'aria-label': 'Choose none', title: 'Choose none', onclick: () => {
@@ -244,6 +247,7 @@ function drawBar() {
   studio.say(comparing, `Compare (${list.length})`);
   comparing.disabled = list.length < 2 || list.length > MOST_COMPARED;
   comparing.title = comparing.disabled ? `Choose 2 to ${MOST_COMPARED} runs to compare them` : '';
+  at('#runs-rename').hidden = list.length !== 1;
   at('#runs-copy').hidden = list.length !== 1 || one.state === 'damaged';
   at('#runs-resume').hidden = list.length !== 1 || !['stopped', 'failed', 'created'].includes(one.state);
   studio.say(at('#runs-resume'), one?.state === 'created' ? 'Start' : 'Resume');
@@ -267,15 +271,16 @@ async function resume() {
 }
 
 async function tagChosen() {
-  const list = chosenRows(),
-    box = h('input#runs-new-tag', { type: 'text', 'aria-label': 'Tag', placeholder: 'tag, another' });
-  const asked = studio.ask(`Tag ${studio.counted(list.length, 'run')}`, box, ['Add', 'Cancel']);
-  box.addEventListener('keydown',
-    event => event.key === 'Enter' && box.closest('dialog')?.querySelector('.btn.main').click());
-  box.focus();
-  if (await asked || !box.value.trim()) return;
-  await studio.call('runs_tag', { runs: list.map(row => row.name), added: box.value });
+  const list = chosenRows(), box = { id: 'runs-new-tag', 'aria-label': 'Tag', placeholder: 'tag, another' };
+  const added = await studio.askText(`Tag ${studio.counted(list.length, 'run')}`, box, 'Add');
+  if (!added?.trim()) return;
+  await studio.call('runs_tag', { runs: list.map(row => row.name), added });
   await reload();
+}
+
+async function renameChosen() {
+  const [row] = chosenRows();
+  if (await rename(row.name, row.title)) await reload();
 }
 
 async function remove() {
@@ -285,14 +290,15 @@ async function remove() {
     .join(', ') + (list.length > 8 ? ` and ${list.length - 8} more` : '');
   const size = sizes.includes(null) ? `at least ${studio.size(total)}` : studio.size(total);
   const text = [h('b', {}, names), h('br'),
-    `Deleted: ${size}, with all checkpoints, samples, exports and logs of ${list.length === 1 ? 'this run'
-      : 'these runs'}. `
-    + 'This cannot be undone.', h('br'), 'Kept: your images and captions, the model, presets, and other runs.'];
+    `Moved to the deleted runs, below this table: ${size}, with all checkpoints, samples, exports and logs. `
+    + 'They stay on the disk until you empty these.', h('br'),
+    'Kept: your images and captions, the model, presets, and other runs.'];
   const title = list.length === 1 ? `Delete ${list[0].title}?` : `Delete ${studio.count(list.length)} runs?`;
-  if (await studio.ask(title, text, ['Delete permanently', 'Cancel'], 'stop')) return '';
-  const { num_deleted: numDeleted, refused } = await studio.call('runs_delete', { runs: list.map(row => row.name) });
+  if (await studio.ask(title, text, ['Delete', 'Cancel'], 'stop')) return '';
+  const { deletions, refused } = await studio.call('runs_delete', { runs: list.map(row => row.name) });
   await reload();
-  if (numDeleted) studio.toast(`${studio.counted(numDeleted, 'run')} deleted.`);
+  if (deletions.length) studio.toast(`${studio.counted(deletions.length, 'run')} deleted. `, false,
+    () => restore(deletions));
   if (refused.length) throw new studio.Refused(refused.join('\n'));
   return '';
 }

@@ -7,7 +7,7 @@ import { call, h, fill, say, counted } from './core.js';
 import { run, cancel } from './upload-sending.js';
 import { here, waiting, $, remember, left, results } from './upload-state.js';
 
-const UNDO_SHOWN_MS = 12000, MOST_LISTED = 500, DRAWN_EVERY_MS = 100;
+const MOST_LISTED = 500, DRAWN_EVERY_MS = 100;
 const SYSTEM_FILES = /^(\..*|thumbs\.db|desktop\.ini)$/i;
 const NEW = 'new:'; // before the path of a folder that a new one is made in
 
@@ -241,7 +241,7 @@ async function remove(card) {
     return;
   }
   here.hooks.forget(image);
-  undoToast(deletion);
+  studio.toast(`${deletion.images[0]} is deleted. `, false, () => restore(deletion));
   here.focusOn = next?.dataset.image || '';
   await Promise.all([here.hooks.refresh(), look()]);
 }
@@ -252,16 +252,6 @@ function focusNext() {
   studio.refocus([...document.querySelectorAll('#page-data .pc')].find(
     card => card.dataset.image === here.focusOn)?.querySelector('.del'), $('upload-files'));
   here.focusOn = null;
-}
-
-function undoToast(deletion) {
-  const toast = h('div.toast', { role: 'status' }, `${deletion.images[0]} is deleted. `,
-    h('button.btn.s', { type: 'button', onclick: () => {
-      toast.remove();
-      restore(deletion);
-    } }, 'Undo'));
-  document.querySelector('#toasts').append(toast);
-  setTimeout(() => toast.remove(), UNDO_SHOWN_MS);
 }
 
 async function restore({ folder, name }) {

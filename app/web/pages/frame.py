@@ -10,7 +10,7 @@ from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import address
 from trainer.run.events import newest_picture
-from trainer.run.folder import RunDir, title
+from trainer.run.folder import RunDir
 from trainer.system.errors import InputError
 
 
@@ -31,7 +31,7 @@ def job(view: RunView) -> dict[str, Any]:
     """Return what the foot of the rail shows of a run."""
     return {
         "name": view.path.name,
-        "title": title(view.path.name),
+        "title": RunDir(view.path).title,
         "state": view.state,
         "step": view.step,
         "num_steps": view.num_steps,

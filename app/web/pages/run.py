@@ -12,7 +12,6 @@ from app.runs.run_screen import LogWish, Part
 from app.studio import Studio
 from app.web.answers import Calls
 from trainer.run import process
-from trainer.run.folder import title
 from trainer.run.prompts import request_prompts
 from trainer.system.errors import InputError
 from trainer.view.chart import MOST_SENT, MOST_SENT_SMALL, Chart
@@ -52,7 +51,7 @@ def calls(studio: Studio) -> Calls:
         parts = {"run": Part(follower.token, lambda: None), "head": run_screen.head(follower, view, studio.gpus())}
         if not only_head:
             parts |= run_screen.overview(studio, follower, view, known) | {"curves": _curves(follower, view)}
-        answer = {"title": title(name), "parts": run_screen.changes(parts, known)}
+        answer = {"title": run.title, "id": run.title_id, "parts": run_screen.changes(parts, known)}
         return answer | ({"log": run_screen.log(run, log)} if log else {})
 
     def run_request(name: str, what: Literal["stop", "save", "sample"]) -> None:
@@ -82,6 +81,9 @@ def calls(studio: Studio) -> Calls:
             raise InputError(f"{name} is not running any more: it generates no more samples")
         request_prompts(run, prompts)
 
+    def run_rename(name: str, title: str) -> None:
+        notes.give_title(studio.run(name), title)
+
     def run_notes(name: str, text: str, version: str) -> dict[str, Any]:
         return asdict(notes.save(studio.run(name), text, version))
 
@@ -92,6 +94,7 @@ def calls(studio: Studio) -> Calls:
         "run_extend": run_extend,
         "run_branch": run_branch,
         "run_prompts": run_prompts,
+        "run_rename": run_rename,
         "run_notes": run_notes,
     }
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from app.data.thumbnails import FULL, SMALL
-from app.runs import run_comparison, run_table
+from app.runs import run_comparison, run_table, run_trash
 from app.runs.monitor import Follower, RunView, explained
 from app.runs.run_comparison import MOST_COMPARED
-from app.runs.run_table import Summaries, Summary
+from app.runs.run_table import Summaries
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import address
-from trainer.run import process
 from trainer.run.events import SampleEvent
-from trainer.run.folder import RunDir, is_run, title
+from trainer.run.folder import RunDir, is_run
 from trainer.system.errors import InputError
 from trainer.view.chart import Chart
 
@@ -30,9 +30,10 @@ def calls(studio: Studio) -> Calls:
         return {
             "token": changes.token,
             "is_whole": changes.is_whole,
-            "rows": [_row(row) for row in changes.rows],
+            "rows": [asdict(row) for row in changes.rows],
             "gone": changes.gone,
             "num_unread": changes.num_unread,
+            "deleted": [asdict(deleted) for deleted in run_trash.deletions(studio.runs)],
             "problem": run_table.tags_problem(studio.runs),
             "free": shutil.disk_usage(studio.runs).free if studio.runs.is_dir() else None,
         }
@@ -45,14 +46,15 @@ def calls(studio: Studio) -> Calls:
         run_table.change_tags(studio.runs, names, added, removed)
 
     def runs_delete(runs: list[str]) -> dict[str, Any]:
-        refused = []
-        for name in runs:
-            try:
-                process.delete(studio.found(name))
-            # One run that cannot be deleted does not keep the others.
-            except (InputError, OSError) as error:
-                refused.append(explained(error))
-        return {"num_deleted": len(runs) - len(refused), "refused": refused}
+        done, refused = _attempted(lambda name: run_trash.delete(studio.found(name)), runs)
+        return {"deletions": done, "refused": refused}
+
+    def runs_restore(deletions: list[str]) -> dict[str, Any]:
+        done, refused = _attempted(lambda name: run_trash.restore(studio.runs, name), deletions)
+        return {"runs": done, "refused": refused}
+
+    def runs_empty() -> int:
+        return run_trash.empty(studio.runs)
 
     def runs_resume(run: str) -> None:
         studio.resume(studio.run(run))
@@ -62,14 +64,22 @@ def calls(studio: Studio) -> Calls:
 
     return {
         function.__name__: function
-        for function in (runs_list, runs_images, runs_tag, runs_delete, runs_resume, compare_show)
+        for function in (
+            *(runs_list, runs_images, runs_tag, runs_delete, runs_restore, runs_empty, runs_resume),
+            compare_show,
+        )
     }
 
 
-def _row(summary: Summary) -> dict[str, Any]:
-    values = asdict(summary)
-    short = title(summary.name)
-    return values | {"title": short, "id": summary.name.removeprefix(f"{short}-") if short != summary.name else ""}
+def _attempted(act: Callable[[str], str], names: list[str]) -> tuple[list[str], list[str]]:
+    """Return what came of an action on each of some names, and why it was refused: one does not keep the others."""
+    done, refused = [], []
+    for name in names:
+        try:
+            done.append(act(name))
+        except (InputError, OSError) as error:
+            refused.append(explained(error))
+    return done, refused
 
 
 def _last_sample(studio: Studio, summaries: Summaries, name: str) -> str:
@@ -103,12 +113,13 @@ def _comparison(studio: Studio, names: list[str], known: str) -> dict[str, Any]:
         problems.append(f"{MOST_COMPARED} runs can be compared at once; the others are left out.")
         followers = followers[:MOST_COMPARED]
     views = [follower.view() for follower in followers]
-    key = repr([problems, [(view.path.name, view.state, view.curves, len(view.samples)) for view in views]])
+    facts = [(view.path.name, RunDir(view.path).title, view.state, view.curves, len(view.samples)) for view in views]
+    key = repr([problems, facts])
     return {"key": key} if key == known else {"key": key, "problems": problems} | _compared(studio, followers, views)
 
 
 def _compared(studio: Studio, followers: list[Follower], views: list[RunView]) -> dict[str, Any]:
-    labels = run_comparison.labels({view.path.name: title(view.path.name) for view in views})
+    labels = run_comparison.labels({view.path.name: RunDir(view.path).title for view in views})
     configs = [follower.config for follower in followers]
     pairs = run_comparison.same_prompts(views, configs)
     return {

@@ -64,7 +64,7 @@ def test_what_two_windows_restore_at_once_is_restored_once_and_the_other_one_is_
             refused.append(str(error).removeprefix(f"{root}/"))
 
     if pages == 2:  # two processes share no lock
-        monkeypatch.setattr(trash, "_CHANGES", nullcontext())
+        monkeypatch.setattr(trash, "CHANGES", nullcontext())
     for attempt in range(30):
         root = make_pictures(tmp_path / str(attempt), 8)
         before = tree(root)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from app.runs import run_trash
 from app.runs.live import Live
 from app.runs.monitor import Follower
 from tests.app.browser import in_training
@@ -101,7 +102,7 @@ def test_a_run_on_another_machine_with_dates_to_come_has_ended_like_any_other(
     monkeypatch.setattr(process, "MAX_SILENCE_S", 0.3)
     time.sleep(0.4)
     assert names(live) == []
-    process.delete(run)
+    run_trash.delete(run)
     assert not run.path.exists()
 
 

@@ -67,9 +67,9 @@ def test_everything_is_sent_once_and_then_nothing(runs: Path):
     recorded(runs, "one")
     browser = Browser(runs, "one")
     parts = {"run", "head", "memory", "samples", "events", "prompts", "notes", "curves"}
-    assert set(browser.tick()) == parts | {"title", "log"}
-    assert set(browser.tick()) == {"title", "log"}
-    assert set(Browser(runs, "one").tick(only_head=True)) == {"run", "head", "title", "log"}
+    assert set(browser.tick()) == parts | {"title", "id", "log"}
+    assert set(browser.tick()) == {"title", "id", "log"}
+    assert set(Browser(runs, "one").tick(only_head=True)) == {"run", "head", "title", "id", "log"}
 
 
 def test_only_what_is_new_is_sent(runs: Path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app.runs import run_table
+from app.runs import notes, run_table
 from app.runs.monitor import Follower
 from app.runs.run_table import Changes, Summaries
 from app.studio import Studio
@@ -21,6 +21,7 @@ from trainer.run.events import ErrorEvent, SampleEvent, StatusEvent, ValidationE
 from trainer.run.folder import RunDir
 from trainer.run.process import MAX_SILENCE_S
 from trainer.system.index import Index
+from trainer.view.report import write_report
 
 
 @pytest.fixture
@@ -98,6 +99,18 @@ def test_a_run_that_is_started_again_is_read_again(studio: Studio):
     run.launch_file.write_text('{"pid": 4194303, "create_time": 1.0, "argv": ["x"], "since_boot": 1.0}')
     assert [(row.name, row.state) for row in summaries.changes(token).rows] == [("one", "stopped")]
     assert {row.state for row in summaries.all()} == {"stopped"}, "what else changed is looked for now and then"
+
+
+def test_a_run_that_is_renamed_says_so_in_the_next_answer_and_in_its_report(studio: Studio):
+    run = recorded(studio.runs, "fox-20261124-211219-aebff6")
+    summaries = Summaries(studio)
+    first = settled(summaries)
+    assert [(row.title, row.id) for row in first.rows] == [("fox", "20261124-211219-aebff6")]
+    for name in ("My <b>fox</b> 🦊", "", "Second"):
+        notes.give_title(run, name)
+    assert [(row.title, row.id) for row in summaries.changes(first.token).rows] == [("Second", run.path.name)]
+    assert [row.title for row in Summaries(studio).all()] == ["Second"]
+    assert "<h1>Second</h1>" in write_report(run).read_text(encoding="utf-8")
 
 
 def test_what_is_not_read_in_time_is_read_by_the_next_calls(studio: Studio):

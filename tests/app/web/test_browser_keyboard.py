@@ -178,7 +178,7 @@ def test_runs_are_tagged_chosen_and_deleted_without_losing_the_place(page: Page,
     for name in ("keyed-a", "keyed-b"):
         press(page, f"tr[data-run={name}] input", "Space")
     press(page, "#runs-delete")
-    page.get_by_role("dialog").get_by_role("button", name="Delete permanently").focus()
+    page.get_by_role("dialog").get_by_role("button", name="Delete", exact=True).focus()
     page.keyboard.press("Enter")
     page.locator("tr[data-run=keyed-a]").wait_for(state="detached")
     all_runs = page.locator("#runs-all")  # there while other tests' runs are
