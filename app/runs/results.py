@@ -90,9 +90,9 @@ class Results:
         """Return how the latest film is doing."""
         return self._outcome("film", run, film.output)
 
-    def upload(self, run: RunDir, repo: str, is_private: bool, overwrites: bool, keeps_held_out: bool = False) -> None:
+    def upload(self, run: RunDir, repo: str, is_private: bool, overwrites: bool) -> None:
         """Upload the exported files with a model card. Raises InputError for a wrong name, or without an export."""
-        self._begin("upload", run, lambda: uploads.begin(run, repo, is_private, overwrites, keeps_held_out))
+        self._begin("upload", run, lambda: uploads.begin(run, repo, is_private, overwrites))
 
     def uploaded(self, run: RunDir) -> Outcome:
         """Return how the latest upload is doing."""

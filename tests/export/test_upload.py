@@ -19,7 +19,6 @@ import yaml
 from app.web.served_files import Downloads
 from tests.launcher.hub import TOKEN, Hub, Repository, serving
 from tests.runs import make_pictures, make_text, run_config, text_config
-from trainer.data.images import image_files
 from trainer.export.card import SECOND_NAME, model_card, published
 from trainer.export.upload import Upload
 from trainer.launcher.jobs import uploads
@@ -140,22 +139,6 @@ def test_the_film_is_uploaded_and_the_card_shows_it(run: RunDir, hub: Hub) -> No
         f"![{shown}](film/prompt-1.webp)\n\n![Before, during and after training: {shown}](film/prompt-1.jpg)\n\n"
         f"*{shown}* ([loop](film/prompt-1.webp), [video](film/prompt-1.mp4))\n\n## Use"
     ) in files["README.md"].decode()
-
-
-def test_a_prompt_that_is_a_caption_of_a_held_out_picture_stays_here_unless_it_is_kept(run: RunDir, hub: Hub) -> None:
-    cfg = run.config()
-    run.replace_config(cfg.model_copy(update={"data": cfg.data.model_copy(update={"validation": 1})}))
-    held_out = image_files.scan(run.config().data).validation[0].caption
-    record(run, SampleEvent(step=30, prompt=held_out, index=0, path="samples/step-000030-0.png"))
-    code, said = uploaded(run, hub, "--repo=ada/held-out")
-    left_out = ["Left out, with their samples, as captions of held-out pictures:", f"  {held_out}"]
-    assert (code, said.splitlines()[-3:-1]) == (2, left_out)
-    assert "step-000030-0.png" not in said and "  samples/step-000030-1.png  0.0 kB" in said.splitlines()
-    assert uploaded(run, hub, "--repo=ada/held-out", "--yes")[0] == 0
-    assert held_out.encode() not in hub.repositories["ada/held-out"].files["README.md"]
-    assert uploaded(run, hub, "--repo=ada/kept", "--keep-held-out", "--yes")[0] == 0
-    kept = hub.repositories["ada/kept"].files
-    assert held_out.encode() in kept["README.md"] and "samples/step-000030-0.png" in kept
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,6 @@ class Published:
     exports: tuple[Path, ...]
     samples: tuple[SampleEvent, ...]
     film: tuple[FilmedPrompt, ...] = ()
-
-    def without(self, prompts: Collection[str]) -> Published:
-        """Return it without some prompts, their samples and their film."""
-        samples = tuple(sample for sample in self.samples if sample.prompt not in prompts)
-        return replace(self, samples=samples, film=tuple(one for one in self.film if one.prompt not in prompts))
 
     def files(self, run: RunDir) -> dict[str, Path]:
         """Return {path in the repository: file} of exports, film, and samples that are not read in the card itself.
@@ -130,20 +125,6 @@ def published(run: RunDir) -> Published:
     return Published(newest.what, newest.format, tuple(same[::-1]), shown, tuple(filmed))
 
 
-def held_out_prompts(run: RunDir, what: Published) -> tuple[str, ...]:
-    """Return the prompts that are captions of held-out pictures; none where the data cannot be read any more."""
-    cfg = run.config()
-    prompts = dict.fromkeys([*(sample.prompt for sample in what.samples), *(one.prompt for one in what.film)])
-    if not prompts or not cfg.data.validation or trains_on(cfg) == "text":
-        return ()
-    try:
-        held_out = image_files.scan(cfg.data).validation
-    except (InputError, OSError):
-        return ()
-    captions = {caption for image in held_out for caption in image.captions}
-    return tuple(prompt for prompt in prompts if prompt in captions)
-
-
 def _is_shown(run: RunDir, sample: SampleEvent) -> bool:
     kind = sample.kind
     return kind.is_text or (sample.path.endswith(kind.suffix) and run.own_file(sample.path).is_file())
@@ -154,7 +135,7 @@ def name_of(sample: SampleEvent) -> str:
     return f"{SAMPLE_FOLDER}/{Path(sample.path).name}"
 
 
-def model_card(run: RunDir, repo: str = "OWNER/NAME", licence: str | None = None, what: Published | None = None) -> str:
+def model_card(run: RunDir, repo: str = "OWNER/NAME", licence: str | None = None) -> str:
     """Return the model card of a run: Markdown with YAML in front, as the hub reads it.
 
     Args:
@@ -162,12 +143,11 @@ def model_card(run: RunDir, repo: str = "OWNER/NAME", licence: str | None = None
         repo: The repository that the card is for.
         licence: Licence as the hub names it, for example `apache-2.0`; None for that of the base model, where it is
             known.
-        what: What it is about; None for all that `published` returns.
 
     Raises:
         InputError: As `published`.
     """
-    what, cfg = what or published(run), stages.current(run, run.config()).config
+    what, cfg = published(run), stages.current(run, run.config()).config
     card = _Card(run, cfg, what, base_of(run, what), repo)
     front = yaml12.dump(card.front(licence))
     parts = [f"---\n{front}---", f"# {_plain(cfg.name)}", *card.sections()]

@@ -1,8 +1,7 @@
 """Uploads an exported run to the Hugging Face hub: `python -m trainer.export.upload RUN --repo OWNER/NAME --yes`.
 
 A process of its own, as an upload takes long. Exported files, the model card, the film and the newest samples go into
-one commit. Prompts that are captions of held-out pictures stay here, with their samples, unless they are kept; a token
-or a path of this machine in a text ends the upload before anything is sent.
+one commit. A token or a path of this machine in a text ends the upload before anything is sent.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config.sections import HUB_ID
-from trainer.export.card import PROJECT, base_of, held_out_prompts, model_card, published
+from trainer.export.card import PROJECT, base_of, model_card, published
 from trainer.run.folder import RunDir
 from trainer.system import files
 from trainer.system.amounts import file_size
 from trainer.system.errors import InputError
-from trainer.system.terminal import printable, say
+from trainer.system.terminal import say
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -46,14 +45,12 @@ class Upload:
         is_private: Whether only its owner sees the repository.
         overwrites: Whether files of an existing repository may be replaced. Others stay.
         licence: As `model_card` has it.
-        keeps_held_out: Whether prompts that are captions of held-out pictures are uploaded, with their samples.
     """
 
     repo: str
     is_private: bool = False
     overwrites: bool = False
     licence: str | None = None
-    keeps_held_out: bool = False
 
     def __post_init__(self) -> None:
         from huggingface_hub.errors import HFValidationError
@@ -69,7 +66,6 @@ class Upload:
     def arguments(self) -> list[str]:
         """It as options of `python -m trainer.export.upload`."""
         flags = [("--private", self.is_private), ("--overwrite", self.overwrites)]
-        flags += [("--keep-held-out", self.keeps_held_out)]
         licence = [f"--licence={self.licence}"] if self.licence else []
         return [f"--repo={self.repo}", *(name for name, is_set in flags if is_set), *licence]
 
@@ -79,9 +75,7 @@ def main() -> int:
     arguments = _parser().parse_args()
     try:
         run = RunDir.open(arguments.run_dir)
-        wanted = Upload(
-            arguments.repo, arguments.private, arguments.overwrite, arguments.licence, arguments.keep_held_out
-        )
+        wanted = Upload(arguments.repo, arguments.private, arguments.overwrite, arguments.licence)
         if not arguments.yes:
             raise InputError(f"{prepare(run, wanted).question}\nadd --yes to upload this")
         say(upload(run, wanted))
@@ -99,13 +93,11 @@ class Prepared:
         files: {path in the repository: a file of the run, or the content}.
         card: The model card, which is README.md.
         question: What is uploaded and who will see it, in words.
-        left_out: Prompts that are captions of held-out pictures, and stay here.
     """
 
     files: Mapping[str, Path | bytes]
     card: str
     question: str
-    left_out: tuple[str, ...]
 
 
 def prepare(run: RunDir, wanted: Upload) -> Prepared:
@@ -114,11 +106,8 @@ def prepare(run: RunDir, wanted: Upload) -> Prepared:
     Raises:
         InputError: As `published`; or a text holds a token or a path of this machine.
     """
-    everything = published(run)
-    left_out = () if wanted.keeps_held_out else held_out_prompts(run, everything)
-    what = everything.without(left_out)
-    found = {name: without_local_path(file, run) for name, file in what.files(run).items()}
-    card = model_card(run, wanted.repo, wanted.licence, what)
+    found = {name: without_local_path(file, run) for name, file in published(run).files(run).items()}
+    card = model_card(run, wanted.repo, wanted.licence)
     _refuse_private("README.md", card, run)
     sizes = {"README.md": len(card.encode())}
     for name, content in found.items():
@@ -129,10 +118,7 @@ def prepare(run: RunDir, wanted: Upload) -> Prepared:
     who = "only you can see" if wanted.is_private else "everyone can see"
     lines = [f"{len(sizes)} files ({sum(sizes.values()) / 1e6:,.1f} MB) to {wanted.repo}, which {who}:"]
     lines += [f"  {name}  {file_size(size)}" for name, size in sizes.items()]
-    if left_out:
-        lines.append("Left out, with their samples, as captions of held-out pictures:")
-        lines += [f"  {printable(prompt)}" for prompt in left_out]
-    return Prepared(found, card, "\n".join(lines), left_out)
+    return Prepared(found, card, "\n".join(lines))
 
 
 def _refuse_private(name: str, text: str, run: RunDir) -> None:
@@ -252,9 +238,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--private", action="store_true", help="make a repository that only its owner sees")
     parser.add_argument("--overwrite", action="store_true", help="replace files of a repository that is not empty")
     parser.add_argument("--licence", help="licence as the hub names it, for example apache-2.0; else the base model's")
-    parser.add_argument(
-        "--keep-held-out", action="store_true", help="also upload prompts that are captions of held-out pictures"
-    )
     parser.add_argument("--yes", action="store_true", help="upload; without it, only say what would be uploaded")
     return parser
 

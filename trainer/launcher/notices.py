@@ -212,7 +212,8 @@ class Notice:
     @property
     def title(self) -> str:
         """How the run ended, in a few words."""
-        return f"{printable(RunDir(self.folder).title or self.run)} {ENDED[self.state]}" if self.run else "A test from ShardStudio"
+        name = printable(RunDir(self.folder).title or self.run)
+        return f"{name} {ENDED[self.state]}" if self.run else "A test from ShardStudio"
 
     @property
     def text(self) -> str:

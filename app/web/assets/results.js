@@ -247,15 +247,11 @@ export async function upload(run) {
   const repo = h('input#upload-repo',
     { type: 'text', placeholder: 'your-name/model-name', spellcheck: false, autocomplete: 'off' });
   const isPrivate = h('input#upload-private', { type: 'checkbox', checked: true }),
-    overwrites = h('input#upload-overwrites', { type: 'checkbox' }),
-    keepsHeldOut = h('input#upload-held-out', { type: 'checkbox' }),
-    heldOut = h('label.check-line', { hidden: true }, keepsHeldOut,
-      ' keep prompts that are captions of held-out pictures');
+    overwrites = h('input#upload-overwrites', { type: 'checkbox' });
   const place = h('div'), question = h('div#upload-question'), hint = h('div'),
     state = h('div#upload-state', { role: 'status' });
   const values = () =>
-    ({ run, repo: repo.value.trim(), is_private: isPrivate.checked, overwrites: overwrites.checked,
-      keeps_held_out: keepsHeldOut.checked });
+    ({ run, repo: repo.value.trim(), is_private: isPrivate.checked, overwrites: overwrites.checked });
   let shown = /** @type {any} */ (null); // what the question is about
   const forget = () => { shown = null; agree.hidden = true; question.replaceChildren(); };
   const show = found => fill(state, found,
@@ -281,18 +277,17 @@ export async function upload(run) {
     if (JSON.stringify(asked) !== JSON.stringify(values())) return; // was changed meanwhile
     question.replaceChildren(h('pre.code', { tabIndex: 0 }, found.text),
       h('details', {}, h('summary', {}, 'Model card'), h('pre.code', { tabIndex: 0 }, found.card)));
-    if (found.num_left_out) heldOut.hidden = false;
     shown = asked;
     agree.hidden = false;
   }, look);
-  for (const input of [repo, isPrivate, overwrites, keepsHeldOut]) input.addEventListener('input', forget);
+  for (const input of [repo, isPrivate, overwrites]) input.addEventListener('input', forget);
   const form = h('form', { onsubmit: event => {
     event.preventDefault();
     if (!look.disabled) ask();
   } }, h('label.sm', { htmlFor: 'upload-repo' }, 'Repository'), repo,
     h('label.check-line', {}, isPrivate, ' private: only you see it'),
     h('label.check-line', {}, overwrites, ' replace files of an existing repository'),
-    heldOut, hint,
+    hint,
     question, place, state, h('div.row-end', {}, closeButton(), look, agree));
   const element = dialog('upload-dialog', 'Publish on the Hugging Face hub',
     h('p.sm', {}, 'The exported files, a model card, the film and the newest samples. Log in first: ',

@@ -161,12 +161,10 @@ def _filmed(studio: Studio, run: RunDir, film: Film, one: FilmedPrompt) -> dict[
     return facts | {"files": names, "sheet": shown}
 
 
-def upload_question(
-    studio: Studio, run: str, repo: str, is_private: bool, overwrites: bool, keeps_held_out: bool = False
-) -> dict[str, Any]:
-    """Return what would be uploaded, who would see it, the model card, and the number of prompts left out."""
-    asked = uploads.question(studio.run(run), repo, is_private, overwrites, keeps_held_out)
-    return {"text": asked.question, "card": asked.card, "num_left_out": len(asked.left_out)}
+def upload_question(studio: Studio, run: str, repo: str, is_private: bool, overwrites: bool) -> dict[str, Any]:
+    """Return what would be uploaded, who would see it, and the model card."""
+    asked = uploads.question(studio.run(run), repo, is_private, overwrites)
+    return {"text": asked.question, "card": asked.card}
 
 
 def start_upload(
@@ -176,10 +174,9 @@ def start_upload(
     repo: str,
     is_private: bool,
     overwrites: bool,
-    keeps_held_out: bool = False,
 ) -> None:
     """Upload the run's exported files. The user has agreed to what `upload_question` said."""
-    results.upload(studio.run(run), repo, is_private, overwrites, keeps_held_out)
+    results.upload(studio.run(run), repo, is_private, overwrites)
 
 
 def upload_state(studio: Studio, results: Results, run: str) -> dict[str, Any]:

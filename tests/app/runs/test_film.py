@@ -253,7 +253,6 @@ def test_500_samples_of_1024_pixels_take_less_than_400_mb(run: RunDir):
     assert (code, int(kilobytes) < 400_000) == ("0", True), kilobytes
 
 
-@pytest.mark.skipif(film._encoder() is None, reason="no ffmpeg here")
 def test_a_video_is_written_where_there_is_an_encoder_and_one_that_fails_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

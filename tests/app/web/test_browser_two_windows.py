@@ -124,7 +124,7 @@ def test_a_run_that_one_window_deletes_is_missed_by_every_screen_of_the_others(p
         page.locator("#draw-dialog [role=alert]", has_text="not a run folder").wait_for()
         assert page.locator("#draw-prompt").input_value() == "a fox"
         page.keyboard.press("Escape")
-        page.locator("#run-gone", has_text="Its folder was deleted or moved").get_by_role("link", name="Runs").click()
+        page.locator("#run-gone", has_text="It was moved or deleted").get_by_role("link", name="Runs").click()
         until(page, "location.hash === '#/runs'")
 
 

@@ -13,24 +13,22 @@ from trainer.run.folder import RunDir
 MODULE = "trainer.export.upload"
 
 
-def question(run: RunDir, repo: str, is_private: bool, overwrites: bool, keeps_held_out: bool) -> Prepared:
+def question(run: RunDir, repo: str, is_private: bool, overwrites: bool) -> Prepared:
     """Return what would be uploaded, who would see it, and the model card.
 
     Raises:
         InputError: The name is wrong, nothing was exported, or a text holds what must stay on this machine.
     """
-    return prepare(run, Upload(repo, is_private, overwrites, keeps_held_out=keeps_held_out))
+    return prepare(run, Upload(repo, is_private, overwrites))
 
 
-def begin(
-    run: RunDir, repo: str, is_private: bool, overwrites: bool, keeps_held_out: bool = False
-) -> subprocess.Popen[bytes]:
+def begin(run: RunDir, repo: str, is_private: bool, overwrites: bool) -> subprocess.Popen[bytes]:
     """Start an upload; the user has agreed to it. Its exit code is 2 for the user's mistake.
 
     Raises:
         InputError: The name is wrong, or nothing was exported.
     """
-    wanted = Upload(repo, is_private, overwrites, keeps_held_out=keeps_held_out)
+    wanted = Upload(repo, is_private, overwrites)
     run.guard()
     card.published(run)
     argv = [sys.executable, "-m", MODULE, str(run.path), *wanted.arguments(), "--yes"]
