@@ -130,7 +130,8 @@ def main(argv: Sequence[str]) -> int:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in a line, without the list of all options in front of it."""
-        self.exit(2, f"{printable(message)}; --help lists the options\n")
+        remedy = "" if "; " in message else "; --help lists the options"
+        self.exit(2, f"{printable(message)}{remedy}\n")
 
 
 def _parser() -> argparse.ArgumentParser:

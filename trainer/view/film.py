@@ -78,7 +78,9 @@ def frame(picture: Picture, size: tuple[int, int], credits: Credits, is_last: bo
     width, height = max(size[0], LEAST_WIDTH), size[1]
     unit = width / 40  # all of the frame grows with the picture, and reads alike when it is scaled to one width
     margin, large, small = round(unit), _font(round(1.7 * unit)), _font(round(1.1 * unit))
-    canvas = Image.new("RGB", _even(width + 2 * margin, height + margin + round(5.9 * unit)), _color("--panel"))
+    whole = width + 2 * margin, height + margin + round(5.9 * unit)
+    even = whole[0] + whole[0] % 2, whole[1] + whole[1] % 2  # H.264 stores colours for two pixels together
+    canvas = Image.new("RGB", even, _color("--panel"))
     draw = ImageDraw.Draw(canvas)
     _place(canvas, picture[1], (margin, margin, width, height))
     top = margin + height + round(0.6 * unit)
@@ -122,11 +124,6 @@ def sheet(pictures: Sequence[Picture], credits: Credits) -> Image.Image:
 
 def _color(token: str) -> str:
     return TOKENS[token][1]
-
-
-def _even(width: int, height: int) -> tuple[int, int]:
-    """H.264 stores colours for two pixels together."""
-    return width + width % 2, height + height % 2
 
 
 @lru_cache(maxsize=16)

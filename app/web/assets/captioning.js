@@ -29,7 +29,7 @@ const check = (id, label) => h('label.check', {}, (parts[id] = h(`input#caption-
 function form() {
   parts.prompt = h('textarea#caption-prompt', { rows: 3, placeholder: 'As the style says' });
   parts.ranks = h('input#caption-ranks', { type: 'number', min: 1, max: 64, value: 1 });
-  parts.start = h('button.btn.main#caption-start', { type: 'submit' }, 'Start');
+  parts.start = h('button.btn.main#caption-start', { type: 'submit' }, 'Caption');
   return (parts.form = h('form', { oninput: () => { wasFilled = true; }, onsubmit: event => {
     event.preventDefault();
     start();
@@ -73,6 +73,7 @@ function draw() {
   root.querySelector('#caption-folder-row').hidden = folders.length < 2;
   fill(parts.folder, folders, () => folders.map(folder => h('option', { value: folder }, folder)));
   parts.folder.value = state.folder;
+  say(parts.start, `Caption ${state.folder.split('/').at(-1)}`);
   fillForm(job?.request);
   const isRunning = !!job?.is_running;
   parts.form.hidden = isRunning;
@@ -124,7 +125,7 @@ function ended(job) {
       ? h('button.btn.s#caption-resume',
         { type: 'button', onclick: event => act(event.currentTarget, 'captioning_resume') }, 'Continue') : null,
       job.written ? h('button.btn.s#caption-undo', { type: 'button', onclick: event => undo(event.currentTarget) },
-        `Undo all (${studio.count(job.written)})`) : null)];
+        `Take back these ${counted(job.written, 'caption')}`) : null)];
 }
 
 const sentences = (list, number, what) => number

@@ -42,7 +42,7 @@ def start(panel: Locator, model: Path | str) -> None:
 
 def take_back(panel: Locator, count: int, folder: Path) -> None:
     """Undo a whole job, which asks first and names what it will change."""
-    panel.locator("#caption-undo", has_text=f"Undo all ({count})").click()
+    panel.locator("#caption-undo", has_text=f"Take back these {count} caption").click()
     dialog = panel.page.get_by_role("dialog", name=f"Take back {count} captions?")
     expect(dialog).to_contain_text(f"wrote them in {folder}. Captions that were changed since stay.")
     dialog.get_by_role("button", name="Take back").click()
