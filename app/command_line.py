@@ -137,6 +137,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=program().removeprefix("python "),
+        usage="%(prog)s [what to do] [options] [key=value ...]",
         description="Fine-tune image and language models that do not fit on one GPU.",
         epilog=EPILOG.format(program=program()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -144,55 +145,58 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_modes(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields that replace those of the config")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are made")
+    runs = parser.add_argument_group("run folders")
+    runs.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are made")
     _add_page_options(parser)
-    parser.add_argument(
+    runs.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="use exactly this path as the run folder (--headless)"
     )
     _add_node_options(parser)
-    parser.add_argument(
+    exports = parser.add_argument_group("checkpoints and exports (--export, --resume, --extract)")
+    exports.add_argument(
         "--what", choices=_choices("what"), help="content of the export (--export); default: the run's own"
     )
-    parser.add_argument(
+    exports.add_argument(
         "--step",
         type=_wanted,
         metavar="N|best",
         help="another checkpoint than the newest: that of a step, or the one of lowest validation loss, to export "
         "(--export) or for a new run that goes on from it (--resume)",
     )
-    parser.add_argument(
+    exports.add_argument(
         "--format",
         choices=_choices("format"),
         help="file format (--export, --extract); default: the run's own, or auto",
     )
-    parser.add_argument(
+    exports.add_argument(
         "--dtype", choices=_choices("dtype"), help="precision (--export, --extract); default: the run's own, or bf16"
     )
-    parser.add_argument("--base", metavar="BASE", help="the base that TUNED was fine-tuned from (--extract)")
-    parser.add_argument("--family", metavar="FAMILY", help="model family of TUNED and BASE (--extract)")
-    parser.add_argument("--rank", metavar="RANK", help="rank of the LoRA (--extract)")
-    parser.add_argument("--to", metavar="FILE.safetensors", help="output file (--extract)")
-    parser.add_argument(
+    exports.add_argument("--base", metavar="BASE", help="the base that TUNED was fine-tuned from (--extract)")
+    exports.add_argument("--family", metavar="FAMILY", help="model family of TUNED and BASE (--extract)")
+    exports.add_argument("--rank", metavar="RANK", help="rank of the LoRA (--extract)")
+    exports.add_argument("--to", metavar="FILE.safetensors", help="output file (--extract)")
+    plans = parser.add_argument_group("plans (--plan, --fit)")
+    plans.add_argument(
         "--gpus",
         metavar="NxCARD",
         help="GPUs to plan for, for example 4x24gb or 8xh100 (--plan, --fit); default: this machine's",
     )
-    parser.add_argument("--json", action="store_const", const=True, help="print the plan as JSON (--plan)")
-    parser.add_argument(
+    plans.add_argument("--json", action="store_const", const=True, help="print the plan as JSON (--plan)")
+    plans.add_argument(
         "--keep",
         metavar="FIELD,...",
         help="fields that stay as they are, for example resolution,rank (--fit); default: resolution,rank,format, "
         "where format means that the base is not stored in fewer than 8 bits",
     )
-    parser.add_argument("--price", type=float, metavar="P", help="price of a GPU-hour (--fit, --film; in dollars)")
-    parser.add_argument(
+    plans.add_argument("--price", type=float, metavar="P", help="price of a GPU-hour (--fit, --film; in dollars)")
+    plans.add_argument(
         "--prove", action="store_const", const=True, help="train a few steps of what fits, on this machine (--fit)"
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="file for the config (--fit, --import)")
-    parser.add_argument(
+    plans.add_argument("--write", type=Path, metavar="FILE", help="file for the config (--fit, --import)")
+    plans.add_argument(
         "--exactly", action="store_const", const=True, help="also trace the whole model, half a minute (--plan)"
     )
-    parser.add_argument(
+    plans.add_argument(
         "--html", type=Path, metavar="FILE", help="also write a page about the plan, with memory over a step (--plan)"
     )
     captions = parser.add_argument_group("captions (--caption)")
@@ -207,7 +211,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_modes(parser: argparse.ArgumentParser) -> None:
     # For argparse the modes' values are optional, so that `--headless --help` prints help instead of an error.
-    modes = parser.add_mutually_exclusive_group()
+    group = parser.add_argument_group("what to do; without one of these, the page is opened")
+    modes = group.add_mutually_exclusive_group()
     modes.add_argument(
         "--headless",
         nargs="?",
@@ -261,15 +266,16 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_page_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--port", type=int, metavar="N", help="port of the page; default: 7860")
-    parser.add_argument("--host", metavar="H", help="address the page listens on; default: localhost only")
-    parser.add_argument(
+    page = parser.add_argument_group("the page")
+    page.add_argument("--port", type=int, metavar="N", help="port of the page; default: 7860")
+    page.add_argument("--host", metavar="H", help="address the page listens on; default: localhost only")
+    page.add_argument(
         "--name",
         action="append",
         metavar="HOST[:PORT]",
         help="name under which others reach the page, for example through a TLS proxy (app/web/proxy); may be repeated",
     )
-    password = parser.add_mutually_exclusive_group()
+    password = page.add_mutually_exclusive_group()
     password.add_argument(
         "--auth-file",
         type=Path,
@@ -283,7 +289,8 @@ def _add_page_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_node_options(parser: argparse.ArgumentParser) -> None:
-    jobs = parser.add_mutually_exclusive_group()
+    nodes = parser.add_argument_group("several machines")
+    jobs = nodes.add_mutually_exclusive_group()
     jobs.add_argument(
         "--slurm", action="store_const", const="slurm", help="write a SLURM job instead of starting (--headless)"
     )
@@ -293,7 +300,7 @@ def _add_node_options(parser: argparse.ArgumentParser) -> None:
         const="kubernetes",
         help="write a Kubeflow TrainJob instead of starting (--headless)",
     )
-    parser.add_argument(
+    nodes.add_argument(
         "--node-rank",
         type=int,
         metavar="K",

@@ -106,7 +106,7 @@ class RunView:
         seconds: Mean seconds of the parts of the last steps, which add up to the whole step (`events.step_parts`).
         waited_s: Mean seconds within these parts in which the computation waited for other ranks; NaN: not measured.
         eta_s: Seconds until the last step, with the pauses between steps for samples, validation and checkpoints; None
-            before the first step and after the last one.
+            before the first step and after the end.
         diverged_at: The first of the last steps, all of which have a loss that is not finite; None if there are none.
         duration_s: Seconds that the run has been running, without the pauses before it was resumed.
         last_event_s: Unix seconds of the last event that it wrote while it was running; 0 without one.
@@ -397,7 +397,7 @@ class Follower:
             speed=found.speed,
             seconds=found.seconds,
             waited_s=found.waited_s,
-            eta_s=self._eta_s(num_steps - step),
+            eta_s=None if state in ENDS else self._eta_s(num_steps - step),
             diverged_at=found.diverged_at,
             duration_s=self._clock.seconds,
             last_event_s=self._clock.last,

@@ -73,6 +73,9 @@ def test_help_names_every_mode_and_imports_neither_torch_nor_gradio():
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     for mode in ("--headless [PRESET]", "--resume [RUN_DIR]", "--export [RUN_DIR]", "--doctor", "key=value"):
         assert mode in done.stdout
+    usage, _, rest = done.stdout.partition("\n\n")
+    assert usage == "usage: launch.py [what to do] [options] [key=value ...]"
+    assert "options:\n  -h, --help            show this help message and exit\n\n" in rest  # all others have a group
 
 
 @pytest.mark.parametrize(

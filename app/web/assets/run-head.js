@@ -113,7 +113,8 @@ function drawProgress({ step, num_steps, length, marks, stages, figures, is_runn
 
 function drawActions(head) {
   studio.fill(parts.actions, [head.is_running, head.is_alive, head.more, head.has_prompts, notices()],
-    () => (head.is_running ? running(head.has_prompts) : head.is_alive ? [] : ended(head.more)));
+    () => (head.is_running ? running(head.has_prompts) : head.is_alive ? h('span.dim', {}, 'Ending …')
+      : ended(head.more)));
 }
 
 function button(id, text, action, kind = '', title = '') {

@@ -177,7 +177,8 @@ def test_the_dashboard_of_an_ended_run_is_a_picture_at_once(runs: Path, shown: S
     assert "Finished after 40 steps" in page
     assert picture["text/plain"] == "Run one: Finished after 40 steps"
     assert (page.count("<svg"), page.count('data-rank="'), page.count("data:image/webp;base64,")) == (1, 2, 4)
-    assert "a cat, step 40" in page
+    newer, older = page.index("<h3>Step 40</h3>"), page.index("<h3>Step 20</h3>")  # a row for each
+    assert newer < page.index("<figcaption>a cat</figcaption>") < older
     assert " id=" not in page, "several stand in one notebook"
 
 

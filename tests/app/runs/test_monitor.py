@@ -53,6 +53,14 @@ def test_a_run_in_epochs_shows_them_until_its_steps_are_known_and_then_both(tmp_
     assert "340 / 1,200" in shown and "1.1 of 4" in shown and 'aria-valuemax="1200"' in shown
 
 
+def test_of_a_stopped_run_no_time_is_left_while_its_process_ends(run: RunDir, living: None):
+    write(run, StatusEvent(state="training"), step_event(1), step_event(2))
+    assert Follower(run).view().eta_s is not None
+    write(run, StatusEvent(state="stopped", step=2))
+    view = Follower(run).view()
+    assert (view.eta_s, view.is_running, view.is_alive) == (None, False, True)
+
+
 def test_samples_keep_the_prompt_that_they_were_drawn_from(run: RunDir):
     old, new = (SampleEvent(step=5, prompt=prompt, index=0, path=f"samples/{prompt}.png") for prompt in ("old", "new"))
     again = SampleEvent(step=5, prompt="new", index=0, path="samples/new.png", time=1.0)

@@ -399,6 +399,15 @@ class Counted:
         self.page.keyboard.type(text)
 
 
+def test_until_the_models_are_known_their_card_has_empty_tiles(page: Page):
+    with held_back(page, "new_models"):
+        page.reload()
+        page.locator("#tiles .skeleton").first.wait_for()
+        assert page.locator("#tiles .tile").count() == 0
+    page.locator("#tiles .tile").first.wait_for()
+    assert page.locator("#tiles .skeleton").count() == 0
+
+
 def test_images_without_captions_are_written_captioned_or_trained_without_by_one_click(page: Page, runs: Path):
     images = make_pictures(runs.parent / "bare", count=5)
     for file in images.glob("*.txt"):
