@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache as remembered
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,6 +26,8 @@ from trainer.weights.hub import find_folder
 
 SHIPPED = Path(__file__).parent / "recorded"
 TRACE_TIMEOUT_S = 600
+MOST_DECODED = 3
+"""Files of tables that are kept in memory, at 1 to 3 MB each: of the model at work, and what it is compared with."""
 FORMAT = 1
 """Part of the names of cached files: raise it when the content of tables changes."""
 
@@ -189,7 +191,7 @@ def _read(file: Path) -> tuple[dict[str, PassTable], dict[str, Encoders]]:
     return _decoded(file) if file.is_file() else ({}, {})
 
 
-@remembered
+@lru_cache(MOST_DECODED)
 def _decoded(file: Path) -> tuple[dict[str, PassTable], dict[str, Encoders]]:
     return decode(file.read_bytes())
 
