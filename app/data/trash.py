@@ -229,7 +229,7 @@ def _deletion(real: Path, name: str) -> Deletion:
 
 def forget(real: Path, name: str) -> None:
     """Remove the empty folders of a deletion; what else is in them stays."""
-    with opened(real, (FOLDER,)) as trash:
+    with suppress(FileNotFoundError), opened(real, (FOLDER,)) as trash:  # by another process that empties it
         for _, folders, _, above in os.fwalk(name, topdown=False, dir_fd=trash):
             for inner in folders:
                 with suppress(OSError):  # not empty, or a link to a folder

@@ -64,9 +64,11 @@ def make(run: RunDir, number: int | None = None, price: float | None = None) -> 
     run.guard()
     cfg, events = run.config(), EventReader(run.events_file).read()
     rows = _rows(run, events, number)
+    draft = run.film / ".draft"
+    if (run.film.exists() and not run.film.is_dir()) or (draft.exists() and not draft.is_dir()):
+        raise InputError(f"{run.film}: holds a file where a film needs a folder; move it away, and make the film again")
     run.film.mkdir(exist_ok=True)
     with files.locked_by_one(run.film / ".lock", f"{run.path.name}: another film is being made; wait until it is done"):
-        draft = run.film / ".draft"
         if draft.exists():  # of a process that was stopped
             shutil.rmtree(draft)
         draft.mkdir()

@@ -7,6 +7,7 @@ images. Only `empty` removes bytes from the disk.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -49,12 +50,13 @@ def delete(run: RunDir) -> str:
         OSError: The folder of runs cannot be written.
     """
     real = run.path.parent.resolve()
-    name = trash.begin(real)
-    try:
-        process.put_away(run, real / TRASH / name / run.path.name)
-    except (InputError, OSError):
-        trash.forget(real, name)
-        raise
+    with trash.CHANGES:  # another window may be emptying it
+        name = trash.begin(real)
+        try:
+            process.put_away(run, real / TRASH / name / run.path.name)
+        except (InputError, OSError):
+            trash.forget(real, name)
+            raise
     return name
 
 
@@ -99,7 +101,8 @@ def empty(runs: Path) -> int:
         found = [real / TRASH / name for name in trash.names(real)]
         removed = [folder for folder in found if folder.is_dir() and not folder.is_symlink()]
         for folder in removed:
-            process.remove(folder)
+            with suppress(FileNotFoundError):  # another process empties it too
+                process.remove(folder)
     return len(removed)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,15 @@ import yaml
 from trainer.config import families
 from trainer.config.fields import slot
 from trainer.config.foreign.conversion import OF_ALL, is_secret
-from trainer.config.foreign.imported import TOOLS, Imported, further_files, imported, missing_words, words_of
+from trainer.config.foreign.imported import (
+    TOOLS,
+    Imported,
+    UnknownModel,
+    further_files,
+    imported,
+    missing_words,
+    words_of,
+)
 from trainer.config.foreign.reading import MAX_LENGTH
 from trainer.config.load import load_config
 from trainer.launcher import preflight
@@ -77,6 +86,9 @@ def test_no_secret_of_a_config_is_written_or_shown(name: str) -> None:
         ("aws_secret_access_key", "x", True),
         ("output_name", "hf_0123456789abcdefgh", True),
         ("log_prefix", "https://me:secret@host/x", True),
+        ("output_name", "ghp_0123456789abcdefghij", True),
+        ("network_weights", "https://host/x.safetensors?token=abc", True),
+        ("hf_0123456789abcdefgh", "1", True),
         ("max_token_length", 225, False),
         ("keep_tokens", 1, False),
         ("class_tokens", "sks dog", False),
@@ -86,6 +98,31 @@ def test_no_secret_of_a_config_is_written_or_shown(name: str) -> None:
 )
 def test_a_secret_is_known_by_its_key_or_its_looks(key: str, value: object, secret: bool) -> None:
     assert is_secret(key, value) is secret
+
+
+def test_a_secret_beside_the_name_of_the_model_or_in_place_of_a_key_is_not_shown() -> None:
+    token = "hf_0123456789abcdefgh"
+    model = f"{{name_or_path: x.safetensors, arch: sdxl, extras_name_or_path: 'https://u:{token}@h/x'}}"
+    text = f"job: extension\nconfig: {{process: [{{type: sd_trainer, model: {model}, {token}: 1}}]}}\n"
+    with pytest.raises(UnknownModel) as refused:
+        imported({"a.yaml": text}, Path("/data"))
+    assert token not in str(refused.value)
+    found = imported({"a.yaml": text}, Path("/data"), ["model.family=sdxl", "model.path=base"])
+    assert token not in found.file() + "".join(lines(found))
+    assert any("a key" in line and line.endswith(": a secret") for line in lines(found))
+
+
+def test_thousands_of_unknown_keys_take_no_time() -> None:
+    text = 'pretrained_model_name_or_path = "stabilityai/stable-diffusion-xl-base-1.0"\nmax_train_steps = 5\n'
+    text += "".join(f"unknown_{number} = 1\n" for number in range(10_000))
+    began = time.process_time()
+    assert len(imported({"a.toml": text}, Path("/data")).left_out) >= 10_000
+    assert time.process_time() - began < 4  # 5.7 s where each was compared with all
+
+
+def test_a_folder_of_a_user_that_is_not_here_is_taken_as_it_stands() -> None:
+    found = kohya('train_data_dir = "~nosuchuser/x"')
+    assert "~nosuchuser/x" in found.file()
 
 
 @pytest.mark.parametrize(

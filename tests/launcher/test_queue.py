@@ -112,6 +112,14 @@ def test_a_run_that_was_started_beside_the_queue_is_waited_for(queue, config):
     wait_for(lambda: ended(queue))
 
 
+def test_a_run_of_another_machine_is_not_waited_for(queue, config):
+    run = RunDir.create(queue.runs, config("elsewhere"))
+    EventWriter(run.events_file).write(StatusEvent(state="training"))
+    replace(process.Launch.of(psutil.Process(), ["python"]), host="another-machine").write(run)
+    assert process.alive(run)
+    assert queue.blockers(queue.add(config("b"))) == []
+
+
 def test_one_run_at_a_time_unless_their_gpus_differ(queue, config, tmp_path):
     queue.add(config("waits-a"), gpus=(0, 1))
     queue.add(config("waits-b"), gpus=(2,))

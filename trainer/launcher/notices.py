@@ -146,9 +146,11 @@ def read() -> Notices:
     try:
         if file.stat().st_mode & 0o077:
             file.chmod(0o600)
-        return files.read_json(file, _NOTICES, "correct it, or remove it and fill in the page Machine")
+        return files.read_json(file, _NOTICES)
     except FileNotFoundError:
         return Notices()
+    except InputError:  # its sentence would name what stands in the file
+        raise InputError(f"{file}: damaged, or not of this version; remove it, and fill in the page Machine") from None
     except OSError as error:
         raise InputError(
             f"{file}: cannot be read, or closed to others ({error.strerror}); chmod 600 it, or remove it"
@@ -316,7 +318,10 @@ def send(notices: Notices, notice: Notice, ways: Sequence[Way]) -> list[str]:
     deadline = time.monotonic() + TIMEOUT_S
 
     def attempt(way: Way) -> None:
-        problems[way] = WAYS[way](notices, notice)
+        try:
+            problems[way] = WAYS[way](notices, notice)
+        except Exception as error:  # noqa: BLE001 - of whatever kind, it is one warning and no more
+            problems[way] = f"could not be made ({type(error).__name__}); try it on the page Machine"
 
     # Daemons: a server that sends a byte now and then does not hold this process.
     threads = [threading.Thread(target=attempt, args=(way,), name=way, daemon=True) for way in ways]

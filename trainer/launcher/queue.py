@@ -225,7 +225,7 @@ class Queue:
         others = [
             Entry(0, run.name, "", run=run.name)
             for run in (self.runs.iterdir() if self.runs.is_dir() else ())
-            if run.name not in known and is_run(run)
+            if run.name not in known and is_run(run) and self._is_here(RunDir(run))
         ]
         return [
             other
@@ -233,6 +233,15 @@ class Queue:
             if not entry.gpus or not other.gpus or set(other.gpus) & set(entry.gpus)
             if other.run and self._is_alive(other)
         ]
+
+    def _is_here(self, run: RunDir) -> bool:
+        """Whether a run was started on this machine: one of another machine uses no GPU of it."""
+        try:
+            with run.boundary():
+                launch = process.Launch.read(run)
+        except (InputError, OSError):
+            return False
+        return launch is None or launch.is_on_this_machine
 
     def _take(self, entry: Entry) -> Entry:
         entry = replace(entry, taken_at=time.time())

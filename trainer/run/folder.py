@@ -14,6 +14,7 @@ import re
 import secrets
 import time
 import traceback
+import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -411,8 +412,11 @@ def _listed(folder: str, changed_ns: int) -> tuple[list[str], str]:
 
 
 def one_line(text: str) -> str:
-    """Return a name as one line, without characters that move the cursor or turn the direction of writing."""
-    return " ".join(re.sub("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", " ", text).split())
+    """Return a name as one line, without characters that move the cursor or turn the direction of writing; "" where
+    nothing of it is seen."""
+    line = " ".join(re.sub("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]", " ", text).split())
+    is_seen = any(unicodedata.category(sign)[0] not in "CZ" and sign != "\u3164" for sign in line)
+    return line if is_seen else ""
 
 
 def is_run(path: Path) -> bool:

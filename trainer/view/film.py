@@ -6,11 +6,13 @@ Both are dark in every mode, since pictures look best on dark ground and a file 
 from __future__ import annotations
 
 import unicodedata
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageFont
 
 from trainer.view.colors import TOKENS
 
@@ -18,6 +20,8 @@ FRAME_SIDE, SHEET_SIDE = 768, 384
 """Longer side of a picture in a frame and on a sheet, in pixels; smaller pictures are enlarged by a whole number."""
 LEAST_WIDTH = 480
 """Of a frame or sheet, so that its words have room beside each other under narrow pictures."""
+MOST_TITLE = 300
+"""Characters of a prompt that are looked at; fewer have room."""
 MOST_UNDRAWN = 0.2
 """Share of a prompt's characters that may be missing from the font before its number is shown instead."""
 Picture = tuple[int, Image.Image]
@@ -52,7 +56,7 @@ class Credits:
 
 def title_of(prompt: str, number: int) -> str:
     """Return a prompt as far as the font can draw it, else "prompt 1"."""
-    line = " ".join(prompt.split())
+    line = " ".join(prompt[:MOST_TITLE].split())
     # The font has no accents: their letters stay without them.
     plain = "".join(mark for mark in unicodedata.normalize("NFKD", line) if not unicodedata.combining(mark))
     drawn = "".join(filter(_is_drawn, plain))
@@ -146,9 +150,8 @@ def _fitted(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
     """Return text that is at most `width` wide, with dots where its end is cut off."""
     if font.getlength(text) <= width:
         return text
-    while text and font.getlength(f"{text}...") > width:
-        text = text[:-1]
-    return f"{text.rstrip()}..." if text else ""
+    cut = bisect(range(len(text) + 1), width, key=lambda end: ceil(font.getlength(f"{text[:end]}..."))) - 1
+    return f"{text[:cut].rstrip()}..." if cut > 0 else ""
 
 
 def _place(canvas: Image.Image, picture: Image.Image, box: tuple[int, int, int, int]) -> None:
@@ -159,7 +162,9 @@ def _place(canvas: Image.Image, picture: Image.Image, box: tuple[int, int, int, 
     left, top, width, height = box
     is_small = picture.width < width and picture.height < height
     method = Image.Resampling.NEAREST if is_small else Image.Resampling.LANCZOS
-    shown = ImageOps.contain(picture, (width, height), method)
+    scale = min(width / picture.width, height / picture.height)
+    # Of a sample that is much wider than high, a line of pixels is left.
+    shown = picture.resize((max(1, round(scale * picture.width)), max(1, round(scale * picture.height))), method)
     canvas.paste(_color("--sunk"), (left, top, left + width, top + height))
     canvas.paste(shown, (left + (width - shown.width) // 2, top + (height - shown.height) // 2))
 

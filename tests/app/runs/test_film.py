@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -265,3 +266,20 @@ def test_a_video_is_written_where_there_is_an_encoder_and_one_that_fails_is_said
     assert again.notes[0].startswith(f"prompt 1: there is no MP4, {Path(sys.executable).name} failed (")
     assert again.prompts[0].video == ""
     assert not (run.film / made.prompts[0].video).exists()
+
+
+def test_a_long_prompt_and_a_sample_of_one_line_are_filmed_in_time(run: RunDir):
+    words = "fox " * 5000
+    for step, size in ((50, (2000, 1)), (60, (1, 2000))):
+        Image.new("RGB", size, "red").save(run.samples / f"thin-{step}.png")
+        write(run, SampleEvent(step=step, prompt=words, index=7, path=f"samples/thin-{step}.png"))
+    began = time.process_time()
+    made = film.make(run, 8)
+    assert (made.prompts[-1].steps, time.process_time() - began < 5) == ((50, 60), True)
+
+
+def test_a_file_in_the_place_of_the_films_folder_is_named(run: RunDir):
+    run.film.write_text("mine")
+    with pytest.raises(InputError, match="holds a file where a film needs a folder"):
+        film.make(run)
+    assert run.film.read_text() == "mine"

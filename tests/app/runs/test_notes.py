@@ -65,6 +65,8 @@ def test_notes_that_lead_out_of_the_run_folder_are_not_read(run: RunDir, tmp_pat
         ("x" * 200, "x" * 200, "fox-20261124-211219-aebff6"),
         ("fox", "fox", "20261124-211219-aebff6"),
         (" \n", "fox", "20261124-211219-aebff6"),
+        ("\u200b\u2060\ufeff", "fox", "20261124-211219-aebff6"),
+        ("\u3164", "fox", "20261124-211219-aebff6"),
     ],
 )
 def test_a_run_takes_any_name_and_its_folder_keeps_its_own(tmp_path: Path, typed: str, title: str, id: str):

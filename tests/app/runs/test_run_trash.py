@@ -117,3 +117,14 @@ def test_a_strangers_trash_leads_nowhere(studio: Studio, tmp_path: Path):
         run_trash.delete(run)
     assert (run_trash.empty(studio.runs), run.path.is_dir()) == (0, True)
     assert trash.names(studio.runs) == []
+
+
+def test_pages_that_empty_and_restore_at_once_say_no_more_than_what_is_so(studio: Studio, monkeypatch):
+    """Two processes, whose locks do not hold each other: what one removes is gone for the other."""
+    recorded(studio.runs, "one")
+    name = run_trash.delete(studio.run("one"))
+    remove = run_trash.process.remove
+    monkeypatch.setattr(run_trash.process, "remove", lambda folder: (remove(folder), remove(folder)))
+    assert run_trash.empty(studio.runs) == 1
+    assert run_trash.deletions(studio.runs) == []
+    run_trash.trash.forget(studio.runs.resolve(), name)  # as after a restore, when it was emptied meanwhile

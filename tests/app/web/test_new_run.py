@@ -741,5 +741,12 @@ def test_own_images_get_their_own_name_trigger_and_prompts_where_none_was_typed(
     for field in ("data.trigger", "sample.prompts"):
         window.type(field, offered[field])
     assert window.read()["proposals"] == []
+    window.call("reset")
+    signs = (tmp_path / "My cats").rename(tmp_path / "🦊🦊")
+    (signs / "05.txt").write_text("a fox\0\u202e")
+    window.type("data.path", str(signs))
+    window.type("data.validation", "1")
+    assert {offer["field"] for offer in window.read()["proposals"]} == {"sample.prompts"}
     window.call("preset", name="own")  # whose images have no trigger word
-    assert [offer["field"] for offer in window.read()["proposals"]] == []
+    [offer] = window.read()["proposals"]
+    assert (offer["field"], offer["value"].splitlines()[0]) == ("sample.prompts", "a fox")

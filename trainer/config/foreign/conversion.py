@@ -21,7 +21,8 @@ SECRET = re.compile(
 )
 """Keys whose value must not be written, shown or logged."""
 SECRET_VALUE = re.compile(
-    r"\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{16,}|\bAKIA[A-Z0-9]{16}|https?://\S*(webhook|hooks\.|:[^/\s]*@)"
+    r"\b(hf|gh[opsu]|github_pat)_[A-Za-z0-9_]{16,}|\bsk-[A-Za-z0-9_-]{16,}|\bAKIA[A-Z0-9]{16}|"
+    r"https?://\S*(webhook|hooks\.|:[^/\s]*@|[?&][\w-]*(token|key|secret|sig(nature)?)=)"
 )
 MOST_SHOWN = 60
 """Characters of a value in a line."""
@@ -75,7 +76,7 @@ class Conversion:
     def __init__(self, tool: Tool, parts: Mapping[Part, Any]) -> None:
         self.values: dict[str, Any] = {}
         self.lines: dict[str, Line] = {}
-        self.left_out: list[Line] = []
+        self.left_out: dict[Line, None] = {}  # there may be thousands, each once
         self._tool, self._parts = tool, parts
         self._given, self._rows = tool.given(parts), tool.rows(parts)
         self._encoders: dict[str, str] = {}  # {component, or "" for all: the key that says so}
@@ -98,7 +99,7 @@ class Conversion:
                 if self.values.pop(own) != PLACEHOLDER and re.fullmatch(r"data(\.folders\[\d+\])?\.path", own):
                     self._put(line.key, own, PLACEHOLDER, line.before, why)
                 elif BY_DEFAULT not in line.key:
-                    self.left_out.append(Line(line.key, f"{own}: {why}"))
+                    self.left_out[Line(line.key, f"{own}: {why}")] = None
             if found:
                 return True
         return False
@@ -121,8 +122,10 @@ class Conversion:
 
     def _take_model(self) -> None:
         key, section, why = base_models.found(self._tool, self._given)
-        if is_secret(key, self._given.get(key)):
-            self._leave(key, "a secret")
+        named = {key, *self._tool.model.path, *self._tool.model.base, *filter(self._is_kind, self._given)}
+        if secrets := sorted(name for name in named if is_secret(name, self._given.get(name))):
+            for name in secrets:
+                self._leave(name, "a secret")
             return
         if not section and key:
             self._leave(key, "no model that ShardStudio knows by its name; model.family and model.path say which")
@@ -254,7 +257,7 @@ class Conversion:
             self.values.pop(same, None)
             is_same = former is None or former.key == key or (former.field, former.after) == (field, shown(value))
             if former and not is_same and BY_DEFAULT not in former.key:
-                self.left_out.append(Line(former.key, f"{key} says it instead"))
+                self.left_out[Line(former.key, f"{key} says it instead")] = None
         self.values[field] = value
         self.lines[field] = Line(key, why, shown(before), field, shown(value))
 
@@ -269,9 +272,9 @@ class Conversion:
             self._leave(key, "it is off" if is_off(value) and why != UNKNOWN else why)
 
     def _leave(self, key: str, why: str) -> None:
-        line = Line(shortened(key, MOST_SHOWN), why)
-        if line not in self.left_out:
-            self.left_out.append(line)
+        # A list of arguments may have a secret where a key stands.
+        name = "a key" if SECRET_VALUE.search(key) else shortened(key, MOST_SHOWN)
+        self.left_out[Line(name, why)] = None
 
 
 def is_off(value: Any) -> bool:
@@ -283,7 +286,7 @@ def is_secret(key: str, value: Any) -> bool:
     """Whether a value must not be written, shown or logged, by its key or by what it looks like."""
     if value in (None, "", False):
         return False
-    return bool(SECRET.search(key) or SECRET_VALUE.search(str(value)))
+    return bool(SECRET.search(key) or SECRET_VALUE.search(f"{key} {value}"))
 
 
 def shown(value: Any) -> str:

@@ -30,6 +30,8 @@ TOOLS = (AI_TOOLKIT, ONETRAINER, SIMPLETUNER, DIFFUSION_PIPE, KOHYA)
 DAMAGE = (TypeError, ValueError, AttributeError, KeyError)
 """Raised by a table's functions for a section of another type."""
 MOST_ROUNDS = 100
+MOST_NAME = 255
+"""Letters of a file's name: a longer one is no file."""
 """Times that what is refused is taken out."""
 
 
@@ -146,8 +148,9 @@ def further_files(name: str, text: str) -> list[str]:
         given = tool.given({"run": tree}) if part == "run" else {}
     except DAMAGE:  # `imported` says so
         given = {}
-    named = [re.split(r"[\\/]", str(given.get(key) or ""))[-1] for key in tool.files]
-    return [one for one in named if one.lower().endswith((".toml", ".json", ".txt"))]
+    texts = [value for key in tool.files if isinstance(value := given.get(key), str)]
+    named = [re.split(r"[\\/]", value)[-1] for value in texts]
+    return [one for one in named if one.lower().endswith((".toml", ".json", ".txt")) and len(one) <= MOST_NAME]
 
 
 def words_of(field: str) -> str:

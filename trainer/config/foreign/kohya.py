@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from trainer.config.foreign import words
@@ -101,7 +100,7 @@ def _folders_of(path: Any) -> list[tuple[str, int]]:
     if not isinstance(path, str) or not path:
         return []
     try:
-        with os.scandir(Path(path).expanduser()) as entries:
+        with os.scandir(os.path.expanduser(path)) as entries:
             names = [entry.name for entry, _ in zip(entries, range(MOST_FOLDERS), strict=False)]
     except OSError:  # it is on another machine
         names = []
