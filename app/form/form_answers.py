@@ -297,8 +297,6 @@ def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:
 
 def proposals(checked: Checked, found: ScanResult) -> list[dict[str, str]]:
     """Return what `proposals.proposed` offers for the draft's own images, with the labels of the fields."""
-    if not found.is_complete:
-        return []
     offered = proposed(checked, found)
     return [{"field": name, "label": label(name), "value": value} for name, value in offered.items()]
 

@@ -25,7 +25,7 @@ from trainer.system.gpus import Gpu
 VERDICTS = ("fits", "tight", "", "too large", "too few GPUs", "no GPU")
 """Best first."""
 FAST = "80gb"
-"""The card of CARDS that is named beside the least one where no GPU is here."""
+"""Card of CARDS whose speed is shown next to that of the smallest one, where this machine has no GPU."""
 Model = tuple[str, str, str | None]
 """`model.path`, `model.family` and `model.base` of a preset."""
 

@@ -220,28 +220,24 @@ class Queue:
 
         A run of the folder that something else started counts as well: a page, a notebook or a command.
         """
-        taken = self.taken()
-        known = {other.run for other in taken}
-        others = [
-            Entry(0, run.name, "", run=run.name)
-            for run in (self.runs.iterdir() if self.runs.is_dir() else ())
-            if run.name not in known and is_run(run) and self._is_here(RunDir(run))
+        queued = {other.run for other in self.taken()}
+        beside = [
+            Entry(0, folder.name, "", run=folder.name)
+            for folder in (self.runs.iterdir() if self.runs.is_dir() else ())
+            if folder.name not in queued and is_run(folder) and self._runs_here(RunDir(folder))
         ]
         return [
-            other
-            for other in [*taken, *others]
-            if not entry.gpus or not other.gpus or set(other.gpus) & set(entry.gpus)
-            if other.run and self._is_alive(other)
-        ]
+            other for other in self.running() if not entry.gpus or not other.gpus or set(other.gpus) & set(entry.gpus)
+        ] + beside
 
-    def _is_here(self, run: RunDir) -> bool:
-        """Whether a run was started on this machine: one of another machine uses no GPU of it."""
+    def _runs_here(self, run: RunDir) -> bool:
+        """Whether a run is running on this machine: one of another machine uses no GPU of it."""
         try:
             with run.boundary():
                 launch = process.Launch.read(run)
+                return (launch is None or launch.is_on_this_machine) and process.alive(run)
         except (InputError, OSError):
             return False
-        return launch is None or launch.is_on_this_machine
 
     def _take(self, entry: Entry) -> Entry:
         entry = replace(entry, taken_at=time.time())

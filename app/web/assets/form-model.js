@@ -137,15 +137,10 @@ function presetTile(preset) {
   return h(isOn ? 'button.preset.on' : 'button.preset',
     { type: 'button', 'aria-pressed': String(isOn), data: { preset: preset.name }, title: preset.name,
       onclick: () => isOn || choosePreset(preset.name) },
-    h('b', {}, preset.title), h('span.sm', {}, sentence([preset.needs, preset.cost])), bar,
+    h('b', {}, preset.title),
+    h('span.sm', {}, studio.sentence([preset.needs, preset.cost].filter(Boolean).join(': '))), bar,
     h(mood ? `span.tag.${mood}` : 'span.tag', {}, words[preset.verdict] || preset.verdict || 'not estimated'));
 }
-
-/** Texts, empty ones left out, as one sentence. */
-const sentence = parts => {
-  const text = parts.filter(Boolean).join(': ');
-  return text && `${text[0].toUpperCase()}${text.slice(1)}.`;
-};
 
 /**
  * A drawing for a model's tile: its blocks in their order, one colour for each kind. Their heights grow with the cube

@@ -94,7 +94,7 @@ export function drawPlan() {
           h('li', {}, h('i', { style: { background: `var(--${kind})` } }), studio.term(KIND_WORDS[kind]), ' ',
             h('b', {}, size < 0.005 * 2 ** 30 ? '< 0.01' : (size / 2 ** 30).toFixed(size < 2 ** 30 ? 2 : 1))))),
       h(plan.verdict === 'does not fit' ? 'p.notice.bad' : plan.verdict === 'tight' ? 'p.notice.warn' : 'p.sm.dim', {},
-        sentence(plan.sentence)),
+        studio.sentence(plan.sentence)),
       ...plan.fixes.map((fix, index) =>
         h('button.btn.s.fix', { type: 'button', id: `fix-${index}`,
           onclick: async () => take(await change('new_fix', { changes: fix.changes })) },
@@ -108,7 +108,7 @@ export function drawPlan() {
         h('p', {},
           `On the host, each rank: ${plan.host.map(item => `${item.name} ${studio.gib(item.size)}`).join(', ')
             || 'nothing'}. Sharding: ${plan.strategy}. Reserve and time are estimates.`),
-        plan.checked ? h('p', {}, sentence(plan.checked)) : null,
+        plan.checked ? h('p', {}, studio.sentence(plan.checked)) : null,
         plan.can_verify ? h('button.btn.s#verify',
           { type: 'button', onclick: async () => take(await change('new_verify')) },
           'Verify with a full trace, a minute or more') : null),
@@ -137,7 +137,6 @@ async function drawStep() {
   }
 }
 
-const sentence = text => text ? `${text[0].toUpperCase()}${text.slice(1)}.` : '';
 
 /** A duration as it is said when it is estimated: "2 min". */
 const roughly = seconds => seconds < 55 ? `${Math.max(5, 5 * Math.round(seconds / 5))} s`

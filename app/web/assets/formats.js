@@ -48,6 +48,12 @@ export const when = unix => {
  */
 export const copy = async text => await navigator.clipboard?.writeText(text).then(() => true, () => false) ?? false;
 /**
+ * A text as a sentence: with a capital letter and a full stop.
+ * @param {string} text
+ */
+export const sentence = text => text && `${text[0].toUpperCase()}${text.slice(1)}.`;
+
+/**
  * What the browser remembers; nothing where it may not.
  * @param {string} name
  * @param {string} [value] What it is to remember.

@@ -414,7 +414,8 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
         "fit": fit_answers.offer(*studio.fit_question(draft, target), target),
         "earlier": form_answers.earlier(studio, checked.config, steps) if target == THIS_MACHINE else None,
         "data": found,
-        "proposals": form_answers.proposals(checked, studio.scans.of(config)) if found else [],
+        # A scan that is not complete would be waited for a second time.
+        "proposals": form_answers.proposals(checked, studio.scans.of(config)) if found and found["is_complete"] else [],
         "downloads": {model: vars(found) for model, found in studio.model_downloads.all().items()},
         "disk": form_answers.disk(preview, checked.config, studio.runs),
         "gpus": [{"index": gpu.index, "name": gpu.name} for gpu in studio.gpus()],
