@@ -18,7 +18,7 @@ def write(source: Path, overrides: Sequence[str], to: Path | None) -> int:
     """Write the preset and print the lists. Returns the exit code.
 
     Args:
-        source: The config. Files that it names are read where they lie beside it.
+        source: The config. Files that it names are read from the same folder.
         overrides: `key=value` of our fields, which replace those of the config.
         to: The file to write; None for a free name in the current folder.
 
@@ -29,9 +29,9 @@ def write(source: Path, overrides: Sequence[str], to: Path | None) -> int:
         raise InputError(f"--write: {to} exists; name another file")
     texts = {str(source): _text(source)}
     for name in further_files(*next(iter(texts.items()))):
-        beside = source.parent / name
-        if beside.is_file() and not beside.is_symlink():
-            texts[str(beside)] = _text(beside)
+        further = source.parent / name
+        if further.is_file() and not further.is_symlink():
+            texts[str(further)] = _text(further)
     found = imported(texts, source.absolute().parent, overrides)
     for title, lines in found.lists().items():
         say(f"{title} ({len(lines)})")
