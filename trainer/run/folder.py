@@ -218,6 +218,21 @@ class RunDir:
         return self.path / "config.yaml"
 
     @property
+    def rehearsed_file(self) -> Path:
+        """The config of the run that this one rehearses with the demo model; only a rehearsal has it."""
+        return self.path / "rehearsed.yaml"
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether this run rehearses another one (`trainer.launcher.rehearsal`)."""
+        return os.path.lexists(self.rehearsed_file)
+
+    @property
+    def settings_file(self) -> Path:
+        """The config to begin another run with: that of the run that was rehearsed, else the run's own."""
+        return self.rehearsed_file if self.is_rehearsal else self.config_file
+
+    @property
     def title_file(self) -> Path:
         """The name that a person gave to the run. Its folder, config and files keep theirs."""
         return self.path / "title.txt"
