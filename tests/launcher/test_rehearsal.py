@@ -68,7 +68,7 @@ def value(cfg: RunConfig, field: str) -> Any:
         ),
         ({"data__caption_dropout": 0.3, "data__caption_lines": True}, {"data.caption_dropout": 0.3}),
         ({"data__max_images": 5, "data__validation": 2}, {"data.max_images": 5, "data.validation": 2}),
-        ({"data__trigger": ""}, {"sample.prompts": ("[trigger] on a table", "a dog")}),
+        ({"data__trigger": "", "sample__prompts": ["a dog"]}, {"sample.prompts": ("a dog",)}),
         ({"sample__prompts": ["a", "b", "c", "d"]}, {"sample.prompts": ("a", "b", "c")}),
         ({"sample__prompts": ["[trigger]"]}, {"sample.prompts": ("[trigger]",)}),
         (
@@ -94,10 +94,13 @@ def test_what_the_demo_model_is_not_trained_with_is_left_out(pictures: Path) -> 
         **REAL,
         data__folders=[{"path": str(pictures), "resolutions": [512], "micro_batch": 2, "caption_prefix": "at sea"}],
     )
-    edits = run_config(pictures, model__family="flux2", data__references=str(pictures), sample__references=[])
+    edits = run_config(pictures, model__family="flux2", data__references=str(pictures.parent))
     (folder,) = rehearsal.config_of(real).data.folders
     assert (folder.resolutions, folder.micro_batch, folder.caption_prefix) == ((), None, "at sea")
     assert rehearsal.config_of(edits).data.references is None
+    open_place = make_pictures(pictures.parent / "open", count=1)
+    (open_place / "00.txt").write_text("[trigger], a cat")
+    assert rehearsal.config_of(run_config(open_place)).sample.prompts == ("a cat",)
     assert len(scan(rehearsal.config_of(real).data).train) == 16
 
 

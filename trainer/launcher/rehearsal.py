@@ -113,9 +113,11 @@ def _prompts(cfg: RunConfig, data: DataConfig) -> Iterator[str]:
     prompts = list(cfg.sample.prompts)
     if not prompts:
         found = scan(data.model_copy(update={"trigger": ""}))
-        captions = (image.caption for image in (*found.validation, *found.train) if image.caption)
-        is_complete = (lambda caption: True) if not data.trigger else has_trigger_place
-        prompts = [caption if is_complete(caption) else f"{TRIGGER_PLACE}, {caption}" for caption in captions]
+        captions = [image.caption for image in (*found.validation, *found.train) if image.caption]
+        if data.trigger:
+            prompts = [text if has_trigger_place(text) else f"{TRIGGER_PLACE}, {text}" for text in captions]
+        else:
+            prompts = [text for caption in captions if (text := fill_trigger(caption, "").strip(" ,"))]
     chosen = list(dict.fromkeys(prompts))[:MOST_PROMPTS]
     yield from chosen
     marked = (prompt for prompt in chosen if data.trigger and has_trigger_place(prompt))
