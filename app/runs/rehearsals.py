@@ -16,9 +16,8 @@ from trainer.run.folder import RunDir
 from trainer.system.errors import InputError
 
 SHOWS = (
-    "Your pictures as they are cropped, what your masks take out of the loss, and every caption with the trigger word "
-    "in its place. The film shows what a model learns of them: where a mask is wrong, a caption names another picture "
-    "or the trigger changes nothing, it is seen here."
+    "Crops, masks and captions are as the real run trains them: judge them by the pictures. The film shows the colours "
+    "and the layout that a small model takes from them in a minute, with and without the trigger word."
 )
 LARGE_SIDE = 384
 """Pixels of the longer side of a picture that is shown as the real run crops it."""

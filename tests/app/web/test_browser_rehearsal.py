@@ -94,8 +94,7 @@ def test_own_pictures_are_rehearsed_changed_and_then_trained_for_real(browser: B
         page.locator("#tab-overview").click()
         # The form is as it was left.
         page.locator("#rehearsal-change").click()
-        page.locator("#start").wait_for()
-        assert page.locator("#page-new").get_attribute("data-preset") == "own"
+        expect(page.locator("#page-new")).to_have_attribute("data-preset", "own")
         assert page.locator("#field-sample-prompts").input_value() == "[trigger] on a hill"
         write_over(page, "field-name", "another")
         settled(page)
@@ -129,7 +128,9 @@ def test_while_a_model_downloads_its_pictures_are_rehearsed(browser: Browser, tm
 def test_pictures_that_are_deleted_after_it_leave_the_film(browser: Browser, brief: Server):
     run = only(brief, "own-rehearsal-*")
     shutil.rmtree(Path(str(run.config().data.path)))
-    with opened(browser, brief.url) as page:
+    with opened(browser, brief.url, width=400, scheme="dark") as page:
         watch(page, run.path.name)
         page.locator("#rehearsal", has_text="The pictures cannot be read any more").wait_for()
         until(page, "document.querySelectorAll('#rehearsal .loop').length === 2")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        assert violations(page, {}) == []

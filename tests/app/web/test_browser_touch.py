@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -64,9 +65,11 @@ class Finger:
 
 @pytest.fixture
 def phone(browser: Browser, server: Server, own_data: Path) -> Iterator[Page]:
-    """The page on a phone, its form with an empty folder of pictures."""
+    """The page on a phone, its form with an empty folder of pictures and small samples after each step."""
     for file in own_data.iterdir():
         file.unlink()
+    with (server.runs / "presets" / "own.yaml").open("a") as preset:
+        preset.write("sample: {every: 1, size: [64, 64], steps: 2}\n")
     size = {"width": WIDTH, "height": HEIGHT}
     context = browser.new_context(has_touch=True, is_mobile=True, viewport=size, screen=size, device_scale_factor=2)
     with closing(context), visited(context.new_page(), server.url, WIDTH, HEIGHT) as page:
@@ -118,3 +121,4 @@ def test_pictures_become_a_trained_file_by_touch_alone(phone: Page, runs: Path, 
     page.locator("#files-state", has_text="Exported and verified").wait_for(timeout=TRAINED_WITHIN_S * 1e3)
     fits(page)
     assert violations(page, {}) == []
+    shutil.rmtree(run.path)
