@@ -47,7 +47,10 @@ class Thumbnails:
             key = hashlib.sha256(os.fsencode(identity)).hexdigest()[:24]
             copy = self.folder / f"{key}-{side}.webp"
             if not copy.exists():
-                self._write(image, copy, side)
+                files.make_private(self.folder)
+                with self._alone:  # one at a time: the page holds one large image in memory, not one per visitor
+                    small = preview(image, side)
+                self._save(small, copy)
         except OSError as error:
             raise InputError(f"{image}: cannot be shown ({error})") from error
         return copy
@@ -63,12 +66,6 @@ class Thumbnails:
         except OSError as error:
             raise InputError(f"{copy}: cannot be written ({error})") from error
         return copy
-
-    def _write(self, image: Path, copy: Path, side: int) -> None:
-        files.make_private(self.folder)
-        with self._alone:  # one at a time: the page holds one large image in memory, not one per visitor
-            small = preview(image, side)
-        self._save(small, copy)
 
     def _save(self, image: Image.Image, copy: Path, lossless: bool = False) -> None:
         partial = copy.with_suffix(f".{threading.get_ident()}.part")

@@ -16,7 +16,6 @@ from app.web.answers import Calls
 from app.web.served_files import address
 from trainer.config.load import dump_config
 from trainer.launcher.rehearsal import SECONDS
-from trainer.run.folder import RunDir
 from trainer.system import files
 from trainer.system.errors import InputError
 
@@ -44,12 +43,13 @@ def show(studio: Studio, run: str) -> dict[str, Any]:
     """Return what a rehearsal shows and cannot show, and its first pictures; `problem` where they cannot be read."""
     found = studio.run(run)
     rehearsal = Rehearsal.of(found)
+    in_form = dump_config(form.check(studio.draft()).config)
     answer = {
         "name": rehearsal.real.name,
         "model": rehearsal.model,
         "shows": SHOWS,
         "cannot_show": rehearsal.cannot_show,
-        "is_in_form": _is_in_form(studio, found),
+        "is_in_form": files.read(found.rehearsed_file, MOST_CONFIG) == in_form.encode(),
         "pictures": [],
         "num_pictures": 0,
         "problem": "",
@@ -73,11 +73,6 @@ def start(studio: Studio, run: str) -> str:
     found = studio.run(run)
     Rehearsal.of(found)
     return studio.start(Draft(found.rehearsed_file)).path.name
-
-
-def _is_in_form(studio: Studio, run: RunDir) -> bool:
-    now = dump_config(form.check(studio.draft()).config)
-    return files.read(run.rehearsed_file, MOST_CONFIG) == now.encode()
 
 
 def _drawn(studio: Studio, rehearsal: Rehearsal, pair: tuple[Trained, Trained]) -> dict[str, str]:

@@ -69,7 +69,7 @@ def phone(browser: Browser, server: Server, own_data: Path) -> Iterator[Page]:
     for file in own_data.iterdir():
         file.unlink()
     with (server.runs / "presets" / "own.yaml").open("a") as preset:
-        preset.write("sample: {every: 1, size: [64, 64], steps: 2}\n")
+        preset.write("sample: {every: 1, size: [64, 64], steps: 2, prompts: [a dog]}\n")
     size = {"width": WIDTH, "height": HEIGHT}
     context = browser.new_context(has_touch=True, is_mobile=True, viewport=size, screen=size, device_scale_factor=2)
     with closing(context), visited(context.new_page(), server.url, WIDTH, HEIGHT) as page:
@@ -82,6 +82,7 @@ def fits(page: Page) -> None:
 
 def test_pictures_become_a_trained_file_by_touch_alone(phone: Page, runs: Path, own_data: Path, tmp_path: Path):
     page, finger = phone, Finger(phone)
+    assert page.locator("#page-new").get_attribute("data-preset") == "own"
     pictures = sorted(make_pictures(tmp_path / "photos", 6).iterdir())
     finger.tap(page.locator("#rail").get_by_role("link", name="Data"))
     with page.expect_file_chooser() as chosen:
@@ -95,7 +96,7 @@ def test_pictures_become_a_trained_file_by_touch_alone(phone: Page, runs: Path, 
     until(page, "document.querySelector('#why').dataset.state === 'ready'")
     finger.tap(page.locator("#field-sample-prompts"))
     assert page.evaluate("document.activeElement.id") == "field-sample-prompts"
-    page.keyboard.type("a cat")
+    page.keyboard.type("a cat\n")
     finger.tap(page.locator("#search"))  # away from it
     until(page, "document.querySelector('#why').dataset.busy === undefined")
     fits(page)
