@@ -96,7 +96,8 @@ async function show(run) {
   parts.gone.replaceChildren(...(found.problem ? [studio.alert(found.problem)] : []));
   parts.grid.replaceChildren(...found.pictures.map(card));
   const rest = found.num_pictures - found.pictures.length;
-  studio.say(parts.more, rest > 0 ? `and ${studio.counted(rest, 'other')}, which the screen Data shows` : '');
+  studio.say(parts.more, [rest > 0 ? `And ${studio.counted(rest, 'other')}, which the screen Data shows.` : '',
+    found.most ? `Of many pictures, ${found.most} are rehearsed, evenly chosen.` : ''].filter(Boolean).join(' '));
   if (!found.pictures.length) return;
   const drawn = await call('rehearsal_pictures', { run });
   if (shown !== run) return;

@@ -40,7 +40,10 @@ def begin(studio: Studio) -> str:
 
 
 def show(studio: Studio, run: str) -> dict[str, Any]:
-    """Return what a rehearsal shows and cannot show, and its first pictures; `problem` where they cannot be read."""
+    """Return what a rehearsal shows and cannot show, and its first pictures; `problem` where they cannot be read.
+
+    `most` is the number of pictures that it takes of more of them.
+    """
     found = studio.run(run)
     rehearsal = Rehearsal.of(found)
     in_form = dump_config(form.check(studio.draft()).config)
@@ -52,13 +55,19 @@ def show(studio: Studio, run: str) -> dict[str, Any]:
         "is_in_form": files.read(found.rehearsed_file, MOST_CONFIG) == in_form.encode(),
         "pictures": [],
         "num_pictures": 0,
+        "most": None,
         "problem": "",
     }
     try:
         pairs = rehearsal.pictures()
     except (InputError, OSError) as error:  # moved or deleted since
         return answer | {"problem": f"The pictures cannot be read any more: {str(error).splitlines()[0]}"}
-    return answer | {"pictures": [_facts(pair) for pair in pairs[:MOST_PICTURES]], "num_pictures": len(pairs)}
+    most = rehearsal.own.data.max_images
+    return answer | {
+        "pictures": [_facts(pair) for pair in pairs[:MOST_PICTURES]],
+        "num_pictures": len(pairs),
+        "most": most if sum(not own.is_held_out for _, own in pairs) == most else None,
+    }
 
 
 def pictures(studio: Studio, run: str) -> list[dict[str, str]]:

@@ -44,7 +44,7 @@ def ask(studio: Studio, name: str, **values: Any) -> dict[str, Any]:
 def test_it_shows_pictures_with_their_captions_and_says_what_it_cannot_show(studio: Studio, run: RunDir) -> None:
     found = ask(studio, "rehearsal_show", run=run.path.name)["value"]
     assert (found["name"], found["model"], found["num_pictures"], found["problem"]) == ("ours", "FLUX.1 dev", 14, "")
-    assert len(found["pictures"]) == rehearsal.MOST_PICTURES
+    assert (len(found["pictures"]), found["most"]) == (rehearsal.MOST_PICTURES, None)
     assert found["pictures"][1] == {
         "name": "01.png",
         "captions": ["ohwx, picture number 1", "without a caption 10% of the time"],
@@ -71,6 +71,14 @@ def test_pictures_that_were_deleted_since_are_said_and_all_else_is_there(studio:
     found = ask(studio, "rehearsal_show", run=run.path.name)["value"]
     assert found["problem"].startswith("The pictures cannot be read any more: data.path")
     assert (found["pictures"], found["num_pictures"], len(found["cannot_show"])) == ([], 0, 5)
+
+
+def test_of_many_pictures_it_says_how_many_are_taken(studio: Studio, run: RunDir) -> None:
+    few = run.config().model_copy(update={"data": run.config().data.model_copy(update={"max_images": 5})})
+    run.config_file.write_text(dump_config(few))
+    found = ask(studio, "rehearsal_show", run=run.path.name)["value"]
+    assert (found["num_pictures"], found["most"]) == (6, 5)  # one is held out
+    assert [one["name"] for one in found["pictures"]] == ["00.png", "02.png", "05.png", "07.png", "10.png", "13.png"]
 
 
 def test_another_run_is_no_rehearsal_and_a_damaged_one_is_named(studio: Studio, run: RunDir) -> None:
