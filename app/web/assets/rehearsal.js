@@ -47,10 +47,9 @@ function build() {
     parts.problem, change) }, 'Change');
   parts.card = h('section.card#rehearsal', { 'aria-label': 'Rehearsal', hidden: true },
     h('div.ttl', {}, h('h2', {}, 'Rehearsal'), parts.title, h('span.grow'), parts.change, parts.start),
-    parts.problem, parts.now, parts.shows,
+    parts.problem, parts.now, parts.shows, h('h3', {}, 'As they are trained'), parts.gone, parts.grid, parts.more,
     h('div.rehearsed', {}, h('div', {}, h('h3', {}, 'Film'), parts.filmState, parts.films),
-      h('div', {}, h('h3', {}, 'What it cannot show'), parts.cannot)),
-    h('h3', {}, 'As they are trained'), parts.gone, parts.grid, parts.more);
+      h('div', {}, h('h3', {}, 'What it cannot show'), parts.cannot)));
   return parts.card;
 }
 
