@@ -48,6 +48,7 @@ CAPTION_FIELDS = {
 """{option of --caption, a field of `CaptionRequest`: (name of its value, or "" for a switch, help)}"""
 TAKEN_BY = {
     "run_dir": ("headless",),
+    "rehearse": ("headless",),
     "slurm": ("headless",),
     "kubernetes": ("headless",),
     "node_rank": ("resume", "join"),
@@ -91,6 +92,7 @@ EPILOG = """\
 examples:
   {program} --headless quickstart
   {program} --headless quickstart train.steps=200 optim.lr=2e-4 --run-dir runs/second
+  {program} --headless my.yaml --rehearse
   {program} --plan quickstart train.micro_batch=8 --gpus 2x24gb
   {program} --fit quickstart --gpus 2x24gb --price 0.5
   {program} --import kohya.toml --write mine.yaml
@@ -150,6 +152,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_page_options(parser)
     runs.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="use exactly this path as the run folder (--headless)"
+    )
+    runs.add_argument(
+        "--rehearse",
+        action="store_const",
+        const=True,
+        help="train the small demo model on the preset's pictures instead, for a minute on the CPU, to look at crops, "
+        "masks and captions (--headless)",
     )
     _add_node_options(parser)
     exports = parser.add_argument_group("checkpoints and exports (--export, --resume, --extract)")
@@ -402,6 +411,12 @@ def _headless(options: argparse.Namespace) -> int:
         return commands.export(Path(options.export), options.what or "auto", options.format, options.dtype, wanted)
     preset = preset_file(options.headless, options.runs / "presets")
     scheduler = options.slurm or options.kubernetes
+    if options.rehearse:
+        if scheduler or options.run_dir:
+            raise InputError("--rehearse makes its own run folder: leave out --run-dir, --slurm and --kubernetes")
+        from app import rehearsal_command
+
+        return rehearsal_command.rehearse(load_config(preset, options.overrides), options.runs)
     if scheduler is not None:
         return commands.write_job(preset, options.overrides, options.runs, options.run_dir, scheduler)
     return commands.train(preset, options.overrides, options.runs, options.run_dir)

@@ -39,11 +39,11 @@ from app.machine import Machine
 from app.runs.live import Live
 from app.runs.monitor import Follower, explained, find_runs
 from app.web.served_files import Downloads
-from trainer.config.fields import all_names
-from trainer.config.load import dump_config, load_config, stage_configs
+from trainer.config.fields import all_names, label
+from trainer.config.load import ConfigError, dump_config, load_config, stage_configs
 from trainer.config.presets import FIRST_PRESET, find_presets
 from trainer.config.sections import NAME_HELP, NAME_PATTERN
-from trainer.launcher import commands, preflight, torchrun
+from trainer.launcher import commands, preflight, rehearsal, torchrun
 from trainer.launcher.jobs.downloads import Downloads as ModelDownloads
 from trainer.launcher.queue import POLL_S, Entry, Queue
 from trainer.run import manifest
@@ -195,7 +195,7 @@ class Studio:
 
     def preset(self, name: str) -> Path:
         """Return the file of a preset, or the config of a run. Raises InputError when `name` is neither."""
-        return self.presets().get(name) or self.run(name).config_file
+        return self.presets().get(name) or self.run(name).settings_file
 
     def draft(self) -> Draft:
         """Return the saved draft, or the quickstart where there is none or it cannot be read (see `draft_problem`)."""
@@ -390,6 +390,25 @@ class Studio:
             torchrun.start(run.config(), run)
             self._last_start = _Start(draft, time.monotonic(), run)
             return run
+
+    def rehearse(self, draft: Draft) -> RunDir:
+        """Rehearse a draft with the demo model; a second click shows the first one's rehearsal.
+
+        Raises:
+            InputError: As `rehearsal.begin`, or what is typed for it is wrong.
+        """
+        with self._lock:
+            checked = form.check(draft)
+            typed = [name for name in checked.errors if name.startswith("data.") or name == "sample.prompts"]
+            if typed:
+                raise InputError("\n".join(f"{label(name)}: {checked.errors[name]}" for name in typed))
+            running = rehearsal.running(self.runs)
+            if running and files.read(running.rehearsed_file) == dump_config(checked.config).encode():
+                return running
+            try:
+                return rehearsal.begin(checked.loaded, self.runs).run
+            except ConfigError as error:  # without the lines of a file, which the page has not shown
+                raise InputError("\n".join(map(str, error.problems)) or str(error)) from error
 
     def resume(self, run: RunDir) -> None:
         """Continue an ended run. Raises InputError when it is running or cannot be continued."""

@@ -275,7 +275,8 @@ class _Scan(Watcher):
                 buckets = _buckets(self._config)
             return replace(self._measured(buckets, self._sizes(buckets), self._to_hold_out()), problems=problems)
         sizes = self._sizes(buckets)
-        found = self._measured(buckets, sizes, frozenset(image.path for image in dataset.validation))
+        trained = frozenset(image.path for image in dataset.train)
+        found = self._measured(buckets, sizes, frozenset(image.path for image in dataset.validation), trained)
         return replace(
             found,
             warnings=(*dataset.warnings, *self._warnings(dataset, buckets, sizes), *questions.warnings),
@@ -302,8 +303,17 @@ class _Scan(Watcher):
         left_out = [image.path for image, found in sized if not found]
         yield from image_warnings.of_left_out(left_out, data.most_cropped)
 
-    def _measured(self, buckets: Buckets | None, sized: _Sizes, held_out: frozenset[Path]) -> ScanResult:
-        """The images that were read, with their buckets and what is wrong with them."""
+    def _measured(
+        self,
+        buckets: Buckets | None,
+        sized: _Sizes,
+        held_out: frozenset[Path],
+        trained: frozenset[Path] | None = None,
+    ) -> ScanResult:
+        """The images that were read, with their buckets and what is wrong with them.
+
+        trained: Those that are trained on; None for all that are not held out.
+        """
         flaws = {image: Flaw("cannot be used", is_error=True) for image in self._bad}
         kept: dict[Size, list[float]] = {}
         framed: dict[Path, Framed] = {}
@@ -316,7 +326,7 @@ class _Scan(Watcher):
             flaw = Flaw("left out: crop too large") if not fits else _flaw(fits[-1][0], fits[-1][1])
             if flaw:
                 flaws[image.path] = flaw
-            if image.path not in held_out:
+            if image.path not in held_out and (trained is None or image.path in trained):
                 for size, (_, share) in zip(sizes, fits, strict=True):
                     kept.setdefault(size, []).append(share)
         counted = images_per_bucket(kept, buckets.sizes if buckets else ())

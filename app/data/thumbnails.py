@@ -47,17 +47,29 @@ class Thumbnails:
             key = hashlib.sha256(os.fsencode(identity)).hexdigest()[:24]
             copy = self.folder / f"{key}-{side}.webp"
             if not copy.exists():
-                self._write(image, copy, side)
+                files.make_private(self.folder)
+                with self._alone:  # one at a time: the page holds one large image in memory, not one per visitor
+                    small = preview(image, side)
+                self._save(small, copy)
         except OSError as error:
             raise InputError(f"{image}: cannot be shown ({error})") from error
         return copy
 
-    def _write(self, image: Path, copy: Path, side: int) -> None:
-        files.make_private(self.folder)
-        with self._alone:  # one at a time: the page holds one large image in memory, not one per visitor
-            small = preview(image, side)
+    def drawn(self, image: Image.Image) -> Path:
+        """Return a copy of an image that was drawn here, pixel by pixel. Raises InputError if it cannot be written."""
+        key = hashlib.sha256(f"{_FORMAT} {image.size}".encode() + image.tobytes()).hexdigest()[:24]
+        copy = self.folder / f"{key}-drawn.webp"
+        try:
+            if not copy.exists():
+                files.make_private(self.folder)
+                self._save(image, copy, lossless=max(image.size) < SMALL)
+        except OSError as error:
+            raise InputError(f"{copy}: cannot be written ({error})") from error
+        return copy
+
+    def _save(self, image: Image.Image, copy: Path, lossless: bool = False) -> None:
         partial = copy.with_suffix(f".{threading.get_ident()}.part")
-        small.save(partial, "WEBP", quality=90)
+        image.save(partial, "WEBP", quality=90, lossless=lossless)
         files.rename(partial, copy)
 
 

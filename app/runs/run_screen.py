@@ -117,6 +117,7 @@ def head(follower: Follower, view: RunView, gpus: Sequence[Gpu] = ()) -> Part:
             "problems": list(view.problems),
             "about": about(config),
             "is_text": families.trains_on(config) == "text",
+            "is_rehearsal": run.is_rehearsal,
             "step": view.step,
             "num_steps": view.num_steps,
             "length": view.length,
@@ -170,7 +171,7 @@ def more(run: RunDir, config: RunConfig, view: RunView) -> dict[str, Any]:
     """
     saved = manifest.newest_step(run.checkpoints)
     if view.state == "finished":
-        return {"kind": "extend" if saved else "", "saved": saved}
+        return {"kind": "extend" if saved and not run.is_rehearsal else "", "saved": saved}
     return {"kind": "start" if view.state == "created" else "resume", "saved": saved}
 
 
@@ -303,7 +304,7 @@ def _error(run: RunDir, view: RunView, gpus: Sequence[Gpu]) -> dict[str, Any] | 
         "remedy": error.remedy,
         "log": error.log or "",
         "source": sources.get(str(run.path / error.log), "") if error.log else "",
-        "retry": list(error.retry),
+        "retry": [] if run.is_rehearsal else list(error.retry),
     }
 
 

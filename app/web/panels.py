@@ -17,6 +17,7 @@ from app.web.pages import (
     mask,
     new_run,
     queue,
+    rehearsal,
     results,
     run,
     runs,
@@ -27,6 +28,7 @@ from app.web.pages import (
 PANELS: dict[ModuleType, tuple[str, ...]] = {
     frame: ("frame", "charts", "lightbox"),
     new_run: ("step", "fit", "form"),
+    rehearsal: ("rehearsal",),
     run: ("run",),
     samples: ("samples",),
     files: ("files",),

@@ -25,7 +25,7 @@ from app.glossary import GLOSSARY
 from app.studio import Studio
 from app.web import answers, routes, scripts, security, theme
 from app.web.access import Access
-from app.web.pages import new_run, run, upload
+from app.web.pages import new_run, rehearsal, run, upload
 from app.web.panels import PANELS
 from trainer.system.terminal import say
 
@@ -48,6 +48,7 @@ def facts(studio: Studio) -> dict[str, Any]:
         "glossary": GLOSSARY,
         "unwritable": studio.unwritable,
         "form": new_run.facts(),
+        "rehearsal": rehearsal.facts(),
         "run": run.facts(),
         "upload": upload.facts(),
     }

@@ -25,8 +25,8 @@ from trainer.models import families
 from trainer.models.state_dict import BaseWeights, TrainedModel
 from trainer.run.events import StatusEvent, WarningEvent
 from trainer.system.errors import InputError, RuleError
+from trainer.train.early_checks import check_model
 from trainer.train.loop import Trainer
-from trainer.train.rehearsal import check_model
 
 SLOW = pytest.mark.slow
 CONVOLUTIONS = (("sdxl", "locon"),)

@@ -477,7 +477,10 @@ def test_only_the_process_that_leads_the_run_tells(tmp_path: Path):
         assert hook.got == []
         Launch.of(psutil.Process(), ["python"]).write(run)
         agent.tell_of_the_end("trainer.captioning", str(run.path))
+        run.rehearsed_file.touch()
+        agent.tell_of_the_end("trainer", str(run.path))
         assert hook.got == []
+        run.rehearsed_file.unlink()
         agent.tell_of_the_end("trainer", str(run.path))
         assert len(hook.got) == 1
 

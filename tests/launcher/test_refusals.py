@@ -24,7 +24,7 @@ from trainer.models import families
 from trainer.system import installation
 from trainer.system.errors import InputError
 from trainer.system.installation import PRESETS
-from trainer.train.rehearsal import check_fitting, check_model
+from trainer.train.early_checks import check_fitting, check_model
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_TORCH = "import sys, launch; code = launch.main(sys.argv[1:]); assert 'torch' not in sys.modules; exit(code)"

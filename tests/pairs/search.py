@@ -16,7 +16,7 @@ from tests.pairs.data import make_data
 from tests.pairs.trials import OnRanks, Outcome, tried
 from trainer.config.schema import RunConfig
 from trainer.system.errors import InputError
-from trainer.train.rehearsal import check_model
+from trainer.train.early_checks import check_model
 
 
 @dataclass(frozen=True)

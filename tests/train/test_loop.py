@@ -21,8 +21,9 @@ from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.metrics.out_of_memory import OutOfMemoryError
 from trainer.rng import SampleRng
-from trainer.run.events import AnyEvent, SampleEvent, StatusEvent, ValidationEvent, WarningEvent
+from trainer.run.events import AnyEvent, LengthEvent, SampleEvent, StatusEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
+from trainer.run.length import RunLength
 from trainer.run.manifest import progress_of
 from trainer.system.errors import InputError
 from trainer.train.loop import Trainer
@@ -306,6 +307,24 @@ def test_requests_are_answered_once(pictures: Path) -> None:
     assert [path.name for path in run.samples.iterdir()] == ["step-000001-0.png"]
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
     assert list(run.requests.iterdir()) == []
+
+
+def test_a_time_limit_ends_a_run_as_its_last_step_does(pictures: Path, tmp_path: Path) -> None:
+    cfg = run_config(pictures, train__steps=100_000, train__time_limit=1, sample__every=100_000, sample__prompts=["a"])
+    events: list[AnyEvent] = []
+    run = make_run(tmp_path, cfg, "limited")
+    trainer = make_trainer(cfg, run, events)
+    began = time.monotonic()
+    assert trainer.train() == "finished"
+    assert time.monotonic() - began >= 1
+    trainer.close()
+    last = trainer.step
+    assert 0 < last < 100_000 and [event.step for event in steps_of(events)][-1] == last
+    assert progress_of(run.checkpoints / f"step-{last:06d}").step == last
+    assert {event.step for event in events if isinstance(event, SampleEvent)} == {0, last}
+    lengths = [event.steps for event in events if isinstance(event, LengthEvent)]
+    assert lengths[0] == 100_000 and lengths[-1] == last
+    assert RunLength.of(cfg, [event for event in events if isinstance(event, LengthEvent)]).num_steps == last
 
 
 def test_a_request_for_samples_without_prompts_is_answered_with_a_warning(pictures: Path) -> None:

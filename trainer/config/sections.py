@@ -559,6 +559,11 @@ class DataConfig(Section):
     """In the same files, the columns of the reference images for edit training, one or several."""
     repeats: Whole = option(1, ge=1, le=10000, keywords="epochs")
     """Number of times that each image occurs per epoch."""
+    max_images: Whole | None = option(
+        None, title="Most images", ge=1, unit="images", keywords="max_train_samples subset limit few debug"
+    )
+    """At most this many images are used, chosen evenly from all in their order: so many to train on, as many of those
+    held out, and as many for regularization. For a first trial of many images. Empty: all."""
     caption_dropout: Number = option(0.0, title="Caption dropout", ge=0, le=1, keywords="left out unconditional cfg")
     """Share of samples that are trained with an empty caption, so that the model still works with classifier-free
     guidance. Captions of `data.regularization` are never dropped. In an edit or a sequence with generated images: share
@@ -798,6 +803,12 @@ class TrainConfig(Section):
     """Passes over the data, in place of `train.steps`; 0.5 is half a pass. Empty: `train.steps` decides. The number of
     steps is known once the data are read. Of the two fields, the one given later counts: a command line or a form
     before its preset, a stage before its run."""
+    time_limit: Whole | None = option(
+        None, title="Time limit", ge=1, le=10_000_000, unit="seconds", keywords="max_time duration hours minutes budget"
+    )
+    """Training ends after this time even if steps are left, with samples, checkpoint and export as after the last step.
+    It counts from the first step since the run was started or resumed. A learning rate that falls with the steps does
+    not reach its end. Empty: no limit."""
     batch_size: Whole = option(
         1,
         title="Batch size",

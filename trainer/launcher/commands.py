@@ -235,6 +235,11 @@ def begin_export(run: RunDir, cfg: RunConfig, wanted: manifest.Wanted = "newest"
     if problems := tuple(families.unwritable(cfg)):
         raise RuleError(problems)
     run.guard()
+    if run.is_rehearsal:
+        raise InputError(
+            f"{run.path.name}: is a rehearsal, whose adapter fits the demo model alone; start the real run, and export "
+            "that"
+        )
     run.complete_folders(cfg)
     step = manifest.steps_in(manifest.to_export(run, wanted))
     argv = [sys.executable, "-m", "trainer", str(run.path), f"--step={step}"]

@@ -287,7 +287,7 @@ def example(runs: Path, notices: Notices) -> Notice:
 
 def tell(folder: str) -> None:
     """Send the notices of a run, from the process that leads it: that of `launch.json`, so that of several nodes the
-    first one tells, and not torchrun below a supervisor.
+    first one tells, and not torchrun below a supervisor. A rehearsal is over before anybody has left.
 
     Raises nothing that a notice can cause: whatever is not sent is one warning in the run's events.
 
@@ -298,7 +298,7 @@ def tell(folder: str) -> None:
     try:
         with run.boundary():
             launch = Launch.read(run)
-            if launch is None or not launch.is_here or launch.pid != os.getpid():
+            if launch is None or not launch.is_here or launch.pid != os.getpid() or run.is_rehearsal:
                 return
             notices = read()
             notice = notice_of(run, notices)

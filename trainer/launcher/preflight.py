@@ -334,7 +334,7 @@ def _check_built(loaded: ConfigFile, cache: Path | None) -> None:
     with TemporaryDirectory() as folder:
         # Tiny models are written into the cache, but a refused run leaves nothing behind.
         used = cache if cache and cache.is_dir() else folder
-        argv = [sys.executable, "-m", "trainer.train.rehearsal", str(used)]
+        argv = [sys.executable, "-m", "trainer.train.early_checks", str(used)]
         configs = json.dumps([part.model_dump(mode="json") for part in parts])
         environment = process.worker_environment()
         done = subprocess.run(argv, input=configs, env=environment, capture_output=True, text=True, check=False)

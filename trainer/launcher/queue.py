@@ -224,14 +224,16 @@ class Queue:
         beside = [
             Entry(0, folder.name, "", run=folder.name)
             for folder in (self.runs.iterdir() if self.runs.is_dir() else ())
-            if folder.name not in queued and is_run(folder) and self._runs_here(RunDir(folder))
+            if folder.name not in queued and is_run(folder) and self._takes_gpus(RunDir(folder))
         ]
         return [
             other for other in self.running() if not entry.gpus or not other.gpus or set(other.gpus) & set(entry.gpus)
         ] + beside
 
-    def _runs_here(self, run: RunDir) -> bool:
-        """Whether a run is running on this machine: one of another machine uses no GPU of it."""
+    def _takes_gpus(self, run: RunDir) -> bool:
+        """Whether a run is running on this machine: one of another machine uses no GPU of it, nor does a rehearsal."""
+        if run.is_rehearsal:
+            return False
         try:
             with run.boundary():
                 launch = process.Launch.read(run)

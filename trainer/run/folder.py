@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import time
 import traceback
 import unicodedata
@@ -98,6 +99,7 @@ class RunDir:
         """
         path = at or root / f"{cfg.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         run = cls(path.absolute())
+        is_new = not os.path.lexists(run.path)
         try:
             if run.path.exists() and any(run.path.iterdir()):
                 raise InputError(
@@ -108,9 +110,10 @@ class RunDir:
             files.write_folder_format(run.path, FORMAT)
             files.replace(run.config_file, dump_config(cfg))
         except OSError as error:
-            raise InputError(
-                f"{path}: the run folder cannot be made ({error.strerror}); choose another path"
-            ) from error
+            if is_new:
+                shutil.rmtree(run.path, ignore_errors=True)
+            remedy = freeing(run.path.parent) if error.errno == errno.ENOSPC else "choose another path"
+            raise InputError(f"{path}: the run folder cannot be made ({error.strerror}); {remedy}") from error
         return run
 
     @classmethod
@@ -216,6 +219,21 @@ class RunDir:
     def config_file(self) -> Path:
         """The resolved config."""
         return self.path / "config.yaml"
+
+    @property
+    def rehearsed_file(self) -> Path:
+        """The config of the run that this one rehearses with the demo model; only a rehearsal has it."""
+        return self.path / "rehearsed.yaml"
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether this run rehearses another one (`trainer.launcher.rehearsal`)."""
+        return os.path.lexists(self.rehearsed_file)
+
+    @property
+    def settings_file(self) -> Path:
+        """The config to begin another run with: that of the run that was rehearsed, else the run's own."""
+        return self.rehearsed_file if self.is_rehearsal else self.config_file
 
     @property
     def title_file(self) -> Path:

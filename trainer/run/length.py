@@ -1,4 +1,4 @@
-"""How long a run is, in optimizer steps: from its config, or from its events where `train.epochs` decides."""
+"""How long a run is, in optimizer steps: from its config, or from its events where epochs or the time decide."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ class RunLength:
                 self._stage = event.number - 1
             case LengthEvent() if self._stage < len(self._steps):
                 self._latest = event
-                if self._epochs[self._stage] is not None:
-                    self._steps[self._stage] = event.steps
+                self._steps[self._stage] = event.steps  # it may differ: of `train.epochs`, or `train.time_limit`
             case _ if is_start(event):
                 # Begin again with a config that may have changed; the stages that have ended keep their steps.
                 ended, self._latest = self._steps[: self._stage], None

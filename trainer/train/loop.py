@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,8 +35,11 @@ from trainer.run.folder import Request, RunDir
 from trainer.run.manifest import Progress, validation_losses
 from trainer.run.preemption import Preemption
 from trainer.train.numbers import NON_FINITE, WEIGHT, LateRead
-from trainer.train.setup import set_up, stop_requested, train_state
+from trainer.train.setup import length_event, set_up, stop_requested, train_state
 from trainer.train.step_log import LaunchedStep, StepLog, StepNumbers
+
+FORETOLD_AT = 4
+"""Steps after which the end by `train.time_limit` is foretold; then after twice as many, and so on."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Agreed:
         stop, save, sample: Whether the user requested this.
         preempted: Whether some rank received a signal to leave soon.
         saved: Whether every rank has written the checkpoint that was begun.
+        is_late: Whether `train.time_limit` has passed.
 
     See DECISIONS 28.
     """
@@ -55,6 +60,7 @@ class Agreed:
     save: bool
     sample: bool
     saved: bool
+    is_late: bool
 
 
 class Trainer:
@@ -72,6 +78,7 @@ class Trainer:
 
     numbers: StepNumbers | None = None
     _launched: LaunchedStep | None = None
+    _began, _began_at = math.inf, 0
 
     def __init__(
         self,
@@ -133,8 +140,13 @@ class Trainer:
         if self._due(cfg.sample.every) and self.step < self.num_steps and self.sample_schedule.are_missing(self.step):
             self.generate_samples()
         self.log.enter("training", self.step)
+        self._began, self._began_at = time.monotonic(), self.step
         while self.step < self.num_steps:
             agreed = self.train_step()
+            if agreed.is_late:
+                self.num_steps = self.step
+            if cfg.train.time_limit is not None:
+                self._announce_end(cfg.train.time_limit)
             if agreed.preempted:  # whoever sent the signal will not wait long: save and nothing else
                 self._save_last()
                 self.log.note("saving", "stopped by a signal; checkpoint saved, continue with --resume", self.step)
@@ -240,6 +252,15 @@ class Trainer:
             if self.ema and not self.numbers.is_skipped:  # the next step has not changed the weights yet
                 self.ema.update(launched.step - 1)
 
+    def _announce_end(self, limit: int) -> None:
+        """Say at which step the time will be over by the pace until now, ever more rarely, and that it is over."""
+        num_done, seconds = self.step - self._began_at, time.monotonic() - self._began
+        is_due = num_done >= FORETOLD_AT and num_done.bit_count() == 1
+        if is_due or self.step == self.num_steps:
+            likely = self._began_at + max(num_done, round(num_done * limit / seconds))
+            num_steps = min(self.num_steps, likely)
+            self.log.emit(length_event(num_steps, self.step, self._batch_sizes, self.data))
+
     def _flags(self) -> list[float]:
         """Flags of this rank since the last step, to be summed over the ranks."""
         world, is_rank0 = self.world, self.world.rank == 0
@@ -248,12 +269,13 @@ class Trainer:
             float(bool(self.preemption)),
             *(float(is_rank0 and self.run.requested(what)) for what in ("save", "sample")),
             float(self.checkpointer.writing and self.checkpointer.done),
+            float(is_rank0 and time.monotonic() - self._began > (self.cfg.train.time_limit or math.inf)),
             *(self.step_log.own_s if rank == world.rank else 0.0 for rank in range(world.size)),
         ]
 
     def _agree(self, flags: list[float]) -> Agreed:
         """Act on the sum of all ranks' `_flags`."""
-        stop, preempted, save, sample, saved, *own_s = flags
+        stop, preempted, save, sample, saved, is_late, *own_s = flags
         if self.world.rank == 0:
             # Cleared only where this step answers it: a request that came since waits for the next step.
             answered: dict[Request, float] = {"stop": stop, "save": save, "sample": sample}
@@ -268,6 +290,7 @@ class Trainer:
             save=bool(save),
             sample=bool(sample),
             saved=saved == self.world.size,
+            is_late=bool(is_late),
         )
 
     def _gradient_factor(self, row: Tensor, batch_size: int) -> Tensor | None:

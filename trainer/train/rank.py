@@ -158,8 +158,8 @@ def _train_on(
         from trainer.metrics.out_of_memory import OutOfMemoryError
         from trainer.models import families
         from trainer.run.manifest import newest_step
+        from trainer.train.early_checks import check_rows
         from trainer.train.loop import Trainer
-        from trainer.train.rehearsal import check_rows
         from trainer.train.setup import stop_requested
 
         cfg, run = attached.config, attached.run

@@ -237,10 +237,14 @@ def _find_length(
         if cfg.optim.schedule != "constant" and cfg.optim.warmup >= num_steps:
             epochs = f"{num_steps} steps of train.epochs {cfg.train.epochs:g}"
             raise InputError(f"optim.warmup: must be less than the {epochs}, not {cfg.optim.warmup}; lower it")
-    samples = data.samples_of_an_epoch
-    epoch, epoch_steps = sizes.before(step) / samples, samples / cfg.train.batch_size
-    log.emit(LengthEvent(step=step, steps=num_steps, epoch=epoch, epoch_steps=epoch_steps))
+    log.emit(length_event(num_steps, step, sizes, data))
     return sizes, num_steps
+
+
+def length_event(num_steps: int, step: int, sizes: BatchSizes, data: DataSource) -> LengthEvent:
+    """The length of a run in steps, and how far it is in its epochs after `step` of them."""
+    samples = data.samples_of_an_epoch
+    return LengthEvent(step=step, steps=num_steps, epoch=sizes.before(step) / samples, epoch_steps=samples / sizes.now)
 
 
 def _warn_of_a_rise(saved: Progress | None, cfg: RunConfig, num_steps: int, log: RunLog) -> None:

@@ -2,9 +2,10 @@
 // @ts-check
 import * as studio from './core.js';
 import { h, fill, say, call } from './core.js';
-import { take, change, offerUndo } from './form-draft.js';
+import { take, change, offerUndo, settled } from './form-draft.js';
 import { drawStart } from './form-plan.js';
 import { current, $ } from './form-state.js';
+import { rehearseButton } from './rehearsal.js';
 
 const MOST_SUGGESTED = 8, WIDTH = 160, HEIGHT = 70,
   HUES = ['weights', 'activations', 'gathered', 'optimizer'];
@@ -119,7 +120,9 @@ function downloadParts(model) {
       h('i')), h('span.sm.dim#download-size')];
   return [h('span.download', { data: { state: found?.state || 'none' } },
     found ? bar() : h('span.sm.dim.grow', {}, linked(model.advice)),
-    running ? ask('new_pause', 'Pause') : ask('new_download', found ? 'Continue' : 'Download')),
+    running ? ask('new_pause', 'Pause') : ask('new_download', found ? 'Continue' : 'Download'),
+    running && !current.state.is_text ? rehearseButton('rehearse-meanwhile', '.s', settled,
+      text => problem.replaceChildren(...(text ? [studio.alert(text)] : []))) : null),
     !found?.message || running ? null : found.state === 'failed'
       ? h('div.notice.bad', { role: 'alert' }, h('p', {}, linked(found.message))) : h('p.sm.dim', {}, found.message),
       problem];

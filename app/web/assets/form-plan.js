@@ -21,6 +21,7 @@ export function drawStart() {
     isReady = Boolean(current.state?.ready) && !isBusy;
   $('start').disabled = !current.state || (!current.state.ready && !isBusy);
   $('enqueue').disabled = $('start').disabled;
+  $('rehearse').parentElement.hidden = Boolean(current.state?.is_text);
   if (isBusy || !current.state) { $('why').dataset.busy = 'true'; return; }
   delete $('why').dataset.busy;
   const { errors, waiting, problem, warnings } = current.state;

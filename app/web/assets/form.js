@@ -12,6 +12,7 @@ import { drawModels, loadModels, skeletons } from './form-model.js';
 import { drawMethods, drawGroups, groups, filterGroups, linkTo } from './form-more.js';
 import { drawStart, drawGpus, drawPlan, drawTime } from './form-plan.js';
 import { current, $, inputs, field } from './form-state.js';
+import { rehearsalHelp, rehearseButton } from './rehearsal.js';
 import { drawChanges, reset, copyButton, showYaml, drawLines, applyYaml, savePreset } from './form-yaml.js';
 
 async function start() {
@@ -107,7 +108,9 @@ function panel() {
       h('button.btn.main.start#start', { type: 'button', disabled: true, onclick: start }, 'Start'),
       h('div#outcome'), h('div.notice#why', { role: 'status' }, 'Looking …'), h('div#warnings'),
       h('div#gpus', { hidden: true }),
-      h('button.btn.wide-btn#enqueue', { type: 'button', disabled: true, onclick: enqueue }, 'Add to queue')),
+      h('button.btn.wide-btn#enqueue', { type: 'button', disabled: true, onclick: enqueue }, 'Add to queue'),
+      h('div.rehearse', {}, h('span.sm.dim', {}, rehearsalHelp()),
+        rehearseButton('rehearse', '', settled, complain))),
     h('div.card', {}, h('div.ttl', {}, h('h2#plan-title', {}, 'Memory of each GPU'), h('span.grow'),
       h('select.target#plan-for', { 'aria-label': 'Plan for', onchange: async event => {
         current.target = event.target.value;

@@ -18,7 +18,7 @@ const closeButton = () =>
   h('button.btn', { type: 'button', onclick: event => event.target.closest('dialog').close() }, 'Close');
 
 /** Ask again every second while a dialog is open, until the answer says that nothing runs. */
-async function follow(element, question, show) {
+export async function follow(element, question, show) {
   while (element.isConnected) {
     let answer = /** @type {any} */ (null);
     try { answer = await question(); } catch (error) {
@@ -201,7 +201,7 @@ export function branch(run, step, settings) {
 const FILM_FILES = { loop: 'Loop, WebP', video: 'Video, MP4', sheet: 'Sheet, JPEG' };
 
 /** The film of a prompt: its loop, its sheet and their files. */
-function filmed(run, one) {
+export function filmed(run, one) {
   const place = file => ['', 'runs', run, 'film', file.name].map(encodeURIComponent).join('/');
   if (one.problem) return h('li', {}, h('p', {}, h('b', {}, one.prompt)), studio.alert(one.problem));
   return h('li.filmed', {}, h('p', {}, h('b', {}, one.prompt || '(no prompt)'),

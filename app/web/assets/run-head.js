@@ -3,6 +3,7 @@
 import * as studio from './core.js';
 import { h } from './core.js';
 import { askToNotify, notices } from './frame.js';
+import * as rehearsal from './rehearsal.js';
 import { rename } from './rename.js';
 import * as results from './results.js';
 import { saySampleSteps, sayStripNote } from './run-samples.js';
@@ -50,6 +51,7 @@ export function drawHead(head) {
   drawActions(head);
   drawError(head.error);
   drawDone(head);
+  rehearsal.draw(current.name, head, parts.panels['']);
   drawSplit(head);
   parts.edit.hidden = !head.is_running;
   saySampleSteps();
@@ -114,7 +116,7 @@ function drawProgress({ step, num_steps, length, marks, stages, figures, is_runn
 function drawActions(head) {
   studio.fill(parts.actions, [head.is_running, head.is_alive, head.more, head.has_prompts, notices()],
     () => (head.is_running ? running(head.has_prompts) : head.is_alive ? h('span.dim', {}, 'Ending …')
-      : ended(head.more)));
+      : ended(head.more, head.is_rehearsal)));
 }
 
 function button(id, text, action, kind = '', title = '') {
@@ -149,7 +151,7 @@ async function stop() {
   if (await studio.ask('Stop this run?', text, ['Stop', 'Keep training'], 'stop') === 0) await request('stop');
 }
 
-function ended(more) {
+function ended(more, isRehearsal) {
   const from = more.saved ? `From the checkpoint of step ${studio.count(more.saved)}`
     : 'There is no checkpoint: from the first step';
   const ways = {
@@ -157,7 +159,7 @@ function ended(more) {
     start: () => button('resume', 'Start', resume, '.main'),
     extend: () => button('extend', 'Go on for …', extend),
   };
-  return [ways[more.kind]?.() || null, button('copy', 'Copy to a new run', copy)];
+  return [ways[more.kind]?.() || null, isRehearsal ? null : button('copy', 'Copy to a new run', copy)];
 }
 
 async function resume() {
@@ -222,8 +224,9 @@ function drawError(error) {
   });
 }
 
-function drawDone({ state, exports: [file, ...others], figures, is_text: isText, better }) {
-  parts.done.hidden = state !== 'finished';
+function drawDone({ state, exports: [file, ...others], figures, is_text: isText, better,
+  is_rehearsal: isRehearsal }) {
+  parts.done.hidden = state !== 'finished' || isRehearsal;
   if (parts.done.hidden) return;
   const time = figures.duration_s >= 1 ? ` in ${studio.duration(figures.duration_s)}` : '';
   studio.fill(parts.done, [file, others, time, better], () => {

@@ -302,8 +302,8 @@ def enqueue(studio: Studio, gpus: list[int]) -> str:
 
 
 def copy(studio: Studio, run: str) -> None:
-    """Bring the config of a run into the form. Raises InputError for one that is damaged."""
-    studio.save_draft(form.check(Draft(studio.run(run).config_file)).draft)
+    """Bring the config of a run into the form; of a rehearsal, that of the real run. Raises InputError if damaged."""
+    studio.save_draft(form.check(Draft(studio.run(run).settings_file)).draft)
 
 
 def retry(studio: Studio, run: str) -> str:

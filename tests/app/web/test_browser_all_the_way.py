@@ -86,7 +86,7 @@ def test_another_export_is_begun_from_what_the_adapter_allows(trained: RunDir, p
     page.locator("#files-exported tr").first.wait_for()
     page.locator("#files-what").select_option("merged")
     page.locator("#files-export").click()
-    page.locator("#files-state", has_text="Exported and verified").wait_for(timeout=180_000)
+    page.locator("#files-state", has_text="and verified.").wait_for(timeout=180_000)
     page.locator("#files-exported tr", has_text="merged").first.wait_for()
 
 

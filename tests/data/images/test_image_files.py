@@ -149,6 +149,19 @@ def test_validation_images_are_the_last_of_the_order(tmp_path: Path) -> None:
     assert [photo.path.stem for photo in dataset.validation] == ["d", "e"]
 
 
+def test_of_many_images_some_are_taken_evenly_of_each_kind(tmp_path: Path) -> None:
+    for name in "abcdefghij":
+        add_image(tmp_path / "own" / f"{name}.png")
+    for name in "vwxyz":
+        add_image(tmp_path / "class" / f"{name}.png")
+    dataset = scan(data(tmp_path / "own", validation=4, max_images=3, regularization=str(tmp_path / "class")))
+    assert [photo.path.stem for photo in dataset.train] == ["a", "c", "e", "v", "w", "y"]
+    assert [photo.path.stem for photo in dataset.validation] == ["g", "h", "i"]
+    assert sum(photo.weight for photo in dataset.train if photo.is_own) == 3
+    assert sum(photo.weight for photo in dataset.train if not photo.is_own) == 3
+    assert len(scan(data(tmp_path / "class", max_images=9)).train) == 5
+
+
 def test_setting_all_images_aside_is_refused(tmp_path: Path) -> None:
     add_image(tmp_path / "a.png")
     add_image(tmp_path / "b.png")

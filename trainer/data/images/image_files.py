@@ -187,7 +187,7 @@ def scan(cfg: DataConfig, watcher: Watcher | None = None, known: KnownFiles | No
     that the config lists separately counts only there. A caption is the .txt next to the image, else a row of a
     metadata.jsonl whose `file_name` leads to the image, and which may have several captions and a focus point, else
     the text of a folder `REPEATS_TEXT`. Names are compared with composed accents (NFC).
-    `data.validation: n` sets aside the last n images of the order.
+    `data.validation: n` sets aside the last n images of the order; `data.max_images` chooses of what is left.
     Regularization images are the last of `train`, without masks and references. The result is empty where only
     questions are trained.
 
@@ -211,6 +211,8 @@ def scan(cfg: DataConfig, watcher: Watcher | None = None, known: KnownFiles | No
     scanner.finish()
     if isinstance(cfg.validation, int):
         images, held_out = _set_aside(images, cfg.validation)
+    if most := cfg.max_images:
+        images, held_out, others = (evenly(found, most) for found in (images, held_out, others))
     images += _as_frequent(others, images, cfg)
     dataset = Dataset(tuple(images), tuple(held_out), tuple(image_warnings.folded(scanner.findings.warnings)))
     # A folder may be listed twice, with other settings.
@@ -288,6 +290,12 @@ def _set_aside(images: list[CaptionedImage], count: int) -> tuple[list[Captioned
         )
     border = len(images) - count
     return images[:border], images[border:]
+
+
+def evenly(images: Sequence[CaptionedImage], most: int) -> list[CaptionedImage]:
+    """At most so many of some images, with the same distance between them."""
+    count = min(most, len(images))
+    return [images[at * len(images) // count] for at in range(count)]
 
 
 def _as_frequent(

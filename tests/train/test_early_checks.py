@@ -17,8 +17,8 @@ from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.run.events import AnyEvent
 from trainer.system.errors import InputError
-from trainer.train import rehearsal
-from trainer.train.rehearsal import check_rows
+from trainer.train import early_checks
+from trainer.train.early_checks import check_rows
 
 GOOD = [{"prompt": f"Double {number}: ", "completion": f"{2 * number}."} for number in range(40)]
 PAIRS = [{"prompt": f"q {number}", "chosen": "good", "rejected": "bad"} for number in range(40)]
@@ -95,7 +95,7 @@ def test_rows_that_were_read_are_not_read_again_until_the_file_changes(
 ) -> None:
     file = write_lines(tmp_path / "a.jsonl", GOOD)
     check_rows([("", text_config(file))], context(tmp_path))
-    monkeypatch.setattr(rehearsal, "read_documents", lambda *args: 1 / 0)
+    monkeypatch.setattr(early_checks, "read_documents", lambda *args: 1 / 0)
     check_rows([("", text_config(file))], context(tmp_path))
     monkeypatch.undo()
     write_lines(file, [*GOOD, {"no": "text"}])
@@ -104,7 +104,7 @@ def test_rows_that_were_read_are_not_read_again_until_the_file_changes(
 
 
 def test_what_is_read_is_shown_and_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "TURN_S", 0.0)
+    monkeypatch.setattr(early_checks, "TURN_S", 0.0)
     events: list[AnyEvent] = []
     stages = [("warm", text_config(write_lines(tmp_path / "a.jsonl", GOOD)))]
     with pytest.raises(StopRequested):
@@ -116,7 +116,7 @@ def test_what_is_read_is_shown_and_can_be_stopped(tmp_path: Path, monkeypatch: p
 
 def test_of_a_large_file_only_the_beginning_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_lines(tmp_path / "a.jsonl", [*GOOD, {"no": "text"}])
-    monkeypatch.setattr(rehearsal, "MOST_CHECKED", file.stat().st_size // 2)
+    monkeypatch.setattr(early_checks, "MOST_CHECKED", file.stat().st_size // 2)
     check_rows([("", text_config(file))], context(tmp_path))
 
 

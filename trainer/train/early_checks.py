@@ -1,7 +1,7 @@
 """Mistakes that a stage would end with later, looked for before the first one trains.
 
 The models are built without weights, and the rows of small text files are read, in one process before a rank starts
-(`launcher.preflight`): `python -m trainer.train.rehearsal CACHE` reads the configs of the stages from stdin. Rank 0
+(`launcher.preflight`): `python -m trainer.train.early_checks CACHE` reads the configs of the stages from stdin. Rank 0
 reads the rows of larger files.
 """
 
