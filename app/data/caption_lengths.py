@@ -83,8 +83,7 @@ class Lengths:
         Args:
             is_fresh: Measure again, because the captions may have changed.
         """
-        prompts = repr((config.sample.prompts, config.sample.negative))
-        key = config.model.model_dump_json() + config.data.model_dump_json() + prompts
+        key = _key(config)
         with self._changed:
             question = self._questions.pop(key, None) or _Question(config)
             self._questions[key] = question
@@ -97,6 +96,12 @@ class Lengths:
             self._changed.notify()
             answer = question.answer
             return LengthsResult(answer.measured, answer.failure, question.is_open or question.is_sent)
+
+    def outdate(self, config: RunConfig) -> None:
+        """Measure a config's captions again when they are asked for next, because one has changed."""
+        with self._changed:
+            if question := self._questions.get(_key(config)):
+                question.is_open = True
 
     def forget(self) -> None:
         """Drop all answers, because files may have changed."""
@@ -142,6 +147,11 @@ class Lengths:
 
     def _open(self) -> _Question | None:
         return next((question for question in reversed(self._questions.values()) if question.is_open), None)
+
+
+def _key(config: RunConfig) -> str:
+    prompts = repr((config.sample.prompts, config.sample.negative))
+    return config.model.model_dump_json() + config.data.model_dump_json() + prompts
 
 
 def _answer(process: subprocess.Popen[str], config: RunConfig, folder: Path) -> Answer:

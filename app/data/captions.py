@@ -9,7 +9,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,7 +99,9 @@ class Captions:
 
     def write(self, card: Card, caption: str) -> None:
         """Replace the caption of an image."""
-        self._apply([(card, caption)])
+        _check(card.file, caption)
+        with self._opened() as log:
+            self._write_all(log, [(card, caption)])
 
     def save(self, image: Path, before: str | None, caption: str) -> None:
         """Write a caption that a person has edited. Does nothing where the file holds it already.
@@ -120,20 +122,35 @@ class Captions:
                 raise ChangedElsewhere(card.file, now)
             self._write_all(log, [(card, caption)])
 
-    def replace(self, cards: Sequence[Card], search: str, replacement: str) -> int:
-        """Replace a text in all captions. Returns the number of changed captions."""
-        found = [
-            (card, card.caption.replace(search, replacement)) for card in cards if search and search in card.caption
-        ]
-        self._apply(found)
-        return len(found)
+    def edit(self, captions: Sequence[tuple[Card, str | None]], change: Callable[[str], str]) -> tuple[int, list[str]]:
+        """Change captions, which `undo` takes back together. Images without a caption get none.
 
-    def fill(self, captions: Sequence[tuple[Card, str | None, str]], batch: int) -> list[str]:
+        Args:
+            captions: (image with its caption, text of its file when it was read; None where there was no file).
+            change: Returns the new caption of a caption.
+
+        Returns:
+            The number of captions that were changed, and why others were not: each is written only where its file is
+            what it was when it was read.
+
+        Raises:
+            InputError: A file cannot be written. Those before it are.
+        """
+        new = [
+            (card, before, caption)
+            for card, before in captions
+            if card.caption and (caption := change(card.caption)) != card.caption
+        ]
+        kept = [why for why in self.fill(new) if why]
+        return len(new) - len(kept), kept
+
+    def fill(self, captions: Sequence[tuple[Card, str | None, str]], batch: int | None = None) -> list[str]:
         """Write captions that a program made, each only where its file is what the program knew it to be.
 
         Args:
             captions: (image, text of its file when the program began, None where there was none; the new caption).
             batch: Number of the changes in the log; calls with the same number are undone together by `undo_batch`.
+                None: a new one, so that they are the latest, which `undo` takes back together.
 
         Returns:
             For each caption, why it was not written; empty where the file holds it now.
@@ -200,12 +217,6 @@ class Captions:
             others = f" and {len(kept) - 1} more" if kept[1:] else ""
             raise InputError(f"{kept[0]}{others}: changed elsewhere since; left unchanged")
         return len(changes)
-
-    def _apply(self, captions: Sequence[tuple[Card, str]]) -> None:
-        for card, caption in captions:
-            _check(card.file, caption)
-        with self._opened() as log:
-            self._write_all(log, captions)
 
     def _write_all(self, log: BinaryIO, captions: Sequence[tuple[Card, str]], batch: int | None = None) -> None:
         if batch is None:
@@ -365,11 +376,14 @@ def _kept(file: Path, before: str | None, caption: str) -> str:
 
 
 def _check(file: Path, caption: str) -> None:
-    """Raise InputError for a caption that could not be read again."""
+    """Raise InputError for a caption that could not be read again, and for a file that somebody made read-only."""
     if (half := half_character(caption)) is not None:
         raise InputError(f"{file}: the caption {half}")
     if (size := len(caption.encode())) > MAX_CAPTION:
         raise InputError(f"{file}: {too_long(size)}")
+    with suppress(OSError):  # there is none yet, or reading it says why
+        if not file.stat().st_mode & 0o222:
+            raise InputError(f"{file}: is read-only; make it writable, or keep its caption")
 
 
 def _is_log(file: Path) -> bool:

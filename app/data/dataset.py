@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from app.data import captions
-from app.data.captions import Card
+from app.data import caption_texts, captions
 from app.data.scans import Framed, ScanResult
 from trainer.config.sections import DataConfig
 from trainer.config.size import Size
@@ -21,11 +20,12 @@ from trainer.data.images.image_io import IMAGE_SUFFIXES, WHOLE, ImageFile, crop_
 from trainer.data.images.image_members import file_of, is_member
 from trainer.system.errors import InputError
 
-PER_PAGE = 12
+PER_PAGE = 48
 MOST_COUNTED = 5000
 """Images whose captions are read for every view, in about 0.3 s. Of more, only those on the page are, unless a filter
 needs all."""
 NUM_WORDS = 24
+NUM_TAGS = 60
 WORD = re.compile(r"\[trigger\]|\w[\w'\u2019-]+")
 COMMON = frozenset(
     (
@@ -34,7 +34,7 @@ COMMON = frozenset(
     )
 )
 """Words that say nothing about an image, left out of the most frequent ones."""
-Show = Literal["all", "uncaptioned", "problems", "held_out"]
+Show = Literal["all", "uncaptioned", "problems", "held_out", "alike"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Item:
         caption: That, else the caption of a metadata.jsonl, else "".
         problem: Why the caption cannot be read.
         is_fixed: Whether the caption stands in a table, in which it is edited.
+        like: The first image with nearly the same caption, where such images are shown.
     """
 
     image: Path
@@ -53,6 +54,7 @@ class Item:
     caption: str
     problem: str = ""
     is_fixed: bool = False
+    like: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -60,27 +62,36 @@ class Filter:
     """Which images are shown; all conditions hold for each.
 
     Attributes:
+        show: "alike" are those with nearly the same caption as another one, in groups.
         search: Text that the caption contains, in upper or lower case.
         only: The images to choose from; None for all.
+        tag: A tag of the caption; "" for all.
     """
 
     show: Show = "all"
     search: str = ""
     only: Collection[Path] | None = None
+    tag: str = ""
 
     @property
     def needs_captions(self) -> bool:
-        return self.show in ("uncaptioned", "problems") or bool(self.search)
+        return self.show in ("uncaptioned", "problems", "alike") or bool(self.search or self.tag)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of images, and words with the number of captions that contain them, most frequent first."""
+    """Numbers of images, and words and tags with the number of captions that contain them, most frequent first.
+
+    Attributes:
+        tags: At most NUM_TAGS of those that are asked for, of `num_tags`; none where no caption has a comma.
+    """
 
     captions: int
     uncaptioned: int
     problems: int
     words: tuple[tuple[str, int], ...]
+    tags: tuple[tuple[str, int], ...] = ()
+    num_tags: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +103,7 @@ class View:
         num_chosen: Chosen images on all pages.
         num_replaceable: Captions that contain the search text as it is written.
         counts: None for more than MOST_COUNTED images.
+        next: The chosen image after the one that was asked for; None where it is the last.
     """
 
     items: tuple[Item, ...]
@@ -99,6 +111,7 @@ class View:
     num_chosen: int
     num_replaceable: int
     counts: Counts | None
+    next: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +174,15 @@ class Crop:
     frames: list[Frame]
 
 
-def view(data: DataConfig, found: ScanResult, truncated: Collection[str], chosen: Filter, page: int) -> View:
+def view(
+    data: DataConfig,
+    found: ScanResult,
+    truncated: Collection[str],
+    chosen: Filter,
+    page: int,
+    after: Path | None = None,
+    find: str = "",
+) -> View:
     """Return a page of images, the first one being 0.
 
     Args:
@@ -170,6 +191,11 @@ def view(data: DataConfig, found: ScanResult, truncated: Collection[str], chosen
         truncated: Images whose caption the model does not read to its end.
         chosen: Which images to show.
         page: Number of the page; the last one where there are fewer.
+        after: In place of the page, the one that has the next image after this one, if there is one.
+        find: Text of the tags that are counted, in upper or lower case; "" for all.
+
+    Raises:
+        InputError: Nearly equal captions are asked for of more than MOST_COUNTED images.
     """
     is_counted = len(found.images) <= MOST_COUNTED
     # Reading the captions of 100,000 images takes seconds: only those of the page are read.
@@ -179,18 +205,24 @@ def view(data: DataConfig, found: ScanResult, truncated: Collection[str], chosen
             for image in found.images
             if (chosen.show == "all" or image in found.held_out) and (chosen.only is None or image in chosen.only)
         ]
-        first = _first(len(images), page)
-        return View(tuple(items(images[first : first + PER_PAGE], found)), first, len(images), 0, None)
+        first, next_image = _place(images, found.images, page, after)
+        return View(tuple(items(images[first : first + PER_PAGE], found)), first, len(images), 0, None, next_image)
+    if not is_counted and chosen.show == "alike":
+        raise InputError(f"Nearly equal captions are found among at most {MOST_COUNTED:,} images")
     everything = list(items(found.images, found))
     flawed = {item.image for item in everything if _is_flawed(item, data, found, truncated)}
     shown = [item for item in everything if _is_chosen(item, chosen, found, flawed)]
-    first = _first(len(shown), page)
+    if chosen.show == "alike":
+        groups = caption_texts.alike([item.caption for item in shown])
+        shown = [replace(shown[at], like=shown[group[0]].image) for group in groups for at in group]
+    first, next_image = _place([item.image for item in shown], found.images, page, after)
     return View(
         tuple(shown[first : first + PER_PAGE]),
         first,
         len(shown),
         sum(chosen.search in item.caption and not item.is_fixed for item in everything) if chosen.search else 0,
-        _counts(everything, len(flawed)) if is_counted else None,
+        _counts(everything, len(flawed), find) if is_counted else None,
+        next_image,
     )
 
 
@@ -208,11 +240,9 @@ def items(images: Iterable[Path], found: ScanResult) -> Iterator[Item]:
             yield Item(image, saved, found.listed.get(image, "") if saved is None else saved)
 
 
-def replaceable(found: ScanResult) -> list[Card]:
-    """Return all captions that can be read, for `Captions.replace`."""
-    return [
-        Card(item.image, item.caption) for item in items(found.images, found) if not item.problem and not item.is_fixed
-    ]
+def editable(found: ScanResult) -> list[Item]:
+    """Return the images whose captions do not stand in a table, with those that cannot be read."""
+    return [item for item in items(found.images, found) if not item.is_fixed]
 
 
 def shape(image: Path, framed: Framed | None, is_padded: bool = False) -> Shape:
@@ -283,9 +313,19 @@ def words(caption: str) -> set[str]:
     return set(WORD.findall(caption.lower()))
 
 
-def _first(count: int, page: int) -> int:
-    last = max(0, count - 1) // PER_PAGE
-    return PER_PAGE * min(max(0, page), last)
+def _place(shown: Sequence[Path], everything: Sequence[Path], page: int, after: Path | None) -> tuple[int, Path | None]:
+    """Return the index of the first image of a page, and the image that follows `after`."""
+    following = None
+    if after is not None:
+        if after in shown:
+            at = shown.index(after) + 1
+        else:  # it has got its caption, and is no longer one without
+            before = set(everything[: everything.index(after)]) if after in everything else set()
+            at = sum(image in before for image in shown)
+        if at < len(shown):
+            following, page = shown[at], at // PER_PAGE
+    last = max(0, len(shown) - 1) // PER_PAGE
+    return PER_PAGE * min(max(0, page), last), following
 
 
 def _is_flawed(item: Item, data: DataConfig, found: ScanResult, truncated: Collection[str]) -> bool:
@@ -299,13 +339,28 @@ def _is_chosen(item: Item, chosen: Filter, found: ScanResult, flawed: Collection
         "uncaptioned": not item.caption,
         "problems": item.image in flawed,
         "held_out": item.image in found.held_out,
+        "alike": bool(item.caption),
     }
     has_text = chosen.search.casefold() in item.caption.casefold()
-    return by_show[chosen.show] and has_text and (chosen.only is None or item.image in chosen.only)
+    has_tag = not chosen.tag or chosen.tag in caption_texts.tags(item.caption)
+    return by_show[chosen.show] and has_text and has_tag and (chosen.only is None or item.image in chosen.only)
 
 
-def _counts(everything: Sequence[Item], num_flawed: int) -> Counts:
+def _counts(everything: Sequence[Item], num_flawed: int, find: str) -> Counts:
     num_captions = sum(bool(item.caption) for item in everything)
-    frequent = Counter(word for item in everything for word in words(item.caption) - COMMON)
-    ranked = sorted(frequent.items(), key=lambda entry: (-entry[1], entry[0]))[:NUM_WORDS]
-    return Counts(num_captions, len(everything) - num_captions, num_flawed, tuple(ranked))
+    frequent = _ranked(word for item in everything for word in words(item.caption) - COMMON)
+    is_tagged = any("," in item.caption for item in everything)
+    tags = _ranked(tag for item in everything if is_tagged for tag in caption_texts.tags(item.caption))
+    asked = [(tag, count) for tag, count in tags if find.casefold() in tag.casefold()]
+    return Counts(
+        num_captions,
+        len(everything) - num_captions,
+        num_flawed,
+        tuple(frequent[:NUM_WORDS]),
+        tuple(asked[:NUM_TAGS]),
+        len(asked),
+    )
+
+
+def _ranked(texts: Iterable[str]) -> list[tuple[str, int]]:
+    return sorted(Counter(texts).items(), key=lambda entry: (-entry[1], entry[0]))

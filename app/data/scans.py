@@ -162,6 +162,12 @@ class Scans:
                 self._scans.pop(old).forget()
         return known.result()
 
+    def outdate(self, config: RunConfig) -> None:
+        """Have a config's data scanned again when it is asked for next, because its files have changed."""
+        with self._lock:
+            if known := self._scans.pop(_key(config), None):
+                known.forget()
+
     def refocus(self, config: RunConfig, image: Path, focus: tuple[float, float]) -> None:
         """Change the focus point of an image in a complete scan of a config. Its files are not read again."""
         with self._lock:

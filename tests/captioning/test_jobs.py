@@ -331,7 +331,7 @@ def test_a_caption_file_that_is_a_folder_is_named_and_the_others_are_written(tmp
     ("path", "message"),
     [
         ("/nowhere", "--model /nowhere: no config.json; name a folder of transformers with a model"),
-        ("owner/name", "--model owner/name: neither a folder nor in the local Hugging Face cache; download it with"),
+        ("owner/name", "--model owner/name: neither a folder nor complete in the local Hugging Face cache"),
         ("code", "brings code of its own (auto_map), which is never run"),
     ],
 )

@@ -8,12 +8,12 @@ import shlex
 import pytest
 
 from trainer.config.load import load_config
-from trainer.config.models import published_models
+from trainer.config.models import captioners, downloadable, published_models
 from trainer.config.sections import HUB_ID, MODEL_WORDS
 from trainer.system.installation import PRESETS
 
 FILES = sorted(PRESETS.glob("*.yaml"))
-MODELS = [model for model in published_models().values() if not model.is_built_in]
+MODELS = list(downloadable().values())
 
 
 @pytest.mark.parametrize("preset", FILES, ids=lambda file: file.stem)
@@ -43,6 +43,16 @@ def test_the_built_in_model_is_a_word_of_the_config_and_nothing_is_downloaded():
     built_in = [model for model in published_models().values() if model.is_built_in]
     assert [model.id for model in built_in] == ["demo"] and set(MODEL_WORDS) >= {"demo"}
     assert (built_in[0].num_bytes, built_in[0].download_command, built_in[0].page) == (0, "", "")
+
+
+def test_captioners_are_downloads_that_no_preset_trains_the_smallest_first():
+    offered = captioners()
+    assert not set(offered) & set(published_models()) and set(offered) <= set(downloadable())
+    assert [model.num_bytes for model in offered.values()] == sorted(model.num_bytes for model in offered.values())
+    for model in offered.values():
+        assert model.num_bytes and model.licence_note and model.page
+        assert model.needs("config.json") and model.needs("model-00001-of-00002.safetensors")
+        assert not model.needs("pytorch_model.bin") and not model.needs("modeling.py")
 
 
 def test_the_command_is_the_one_of_the_readme():

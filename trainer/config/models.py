@@ -1,4 +1,4 @@
-"""Static facts about the models that the presets train: name, size, licence, and which files of the hub are needed.
+"""Static facts about the models that presets train or that write captions: name, size, licence, files on the hub.
 
 They are in models.yaml. The page shows them, and everything that downloads a model or asks for one reads them here.
 """
@@ -21,13 +21,13 @@ WILDCARD = "*"
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """A model that a preset trains.
+    """A model that a preset trains, or that writes captions.
 
     Attributes:
         id: Its hub id, or the word of `model.path` for a model that comes with the program.
         name: The name that people use.
         num_parameters: Parameters of what is trained, without text encoders and autoencoder.
-        num_bytes: Size of the files to download, to the nearest GB. 0 for a model that comes with the program.
+        num_bytes: Size of the files to download, rounded. 0 for a model that comes with the program.
         licence: Name of its licence; empty if it is not known.
         licence_meaning: The licence in one line.
         licence_id: The licence as model cards on the hub name it; empty if it is not known.
@@ -37,6 +37,7 @@ class PublishedModel:
             the same weights a second time, in one file or in another precision.
         optional: Folders that a run can do without, by `model.options.without`.
         known_as: What other trainers call it or its architecture, and parts of the names of its files.
+        is_captioner: Whether it writes captions; no preset trains it.
     """
 
     id: str
@@ -51,6 +52,7 @@ class PublishedModel:
     include: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     known_as: tuple[str, ...] = ()
+    is_captioner: bool = False
 
     @property
     def is_built_in(self) -> bool:
@@ -98,9 +100,28 @@ class PublishedModel:
         return any(fnmatchcase(path, pattern) for pattern in self.include)
 
 
-@functools.cache
 def published_models() -> dict[str, PublishedModel]:
     """Return the models that the presets train, by `PublishedModel.id`: the built-in one first."""
+    return _of_kind(False)
+
+
+def captioners() -> dict[str, PublishedModel]:
+    """Return the models that are offered for captions, by `PublishedModel.id`, the smallest first."""
+    return _of_kind(True)
+
+
+def downloadable() -> dict[str, PublishedModel]:
+    """Return all models that can be downloaded, by `PublishedModel.id`."""
+    return {model.id: model for model in _read().values() if not model.is_built_in}
+
+
+@functools.cache
+def _of_kind(is_captioner: bool) -> dict[str, PublishedModel]:
+    return {model.id: model for model in _read().values() if model.is_captioner == is_captioner}
+
+
+@functools.cache
+def _read() -> dict[str, PublishedModel]:
     facts: dict[str, dict[str, Any]] = parse(FACTS.read_text(encoding="utf-8")).value
     named = {model_id: {"id": model_id, **values} for model_id, values in facts.items()}
     return TypeAdapter(dict[str, PublishedModel]).validate_python(named)

@@ -29,7 +29,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from trainer.config.models import PublishedModel, published_models
+from trainer.config.models import PublishedModel, downloadable
 from trainer.system import files
 from trainer.system.amounts import GB
 from trainer.system.errors import InputError, not_one_of
@@ -325,9 +325,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--progress", type=Path, required=True, metavar="FILE", help="JSON, written once a second")
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    model = published_models().get(given.id)
-    if model is None or model.is_built_in:
-        complain(not_one_of(given.id, (known.id for known in published_models().values() if not known.is_built_in)))
+    model = downloadable().get(given.id)
+    if model is None:
+        complain(not_one_of(given.id, downloadable()))
         return 2
     download, progress = Download(model), _Progress(given.progress)
     download.start()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config.models import WILDCARD, PublishedModel, published_models
+from trainer.config.models import WILDCARD, PublishedModel, downloadable, published_models
 from trainer.config.sections import HUB_ID
 from trainer.system import files
 from trainer.system.amounts import GB
@@ -34,12 +34,12 @@ def cached(model_id: str) -> CachedModel:
     """Return how much of a published model is here. Looks at names and sizes only.
 
     Args:
-        model_id: A key of `published_models()`. A model that comes with the program is complete.
+        model_id: A key of `published_models()` or `captioners()`. One that comes with the program is complete.
 
     Raises:
         KeyError: There is no such model.
     """
-    model = published_models()[model_id]
+    model = downloadable().get(model_id) or published_models()[model_id]
     if model.is_built_in:
         return CachedModel(0, is_complete=True)
     snapshot = _snapshot(model_id)
@@ -70,7 +70,7 @@ def find_folder(field: str, path: str) -> Path:
     """
     if os.path.exists(path) or not HUB_ID.fullmatch(path):
         return Path(path)
-    snapshot, model = _snapshot(path), published_models().get(path)
+    snapshot, model = _snapshot(path), downloadable().get(path)
     if model is None:
         if snapshot is None:
             raise InputError(f"{field} {path}: {_ABSENT}. Download it with `hf download {path}`, {_OTHERWISE}")
@@ -98,7 +98,7 @@ def _how_to_get(model: PublishedModel) -> str:
     licence = f" Its licence is {model.licence_note}." if model.licence else ""
     first = f"{model.login_advice} Then download" if model.is_gated else "Download"
     return (
-        f"{model.name} is a download of {model.num_bytes / GB:.0f} GB.{licence} "
+        f"{model.name} is a download of {model.num_bytes / GB:g} GB.{licence} "
         f"{first} it with `{model.download_command}`"
     )
 

@@ -27,7 +27,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from app.data.data_folders import DataFolders, is_same
@@ -111,10 +111,12 @@ class Placed:
     Attributes:
         name: Its name there.
         is_new: Whether it was put there; False where the folder had the same content under this name.
+        is_alone: Whether it is a caption and the folder has no image of its name.
     """
 
     name: str
     is_new: bool
+    is_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -395,7 +397,7 @@ def _place_image(folder: int, file: Path, stem: str, suffix: str, chosen: Chosen
 
 def _place_caption(folder: int, file: Path, given: str, chosen: Chosen) -> Placed:
     upload_kinds.check_caption(file, given)
-    present = os.listdir(folder)
+    present, is_alone = os.listdir(folder), False
     if chosen.image:
         if chosen.image not in present or not upload_names.is_image(chosen.image):
             raise InputError(f"{given}: its image {chosen.image[:200]!r} is not in {chosen.folder}; send it first")
@@ -405,11 +407,10 @@ def _place_caption(folder: int, file: Path, given: str, chosen: Chosen) -> Place
         own = os.path.splitext(given)[0]
         images = sorted(os.path.splitext(name)[0] for name in present if upload_names.is_image(name))
         alike = [stem for stem in images if upload_names.parts(stem + CAPTION)[0] == wanted]
-        stem = own if own in alike else next(iter(alike), own)
+        stem, is_alone = own if own in alike else next(iter(alike), own), not alike
     name = f"{stem}{CAPTION}"
-    return _place_once(
-        folder, file, name, f"{name}: the folder has another caption of this name, which stays; edit it here"
-    )
+    refusal = f"{name}: the folder has another caption of this name, which stays; edit it here"
+    return replace(_place_once(folder, file, name, refusal), is_alone=is_alone)
 
 
 def _place_metadata(folder: int, file: Path) -> Placed:

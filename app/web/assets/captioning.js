@@ -38,6 +38,7 @@ function form() {
       'A folder, or a downloaded Hugging Face id, of a vision-language model. To try it without one, type demo, ' +
       'which names pictograms and nothing else'),
     h('datalist#caption-models', {}, h('option', { value: 'demo' }, 'Names pictograms; comes with the program')),
+    (parts.offers = h('ul#caption-offers', { 'aria-label': 'Models that write captions' })), parts.offered = h('div'),
     row('Style', choice('style', STYLES)), row('Do not mention', text('omit', 'watermark, the name of the person')),
     row('Which images', choice('overwrite', WHICH)),
     h('label.field#caption-folder-row', { hidden: true }, h('span', {}, 'Folder'),
@@ -66,6 +67,44 @@ function fillForm(request) {
   for (const name of ['trigger', 'shard']) parts[name].checked = request[name];
 }
 
+// --- models that are offered ---------------------------------------------------------------------------------------
+
+const isLoading = model => ['waiting', 'downloading'].includes(model.download?.state);
+
+/** A line for each model: its size, its licence, and the button that downloads, pauses or takes it. */
+function drawOffers() {
+  const { models } = state;
+  const kinds = models.map(({ id, is_here: isHere, download }) => [id, isHere, download?.state, download?.message]);
+  fill(parts.offers, kinds, () => models.map(offer));
+  for (const [at, model] of models.entries()) {
+    const found = model.download, bar = parts.offers.children[at].querySelector('.bar');
+    if (!bar) continue;
+    const share = Math.floor(100 * found.num_bytes / (found.total_bytes || 1));
+    bar.setAttribute('aria-valuenow', String(share));
+    bar.firstChild.style.width = `${share}%`;
+    say(bar.nextSibling, `${studio.size(found.num_bytes)} of ${studio.size(found.total_bytes)}`);
+  }
+}
+
+function offer(model) {
+  const { id, name, bytes, licence, licence_note: note, page, is_here: isHere, download } = model;
+  const ask = (word, action) => h('button.btn.s', { type: 'button', 'aria-label': `${word} ${name}`, onclick: event =>
+    studio.act(event.currentTarget, parts.offered, async () => { await action(); return ''; }) }, word);
+  const load = (word, done) => ask(word, async () => { await call(done, { model: id }); await look(); });
+  return h('li', { data: { model: id } }, h('div.row', {}, h('b', { title: id }, name), h('span.grow'), isHere
+    ? ask('Use', () => { parts.model.value = id; wasFilled = true; })
+    : isLoading(model) ? load('Pause', 'captioning_pause')
+    : load(download ? 'Continue' : 'Download', 'captioning_download')),
+  h('span.sm.dim', {}, isHere ? 'is on this machine · ' : `${studio.size(bytes)} · `,
+    h('a', { href: page, target: '_blank', rel: 'noopener noreferrer', title: note }, licence)),
+  isHere || !download ? null : [
+    h('div.bar',
+      { role: 'progressbar', 'aria-label': `Download of ${name}`, 'aria-valuemin': 0, 'aria-valuemax': 100 }, h('i')),
+    h('span.sm.dim'),
+    isLoading(model) || !download.message ? null : download.state === 'failed' ? studio.alert(download.message)
+      : h('p.sm.dim', {}, download.message)]);
+}
+
 // --- what is going on ---------------------------------------------------------------------------------------------
 
 function draw() {
@@ -75,6 +114,7 @@ function draw() {
   parts.folder.value = state.folder;
   say(parts.start, `Caption ${state.folder.split('/').at(-1)}`);
   fillForm(job?.request);
+  drawOffers();
   const isRunning = !!job?.is_running;
   parts.form.hidden = isRunning;
   parts.now.hidden = !isRunning;
@@ -225,5 +265,5 @@ export const captioning = {
     fill(parts.end, 0, () => []);
     look();
   },
-  async tick() { if (state?.job?.is_running) await look(); },
+  async tick() { if (state?.job?.is_running || state?.models?.some(isLoading)) await look(); },
 };

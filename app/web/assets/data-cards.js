@@ -3,7 +3,8 @@
 import * as studio from './core.js';
 import { h, fill, say, counted } from './core.js';
 import { typed, settle, pending, load, enlarge, onPage, conflict, isReady, keep, save } from './data-captions.js';
-import { timers, current, cards, saving, $ } from './data-state.js';
+import { timers, current, cards, saving, $, EVERYTHING } from './data-state.js';
+import { drawTagsOf, makeTags, onlyStop, rove } from './data-tags.js';
 import { choose } from './data.js';
 import { look as looks } from './look.js';
 import { mask as masks } from './mask.js';
@@ -24,11 +25,16 @@ function makeCard(image) {
   card.crop = looks.cropButton(card);
   card.mask = masks.button(card);
   card.sources = h('div.sources');
-  card.element = h('article.card.pc', { data: { image } }, h('div.both', {}, card.sources, card.frame), card.box,
-    card.conflict, card.end,
+  // Between two captions Tab stops once, at the buttons, and the arrow keys go on from there.
+  card.element = h('article.card.pc', { data: { image }, onkeydown: event => rove(event, buttonsOf(card)) },
+    h('div.both', {}, card.sources, card.frame), card.box, makeTags(card), card.conflict, card.end,
     h('div.ft', {}, card.name, card.state, h('div.acts', {}, card.crop, card.mask, h('span.grow'), card.remove)));
   return card;
 }
+
+/** The buttons of a card that are shown; Tab reaches the first of them. */
+const buttonsOf = card => [card.crop, card.mask, card.remove, ...card.element.querySelectorAll('.fr')]
+  .filter(button => !button.hidden);
 
 function updateCard(card, fresh) {
   const before = card.data, { image, name, shape, flaw, stamp } = fresh, isTyping = pending.has(image);
@@ -63,6 +69,7 @@ function updateCard(card, fresh) {
     return [frame, h('span.tags')];
   });
   masks.update(card);
+  onlyStop(buttonsOf(card));
   drawTags(card);
   fill(card.end, [fresh.cut, fresh.problem], () => [
     fresh.cut ? h('p.cut', { tabIndex: 0 },
@@ -73,14 +80,16 @@ function updateCard(card, fresh) {
 }
 
 function drawTags(card) {
-  const isEmpty = !card.box.value.trim(), { flaw, is_held_out, problem, mask } = card.data,
+  const isEmpty = !card.box.value.trim(), { flaw, is_held_out, problem, mask, like, name } = card.data,
     place = card.frame.querySelector('.tags');
+  drawTagsOf(card);
   card.element.classList.toggle('bad',
     (isEmpty && current.data.needs_captions) || !!flaw?.is_error || !!card.data.problem);
-  if (place) fill(place, [isEmpty, flaw, is_held_out, problem, !!mask], () => [
+  if (place) fill(place, [isEmpty, flaw, is_held_out, problem, !!mask, like], () => [
     isEmpty && !problem ? h(current.data.needs_captions ? 'span.tag.bad' : 'span.tag.warn', {}, 'no caption') : null,
     flaw ? h(flaw.is_error ? 'span.tag.bad' : 'span.tag.warn', {}, flaw.text) : null,
-    is_held_out ? h('span.tag.acc', {}, 'held out') : null, mask ? h('span.tag.acc', {}, 'mask') : null]);
+    is_held_out ? h('span.tag.acc', {}, 'held out') : null, mask ? h('span.tag.acc', {}, 'mask') : null,
+    like && like !== name ? h('span.tag.warn', {}, `like ${like}`) : null]);
 }
 
 /** Say at a card whether its caption is saved. */
@@ -152,7 +161,7 @@ export function drawCards(isChosen) {
       : [h('p.none', {}, 'No image matches.', ' ',
         h('button.btn.s', { type: 'button', onclick: () => {
           $('data-search').value = '';
-          choose({ show: 'all', search: '', mark: '' });
+          choose(EVERYTHING);
         } }, 'Show all'))]));
   for (const image of images) { // pictures of cards that were not in the document yet
     const picture = cards.get(image).frame.querySelector('img');

@@ -17,5 +17,10 @@ export const current = {
   isOther: false,
   isOwed: false,
   page: 0,
-  filter: { show: 'all', search: '', mark: '' },
+  after: '', // the image whose next one is asked for
+  isTurning: false, // whether the keyboard is on its way to another page
+  filter: { show: 'all', search: '', mark: '', tag: '', find: '' },
 };
+
+/** The filter that shows all images. */
+export const EVERYTHING = { show: 'all', search: '', mark: '', tag: '' };

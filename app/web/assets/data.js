@@ -5,14 +5,17 @@ import { h, fill, say, counted, call, link } from './core.js';
 import { captioning } from './captioning.js';
 import { load, enlarge, forgetReplaced, settle, delayed, later, pending, saveAll, keep } from './data-captions.js';
 import { drawUnsaved, drawCards } from './data-cards.js';
-import { current, $, addresses } from './data-state.js';
+import { cards, current, $, addresses, EVERYTHING } from './data-state.js';
+import { drawShapes, showTimesteps } from './data-shapes.js';
+import { drawTagPanel, edited, isTagged, tagPanel } from './data-tags.js';
 import { every } from './frame.js';
 import { look as looks } from './look.js';
 import { mask as masks } from './mask.js';
 import { upload as uploads } from './upload.js';
 
 const SEARCHED_AFTER_MS = 250, RETRY_EVERY_S = 2;
-const SHOWS = [['all', 'All'], ['uncaptioned', 'No caption'], ['problems', 'Problems'], ['held_out', 'Held out']];
+const SHOWS = [['all', 'All'], ['uncaptioned', 'No caption'], ['problems', 'Problems'], ['held_out', 'Held out'],
+  ['alike', 'Nearly equal']];
 
 // --- figures, filters, what is to be looked at --------------------------------------------------------------------
 
@@ -62,12 +65,13 @@ function drawFilters() {
           onclick: () => searchFor(current.filter.search === word ? '' : word) },
           word, ' ', h('span.dim', {}, studio.count(count))))
     : h('p.dim', {}, counts ? 'No captions yet.' : 'Not counted for so many images.'));
-  fill($('marked'), current.filter.mark,
-    () => current.filter.mark ? h('button.chip',
-      { type: 'button', 'aria-pressed': 'true', title: 'Show all images', onclick: () => choose({ mark: '' }) },
-      'Only those of “Look closer” ✕') : []);
+  const { mark, tag } = current.filter, only = (text, changes) => h('button.chip',
+    { type: 'button', 'aria-pressed': 'true', title: 'Show all images', onclick: () => choose(changes) }, text);
+  fill($('marked'), [mark, tag], () => [mark ? only('Only those of “Look closer” ✕', { mark: '' }) : null,
+    tag ? only(`Only “${tag}” ✕`, { tag: '' }) : null]);
   const count = current.data.num_replaceable, button = $('data-replace'), undo = $('data-undo'),
     focused = studio.focused();
+  drawTagPanel();
   button.disabled = !current.filter.search || !count;
   say(button, current.filter.search ? `Replace in ${counted(count, 'caption')}` : 'Replace');
   say($('replace-help'), current.filter.search
@@ -111,32 +115,6 @@ function drawIssues() {
     () => number ? h(current.data.problems.length ? 'span.tag.bad' : 'span.tag.warn', {}, String(number)) : []);
 }
 
-function drawShapes() {
-  fill($('shapes'), current.data.shapes, () => current.data.shapes.map(([width, height, count, cropped]) => {
-    const scale = 40 / Math.max(width, height),
-      kind = width === height ? 'square' : width > height ? 'landscape' : 'portrait';
-    return h('div.sh', {}, h('i', { style: { width: `${width * scale}px`, height: `${height * scale}px` } }),
-      h('span', {}, `${studio.count(width)} × ${studio.count(height)}`, h('br'),
-        h('span.dim.sm', {}, kind,
-          cropped >= 0.005 ? `, ${Math.round(100 * cropped)} % cut off` : ', nothing cut off')),
-          h('b', {}, studio.count(count)));
-  }));
-  say($('trained'), current.data.shapes.length
-    ? `${counted(current.data.num_images - current.data.num_held_out,
-      'image')} to train on${current.data.num_trained > current.data.num_images - current.data.num_held_out
-      ? `, ${studio.count(current.data.num_trained)} with each of their resolutions` : ''}${current.data.num_held_out
-      ? `; ${studio.count(current.data.num_held_out)} held out` : ''}.` : 'Shown when images can be read.');
-  $('card-held').hidden = !current.data.held_out.length;
-  fill($('held'), current.data.held_out, () => current.data.held_out.map(({ image, name }) => {
-    const picture = h('img.image', { alt: '', loading: 'lazy' });
-    setTimeout(() => load(image, picture));
-    return h('button.one', { type: 'button', 'aria-label': `Enlarge ${name}`,
-      onclick: () => enlarge(image, current.data.held_out) }, picture, h('span.sm.dim', {}, name));
-  }));
-  const more = current.data.num_held_out - current.data.held_out.length;
-  say($('held-more'), more > 0 ? `and ${studio.count(more)} more` : '');
-}
-
 function drawTexts() {
   const more = current.data.num_texts - current.data.texts.length;
   fill($('texts'), [current.data.texts, more, current.data.conversation],
@@ -164,6 +142,7 @@ function draw(isChosen) {
   $('data-reading').hidden = current.data.is_complete;
   for (const id of ['card-shapes', 'card-words', 'card-held', 'card-captioning']) $(id).hidden = !hasImages;
   $('card-issues').hidden = !current.data.is_complete;
+  $('card-tags').hidden ||= !hasImages;
   drawUnsaved();
   if (!current.data.is_complete) return;
   drawIssues();
@@ -181,11 +160,12 @@ function draw(isChosen) {
 /** Ask for the page that is chosen. The answer of an earlier question is dropped. */
 export async function look(isChosen = false, isFresh = false) {
   if (!current.root) return; // not shown yet: a caption of before a reload was sent
-  current.isOther ||= isChosen; // also where a later question overtakes this one
+  current.isOther ||= isChosen || !!current.after; // also where a later question overtakes this one
   const number = current.asked += 1, wasComplete = current.data?.is_complete, folder = current.data?.folders.join();
+  const { filter, page, after } = current;
   let found;
   try {
-    found = await call('data_view', { ...current.filter, page: current.page, is_fresh: isFresh });
+    found = await call('data_view', { ...filter, page, after, is_fresh: isFresh });
   } catch (error) {
     if (!(error instanceof studio.Refused)) throw error;
     current.isOwed = error.lost; // asked again when the server is back
@@ -193,12 +173,46 @@ export async function look(isChosen = false, isFresh = false) {
     return;
   }
   if (number !== current.asked) return;
-  current.isOwed = false;
+  // A caption that was typed has the files read again: what is shown stays, with the keyboard's focus in it.
+  current.isOwed = !found.is_complete && !!wasComplete && found.key === current.data.key;
+  if (current.isOwed) {
+    $('data-reading').hidden = false;
+    later('fresh', SEARCHED_AFTER_MS, () => look());
+    return;
+  }
+  if (after === current.after) current.after = '';
   current.data = found;
   forgetReplaced(current.data);
   if (current.data.is_complete) current.page = Math.floor(current.data.first / current.data.per_page);
   draw(current.isOther || !wasComplete || current.data.folders.join() !== folder);
   current.isOther = false;
+  if (after) arrive(cards.get(found.next) || cards.get(after), !found.next);
+}
+
+/** Go to a caption by the keyboard. */
+function arrive(card, isEnd = false) {
+  if (isEnd) studio.toast('That was the last caption.');
+  if (!card) return;
+  const box = isTagged() ? card.tagInput : card.box;
+  box.focus({ preventScroll: true });
+  box.setSelectionRange(box.value.length, box.value.length);
+  card.element.scrollIntoView({ block: 'nearest' });
+}
+
+/** Go on to the next caption, or to the one before it, on other pages too. What is typed is saved on the way. */
+async function advance(isBack) {
+  const all = /** @type {HTMLElement[]} */ ([...$('grid').querySelectorAll('.pc')]);
+  const from = all.findIndex(element => element.contains(studio.focused()));
+  const order = isBack ? all.slice(0, Math.max(0, from)).reverse() : all.slice(from + 1);
+  const next = order.map(element => cards.get(element.dataset.image)).find(card => !card.box.disabled);
+  if (next || from < 0) { arrive(next); return; }
+  if (isBack && !current.page) return;
+  $('grid').focus(); // what is typed until the next page is here is for none of these captions
+  current.isTurning = true;
+  if (!isBack) current.after = all[from].dataset.image || '';
+  await choose({}, current.page - Number(isBack));
+  current.isTurning = false;
+  if (isBack) arrive([...cards.values()].at(-1));
 }
 
 export async function choose(changes, toPage = 0) {
@@ -222,7 +236,7 @@ const tell = element => $('data-message').replaceChildren(...(element ? [element
 async function act(button, action) {
   await settle();
   await studio.act(button, $('data-message'), action);
-  await look(true);
+  await look(true, true); // an image may have no caption now
   studio.refocus(button, $('data-open-replace'));
 }
 
@@ -230,36 +244,6 @@ const turn = by => {
   const to = current.page + by;
   if (current.data?.is_complete && to >= 0 && to * current.data.per_page < current.data.num_chosen) choose({}, to);
 };
-
-async function showTimesteps(button) {
-  button.disabled = true;
-  $('timesteps').replaceChildren(h('p.dim', { role: 'status' }, 'Computing …'));
-  try {
-    const rows = await call('data_timesteps');
-    $('timesteps').replaceChildren(rows.length ? timestepTable(rows) : h('p.dim', {}, 'Text has no timesteps.'));
-  } catch (error) {
-    if (!(error instanceof studio.Refused)) throw error;
-    $('timesteps').replaceChildren(studio.alert(error.message));
-  } finally {
-    button.disabled = false;
-    studio.refocus(button);
-  }
-}
-
-function timestepTable(rows) {
-  const histogram = shares => {
-    const most = Math.max(...shares),
-      mean = shares.reduce((sum, share, at) => sum + (at + 0.5) * share, 0) / shares.length;
-    return h('span.histogram', { role: 'img', 'aria-label': `mean ${mean.toFixed(2)}` },
-      shares.map(share => h('i', { style: { height: `${100 * share / most}%` } })));
-  };
-  return h('div.scroll', {},
-    h('table.wide', {}, h('thead', {},
-      h('tr', {}, ['Bucket', 'Shift', 'Timesteps, image to noise'].map(head => h('th', { scope: 'col' }, head)))),
-      h('tbody', {},
-        rows.map(row => h('tr', {}, h('th', { scope: 'row' }, `${row.width} × ${row.height}`),
-          h('td', {}, row.shift.toFixed(2)), h('td', {}, histogram(row.timesteps)))))));
-}
 
 const side = (id, title, note, ...children) =>
   h(`section.card#card-${id}`, { 'aria-labelledby': `h-${id}`, hidden: true },
@@ -269,32 +253,47 @@ function editor() {
   const search = h('input#data-search',
     { type: 'search', placeholder: 'Search captions', 'aria-label': 'Search captions',
       oninput: () => later('search', SEARCHED_AFTER_MS, () => choose({ search: search.value })) });
-  const replaceRow = h('div.bar2#replace-row', { hidden: true },
+  const replaceRow = h('div#replace-row', { hidden: true }, h('div.bar2', {},
     h('input#data-replacement', { type: 'text', placeholder: 'Replace with', 'aria-label': 'Replace with' }),
-    h('button.btn#data-replace', { type: 'button', onclick: event => act(event.currentTarget, async () => {
-      const count = await call('data_replace',
-        { key: current.data.key, search: current.filter.search, replacement: $('data-replacement').value });
-      return `Replaced in ${counted(count, 'caption')}.`;
-    }) }, 'Replace'), h('span.dim.sm#replace-help'));
+    h('button.btn#data-replace', { type: 'button', onclick: event => act(event.currentTarget, async () =>
+      edited(await call('data_replace',
+        { key: current.data.key, search: current.filter.search, replacement: $('data-replacement').value }))) },
+    'Replace'), h('span.dim.sm#replace-help')),
+  h('div.bar2', {}, h('input#data-text', { type: 'text', value: '[trigger]', 'aria-label': 'Text for all captions' }),
+    [['front', 'Put in front of all'], ['end', 'Append to all']].map(([place, word]) =>
+      h(`button.btn#data-${place}`, { type: 'button', onclick: event => act(event.currentTarget, async () =>
+        edited(await call('data_extend',
+          { key: current.data.key, text: $('data-text').value, is_behind: place === 'end' }))) }, word)),
+    h('span.dim.sm', {}, 'With a comma between; captions that begin or end with it stay.')));
   const crop = h('input#data-crop', { type: 'checkbox', checked: studio.kept('crop') !== 'off', onchange: () => {
     studio.kept('crop', crop.checked ? 'on' : 'off');
     $('grid').classList.toggle('no-crop', !crop.checked);
   } });
+  const asTags = h('input#data-as-tags', { type: 'checkbox', checked: studio.kept('as-tags') === 'on', onchange: () => {
+    studio.kept('as-tags', asTags.checked ? 'on' : 'off');
+    $('grid').classList.toggle('as-tags', asTags.checked);
+  } });
+  const kinds = [!crop.checked && '.no-crop', asTags.checked && '.as-tags'].filter(Boolean).join('');
   return h('div#editor', { hidden: true }, h('div.bar2', {}, search, h('span.grow'),
     h('button.btn.s#data-open-replace',
       { type: 'button', 'aria-expanded': 'false', 'aria-controls': 'replace-row', onclick: event => {
         replaceRow.hidden = !replaceRow.hidden;
         event.currentTarget.setAttribute('aria-expanded', String(!replaceRow.hidden));
-      } }, 'Replace …'),
+      } }, 'Change all …'),
     h('button.btn.s#data-undo',
       { type: 'button', disabled: true,
-        onclick: event => act(event.currentTarget,
-          async () => `${counted(await call('data_undo', { key: current.data.key }), 'caption')} restored.`) },
-          'Undo')),
+        onclick: event => act(event.currentTarget, async () => {
+          const count = await call('data_undo', { key: current.data.key });
+          current.filter.tag = ''; // it may have been a new name
+          return `${counted(count, 'caption')} restored.`;
+        }) }, 'Undo')),
           replaceRow,
   h('div.bar2', {}, h('span.seg#shows', { role: 'group', 'aria-label': 'Filter' }), h('span#marked'), h('span.grow'),
+    h('label.crop.sm', { title: 'Show captions as the tags between their commas' }, asTags, 'Tags'),
     masks.toggle(), h('label.crop.sm', { title: 'Show what the crop to the bucket keeps' }, crop, 'Crop')),
-  h(crop.checked ? 'div.grid#grid' : 'div.grid.no-crop#grid'),
+  h(`div.grid${kinds}#grid`, { tabIndex: -1, onkeydown: event => { // typed ahead, while the next page is on its way
+    if (current.isTurning && event.target === event.currentTarget) event.stopPropagation();
+  } }),
   h('nav.pages#data-pages', { 'aria-label': 'Pages of images' },
     h('button.btn#data-before', { type: 'button', onclick: () => turn(-1) }, 'Previous'),
     h('span.dim#data-range', { role: 'status' }),
@@ -345,15 +344,18 @@ studio.screens.data = {
               { type: 'button', onclick: event => showTimesteps(event.currentTarget) }, 'Show timesteps per bucket'),
               h('div#timesteps', { 'aria-live': 'polite' })),
           side('held', 'Held out', 'not trained on, to measure progress', h('div.held#held'), h('p.dim.sm#held-more')),
+          side('tags', 'Tags', 'between commas; click to filter', tagPanel({ choose, act, later })),
           side('words', 'Words', 'most frequent; click to search', h('div.chips#words')))));
     studio.shortcut('/', 'Search captions', () => $('data-search').focus(), 'data');
     studio.shortcut('ArrowLeft', 'Previous page', () => turn(-1), 'data');
     studio.shortcut('ArrowRight', 'Next page', () => turn(1), 'data');
+    studio.shortcut('Ctrl Enter', 'Next caption; with Shift, the one before', event => { advance(event.shiftKey); },
+      'data');
   },
   async show([, place]) {
     addresses.clear();
     tell(null);
-    if (place === 'uncaptioned') current.filter = { show: place, search: '', mark: '' };
+    if (place === 'uncaptioned') current.filter = { ...current.filter, ...EVERYTHING, show: place };
     await Promise.all([look(true, true), uploads.look()]);
     await Promise.all([captioning.look(), looks.look()]);
     if (place === 'uncaptioned') $('grid').querySelector('textarea')?.focus();

@@ -68,7 +68,8 @@ function conclude({ items }) {
     .append(h('p.notice', { role: 'status' },
       `The files of ${numFolders} folders are in one folder now. Were some of them masks, or images before an ` +
       `edit? Move those into a folder of their own.`));
-  results.push(...items.filter(item => item.state === 'refused' || item.note || item.mask));
+  results.push(...items.filter(item => item.state === 'refused' || item.note || item.mask
+    || item.isAlone));
   remember();
   draw(sentence);
   if (studio.shown !== 'data') studio.toast(`Upload: ${sentence}`);
@@ -141,7 +142,8 @@ async function send(batch, item) {
   const wasSent = begun.placed && item.isSent; // only the answer was lost
   item.isSent = true;
   const placed = begun.placed || await call('upload_finish', { file: chosen });
-  Object.assign(item, { state: placed.is_new || wasSent ? 'added' : 'there', name: placed.name, sent: file.size });
+  Object.assign(item, { state: placed.is_new || wasSent ? 'added' : 'there', name: placed.name, sent: file.size,
+    isAlone: placed.is_alone });
   if (item.state === 'added' && placed.name !== item.given) item.note = `is called ${placed.name} here`;
 }
 

@@ -160,11 +160,11 @@ function drawLeft() {
 
 function drawResults() {
   const bad = results.filter(item => item.state === 'refused'), renamed = results.filter(item => item.note),
-    masked = results.filter(item => item.mask);
+    masked = results.filter(item => item.mask), alone = results.filter(item => item.isAlone);
   const part = (items, title, text) => items.length
     ? [h('b', {}, title), h('ul', {}, items.slice(0, MOST_LISTED).map(item => h('li', {}, text(item))),
       more(items.length))] : null;
-  fill($('upload-results'), [bad.length, renamed.length, masked.length],
+  fill($('upload-results'), [bad.length, renamed.length, masked.length, alone.length],
     () => !results.length ? [] : h('div.notice', { role: 'group', 'aria-label': 'Notes on the upload' },
       part(bad, `${counted(bad.length, 'file was', 'files were')} not taken`,
         item => [h('b', {}, item.path), ': ', without(item)]),
@@ -174,6 +174,8 @@ function drawResults() {
         `${counted(masked.length, 'image has',
           'images have')} a mask already, perhaps that of an earlier image: look at it with Mask on the card`,
           item => [h('b', {}, item.name), ': ', item.mask]),
+      part(alone, `${counted(alone.length, 'text has', 'texts have')} no image of ${
+        alone.length === 1 ? 'its name and is' : 'their names and are'} no caption yet`, item => h('b', {}, item.path)),
       h('button.btn.s', { type: 'button', onclick: () => {
         results.length = 0;
         drawResults();

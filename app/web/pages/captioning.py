@@ -15,7 +15,9 @@ from app.form import draft as form
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.pages.data import ANOTHER_FOLDER
+from trainer.config.models import PublishedModel, captioners
 from trainer.config.sections import DataConfig
+from trainer.launcher.jobs.downloads import cached
 from trainer.run.captioning import CaptionJob, CaptionRequest
 from trainer.system.errors import InputError
 
@@ -28,7 +30,10 @@ def calls(studio: Studio) -> Calls:
     captioning = Captioning(studio.runs)
     captioning.attend_running()
     functions: list[Callable[..., Any]] = [state, start, resume, stop, undo]
-    return {f"captioning_{function.__name__}": partial(function, studio, captioning) for function in functions}
+    models: list[Callable[..., Any]] = [download, pause]
+    return {f"captioning_{function.__name__}": partial(function, studio, captioning) for function in functions} | {
+        f"captioning_{function.__name__}": partial(function, studio) for function in models
+    }
 
 
 def state(studio: Studio, captioning: Captioning, folder: str = "") -> dict[str, Any]:
@@ -39,7 +44,7 @@ def state(studio: Studio, captioning: Captioning, folder: str = "") -> dict[str,
     """
     folders = _folders(_data(studio))
     if not folders:
-        return {"folders": [], "folder": "", "job": None}
+        return {"folders": [], "folder": "", "job": None, "models": []}
     chosen = folder if folder in folders else folders[0]
     job = captioning.latest(Path(chosen))
     return {
@@ -47,7 +52,23 @@ def state(studio: Studio, captioning: Captioning, folder: str = "") -> dict[str,
         "folder": chosen,
         "job": None if job is None else _described(captioning.follow(job)),
         "num_gpus": len(studio.gpus()),
+        "models": [_offered(studio, model) for model in captioners().values()],
     }
+
+
+def download(studio: Studio, model: str) -> None:
+    """Start the download of a model that writes captions, or continue it; another window may have done so before."""
+    try:
+        studio.model_downloads.start(model)
+    except InputError:
+        found = studio.model_downloads.state(model)
+        if found is None or found.state in ("failed", "paused"):
+            raise
+
+
+def pause(studio: Studio, model: str) -> None:
+    """Pause the download of a model."""
+    studio.model_downloads.pause(model)
 
 
 def start(studio: Studio, captioning: Captioning, folder: str, values: dict[str, Any]) -> str:
@@ -90,6 +111,20 @@ def _shown(studio: Studio, captioning: Captioning, job: str, folder: str) -> Cap
     if not is_of or folder not in _folders(_data(studio)):
         raise InputError(f"{ANOTHER_FOLDER} changed")
     return found
+
+
+def _offered(studio: Studio, model: PublishedModel) -> dict[str, Any]:
+    found = studio.model_downloads.state(model.id)
+    return {
+        "id": model.id,
+        "name": model.name,
+        "bytes": model.num_bytes,
+        "licence": model.licence,
+        "licence_note": model.licence_note,
+        "page": model.page,
+        "is_here": cached(model.id).is_complete,
+        "download": None if found is None else asdict(found),
+    }
 
 
 def _data(studio: Studio) -> DataConfig:

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from app.data import caption_texts, dataset, looks, masks
 from app.data import captions as caption_files
-from app.data import dataset, looks, masks
 from app.data.caption_lengths import LengthsResult
-from app.data.captions import Captions, ChangedElsewhere
+from app.data.captions import Captions, Card, ChangedElsewhere
 from app.data.dataset import Filter, Item, Show
 from app.data.scans import ScanResult
 from app.data.thumbnails import FULL, stamp
@@ -26,13 +26,13 @@ from trainer.system.errors import InputError
 
 ANOTHER_FOLDER = "New run has another folder meanwhile, which is shown now; nothing was"
 MOST_SHOWN = 8
-"""Held-out images, and files of text, that are shown in the summary."""
+"""Held-out images and files of text in the summary, and captions that a change of all leaves."""
 
 
 def calls(studio: Studio) -> Calls:
     """Return the functions of the screen's script."""
     captions = Captions(studio.runs / "drafts" / "captions.jsonl")
-    editing: list[Callable[..., Any]] = [view, save, replace, undo]
+    editing: list[Callable[..., Any]] = [view, save, replace, extend, rename, undo]
     others: list[Callable[..., Any]] = [thumbnail, timesteps]
     functions = {f"data_{function.__name__}": partial(function, studio, captions) for function in editing}
     return functions | {f"data_{function.__name__}": partial(function, studio) for function in others}
@@ -46,14 +46,19 @@ def view(
     page: int = 0,
     is_fresh: bool = False,
     mark: str = "",
+    tag: str = "",
+    find: str = "",
+    after: str = "",
 ) -> dict[str, Any]:
     """Return a page of the draft's images and the figures of all of them.
 
     Args:
-        show: Which images, as `dataset.Filter` has it; also `search`.
+        show: Which images, as `dataset.Filter` has it; also `search` and `tag`.
         page: Its number, from 0.
         is_fresh: Read the files again, because they may have changed.
         mark: Only images that a closer look has marked, as `looks.marked` has it; "" for all.
+        find: Text of the tags that are counted.
+        after: An image; the page is then that of the next one, which is `next` of the answer.
     """
     draft = studio.draft()
     config = form.check(draft).config
@@ -67,12 +72,14 @@ def view(
     lengths = _lengths(studio, config, found, is_fresh)
     cut = lengths.cut if lengths else {}
     only = looks.marked(studio.looks.of(config), found, mark) if mark else None
-    seen = dataset.view(config.data, found, cut, Filter(show, search, only), page)
+    following = Path(after) if after else None
+    seen = dataset.view(config.data, found, cut, Filter(show, search, only, tag), page, following, find)
     roots = dataset.folders(config.data)
     images = [image for image in found.images if image in found.held_out][:MOST_SHOWN] if found.held_out else []
     return state | {
         "cards": [_card(item, config, found, cut.get(str(item.image))) for item in seen.items],
         "first": seen.first,
+        "next": str(seen.next) if seen.next else None,
         "per_page": dataset.PER_PAGE,
         "num_chosen": seen.num_chosen,
         "num_replaceable": seen.num_replaceable,
@@ -98,24 +105,55 @@ def save(studio: Studio, captions: Captions, image: str, before: str | None, cap
     except ChangedElsewhere as error:
         return {"changed": error.text}
     config = form.check(studio.draft()).config
-    found = studio.scans.of(config, is_fresh=bool(before) != bool(text))  # whether it has a caption at all has changed
-    if found.is_complete:
-        _lengths(studio, config, found, is_fresh=True)
+    # The next view reads what has changed: captions that are typed one after another do not wait for it.
+    if bool(before) != bool(text):
+        studio.scans.outdate(config)
+    studio.lengths.outdate(config)
     return {"saved": caption_files.saved(Path(image)), **_undo(captions, config)}
 
 
-def replace(studio: Studio, captions: Captions, key: str, search: str, replacement: str) -> int:
+def replace(studio: Studio, captions: Captions, key: str, search: str, replacement: str) -> dict[str, Any]:
     """Replace a text in all captions. key: of the folders that the window shows.
 
     Returns:
-        The number of captions that were changed.
+        As `_edit`.
+    """
+    return _edit(studio, captions, key, lambda caption: caption.replace(search, replacement) if search else caption)
+
+
+def extend(studio: Studio, captions: Captions, key: str, text: str, is_behind: bool) -> dict[str, Any]:
+    """Put a text in front of all captions or behind them, as `caption_texts.extended` does. Returns as `_edit`."""
+    if not text.strip():
+        raise InputError("Write the text that is put into all captions")
+    return _edit(studio, captions, key, lambda caption: caption_texts.extended(caption, text, is_behind))
+
+
+def rename(studio: Studio, captions: Captions, key: str, tag: str, name: str) -> dict[str, Any]:
+    """Rename a tag in all captions; an empty name removes it. Returns as `_edit`."""
+    return _edit(studio, captions, key, lambda caption: caption_texts.renamed(caption, tag, name))
+
+
+def _edit(studio: Studio, captions: Captions, key: str, change: Callable[[str], str]) -> dict[str, Any]:
+    """Change all captions of the folders that the window shows.
+
+    Returns:
+        {"changed": number of captions, "kept": sentences on those that were left, "num_kept": their number}.
     """
     config = form.check(studio.draft()).config
     require_shown(config, key)
     found = studio.scans.of(config)
     if not found.is_complete:
         raise InputError("The images are still being read; try again when that is done")
-    return captions.replace(dataset.replaceable(found), search, replacement)
+    items = dataset.editable(found)
+    cards = [(Card(item.image, item.caption), item.saved) for item in items if not item.problem]
+    changed, kept = captions.edit(cards, change)
+    kept = [item.problem for item in items if item.problem] + kept
+    roots = dataset.folders(config.data)
+    return {
+        "changed": changed,
+        "kept": [_shortened(sentence, roots) for sentence in kept[:MOST_SHOWN]],
+        "num_kept": len(kept),
+    }
 
 
 def undo(studio: Studio, captions: Captions, key: str) -> int:
@@ -190,6 +228,7 @@ def _card(item: Item, config: RunConfig, found: ScanResult, cut: dict[str, Any] 
         "caption": item.caption,
         "problem": item.problem,
         "is_fixed": item.is_fixed,
+        "like": _shortened(str(item.like), dataset.folders(config.data)) if item.like else "",
         "flaw": asdict(flaw) if flaw else None,
         "is_held_out": item.image in found.held_out,
         "cut": cut,

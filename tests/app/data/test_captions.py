@@ -23,6 +23,13 @@ def cards_of(folder: Path) -> list[Card]:
     return [Card(image, captions.saved(image) or "") for image in sorted(folder.glob("*.png"))]
 
 
+def replace(captions: Captions, cards: list[Card], search: str, replacement: str) -> int:
+    known = [(card, card.caption) for card in cards]
+    changed, kept = captions.edit(known, lambda caption: caption.replace(search, replacement))
+    assert not kept
+    return changed
+
+
 def captions_of(folder: Path) -> list[str]:
     return [card.caption for card in cards_of(folder)]
 
@@ -106,19 +113,32 @@ def test_what_can_be_undone_is_known_before(pictures: Path, tmp_path: Path):
     assert captions.undoable() == 0 and not (tmp_path / "drafts").exists()
     captions.save(pictures / "00.png", "picture number 0", "picture number 0")
     assert captions.undoable() == 0
-    assert captions.replace(cards_of(pictures), "picture", "drawing") == 3
-    assert captions.replace(cards_of(pictures), "", "x") == 0
+    assert replace(captions, cards_of(pictures), "picture", "drawing") == 3
     captions.save(pictures / "00.png", "drawing number 0", "one")
     assert captions.undoable() == 1 and captions.undo() == 1
     assert captions.undoable() == 3 and captions.undo() == 3
     assert captions.undoable() == 0
 
 
+def test_a_change_of_all_leaves_what_was_written_since_it_was_read(pictures: Path, tmp_path: Path):
+    captions, known = Captions(tmp_path / "drafts" / "captions.jsonl"), [(c, c.caption) for c in cards_of(pictures)]
+    (pictures / "00.txt").write_text("typed in an editor")
+    (pictures / "01.txt").unlink()
+    changed, kept = captions.edit(known, lambda caption: f"a {caption}")
+    assert changed == 1
+    assert kept == [
+        f"{pictures}/{name}.txt: was {what} meanwhile; left as it is"
+        for name, what in (("00", "written"), ("01", "removed"))
+    ]
+    assert captions_of(pictures) == ["typed in an editor", "", "a picture number 2"]
+    assert captions.undo() == 1 and captions_of(pictures)[2] == "picture number 2"
+
+
 def test_each_folder_has_its_own_history(pictures: Path, tmp_path: Path):
     captions = Captions(tmp_path / "drafts" / "captions.jsonl")
     other = make_pictures(tmp_path / "pictures-2", count=3)
-    captions.replace(cards_of(pictures), "picture", "drawing")
-    captions.replace([*cards_of(other), *cards_of(pictures)], "number", "No.")
+    replace(captions, cards_of(pictures), "picture", "drawing")
+    replace(captions, [*cards_of(other), *cards_of(pictures)], "number", "No.")
     captions.write(cards_of(other)[0], "another")
     assert captions.undoable([pictures]) == captions.undo([pictures]) == 3
     assert captions_of(pictures) == ["drawing number 0", "drawing number 1", "drawing number 2"]
@@ -156,7 +176,7 @@ def test_of_a_replacement_that_fails_midway_what_was_written_can_be_undone_and_n
     (unwritable / f".{os.getpid()}-{threading.get_ident()}.part").mkdir()  # the name of what is being written
     cards[place] = Card(unwritable / f"{place:02d}.png", cards[place].caption)
     with pytest.raises(InputError, match=f"cannot be written .*{sentence}"):
-        captions.replace(cards, "picture", "drawing")
+        replace(captions, cards, "picture", "drawing")
     assert captions.undoable() == (place or 1)
     assert captions.undo() == (place or 1)
     if place == 2:

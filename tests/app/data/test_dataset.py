@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from app.data import dataset
-from app.data.captions import Captions
+from app.data.captions import Captions, Card
 from app.data.dataset import Filter, View
 from app.data.scans import Flaw, ScanResult, Scans
 from tests.runs import make_pictures, run_config
@@ -115,7 +115,8 @@ def test_captions_of_metadata_are_shown_and_replaced_until_a_file_has_another(tm
     first, second = dataset.view(config.data, found, (), Filter(), 0).items
     assert (first.caption, first.saved, second.saved) == ("a picture of a boat", None, "picture number 1")
     captions = Captions(tmp_path / "drafts" / "captions.jsonl")
-    assert captions.replace(dataset.replaceable(found), "picture", "drawing") == 2
+    cards = [(Card(item.image, item.caption), item.saved) for item in dataset.editable(found)]
+    assert captions.edit(cards, lambda caption: caption.replace("picture", "drawing")) == (2, [])
     assert (folder / "00.txt").read_text() == "a drawing of a boat\n"
     assert captions.undo() == 2 and not (folder / "00.txt").exists()
 
@@ -127,6 +128,10 @@ def test_pages_end_with_the_last_image(tmp_path: Path, monkeypatch: pytest.Monke
         ["00", "01"], ["02", "03"], ["04"], ["04"], ["00", "01"],
     ]  # fmt: skip
     assert seen(config, Filter(), page=9).first == 4
+    found = scanned(config)
+    for at, expected in [(0, (0, 1)), (1, (2, 2)), (4, (2, None))]:  # page 1 is asked for
+        view = dataset.view(config.data, found, (), Filter(), 1, found.images[at])
+        assert (view.first, view.next) == (expected[0], None if expected[1] is None else found.images[expected[1]])
 
 
 def test_of_very_many_images_only_the_captions_of_the_page_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -134,6 +139,8 @@ def test_of_very_many_images_only_the_captions_of_the_page_are_read(folder: Path
     plain, chosen = seen(config_of(folder), Filter("held_out")), seen(config_of(folder), Filter(search="number 1"))
     assert names(plain) == ["06", "07"] and plain.counts is None
     assert names(chosen) == ["01"] and chosen.counts is None
+    with pytest.raises(InputError, match="among at most 3 images"):
+        seen(config_of(folder), Filter("alike"))
 
 
 def test_the_part_that_a_bucket_keeps_is_known(folder: Path):

@@ -316,6 +316,9 @@ def test_a_caption_without_its_image_waits_for_it_and_overwrites_none(store: Sto
     with pytest.raises(InputError, match=r"^Fox.txt: the folder has another caption of this name, which stays"):
         store.send("fox.txt", b"a cat")
     assert (store.data / "Fox.txt").read_text() == "a fox"
+    for name, is_alone in (("notes.txt", True), ("FOX.txt", False)):
+        store.uploads.append(id := store.begin(name, 5), 0, b"a fox")
+        assert store.finish(id).is_alone is is_alone
     store.send("DOG.png", encoded(colour=1))
     assert store.send("dog.txt", b"a dog") == "+DOG.txt", "a run looks for exactly this name"
 

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.app.browser import show, until_so
+from tests.app.browser import opened, show, until_so
+from tests.app.web.test_browser_download import site_in
 from tests.captioning.models import write_qwen2_5_vl
+from trainer.config.models import captioners
 
 ENDS_WITHIN_MS = 120_000
 
@@ -113,3 +115,36 @@ def test_the_panel_follows_the_folder_that_is_shown(own_data: Path, panel: Locat
     panel.locator("#caption-said", has_text="2 captions taken back.").wait_for()
     assert (len([*own_data.glob("*.txt")]), [*other.glob("*.txt")]) == (8, [])
     shutil.rmtree(other)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_offered_is_downloaded_and_writes_captions(browser: Browser, tmp_path: Path, model: Path):
+    offered = next(iter(captioners().values()))
+    files = {str(file.relative_to(model)): file.read_bytes() for file in model.rglob("*") if file.is_file()}
+    with site_in(tmp_path) as site, site.hub(offered.id, files=files, hold_after=1) as hub:
+        pictures = tmp_path / "pictures"
+        for caption in pictures.glob("*.txt"):
+            caption.unlink()
+        site.choose("open")
+        with opened(browser, site.server.url) as page:
+            show(page, "Data")
+            line = page.locator(f"#caption-offers [data-model='{offered.id}']")
+            expect(line).to_contain_text("Florence-2 base")
+            expect(line).to_contain_text("500 MB · MIT")
+            expect(line.get_by_role("link")).to_have_attribute("href", f"https://huggingface.co/{offered.id}")
+            line.get_by_role("button", name="Download").click()
+            line.get_by_role("progressbar").wait_for()
+            line.get_by_role("button", name="Pause").click()
+            line.get_by_text("Paused.").wait_for()
+            hub.released.set()
+            hub.hold_after = None
+            line.get_by_role("button", name="Continue").click()
+            line.get_by_text("is on this machine").wait_for()
+            line.get_by_role("button", name="Use").click()
+            expect(page.locator("#caption-model")).to_have_value(offered.id)
+            expect(page.locator("#caption-start")).to_have_text("Caption pictures")
+            page.locator("summary", has_text="Model and devices").click()
+            page.locator("#caption-device").select_option("cpu")
+            page.locator("#caption-start").click()
+            page.locator("#caption-end", has_text="4 captions written").wait_for(timeout=ENDS_WITHIN_MS)
+            until_so(page, lambda: len([*pictures.glob("*.txt")]) == 4)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 
-from tests.app.browser import HANDLERS, data_screen, held_back, show, until, until_so, visit, write_over
+from tests.app.browser import HANDLERS, data_screen, held_back, reload, show, until, until_so, visit, write_over
+from tests.runs import make_pictures, write_preset
 
 
 def card(page: Page, name: str) -> Locator:
@@ -56,7 +57,7 @@ def test_a_caption_is_saved_as_it_is_typed_and_undone(own_data: Path, data: Page
     assert data.locator(".pc").count() == 7
     write_over(data, "data-replacement", "drawing")
     replace.click()
-    data.locator("#data-message", has_text="Replaced in 7 captions.").wait_for()
+    data.locator("#data-message", has_text="7 captions changed.").wait_for()
     assert (own_data / "01.txt").read_text() == "drawing number 1\n"
     expect(undo).to_have_text("Undo (7 captions)")
     undo.click()
@@ -224,6 +225,24 @@ def test_a_folder_that_takes_long_is_waited_for_in_peace(own_data: Path, page: P
 
 
 @pytest.mark.slow
+def test_what_is_typed_keeps_the_focus_though_the_files_are_read_again(own_data: Path, page: Page):
+    (own_data / "02.txt").unlink()
+    show(page, "Data")
+    box = caption(page, "02.png")
+    box.wait_for()
+    slow = own_data / "metadata.jsonl"
+    slow.write_bytes(b"\n" * 4 * 10**8)  # minutes to read
+    box.press_sequentially("a boat")
+    page.locator("#data-reading").wait_for()
+    expect(box).to_be_focused()
+    box.press_sequentially(" in snow")
+    os.truncate(slow, 0)
+    until_so(page, lambda: (own_data / "02.txt").exists() and said(own_data, "02.txt") == "a boat in snow")
+    expect(page.locator("#data-reading")).to_be_hidden()
+    expect(box).to_be_focused()
+
+
+@pytest.mark.slow
 def test_a_folder_without_images_says_what_to_do(own_data: Path, page: Page):
     aside = own_data.with_name("aside")
     own_data.rename(aside)
@@ -238,27 +257,33 @@ def test_a_folder_without_images_says_what_to_do(own_data: Path, page: Page):
 
 
 @pytest.mark.slow  # the numbers of pages are tested in test_dataset.py and test_data.py
-def test_pages_of_images_and_one_of_them_in_full_size(page: Page):
-    show(page, "Data")  # the quickstart
-    expect(page.locator("#data-range")).to_have_text("1–12 of 32")
+def test_pages_of_images_and_one_of_them_in_full_size(runs: Path, draft: Path, page: Page):
+    folder = make_pictures(runs.parent / "many", 100)
+    preset = write_preset(runs / "presets" / "many.yaml", folder)
+    draft.write_text(json.dumps({"preset": "many", "values": {}}))
+    reload(page)
+    show(page, "Data")
+    expect(page.locator("#data-range")).to_have_text("1–48 of 100")
     expect(page.get_by_role("button", name="Previous")).to_be_disabled()
     page.get_by_role("button", name="Next").click()
-    expect(page.locator("#data-range")).to_have_text("13–24 of 32")
-    assert page.locator(".pc").count() == 12
+    expect(page.locator("#data-range")).to_have_text("49–96 of 100")
+    assert page.locator(".pc").count() == 48
     heights = page.evaluate("[...document.querySelectorAll('.pc')].map(card => card.offsetHeight)")
     assert len(set(heights)) == 1
-    card(page, "0013-penguin.png").locator(".fr").click()
+    card(page, "49.png").locator(".fr").click()
     box = page.locator("#lightbox")
-    box.get_by_text("0013-penguin.png · 2 of 12").wait_for()
+    box.get_by_text("49.png · 2 of 48").wait_for()
     until(page, "document.querySelector('#lightbox img').naturalWidth > 0")
     box.get_by_role("button", name="Close").click()
     page.get_by_role("button", name="Next").click()
-    expect(page.locator("#data-range")).to_have_text("25–32 of 32")
+    expect(page.locator("#data-range")).to_have_text("97–100 of 100")
     expect(page.get_by_role("button", name="Next")).to_be_disabled()
-    for number, shown in (("2", "13–24 of 32"), ("99", "25–32 of 32")):
+    for number, shown in (("2", "49–96 of 100"), ("99", "97–100 of 100")):
         page.locator("#data-page").fill(number)
         page.keyboard.press("Enter")
         expect(page.locator("#data-range")).to_have_text(shown)
+    preset.unlink()
+    shutil.rmtree(folder)
 
 
 @pytest.mark.slow  # loads torch in a process of its own

@@ -80,8 +80,7 @@ def test_every_image_is_either_in_a_bucket_or_named_as_held_out(window: Window):
     assert (seen["num_images"], seen["counts"]["captions"], len(seen["shapes"])) == (14, 12, 3)
     assert sum(count for _, _, count, _ in seen["shapes"]) == seen["num_trained"] == 10
     assert [image["name"] for image in seen["held_out"]] == ["10.png", "11.png", "12.png", "13.png"]
-    assert (len(seen["cards"]), seen["num_chosen"]) == (12, 14)
-    assert [card["name"] for card in window.view(page=1)["cards"]] == ["12.png", "13.png"]
+    assert (len(seen["cards"]), seen["num_chosen"]) == (14, 14)
     assert [card["name"] for card in window.view(show="uncaptioned")["cards"]] == ["02.png", "03.png"]
 
 
@@ -95,11 +94,61 @@ def test_undo_and_replace_change_only_captions_that_the_window_shows(window: Win
     assert window.ask("undo", key=former) == {"error": refusal}
     assert window.ask("replace", key=former, search="picture", replacement="drawing") == {"error": refusal}
     assert window.call("undo", key=seen["key"]) == 0
-    assert window.call("replace", key=seen["key"], search="picture", replacement="drawing") == 3
+    changed = {"changed": 3, "kept": [], "num_kept": 0}
+    assert window.call("replace", key=seen["key"], search="picture", replacement="drawing") == changed
     assert window.call("undo", key=seen["key"]) == 3
     window.studio.change_draft(lambda draft: draft.typed("data.path", str(window.images)))
     assert window.view()["num_undoable"] == 1 == window.call("undo", key=former)
     assert (window.images / "00.txt").read_text() == "picture number 0\n"
+
+
+def test_texts_and_tags_are_put_into_all_captions_but_those_that_somebody_keeps(window: Window):
+    key = window.view()["key"]
+    texts = ["a fox, sitting", "fox, sitting, a fox", '\U0001f98a, it\'s "new", <b>', "x" * 10_000]
+    for number, text in zip((0, 1, 4, 5), texts, strict=True):
+        (window.images / f"{number:02d}.txt").write_text(text)
+    (window.images / "06.txt").write_bytes(b"\xff\xfe")
+    (window.images / "07.txt").chmod(0o444)
+    kept = [
+        "06.txt: cannot be read ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte); "
+        "save it as UTF-8",
+        "07.txt: is read-only; make it writable, or keep its caption",
+    ]
+    answer = window.call("extend", key=key, text="[trigger]", is_behind=False)
+    assert answer == {"changed": 10, "kept": kept, "num_kept": 2}
+    assert window.call("extend", key=key, text="[trigger]", is_behind=False)["changed"] == 0, "they begin with it"
+    assert (window.images / "05.txt").read_text() == f"[trigger], {'x' * 10_000}\n"
+    assert not (window.images / "02.txt").exists() and (window.images / "07.txt").read_text() == "picture number 7"
+    counts = window.view()["counts"]
+    assert counts["tags"][:3] == [["[trigger]", 10], ["a fox", 2], ["sitting", 2]]
+    assert window.view(find="FOX")["counts"]["tags"] == [["a fox", 2], ["fox", 1]]
+    assert [card["name"] for card in window.view(tag='it\'s "new"')["cards"]] == ["04.png"]
+    assert window.call("rename", key=key, tag="a fox", name=" fox , red")["changed"] == 2
+    assert (window.images / "01.txt").read_text() == "[trigger], fox, sitting, red\n", "each tag once"
+    assert window.call("rename", key=key, tag="<b>", name="")["changed"] == 1
+    assert (window.images / "04.txt").read_text() == '[trigger], \U0001f98a, it\'s "new"\n'
+    assert [window.call("undo", key=key) for _ in range(3)] == [1, 2, 10]
+    assert [(window.images / f"{number:02d}.txt").read_text().strip() for number in (0, 1, 4, 5)] == texts
+    assert "Write the text" in window.ask("extend", key=key, text="  ", is_behind=True)["error"]
+
+
+def test_captions_that_are_nearly_equal_are_shown_in_groups_and_the_next_of_a_filter_is_found(window: Window):
+    for name, text in {
+        "05": "A red fox in deep snow.",
+        "09": "a red fox, in deep snow",
+        "07": "picture number 13",
+    }.items():
+        (window.images / f"{name}.txt").write_text(text)
+    cards = window.view(show="alike")["cards"]
+    assert [(card["name"], card["like"]) for card in cards] == [
+        ("05.png", "05.png"), ("09.png", "05.png"), ("07.png", "07.png"), ("13.png", "07.png"),
+    ]  # fmt: skip
+    images = str(window.images)
+    for show, after, expected in [
+        ("alike", "09.png", "07.png"), ("uncaptioned", "02.png", "03.png"), ("uncaptioned", "01.png", "02.png"),
+        ("uncaptioned", "03.png", None), ("all", "13.png", None), ("all", "none.png", "00.png"),
+    ]:  # fmt: skip
+        assert window.view(show=show, after=f"{images}/{after}")["next"] == (expected and f"{images}/{expected}")
 
 
 def test_an_image_whose_name_is_not_utf8_is_shown_with_what_to_do(window: Window):

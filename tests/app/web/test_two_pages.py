@@ -117,8 +117,8 @@ def test_a_long_history_loses_its_older_half_and_keeps_what_was_changed_together
 ):
     monkeypatch.setattr(caption_files, "MOST_HISTORY", 40_000)
     captions = Captions(tmp_path / "captions.jsonl")
-    together = [Card(tmp_path / f"{number}.png", "word") for number in range(200)]
-    assert captions.replace(together, "word", "a boat") == 200
+    together = [(Card(tmp_path / f"{number}.png", "word"), None) for number in range(200)]
+    assert captions.edit(together, lambda _: "a boat") == (200, [])
     size = (tmp_path / "captions.jsonl").stat().st_size
     for number in range(250):
         captions.write(Card(tmp_path / "a.png", ""), f"caption {number}")

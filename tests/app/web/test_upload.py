@@ -113,8 +113,12 @@ def test_photos_are_dropped_and_wrong_names_become_right(own_data: Path, data: P
     image.save(tmp_path / "photo.png")
     (tmp_path / "photo.png").rename(tmp_path / "photo.jpg")
     (tmp_path / "photo.txt").write_text("a photo")
-    drop(data, tmp_path / "photo.txt", tmp_path / "photo.jpg")
-    done(data, "2 files added.")
+    (tmp_path / "notes.txt").write_text("not a caption")
+    drop(data, tmp_path / "photo.txt", tmp_path / "photo.jpg", tmp_path / "notes.txt")
+    done(data, "3 files added.")
+    results = data.locator("#upload-results")
+    expect(results).to_contain_text("1 text has no image of its name and is no caption yet")
+    expect(results.locator("li").last).to_have_text("notes.txt")
     assert sorted(file.name for file in own_data.glob("photo*")) == ["photo.png", "photo.txt"]
     expect(data.locator(".pc[data-name='photo.png'] textarea")).to_have_value("a photo")
 
@@ -490,7 +494,8 @@ def test_a_chunk_is_taken_from_the_page_alone(client: httpx.Client, server: Serv
     assert client.put(address, content=image).json() == {"received": len(image)}
     probe = {"folder": str(own_data), "name": "probe.png", "size": len(image)}
     assert "Unexpected keyword argument" in call(client, "finish", file=probe, studio=1)["error"]
-    assert call(client, "finish", file=probe) == {"value": {"name": "probe.png", "is_new": True}}
+    placed = {"name": "probe.png", "is_new": True, "is_alone": False}
+    assert call(client, "finish", file=probe) == {"value": placed}
     assert tree(own_data.parent) == before | {"own/probe.png": image}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from trainer.config.models import captioners
 from trainer.launcher import torchrun
 from trainer.run import process
 from trainer.run.captioning import MODULE, CaptionJob
@@ -31,9 +32,11 @@ def check_model(path: str) -> None:
     try:
         folder = find_folder("--model", path)
     except InputError as error:
+        offered = captioners().get(path)
+        how = f"on the screen Data, or with `{offered.download_command}`" if offered else f"with `hf download {path}`"
         raise InputError(
-            f"--model {path}: neither a folder nor in the local Hugging Face cache; download it with "
-            f"`hf download {path}`, or name a folder of transformers, or demo"
+            f"--model {path}: neither a folder nor complete in the local Hugging Face cache; download it {how}, or "
+            "name a folder of transformers, or demo"
         ) from error
     try:
         config = json.loads(files.read(folder / "config.json"))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from trainer.config.models import published_models
+from trainer.config.models import downloadable
 from trainer.run.process import Launch, worker_environment
 from trainer.system import files
 from trainer.system.errors import InputError, not_one_of
@@ -48,14 +48,13 @@ class Downloads:
             InputError: It is not a published model that can be downloaded, is here already, or its download is running.
             OSError: The folder cannot be written.
         """
-        known = [model.id for model in published_models().values() if not model.is_built_in]
-        if model_id not in known:
-            raise InputError(f"{not_one_of(model_id, known)}; download another one with `hf download`")
+        if model_id not in downloadable():
+            raise InputError(f"{not_one_of(model_id, downloadable())}; download another one with `hf download`")
         folder = self._folder_of(model_id)
         files.make_private_if_new(self.folder)
         files.make_private_if_new(folder)
         with files.locked(folder / "lock"):
-            here, total = cached(model_id), published_models()[model_id].num_bytes
+            here, total = cached(model_id), downloadable()[model_id].num_bytes
             # Else a newer revision would take its place, which an interruption leaves in part. First, because a process
             # that is done lives for another moment.
             if here.is_complete:
@@ -100,7 +99,7 @@ class Downloads:
         try:
             is_alive, left = self._is_alive(model_id), DownloadState.read(self._progress(model_id))
         except (InputError, OSError) as error:
-            return DownloadState("failed", 0, published_models()[model_id].num_bytes, message=str(error))
+            return DownloadState("failed", 0, downloadable()[model_id].num_bytes, message=str(error))
         if left is None or (left.state == "done" and not cached(model_id).is_complete):
             return None
         if is_alive or left.state not in ("waiting", "downloading"):
@@ -110,13 +109,13 @@ class Downloads:
 
     def all(self) -> dict[str, DownloadState]:
         """Return the latest download of each model, by its id."""
-        known = [model_id for model_id in published_models() if self._folder_of(model_id).is_dir()]
+        known = [model_id for model_id in downloadable() if self._folder_of(model_id).is_dir()]
         states = {model_id: self.state(model_id) for model_id in known}
         return {model_id: state for model_id, state in states.items() if state is not None}
 
     def running(self) -> list[str]:
         """Return the ids of the models that are being downloaded."""
-        return [model_id for model_id in published_models() if self._is_running(model_id)]
+        return [model_id for model_id in downloadable() if self._is_running(model_id)]
 
     def log(self, model_id: str) -> Path:
         """Return the file with the output of the latest start."""
