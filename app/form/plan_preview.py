@@ -66,10 +66,10 @@ class PlanPreviews:
 
     def __init__(self, runs: Path) -> None:
         self._runs = runs
-        self._recordings, self._traces = Background[None](), Background[int]()
+        self._recordings, self._traces = Background[None](0), Background[int]()
         self._recorder = threading.Lock()  # one at a time: each takes all cores
         self._wanted: Hashable = None
-        self._progress: tuple[Hashable, float, float] = (None, 0.0, USUAL_TRACE_S)
+        self._progress: tuple[Hashable, float, float] = (None, 0.0, 0.0)
         self._plans: dict[Hashable, tuple[MemoryPlan, tuple[Rung, ...]]] = {}
 
     def of(self, cfg: RunConfig, target: str, gpus: Sequence[Gpu]) -> PlanPreview:
@@ -200,8 +200,9 @@ class Background(Generic[T]):
             self._results[key] = compute()
         except (InputError, OSError) as error:
             self._failures[key] = str(error)
-        for old in list(self._results)[: -self._most] if self._most else ():
-            self._results.pop(old, None)
+        if self._most is not None:
+            for old in list(self._results)[: max(0, len(self._results) - self._most)]:
+                self._results.pop(old, None)
 
 
 def _trace_key(cfg: RunConfig, plan: MemoryPlan) -> tuple[str, str]:

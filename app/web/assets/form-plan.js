@@ -123,17 +123,17 @@ export function drawPlan() {
 
 /** The panel while there is no plan: the former figure, marked as such, and how far the new one is. */
 function unknown(plan) {
-  if (plan.can_record && !plan.has_failed) workOutSoon();
-  const share = Math.round(100 * plan.share);
+  const share = Math.round(100 * plan.share), isNext = plan.can_record && !plan.has_failed;
+  if (isNext) workOutSoon();
   return [
     current.lastNeed === undefined ? null : h('p.former', {}, h('span.big', {}, studio.gib(current.lastNeed)),
       ' before the last change'),
-    plan.is_waiting || plan.can_record && !plan.has_failed ? h('span.bar#record-bar',
+    plan.is_waiting || isNext ? h('span.bar#record-bar',
       { role: 'progressbar', 'aria-label': 'Memory is being worked out', 'aria-valuemin': 0, 'aria-valuemax': 100,
         'aria-valuenow': share }, h('i', { style: { width: `${share}%` } })) : null,
-    h('p', {}, plan.is_waiting ? plan.note : plan.can_record && !plan.has_failed
-      ? 'Memory of this combination is worked out once, which takes about 20 s.'
-      : `Memory is not known for this combination. ${plan.note}`),
+    h('p', {}, plan.is_waiting ? plan.note
+      : isNext ? 'Memory of this combination is worked out once, which takes about 20 s.'
+        : `Memory is not known for this combination. ${plan.note}`),
     plan.has_failed ? h('button.btn.s#record',
       { type: 'button', onclick: async () => take(await change('new_record')) }, 'Try again') : null];
 }
