@@ -5,6 +5,7 @@ import { call, h, link } from './core.js';
 import { fitter as newFitter } from './fit.js';
 import { drawData, browse } from './form-data.js';
 import { settled, complain, edited, take, change } from './form-draft.js';
+import { moreFolders } from './form-folders.js';
 import { importButton } from './form-import.js';
 import { showRow, idOf, row, inputOf, paint } from './form-inputs.js';
 import { drawModels, loadModels, skeletons } from './form-model.js';
@@ -67,7 +68,8 @@ function cards() {
         h('span#data-tag'), h('span.grow'), h('a.sm', { href: link('data') }, 'Open in Data')),
       h('div.g2', {}, h('div.all', {},
         row('data.path',
-          { control: h('span.path', {}, path, h('button.btn#browse', { type: 'button', onclick: browse }, 'Browse …')),
+          { control: h('span.path', {}, path,
+            h('button.btn#browse', { type: 'button', onclick: () => browse() }, 'Browse …')),
             help: 'Each image with its caption in a .txt file of the same name.',
             textHelp:
               'A folder or file: a document in each .txt file, or in each row of other files, such as .jsonl and ' +
@@ -76,7 +78,7 @@ function cards() {
         row('data.trigger', { help: 'A word that means nothing yet. It is put where a caption says [trigger].' }),
         row('data.validation', { help: 'Images that are not trained on, to measure progress: a number, or a folder.',
           textHelp: 'A file or folder of texts that are not trained on, to measure progress.' })),
-      h('div.thumbs#thumbs'), h('div.notice#proposals', { hidden: true, role: 'status' }),
+      moreFolders(), h('div.thumbs#thumbs'), h('div.notice#proposals', { hidden: true, role: 'status' }),
       h('div.data-facts#data-facts')),
     h('section.card#card-method', { 'aria-labelledby': 'h-method' },
       h('div.ttl', {}, h('span.step#step-3', { 'aria-hidden': 'true' }, '3'), h('h2#h-method', {}, 'Method'),
