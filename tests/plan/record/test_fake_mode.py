@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from trainer.plan.record import fake_mode
 from trainer.plan.record.fake_mode import FakeMode
@@ -77,7 +78,11 @@ def test_tensors_with_values_and_other_devices_are_not_mistaken_for_each_other(m
     with FakeMode(lambda *_: None):
         assert [torch.tensor(value).item() for value in (1, 2, 3)] == [1, 2, 3]
         assert (torch.ones(2) * torch.tensor(2.0)).dtype == torch.float32
-        assert (torch.ones(2) + 1).requires_grad is False
+        with unset_fake_temporarily():
+            real = torch.arange(4)
+        for _ in range(2):
+            assert (torch.ones(4) * real).shape == (4,) and real.view(2, 2).untyped_storage().nbytes() == 32
+            assert (torch.ones(4, dtype=torch.int64) + real[:1]).dtype == torch.int64
         weight = torch.ones(2, 2, requires_grad=True)
         (weight @ torch.ones(2, 2)).sum().backward()  # type: ignore[no-untyped-call]
         assert weight.grad is not None and weight.grad.shape == (2, 2)

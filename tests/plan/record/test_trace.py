@@ -17,8 +17,9 @@ from transformers import LlamaConfig
 from tests.plan.common import MODELS, NOWHERE
 from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
+from trainer.config.sections import ADAPTERS
 from trainer.models import families
-from trainer.plan.record.make_tables import FORMATS, METHODS
+from trainer.plan.record.make_tables import FORMATS
 from trainer.plan.record.memory_tracker import is_quantized
 from trainer.plan.record.trace import trace_step, traced_ranks
 from trainer.plan.search.fixes import planned
@@ -65,7 +66,7 @@ def test_files_are_written_alike_from_the_same_tables() -> None:
 
 @pytest.mark.parametrize("format", ["none", *FORMATS])
 def test_every_method_of_the_demo_model_has_a_table(format: str) -> None:
-    for method in METHODS if format == "none" else METHODS[1:]:
+    for method in [name for name in ADAPTERS if format == "none" or name != "none"]:
         fields = ("model.family=flux2", "model.path=demo", "train.precision=fp32")
         named = (*fields, f"adapter.type={method}", f"quantize.format={format}")
         cfg = load_config_text("data: {path: .}", named, Path("run.yaml")).config

@@ -20,6 +20,7 @@ Watch = Callable[[Any, Any, Any, Any], None]
 _DEVICE = torch.ops.prim.device.default
 _SIMPLE = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 """Types of arguments that are equal where what they do is equal."""
+_REAL = "a tensor with values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             key.append(name)
             if not self._describe((value,), key, tensors):
                 return None
+        if _REAL in key and (not tensors or func._schema.is_mutable or func.is_view):
+            return None  # its result shares memory with what torch makes of the real tensor
         return tuple(key)
 
     def _describe(self, values: Iterable[Any], key: list[Any], tensors: list[FakeTensor]) -> bool:
@@ -125,6 +128,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 tensors.append(value)
             elif kind in _SIMPLE:
                 key += (kind, value)
+            elif kind is Tensor and value.device.type == "cpu":
+                key += (_REAL, value.shape, value.stride(), value.dtype)
             elif kind is list or kind is tuple:
                 key += (kind, len(value))
                 if not self._describe(value, key, tensors):

@@ -5,6 +5,7 @@ See DECISIONS 168.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import warnings
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
-from trainer.config.sections import family_names
+from trainer.config.sections import ADAPTERS, family_names
 from trainer.plan.simulate.sizes import input_of
 from trainer.plan.simulate.tables import PASS_KINDS, Encoders, PassKind, PassTable, encode, num_ranks
 from trainer.plan.store import PASS_DONE, SHIPPED, encoders_key_of, key_of, known_parts, name_of, read, table_file
@@ -35,15 +36,12 @@ HALVES: tuple[tuple[PassKind, ...], ...] = (("kept", "drawn"), ("selective", "re
 PARTS = 5
 """Most processes for one model: two halves for each rank of an adapter, and one for the encoders."""
 FORMATS = ("int8", "nf4", "fp8")
-METHODS = ("none", "lora", "locon", "loha", "lokr", "dora", "boft", "diag-oft")
 USUAL: tuple[dict[str, Any], ...] = (
     *({"quantize": {"format": name}} for name in FORMATS),
     *({"quantize": {"format": name, "encoders": True}} for name in FORMATS),
-    *({"adapter": {"type": name}} for name in METHODS),
+    *({"adapter": {"type": name}} for name in ADAPTERS),
 )
 """Loras on a base of 8 and 4 bits, with and without quantized encoders, and all methods on one of 16."""
-DEMO = {"family": "flux2", "path": "demo"}
-"""The model of the quickstart, with which people try methods: on each format."""
 
 
 def add_missing_tables(cfg: RunConfig, cache: Path) -> None:
@@ -193,10 +191,13 @@ def _published() -> dict[str, list[RunConfig]]:
     found: dict[str, list[RunConfig]] = {}
     presets = [load_config(preset).config for preset in sorted(PRESETS.glob("*.yaml"))]
     cfgs = [cfg for cfg in presets if cfg.model.options.architecture or cfg.model.path == "demo"]
-    for format in ("none", *FORMATS):
-        for method in METHODS if format == "none" else METHODS[1:]:
-            changes = {"adapter": {"type": method}, "quantize": {"format": format}, "train": {"precision": "fp32"}}
-            cfgs.append(RunConfig.model_validate({"model": DEMO, "data": {"path": "."}} | changes))
+    # Methods are tried with the model of the quickstart: each on each format that it can have.
+    demo = next(cfg for cfg in presets if cfg.model.path == "demo")
+    for format, method in itertools.product(("none", *FORMATS), ADAPTERS):
+        if format == "none" or method != "none":
+            changes = {"adapter": {"type": method}, "quantize": {"format": format}}
+            kept = {"model": demo.model, "train": {"precision": demo.train.precision}, "data": {"path": "."}}
+            cfgs.append(RunConfig.model_validate(kept | changes))
     for family in family_names():
         for architecture in families.get(family).architectures:
             model = {"family": family, "path": "published/model", "options": {"architecture": architecture}}
