@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -103,6 +104,20 @@ def test_a_language_model_is_traced_on_a_cpu_though_where_documents_begin_has_no
 def test_the_operation_of_dropout_is_not_taken_for_one_on_quantized_weights() -> None:
     assert not is_quantized(torch.ops.shardstudio.uniform.default)
     assert is_quantized(torch.ops.shardstudio.linear_backward.default)
+
+
+@pytest.mark.slow
+def test_the_processes_of_a_trace_end_when_it_is_killed(tmp_path: Path) -> None:
+    fields = ("model.family=flux2", "model.path=tiny", "parallel.devices=1")
+    cfg = load_config_text("data: {path: .}", fields, Path("run.yaml")).config
+    (tmp_path / "config.json").write_text(cfg.model_dump_json())
+    argv = [sys.executable, "-m", "trainer.plan", "record", str(tmp_path / "config.json"), str(tmp_path)]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE) as planner:
+        assert planner.stdout is not None and planner.stdout.readline() == b"pass\n"
+        workers = psutil.Process(planner.pid).children()
+        planner.kill()
+    assert len(workers) >= 2
+    assert psutil.wait_procs(workers, timeout=30)[1] == []
 
 
 def narrow(folder: Path, *fields: str) -> RunConfig:

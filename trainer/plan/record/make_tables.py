@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,19 @@ def _wait_for_table(cfg: RunConfig, ranks: Sequence[Sequence[Future[PassTraces]]
 
 
 def _pool(jobs: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(jobs, get_context("spawn"))
+    return ProcessPoolExecutor(jobs, get_context("spawn"), _end_with_parent)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it does: after a kill it would wait for work for ever."""
+    parent = parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _trace_rank(cfg: RunConfig, number: int, kinds: Sequence[PassKind], cache: Path, is_told: bool) -> PassTraces:
