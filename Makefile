@@ -95,9 +95,9 @@ plan: .venv
 roofline: .venv
 	$(BIN)/python -m tests.benchmarks.roofline $(or $(PRESET),all) $(ARGS)
 
-# What the plan knows of published models, after a change of their code; MODELS names some.
+# What the plan knows of published models, after a change of their code; MODELS names some, MISSING=1 keeps what is there.
 recorded: .venv
-	$(BIN)/python -m trainer.plan tables $(MODELS)
+	$(BIN)/python -m trainer.plan tables $(if $(MISSING),--missing) $(MODELS)
 
 # COMFYUI=path names a source tree of ComfyUI, whose loader is asked too.
 interop: .venv

@@ -329,7 +329,7 @@ class Studio:
         if formed.errors:
             return question, "Correct the errors of the form first."
         if question and not self.plan_previews.of(formed.config, target, self.gpus()).plan:
-            return question, "Estimate the memory of this model first."
+            return question, "The memory of this combination is not known yet."
         return question, ""
 
     def planned_seconds(self, checked: Checked, target: str, steps: Sequence[int | None]) -> tuple[float, float] | None:

@@ -250,6 +250,8 @@ def plan(
         "can_verify": preview.can_verify,
         "checked": preview.checked,
         "is_waiting": preview.is_waiting,
+        "has_failed": preview.has_failed,
+        "share": preview.share,
         "steps": 0 if None in steps else sum(number or 0 for number in steps),
         "length": str(RunLength(cfg)),
         "fixes": [

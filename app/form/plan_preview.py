@@ -16,7 +16,7 @@ from trainer.plan.memory import MemoryPlan, describe_trace, history_of
 from trainer.plan.picture import Outline, outline
 from trainer.plan.search.fixes import planned
 from trainer.plan.search.ladder import Rung, ways_to_fit
-from trainer.plan.store import find_model, key_of, known_model, name_of, traced_peak
+from trainer.plan.store import USUAL_TRACE_S, find_model, key_of, known_model, name_of, traced_peak
 from trainer.run.folder import shared_cache
 from trainer.system.errors import InputError
 from trainer.system.gpus import Gpu
@@ -42,6 +42,8 @@ class PlanPreview:
         can_verify: Whether the plan can be compared with a trace of the whole model.
         checked: The result of that comparison.
         is_waiting: Whether a recording or a trace is running.
+        has_failed: Whether a recording has; `note` says why.
+        share: Share of the recording that is done.
     """
 
     plan: MemoryPlan | None = None
@@ -51,6 +53,12 @@ class PlanPreview:
     can_verify: bool = False
     checked: str = ""
     is_waiting: bool = False
+    has_failed: bool = False
+    share: float = 0.0
+
+
+class _Replaced(InputError):
+    """A recording that nobody waits for any more when its turn comes."""
 
 
 class PlanPreviews:
@@ -58,7 +66,10 @@ class PlanPreviews:
 
     def __init__(self, runs: Path) -> None:
         self._runs = runs
-        self._recordings, self._traces = Background[None](), Background[int]()
+        self._recordings, self._traces = Background[None](0), Background[int]()
+        self._recorder = threading.Lock()  # one at a time: each takes all cores
+        self._wanted: Hashable = None
+        self._progress: tuple[Hashable, float, float] = (None, 0.0, 0.0)
         self._plans: dict[Hashable, tuple[MemoryPlan, tuple[Rung, ...]]] = {}
 
     def of(self, cfg: RunConfig, target: str, gpus: Sequence[Gpu]) -> PlanPreview:
@@ -72,9 +83,14 @@ class PlanPreviews:
         except InputError as error:
             return PlanPreview(note=str(error))
         if self._recordings.is_running(recording):
-            return PlanPreview(note=f"Recording {name}, which takes half a minute to a few minutes.", is_waiting=True)
-        note = self._recordings.failure(recording) or f"No recording of {name} with {key} yet."
-        return PlanPreview(note=note, can_record=True)
+            traced, share, left_s = self._progress
+            if traced != recording:
+                share, left_s = 0.0, left_s + USUAL_TRACE_S  # it waits for that one
+            note = f"Being worked out, once for this combination: about {left_s:.0f} s more."
+            return PlanPreview(note=note, is_waiting=True, share=share)
+        failure = self._recordings.failure(recording)
+        note = failure or f"No recording of {name} with {key} yet."
+        return PlanPreview(note=note, can_record=True, has_failed=bool(failure))
 
     def unplaced(self, cfg: RunConfig, runs: Path) -> MemoryPlan | None:
         """Return the plan without a GPU, as `capacity.unplaced_plan` does."""
@@ -108,12 +124,21 @@ class PlanPreviews:
         return known
 
     def record(self, cfg: RunConfig) -> None:
-        """Start recording the model of a config. Raises InputError for a model that is not on this machine."""
+        """Start recording the model of a config, after one that is running. Of several that wait only the last is
+        recorded. Raises InputError for a model that is not on this machine."""
+        self._wanted = recording = name_of(cfg), key_of(cfg)
+
+        def report(share: float, left_s: float) -> None:
+            self._progress = recording, share, left_s
 
         def record() -> None:
-            find_model(cfg, shared_cache(cfg, self._runs))
+            with self._recorder:
+                if recording != self._wanted:
+                    raise _Replaced
+                report(0.0, USUAL_TRACE_S)
+                find_model(cfg, shared_cache(cfg, self._runs), report=report)
 
-        self._recordings.start((name_of(cfg), key_of(cfg)), record)
+        self._recordings.start(recording, record)
 
     def verify(self, cfg: RunConfig, target: str, gpus: Sequence[Gpu]) -> None:
         """Start tracing the whole model of a config with its plan's strategy."""
@@ -175,8 +200,9 @@ class Background(Generic[T]):
             self._results[key] = compute()
         except (InputError, OSError) as error:
             self._failures[key] = str(error)
-        for old in list(self._results)[: -self._most] if self._most else ():
-            self._results.pop(old, None)
+        if self._most is not None:
+            for old in list(self._results)[: max(0, len(self._results) - self._most)]:
+                self._results.pop(old, None)
 
 
 def _trace_key(cfg: RunConfig, plan: MemoryPlan) -> tuple[str, str]:

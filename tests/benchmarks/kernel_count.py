@@ -162,7 +162,7 @@ class KernelCounter:
             self._is_compiled = False
 
     def watch(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Count one operation. Its arguments are those of `fake_device.Watch`."""
+        """Count one operation. Its arguments are those of `fake_mode.Watch`."""
         if func.namespace in ("c10d", "_c10d_functional", "prim", "profiler"):
             return
         if is_quantized(func):

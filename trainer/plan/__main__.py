@@ -26,14 +26,16 @@ def main(argv: Sequence[str]) -> int:
         one.add_argument("cache", type=Path)
     many = commands.add_parser("tables", help="make the tables of published models")
     many.add_argument("names", nargs="*", help="names of files in trainer/plan/recorded; default: all")
+    many.add_argument("--missing", action="store_true", help="keep the tables that are there")
     many.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(argv)
     if options.command == "tables":
-        return make_published_tables(options.names, options.jobs)
+        return make_published_tables(options.names, options.jobs, options.missing)
     cfg = RunConfig.model_validate_json(options.config.read_text(encoding="utf-8"))
     if options.command == "trace":
         say(trace_peak(cfg, options.cache))
     else:
+        os.nice(5)  # the page starts it by itself: whatever else this machine does goes first
         add_missing_tables(cfg, options.cache)
     return 0
 

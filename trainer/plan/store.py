@@ -9,6 +9,8 @@ import hashlib
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +20,17 @@ from typing import Any
 from trainer.config.schema import RunConfig
 from trainer.config.sections import RankAdapter
 from trainer.parallel.strategy import Strategy
-from trainer.plan.simulate.tables import Encoders, Model, PassTable, decode, has_rank
+from trainer.plan.simulate.tables import (
+    PASS_KINDS,
+    Encoders,
+    Model,
+    PassTable,
+    decode,
+    has_rank,
+    num_ranks,
+    sides_of,
+    traced_inputs,
+)
 from trainer.run.process import worker_environment
 from trainer.system import files
 from trainer.system.errors import InputError
@@ -26,27 +38,50 @@ from trainer.weights.hub import find_folder
 
 SHIPPED = Path(__file__).parent / "recorded"
 TRACE_TIMEOUT_S = 600
+USUAL_TRACE_S = 20.0
+"""Seconds that a trace takes on two cores; said until its own first passes have taken some."""
+PASS_DONE = "pass"
+"""The line that the traces' process writes after each pass."""
 MOST_DECODED = 3
-"""Files of tables that are kept in memory, at 1 to 3 MB each: of the model at work, and what it is compared with."""
+"""Files of tables that are kept in memory, at 1 to 15 MB each: of the model at work, and what it is compared with."""
 FORMAT = 1
 """Part of the names of cached files: raise it when the content of tables changes."""
 
 
-def find_model(cfg: RunConfig, cache: Path, say: Callable[[str], None] = lambda sentence: None) -> Model:
+Report = Callable[[float, float], None]
+"""Called while a model is traced, with the share that is done and about how many seconds are left."""
+
+
+def find_model(
+    cfg: RunConfig,
+    cache: Path,
+    say: Callable[[str], None] = lambda sentence: None,
+    report: Report = lambda share, left_s: None,
+) -> Model:
     """Return the tables of a run's model, adapter, format and encoders; trace them first if necessary.
 
     Args:
         cfg: The run's config.
         cache: Folder shared by runs.
-        say: Called with a sentence before tracing, which takes minutes.
+        say: Called with sentences before and during tracing.
+        report: Called during tracing.
 
     Raises:
         InputError: The model is neither known nor on this machine, or cannot be built.
     """
     known = known_model(cfg, cache)
     if known is None:
-        say(f"tracing once what {name_of(cfg)} allocates: takes half a minute to a few minutes")
-        _run_planner("record", cfg, cache)
+        said = 0
+
+        def traced(share: float, left_s: float) -> None:
+            nonlocal said
+            report(share, left_s)
+            if said < (quarter := int(4 * share)) < 4:
+                said = quarter
+                say(f"{25 * said} % of it traced, about {left_s:.0f} s more")
+
+        say(f"tracing once what {name_of(cfg)} allocates with this adapter and format: about {USUAL_TRACE_S:.0f} s")
+        _run_planner("record", cfg, cache, traced)
         known = known_model(cfg, cache)
         assert known is not None
     return known
@@ -62,8 +97,8 @@ def known_parts(cfg: RunConfig, cache: Path) -> tuple[PassTable | None, Encoders
     """Return the table and the encoders, each if it exists. Raises InputError when the model is not known."""
     name, key, encoders_key = name_of(cfg), key_of(cfg), encoders_key_of(cfg)
     shipped = SHIPPED / f"{name}.json.gz"
-    tables = (_read(file)[0].get(key) for file in (shipped, table_file(name, cache, key)))
-    encoders = (_read(file)[1].get(encoders_key) for file in (shipped, table_file(name, cache, encoders_key)))
+    tables = (read(file)[0].get(key) for file in (shipped, table_file(name, cache, key)))
+    encoders = (read(file)[1].get(encoders_key) for file in (shipped, table_file(name, cache, encoders_key)))
     return next(filter(None, tables), None), next(filter(None, encoders), None)
 
 
@@ -71,7 +106,7 @@ def recorded_formats(cfg: RunConfig) -> list[dict[str, Any]]:
     """Return values of `quantize` with formats per layer for which a table of the run's model and adapter comes with
     the program. Raises InputError when the model is not known."""
     found: list[dict[str, Any]] = []
-    for key in _read(SHIPPED / f"{name_of(cfg)}.json.gz")[0]:
+    for key in read(SHIPPED / f"{name_of(cfg)}.json.gz")[0]:
         adapter, format, _, *rest = key.split(" ", 3)
         values = json.loads(rest[0]).get("quantize") if rest else None
         if values and adapter == cfg.adapter.type:
@@ -169,25 +204,44 @@ def traced_peak(cfg: RunConfig, strategy: Strategy, cache: Path) -> int:
     return int(json.loads(answer.splitlines()[-1]))
 
 
-def _run_planner(command: str, cfg: RunConfig, cache: Path) -> str:
+def _run_planner(command: str, cfg: RunConfig, cache: Path, report: Report = lambda share, left_s: None) -> str:
     """Run `python -m trainer.plan` and return its output."""
-    with TemporaryDirectory() as folder:
+    passes, done, began, output = num_ranks(cfg) * len(PASS_KINDS) * len(traced_inputs(sides_of(cfg))), 0, 0.0, ""
+    with TemporaryDirectory() as folder, (Path(folder) / "stderr").open("w+", errors="replace") as complaints:
         config = Path(folder) / "config.json"
         config.write_text(cfg.model_dump_json(), encoding="utf-8")
         argv = [sys.executable, "-m", "trainer.plan", command, str(config), str(cache)]
-        try:
-            done = subprocess.run(
-                argv, env=worker_environment(), capture_output=True, text=True, check=False, timeout=TRACE_TIMEOUT_S
-            )
-        except subprocess.TimeoutExpired as error:
-            raise InputError(f"the plan: {name_of(cfg)} was not traced within {TRACE_TIMEOUT_S} s") from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        with subprocess.Popen(
+            argv, env=worker_environment(), stdout=subprocess.PIPE, stderr=complaints, text=True
+        ) as planner:
+            limit = threading.Timer(TRACE_TIMEOUT_S, planner.kill)
+            limit.start()
+            try:
+                assert planner.stdout is not None
+                for line in planner.stdout:
+                    if line != f"{PASS_DONE}\n":
+                        output += line
+                        continue
+                    done += 1
+                    # The time before the first pass, in which the model is built, says little about the others.
+                    began = began or time.monotonic()
+                    left_s = (time.monotonic() - began) / (done - 1) * (passes - done) if done > 1 else USUAL_TRACE_S
+                    report(done / passes, left_s)
+                planner.wait()
+                is_late = not limit.is_alive()
+            finally:
+                limit.cancel()
+        complaints.seek(0)
+        last = (complaints.read().strip().splitlines() or ["no message"])[-1]
+    if is_late:
+        raise InputError(f"the plan: {name_of(cfg)} was not traced within {TRACE_TIMEOUT_S} s")
+    if planner.returncode:
         raise InputError(f"the plan: {name_of(cfg)} could not be traced: {last}")
-    return done.stdout
+    return output
 
 
-def _read(file: Path) -> tuple[dict[str, PassTable], dict[str, Encoders]]:
+def read(file: Path) -> tuple[dict[str, PassTable], dict[str, Encoders]]:
+    """Return the tables and encoders of a file, by their keys; none where there is no file."""
     return _decoded(file) if file.is_file() else ({}, {})
 
 

@@ -11,6 +11,8 @@ import { stepPicture } from './step.js';
 
 const FIELDS_OF_STEP = { 'step-1': ['model.path'], 'step-2': ['data.path', 'data.trigger', 'data.validation'],
   'step-3': ['adapter.type', 'sample.prompts'] };
+/** Methods that are passed with the arrow keys are not worked out. */
+const RECORD_PAUSE_MS = 1000;
 const KIND_WORDS = { weights: 'weights', optimizer: 'optimizer', gathered: 'gathered blocks',
   activations: 'activations', reserve: 'reserve' };
 
@@ -74,12 +76,8 @@ export function drawPlan() {
   say($('plan-title'), plan.on_cpu ? 'Memory of each rank' : 'Memory of each GPU');
   current.fitter.draw(current.state.fit);
   fill($('plan'), [plan, current.target], () => {
-    if (plan.need === undefined)
-      return [h('p', {}, plan.is_waiting ? plan.note
-        : ['Memory is not known for this combination yet. ', plan.can_record ? '' : plan.note]),
-        plan.can_record ? h('button.btn.s#record',
-          { type: 'button', onclick: async () => take(await change('new_record')) }, 'Estimate now, about 30 s') : null,
-          current.fitter.element];
+    if (plan.need === undefined) return [...unknown(plan), current.fitter.element];
+    current.lastNeed = plan.need;
     const whole = Math.max(plan.need, plan.limit || 0),
       spoken = plan.kinds.map(([kind, size]) => `${KIND_WORDS[kind]} ${studio.gib(size)}`).join(', ');
     const parts = [
@@ -122,6 +120,33 @@ export function drawPlan() {
     ];
     return parts;
   });
+}
+
+/** The panel while there is no plan: the former figure, marked as such, and how far the new one is. */
+function unknown(plan) {
+  const share = Math.round(100 * plan.share), isNext = plan.can_record && !plan.has_failed;
+  if (isNext) workOutSoon();
+  return [
+    current.lastNeed === undefined ? null : h('p.former', {}, h('span.big', {}, studio.gib(current.lastNeed)),
+      ' before the last change'),
+    plan.is_waiting || isNext ? h('span.bar#record-bar',
+      { role: 'progressbar', 'aria-label': 'Memory is being worked out', 'aria-valuemin': 0, 'aria-valuemax': 100,
+        'aria-valuenow': share }, h('i', { style: { width: `${share}%` } })) : null,
+    h('p', {}, plan.is_waiting ? plan.note
+      : isNext ? 'Memory of this combination is worked out once, which takes about 20 s.'
+        : `Memory is not known for this combination. ${plan.note}`),
+    plan.has_failed ? h('button.btn.s#record',
+      { type: 'button', onclick: async () => take(await change('new_record')) }, 'Try again') : null];
+}
+
+/** Have the server work out the memory of what the form shows, once nothing was changed for a moment. */
+function workOutSoon() {
+  clearTimeout(current.recordTimer);
+  current.recordTimer = setTimeout(async () => {
+    const plan = current.state.plan;
+    if (current.isSending || Object.keys(current.pending).length) workOutSoon();
+    else if (plan.can_record && !plan.has_failed) take(await change('new_record'));
+  }, RECORD_PAUSE_MS);
 }
 
 /** Ask for the memory over a step of the plan that is shown, and draw it. The former picture stays until then. */

@@ -30,6 +30,8 @@ export const current = {
   timer: 0,
   typingPath: '',
   shownThumbnails: '',
+  lastNeed: /** @type {number | undefined} */ (undefined),
+  recordTimer: 0,
   wantsStep: false,
   step: /** @type {any} */ (null),
   numStepsAsked: 0,

@@ -170,7 +170,7 @@ def save_preset(studio: Studio, name: str, target: str = THIS_MACHINE) -> dict[s
 
 
 def record(studio: Studio, target: str = THIS_MACHINE) -> dict[str, Any]:
-    """Estimate the memory of a model that is not recorded yet."""
+    """Work out the memory of a combination that has no table yet."""
     studio.plan_previews.record(form.check(studio.draft()).config)
     return _state(studio, target)
 

@@ -196,7 +196,7 @@ def test_undo_returns_only_what_still_has_the_values_that_were_taken(window: Win
     [
         (LARGE, {"train.steps": "many"}, "Correct the errors of the form first."),
         ("single_node_8gpu", {}, "This run has stages: launch.py --fit finds the settings of each."),
-        ("own", {}, "Estimate the memory of this model first."),
+        ("own", {}, "The memory of this combination is not known yet."),
     ],
 )
 def test_a_search_that_is_not_possible_says_why(

@@ -10,20 +10,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import LlamaConfig
 
-from tests.plan.common import MODELS
+from tests.plan.common import MODELS, NOWHERE
 from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
+from trainer.config.sections import ADAPTERS
 from trainer.models import families
+from trainer.plan.record.make_tables import FORMATS
 from trainer.plan.record.memory_tracker import is_quantized
 from trainer.plan.record.trace import trace_step, traced_ranks
 from trainer.plan.search.fixes import planned
 from trainer.plan.simulate.sizes import input_of
 from trainer.plan.simulate.tables import decode, encode
-from trainer.plan.store import SHIPPED, find_model
+from trainer.plan.store import SHIPPED, find_model, known_model
 from trainer.system.errors import InputError
 
 ROOT = Path(__file__).parents[3]
@@ -62,13 +65,27 @@ def test_files_are_written_alike_from_the_same_tables() -> None:
         assert encode(*decode(file.read_bytes())) == file.read_bytes()
 
 
+@pytest.mark.parametrize("format", ["none", *FORMATS])
+def test_every_method_of_the_demo_model_has_a_table(format: str) -> None:
+    for method in [name for name in ADAPTERS if format == "none" or name != "none"]:
+        fields = ("model.family=flux2", "model.path=demo", "train.precision=fp32")
+        named = (*fields, f"adapter.type={method}", f"quantize.format={format}")
+        cfg = load_config_text("data: {path: .}", named, Path("run.yaml")).config
+        assert known_model(cfg, NOWHERE) is not None, named
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["flux2", "causal_lm", "bagel"])
 def test_a_model_whose_adapter_has_dropout_is_traced(tmp_path: Path, family: str) -> None:
     fields = (f"model.family={family}", "model.path=tiny", "adapter.dropout=0.1", "parallel.devices=1")
     cfg = load_config_text("data: {path: .}", fields, Path("run.yaml")).config
     assert planned(cfg, None, tmp_path) is None
-    find_model(cfg, tmp_path)
+    said: list[str] = []
+    shares: list[float] = []
+    find_model(cfg, tmp_path, said.append, lambda share, left_s: shares.append(share))
+    assert said[0].startswith(f"tracing once what {family}-tiny-default allocates with this adapter and format: about")
+    assert [sentence.partition(",")[0] for sentence in said[1:]] == [f"{25 * n} % of it traced" for n in (1, 2, 3)]
+    assert shares == [number / 32 for number in range(1, 33)]
     found = planned(cfg, None, tmp_path)
     assert found is not None and found.training.peak > 0
 
@@ -87,6 +104,20 @@ def test_a_language_model_is_traced_on_a_cpu_though_where_documents_begin_has_no
 def test_the_operation_of_dropout_is_not_taken_for_one_on_quantized_weights() -> None:
     assert not is_quantized(torch.ops.shardstudio.uniform.default)
     assert is_quantized(torch.ops.shardstudio.linear_backward.default)
+
+
+@pytest.mark.slow
+def test_the_processes_of_a_trace_end_when_it_is_killed(tmp_path: Path) -> None:
+    fields = ("model.family=flux2", "model.path=tiny", "parallel.devices=1")
+    cfg = load_config_text("data: {path: .}", fields, Path("run.yaml")).config
+    (tmp_path / "config.json").write_text(cfg.model_dump_json())
+    argv = [sys.executable, "-m", "trainer.plan", "record", str(tmp_path / "config.json"), str(tmp_path)]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE) as planner:
+        assert planner.stdout is not None and planner.stdout.readline() == b"pass\n"
+        workers = psutil.Process(planner.pid).children()
+        planner.kill()
+    assert len(workers) >= 2
+    assert psutil.wait_procs(workers, timeout=30)[1] == []
 
 
 def narrow(folder: Path, *fields: str) -> RunConfig:

@@ -8,7 +8,7 @@ The changes to torch made here cannot be undone in a process: use a process that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from trainer.distributed.world import World
 from trainer.models.parts.language import document_attention
+from trainer.plan.record.fake_mode import FakeMode, Watch
 
 NAME = "fakedevice"  # DeviceMesh accepts letters only
 
@@ -138,33 +138,6 @@ def ranks(size: int, device: torch.device) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-Watch = Callable[[Any, Any, Any, Any], None]
-"""Called with each operation: its function, arguments, keyword arguments, and result."""
-
-
-class _FakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    avoid_device_init = True
-    """Otherwise the mode really copies tensors with values to the device."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self._watch = watch
-        self._is_inside = False
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Report an operation to `watch`, but not those that torch decomposes it into: a GPU runs one kernel."""
-        if self._is_inside:
-            return super().dispatch(func, types, args, kwargs or {})
-        self._is_inside = True
-        try:
-            out = super().dispatch(func, types, args, kwargs or {})
-        finally:
-            self._is_inside = False
-        if out is not NotImplemented:  # a DTensor dispatches again for its local part
-            self._watch(func, args, kwargs or {}, out)
-        return out
-
-
 @contextmanager
 def fake_tensors(device: torch.device, watch: Watch) -> Iterator[None]:
     """Inside, tensors have no values, and on the fake device attention is the kernel that CUDA uses.
@@ -177,7 +150,7 @@ def fake_tensors(device: torch.device, watch: Watch) -> Iterator[None]:
         device: The device of the model.
         watch: Called with each operation.
     """
-    mode = _FakeTensorMode(watch)
+    mode = FakeMode(watch)
     attention = F.scaled_dot_product_attention
     varlen, by_document = document_attention.varlen, document_attention.by_document
     if device.type == NAME:

@@ -16,7 +16,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trainer.plan.record.fake_device import Watch, fake_tensors
+from trainer.plan.record.fake_device import fake_tensors
+from trainer.plan.record.fake_mode import Watch
 from trainer.plan.simulate.steps import grains
 from trainer.weights.quantization import FORMATS, piece_rows
 
@@ -116,13 +117,18 @@ class MemoryTracker:
             return
         if self._watch:
             self._watch(func, args, kwargs, out)
-        self.flops += operations(func, args, kwargs, out)
-        self._count_sent(func, args)
-        for tensor in tree_leaves(out):
+        for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or tensor.device.type != self.device:
                 continue
             if tensor.untyped_storage()._cdata not in self._allocations:
                 self.track(tensor, self.what)
+        if not _allocates_only(func):
+            self._count(func, args, kwargs, out)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Count what an operation computes, sends, and allocates and frees."""
+        self.flops += operations(func, args, kwargs, out)
+        self._count_sent(func, args)
         if func._overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_backward:
             self._use_briefly(args[1].numel() * 4)  # the gradient of the queries is summed in fp32
         elif is_quantized(func):
@@ -197,6 +203,17 @@ class MemoryTracker:
         setattr(holder, name, value)
 
 
+@cache
+def _allocates_only(func: Any) -> bool:
+    """Whether an operation computes and sends nothing, and frees nothing of what it allocates."""
+    packet = func._overloadpacket
+    known = packet in flop_registry or packet in (
+        torch.ops.aten._grouped_mm,
+        torch.ops.aten._scaled_dot_product_flash_attention_backward,
+    )
+    return not known and func.namespace != "c10d" and not is_quantized(func)
+
+
 QUANTIZED = frozenset({"decoded", "linear", "linear_backward", "experts", "experts_backward"})
 
 
@@ -206,7 +223,7 @@ def is_quantized(func: Any) -> bool:
 
 
 def operations(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the floating-point operations of an operation, whose arguments are those of `fake_device.Watch`."""
+    """Return the floating-point operations of an operation, whose arguments are those of `fake_mode.Watch`."""
     packet = func._overloadpacket
     if packet in flop_registry:
         found: int = flop_registry[packet](*args, **kwargs, out_val=out)

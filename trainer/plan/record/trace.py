@@ -54,6 +54,7 @@ from trainer.parallel.parallelize import (
 )
 from trainer.parallel.strategy import Strategy
 from trainer.plan.record import fake_device
+from trainer.plan.record.fake_mode import Watch
 from trainer.plan.record.memory_tracker import ACTIVATIONS, GATHERED, REDUCED, MemoryTracker
 from trainer.plan.simulate.sizes import passes_of
 from trainer.plan.simulate.steps import Mark, Moment, Parameter, PassInput, Run, Unit, grains
@@ -156,6 +157,7 @@ def trace_passes(
     device: torch.device,
     sizes: Sequence[PassInput],
     kinds: Sequence[PassKind] = PASS_KINDS,
+    done: Callable[[], None] = lambda: None,
 ) -> PassTraces:
     """Trace passes of the shortened model, of each kind and size, without FSDP's own memory.
 
@@ -165,6 +167,7 @@ def trace_passes(
         device: The fake device.
         sizes: Inputs of the passes.
         kinds: Kinds of passes.
+        done: Called after each pass.
     """
     # The config sharded over two ranks, with one pass per step.
     parallel = ParallelConfig(devices=2, strategy="full")
@@ -185,6 +188,7 @@ def trace_passes(
                     run(size)
                 sharded.optimizer.zero_grad()
                 marks.append(tuple(found))
+                done()
             return tuple(marks)
 
         marks: dict[PassKind, tuple[tuple[Mark, ...], ...]] = {}
@@ -220,7 +224,14 @@ def on_this_machine(cfg: RunConfig, cache: Path) -> RunConfig:
     return cfg.model_copy(update=changes)
 
 
-def trace_rank(cfg: RunConfig, number: int, kinds: Sequence[PassKind], cache: Path, device: torch.device) -> PassTraces:
+def trace_rank(
+    cfg: RunConfig,
+    number: int,
+    kinds: Sequence[PassKind],
+    cache: Path,
+    device: torch.device,
+    done: Callable[[], None] = lambda: None,
+) -> PassTraces:
     """Trace all sizes of a model with an adapter of one of its traced ranks.
 
     Args:
@@ -229,6 +240,7 @@ def trace_rank(cfg: RunConfig, number: int, kinds: Sequence[PassKind], cache: Pa
         kinds: Kinds of passes.
         cache: Folder shared by runs.
         device: The fake device.
+        done: Called after each pass.
 
     Raises:
         InputError: The model does not take the run's adapter.
@@ -236,7 +248,7 @@ def trace_rank(cfg: RunConfig, number: int, kinds: Sequence[PassKind], cache: Pa
     rank = traced_ranks(cfg, cache)[number]
     changed = _with_rank(cfg, rank) if has_rank(cfg) else cfg
     family = families.make(changed, cache)
-    return replace(trace_passes(changed, family, device, traced_inputs(sides_of(cfg)), kinds), rank=rank)
+    return replace(trace_passes(changed, family, device, traced_inputs(sides_of(cfg)), kinds, done), rank=rank)
 
 
 def traced_ranks(cfg: RunConfig, cache: Path) -> tuple[int, ...]:
@@ -488,7 +500,7 @@ def sharded_model(
     cfg: RunConfig,
     family: ModelFamily,
     device: torch.device,
-    watch: fake_device.Watch | None = None,
+    watch: Watch | None = None,
 ) -> Iterator[Sharded]:
     """Put the model on the device, wrapped as the trainer wraps it, on rank 0 of a fake process group.
 

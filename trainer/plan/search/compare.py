@@ -35,7 +35,7 @@ def plan_here(cfg: RunConfig, cache: Path, gpu: str, memory: int) -> MemoryPlan 
 def decide_here(cfg: RunConfig, cache: Path, gpu: str | None, memory: int, say: Callable[[str], None]) -> RunConfig:
     """Return the config with decided `train.checkpointing` and `parallel.offload_blocks`.
 
-    For a GPU a model that was not traced yet is traced first, which takes half a minute to a few minutes; where that
+    For a GPU a model that was not traced yet is traced first, which takes 10 to 30 s; where that
     fails, all blocks are recomputed. On the CPU such a model recomputes nothing.
 
     Args:

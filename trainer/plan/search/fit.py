@@ -35,7 +35,7 @@ from trainer.system.amounts import GIB, memory_size
 
 MOST = 3
 """Most configs that are proposed."""
-RECORDED = ("none", "int8", "nf4")
+RECORDED = ("none", "int8", "nf4", "fp8")
 """Formats that are recorded for published models."""
 UNTIMED = (
     "train.micro_batch",

@@ -1,0 +1,42 @@
+"""Plans beside the form whose tables are traced first."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from app.form.plan_preview import THIS_MACHINE, PlanPreview, PlanPreviews
+from trainer.config.load import load_config_text
+from trainer.config.schema import RunConfig
+
+TRACED_WITHIN_S = 240
+
+
+def run(method: str) -> RunConfig:
+    fields = ("model.family=flux2", "model.path=tiny", f"adapter.type={method}")
+    return load_config_text("data: {path: .}", fields, Path("run.yaml")).config
+
+
+@pytest.mark.slow
+def test_of_combinations_that_wait_only_the_last_is_traced(tmp_path: Path) -> None:
+    previews = PlanPreviews(tmp_path)
+    first, passed, last = cfgs = run("lora"), run("lokr"), run("loha")
+
+    def seen(cfg: RunConfig) -> PlanPreview:
+        return previews.of(cfg, THIS_MACHINE, ())
+
+    assert all(seen(cfg).can_record for cfg in cfgs)
+    for cfg in cfgs:
+        previews.record(cfg)
+        assert seen(cfg).is_waiting and not seen(cfg).can_record
+    shares = []
+    began = time.monotonic()
+    while seen(last).is_waiting and time.monotonic() - began < TRACED_WITHIN_S:
+        shares.append((seen(first).share, seen(last).share))
+        time.sleep(0.1)
+    assert seen(first).plan is not None and seen(last).plan is not None
+    assert seen(passed).can_record and not seen(passed).has_failed
+    assert [one for _, one in shares] == sorted(one for _, one in shares)
+    assert 0 < max(one for one, _ in shares) <= 1 and 0 < max(one for _, one in shares) <= 1
