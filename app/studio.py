@@ -394,8 +394,7 @@ class Studio:
     def resume(self, run: RunDir) -> None:
         """Continue an ended run. Raises InputError when it is running or cannot be continued."""
         with self._lock:
-            preflight.continued_run(run, ())
-            torchrun.start(run.config(), run)
+            torchrun.start(preflight.continued_run(run, ()).config, run)
 
     def extend(self, run: RunDir, steps: int) -> None:
         """Let a run that has ended go on for more steps, in its last stage where it has stages.
@@ -406,8 +405,7 @@ class Studio:
         if steps < 1:
             raise InputError(f"{steps} steps; give at least 1 more")
         with self._lock:
-            preflight.continued_run(run, [_with_more_steps(run, steps)])
-            torchrun.start(run.config(), run)
+            torchrun.start(preflight.continued_run(run, [_with_more_steps(run, steps)]).config, run)
 
     def branch(self, run: RunDir, step: int, changes: Sequence[str]) -> RunDir:
         """Let a new run go on from a checkpoint of a run, and return it.

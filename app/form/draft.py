@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,8 +62,10 @@ MOST_USED = (
     *("model.path", "data.path", "data.trigger", "data.validation", "adapter.type", "adapter.rank"),
     *("adapter.block_size", "train.steps", "optim.lr", "train.batch_size", "sample.prompts", "sample.every"),
     *("data.resolution", "data.length", "name", "checkpoint.keep"),
+    *("data.folders", "data.repeats", "data.regularization", "data.regularization_weight"),
 )
-"""Fields that matter in most runs. The page shows them on its cards and all others under "More"."""
+"""Fields that matter in most runs, or belong to the images. The page shows them on its cards and all others under
+"More"."""
 
 CARRIED = ("name", "data", "sample.prompts")
 """Sections and fields whose edits survive the choice of another preset, but for OF_THE_MODEL."""
@@ -72,6 +75,9 @@ OF_THE_MODEL = (
     *("data.length", "data.pack_tokens", "data.chat_template"),
 )
 """Fields of CARRIED that fit one model rather than one set of data."""
+
+ENTRY = re.compile(r"[\[.](\d+)\]?\.(\w+)")
+"""A position in a list of sections, as in `data.folders[0].path` or `data.folders.0.masks`, and a field there."""
 
 COMPANIONS: Mapping[str, Any] = {
     **dict.fromkeys(("data.masks", "data.references", "data.rejected")),
@@ -574,8 +580,13 @@ def value_at(values: Mapping[str, Any], name: str) -> Any:
 
 
 def _by_row(problems: Iterable[Problem]) -> dict[str, str]:
-    """{field: message} with the first problem of each row."""
-    return {_row_of(problem.field): problem.message for problem in reversed(list(problems))}
+    """{field: message} with the first problem of each row. In a list of sections, the message names the entry."""
+    found = {}
+    for problem in reversed(list(problems)):
+        row = _row_of(problem.field)
+        entry = ENTRY.match(problem.field.removeprefix(row))
+        found[row] = f"{int(entry[1]) + 1}, {entry[2]}: {problem.message}" if entry else problem.message
+    return found
 
 
 def _row_of(part: str) -> str:

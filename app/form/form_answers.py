@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 from app.data import folders
 from app.data.scans import ScanResult
@@ -18,12 +18,12 @@ from app.form.draft import Checked
 from app.form.plan_preview import PlanPreview
 from app.form.proposals import proposed
 from trainer.config import families
-from trainer.config.fields import all_names, label, slot, unit
+from trainer.config.fields import Slot, all_names, label, slot, unit
 from trainer.config.foreign.imported import words_of
 from trainer.config.load import COMMAND_LINE, dump_config, load_config_text, similar_name
 from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
-from trainer.config.sections import ADAPTERS
+from trainer.config.sections import ADAPTERS, Section
 from trainer.launcher import capacity, preflight
 from trainer.launcher.jobs.downloads import DownloadState
 from trainer.plan import picture
@@ -71,23 +71,56 @@ ON_CARDS: Mapping[str, tuple[str, str]] = {
 def _field(name: str) -> dict[str, Any]:
     spec = slot(tuple(name.split(".")))
     assert spec is not None, name
+    return {
+        **_facts(spec, name),
+        "words": " ".join((spec.keywords, *spec.words, words_of(name))),
+        "kind": form.kind_of(name),
+        "group": form.group_of(name),
+        "is_front": name in form.MOST_USED,
+        "help_on_card": ON_CARDS.get(name, ("", "")),
+        "suggested": list(spec.words) if form.kind_of(name) == "text" else [],
+        "columns": _columns(name),
+    }
+
+
+def _columns(name: str) -> list[dict[str, Any]]:
+    """The fields of each entry of a list of sections; empty for any other field. `default` is the value of an empty
+    input, `is_list` whether several values are separated by commas."""
+    section = _section_of(name)
+    if section is None:
+        return []
+    return [
+        {
+            **_facts(column, f"{name}.{key}"),
+            "key": key,
+            "label": column.title or key.replace("_", " ").capitalize(),
+            "default": section.model_fields[key].default if column.options == (float,) else None,
+            "is_list": get_origin(column.annotation) is tuple,
+            "is_switch": bool in column.options,
+        }
+        for key in section.model_fields
+        if (column := Slot(section).child(key)) is not None
+    ]
+
+
+def _section_of(name: str) -> type[Section] | None:
+    """The section of each entry of a field that is a list of sections."""
+    spec = slot((*name.split("."), 0))
+    return spec.sections[0] if spec is not None and spec.sections else None
+
+
+def _facts(spec: Slot, name: str) -> dict[str, Any]:
     bounds = {limit.symbol: limit.bound for limit in spec.limits}
     # "int" or "float" for a field that takes nothing but a number, else "".
     options = [option for option in spec.options if option in (int, float)]
     return {
         "label": label(name),
         "help": spec.help.replace("`", ""),  # shown as plain text
-        "help_on_card": ON_CARDS.get(name, ("", "")),
         "unit": unit(name),
-        "words": " ".join((spec.keywords, *spec.words, words_of(name))),
-        "kind": form.kind_of(name),
         "number": options[0].__name__ if len(options) == len(spec.options) == 1 else "",
         "min": bounds.get(">=", bounds.get(">")),
         "max": bounds.get("<=", bounds.get("<")),
         "path": spec.path,
-        "group": form.group_of(name),
-        "is_front": name in form.MOST_USED,
-        "suggested": list(spec.words) if form.kind_of(name) == "text" else [],
     }
 
 
@@ -112,6 +145,7 @@ def rows(checked: Checked) -> dict[str, dict[str, Any]]:
     return {
         row.field: {
             "value": row.value,
+            **({"entries": _entries(row.field, checked)} if FIELDS[row.field]["columns"] else {}),
             **({"error": row.error} if row.error else {}),
             **({"choices": row.choices} if row.kind == "choice" else {}),
             **({} if row.is_visible else {"hidden": True}),
@@ -120,6 +154,18 @@ def rows(checked: Checked) -> dict[str, dict[str, Any]]:
         }
         for row in form.rows(checked)
     }
+
+
+def _entries(name: str, checked: Checked) -> list[dict[str, Any]]:
+    """The sections in a list as they were typed, without what is as by default."""
+    typed = checked.draft.values.get(name, form.value_at(checked.config.model_dump(mode="json"), name))
+    section = _section_of(name)
+    defaults = section.model_construct().model_dump(mode="json") if section else {}
+    return [
+        {key: value for key, value in entry.items() if value not in (None, "", [], defaults.get(key))}
+        for entry in (typed if isinstance(typed, list) else [])
+        if isinstance(entry, dict)
+    ]
 
 
 def _changed(checked: Checked) -> dict[str, tuple[Any, Any]]:

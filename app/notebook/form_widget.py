@@ -49,6 +49,7 @@ MOST_FOUND = 12
 PLACES = {
     "model": ("model.path",),
     "data": ("data.path", "data.trigger", "data.validation"),
+    "folders": ("data.folders", "data.repeats", "data.regularization", "data.regularization_weight"),
     "method": ("adapter.rank", "adapter.block_size", "train.steps", "optim.lr", "train.batch_size"),
     "samples": ("sample.prompts", "sample.every", "data.resolution", "data.length", "checkpoint.keep"),
     "start": ("name",),
@@ -178,11 +179,12 @@ class Form:
         self._found, self._wrong, self._board = box(name="rows"), box(name="rows"), box()
 
         titled = partial(TEMPLATES.part, "form.html", "title")
-        model = widgets.Accordion([self._fields("model")], layout=SHOWN)
+        model, folders = (widgets.Accordion([self._fields(place)], layout=SHOWN) for place in ("model", "folders"))
         model.titles = ("Another model of this family, from a folder or the hub",)
+        folders.titles = ("More folders, repeats and prior images",)
         cards = [
             [self._model, self._filter, self.models.box, self.facts.box, self.left.box],
-            [self._data, self._fields("data"), self._pictures, self.proposals.box, self.problems.box],
+            [self._data, self._fields("data"), folders, self._pictures, self.proposals.box, self.problems.box],
             [html(titled("3", "Method")), self.methods.box, self._fields("method"), self._fields("samples")],
             [self._more, self.search, self._missing, self._found, self.groups],
         ]

@@ -20,8 +20,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.commands import LAUNCH
+from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
-from trainer.config.sections import DataConfig, ModelConfig, ParallelConfig
+from trainer.config.sections import DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from trainer.launcher import network, torchrun
 from trainer.launcher.commands import attend, explain, watch
 from trainer.launcher.schedulers import FIRST_NODE
@@ -791,6 +792,19 @@ def seen_from_another_container(run: RunDir) -> tuple[str, str]:
     argv = [*IN_ANOTHER_CONTAINER, sys.executable, "-c", LOOK, str(run.path)]
     done = subprocess.run(argv, env=processes.worker_environment(), capture_output=True, text=True, timeout=60)
     return done.stdout.strip(), (done.stderr.splitlines() or [""])[-1].partition("InputError: ")[2]
+
+
+def test_of_two_starts_at_once_the_one_that_runs_trains_by_its_own_config_and_the_other_changes_nothing(start):
+    cfg, run = start("stubborn")
+    assert not list(run.path.glob("config-*.yaml"))  # that config is saved already
+    processes.terminate(run)
+    processes.wait(run, 20)
+    mine, other = (cfg.model_copy(update={"train": TrainConfig(steps=steps)}) for steps in (20, 30))
+    torchrun.start(mine, run, module="worker")
+    with pytest.raises(InputError, match="is already running"):
+        torchrun.start(other, run, module="worker")
+    assert run.config() == mine
+    assert [load_config(file).config for file in run.path.glob("config-*.yaml")] == [cfg]
 
 
 @pytest.mark.slow

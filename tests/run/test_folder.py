@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from trainer.config.load import dump_config
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig, ModelConfig
 from trainer.run.folder import RunDir
@@ -66,6 +67,9 @@ def test_a_replaced_config_keeps_the_former_ones_beside_it(tmp_path, cfg):
     assert run.replace_config(longest) == run.path / "config-2.yaml"
     assert run.config() == longest
     assert (run.path / "config-1.yaml").read_text() == first
+    (run.path / "config-1.yaml").unlink()
+    assert run.replace_config(longer) == run.path / "config-3.yaml"
+    assert (run.path / "config-2.yaml").read_text() == dump_config(longer)
 
 
 def test_a_request_is_seen_by_others_until_it_is_cleared(tmp_path, cfg):

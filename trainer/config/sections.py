@@ -473,9 +473,9 @@ class QuantizeConfig(Section):
 
 
 class DataFolder(Section):
-    path: str = option(..., path="folder")
+    path: str = option(..., title="Folder", path="folder")
     """Folder of images with captions; for a language model, a folder or file of text."""
-    weight: Number = option(1.0, gt=0, le=1000)
+    weight: Number = option(1.0, title="Repeats", gt=0, le=1000)
     """Number of times that each of its images or documents occurs per epoch. 1.5 = every one once, and every second one
     twice."""
     resolutions: tuple[Side, ...] = option((), title="Resolutions", unit="pixels")

@@ -106,7 +106,7 @@ def new_run(
 
 
 def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
-    """Check that a run can continue, and return its config. Overrides are saved in the run folder.
+    """Check that a run can continue, and return its config. `torchrun.start` saves it where overrides change it.
 
     Raises:
         InputError: As `new_run`; or the run is running; or its checkpoint does not allow a change.
@@ -129,8 +129,6 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     _prepare_cache(loaded, run.path.parent)
     for keep in scans:
         keep()
-    if overrides:
-        run.replace_config(loaded.config)
     return loaded
 
 

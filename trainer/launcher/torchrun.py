@@ -123,7 +123,8 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
     """Start the ranks of a run in their own session and return at once.
 
     Args:
-        cfg: Config of the run.
+        cfg: Config of the run. It is saved where the run folder has another one: a start that is refused changes
+            nothing there, and of two at once the one that runs trains by its own config.
         run: The run.
         module: Python module that every rank executes.
         gpus: nvidia-smi's indices of the GPUs that the ranks may use; empty for all.
@@ -145,6 +146,8 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
         clear_stores(run)
         for request in ("stop", "save", "sample"):
             run.clear(request)
+        if not _is_saved(cfg, run):
+            run.replace_config(cfg)
         with EventWriter(run.events_file) as events:
             events.write(StatusEvent(state="starting", message=waits))
             if problem:
@@ -152,6 +155,13 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
         process = _spawn(argv, output_file(run, launches(run) + 1), environment | compiling)
         Launch.of(process, argv).write(run)
     return _handle(run, process, argv)
+
+
+def _is_saved(cfg: RunConfig, run: RunDir) -> bool:
+    try:
+        return run.config() == cfg
+    except InputError:  # a field that is no longer allowed, which an override mends
+        return False
 
 
 def _device_environment(parallel: ParallelConfig, chosen: Sequence[int], is_exact: bool) -> dict[str, str]:

@@ -238,7 +238,6 @@ class CaptionJob:
 
     def change(self, request: CaptionRequest) -> None:
         """Replace the request by one that differs in where it is computed. The job must not be running."""
-        self.run.replace_config(request.config())
         self._write_request(replace(self._stored, request=request))
 
     def images(self) -> tuple[Asked, ...]:

@@ -205,7 +205,8 @@ class RunDir:
 
     def replace_config(self, cfg: RunConfig) -> Path:
         """Save another config as `config.yaml`. The former one is kept as `config-<n>.yaml`; its path is returned."""
-        number = 1 + len(list(self.path.glob("config-*.yaml")))
+        kept = (file.stem.partition("-")[2] for file in self.path.glob("config-*.yaml"))
+        number = 1 + max((int(number) for number in kept if number.isdecimal()), default=0)
         former = self.path / f"config-{number}.yaml"
         files.replace(former, files.read(self.config_file))
         files.replace(self.config_file, dump_config(cfg))

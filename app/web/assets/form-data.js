@@ -67,8 +67,8 @@ function drawProposals() {
 }
 
 async function drawThumbnails(data) {
-  const key = JSON.stringify(
-    [data?.is_complete, data?.num_images, current.state.rows['data.path']?.value, data?.problems]);
+  const key = JSON.stringify([data?.is_complete, data?.num_images, current.state.rows['data.path']?.value,
+    current.state.rows['data.folders']?.value, data?.problems]);
   if (current.shownThumbnails === key) return;
   current.shownThumbnails = key;
   const shown = data?.is_complete && data.num_images ? await call('new_thumbnails').catch(() => []) : [];
@@ -78,17 +78,20 @@ async function drawThumbnails(data) {
       image => h('img.image', { src: image.src, alt: image.name, title: image.name, loading: 'lazy' })));
 }
 
-function setPath(path, name = 'data.path') {
-  inputs[name].input.value = path;
+function setPath(path) {
+  inputs['data.path'].input.value = path;
   current.typingPath = '';
-  edited(name, path, 0);
+  edited('data.path', path, 0);
 }
 
-/** Choose a folder by a dialog that shows what is in each. */
-export async function browse() {
+/**
+ * Choose a folder by a dialog that shows what is in each. typed: the path that was typed so far; `take` gets the one
+ * that is chosen.
+ */
+export async function browse(typed = inputs['data.path'].input.value, take = setPath) {
   const list = h('ul.folders'), here = h('p.key'), count = h('p.sm'), error = h('div');
   const choose = h('button.btn.main', { type: 'button', onclick: () => {
-    setPath(dialog.dataset.path);
+    take(dialog.dataset.path);
     dialog.close();
   } }, 'Take this folder');
   const dialog = h('dialog.dialog#picker', { 'aria-label': 'Choose a folder', onclose: () => dialog.remove() },
@@ -117,7 +120,6 @@ export async function browse() {
   };
   document.body.append(dialog);
   dialog.showModal();
-  const typed = inputs['data.path'].input.value;
   await open(typed.startsWith('/') ? typed : '');
   if (!dialog.dataset.path) await open('');
 }

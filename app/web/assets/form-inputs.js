@@ -105,6 +105,7 @@ export function showRow(name) {
   // else it says what the folder holds
   if (current.typingPath !== name || now.error) say(help,
     now.error || (current.state.is_text && shown.textHelp) || shown.text || '');
+  if (shown.draw) { shown.draw(now); return; }
   if (facts.kind === 'choice' && input.matches('select')) {
     fill(input, now.choices, () => now.choices.map(word => h('option', { value: word }, word)));
     input.removeAttribute('data-value');

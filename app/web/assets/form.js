@@ -5,6 +5,7 @@ import { call, h, link } from './core.js';
 import { fitter as newFitter } from './fit.js';
 import { drawData, browse } from './form-data.js';
 import { settled, complain, edited, take, change } from './form-draft.js';
+import { moreFolders } from './form-folders.js';
 import { importButton } from './form-import.js';
 import { showRow, idOf, row, inputOf, paint } from './form-inputs.js';
 import { drawModels, loadModels, skeletons } from './form-model.js';
@@ -68,11 +69,11 @@ function cards() {
       h('div.g2', {}, h('div.all', {},
         row('data.path',
           { control: h('span.path', {}, path,
-            h('button.btn#browse', { type: 'button', onclick: browse }, 'Browse …')) }),
+            h('button.btn#browse', { type: 'button', onclick: () => browse() }, 'Browse …')) }),
               h('div.chips#recent', { role: 'group', 'aria-label': 'Recent folders' }),
               h('div#left-images.left-behind'), h('div#pair-hint', { 'aria-live': 'polite' })),
         row('data.trigger'), row('data.validation')),
-      h('div.thumbs#thumbs'), h('div.notice#proposals', { hidden: true, role: 'status' }),
+      moreFolders(), h('div.thumbs#thumbs'), h('div.notice#proposals', { hidden: true, role: 'status' }),
       h('div.data-facts#data-facts')),
     h('section.card#card-method', { 'aria-labelledby': 'h-method' },
       h('div.ttl', {}, h('span.step#step-3', { 'aria-hidden': 'true' }, '3'), h('h2#h-method', {}, 'Method'),

@@ -60,6 +60,7 @@ export interface Field {
   min: number | null;
   max: number | null;
   suggested: string[];
+  columns: (Field & { key: string; default: unknown; is_list: boolean; is_switch: boolean })[];
   group: string;
   is_front: boolean;
   /** Words by which the search finds it. */

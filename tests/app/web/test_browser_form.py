@@ -491,3 +491,34 @@ def test_a_config_of_another_trainer_is_dropped_onto_the_form_and_taken_back(pag
     page.locator("#found-above", has_text="Rank").wait_for()
     page.locator("#search").fill("noise_offset")
     page.locator("#no-match", has_text="noise_offset: noise is drawn as the model was trained").wait_for()
+
+
+def test_more_folders_and_prior_images_are_rows_with_settings_and_each_says_what_is_wrong(
+    page: Page, browser: Browser, server: Server, runs: Path, draft: Path
+):
+    more, prior = (make_pictures(runs.parent / name, count=2) for name in ("more", "prior"))
+    summary = page.locator("#more-folders > summary")
+    summary.click()
+    page.locator("#add-folder").click()
+    first = page.locator("#folders .entry").first
+    first.locator("[data-key=path]").fill(str(more))
+    first.locator("[data-key=weight]").fill("0")
+    page.locator("#folders-error", has_text="1, weight: is 0, must be > 0 and <= 1000").wait_for()
+    page.locator("#why").get_by_role("link", name="More folders").click()
+    first.locator("[data-key=weight]").fill("2.5")
+    first.locator("summary").click()
+    first.locator("[data-key=resolutions]").fill("32, 48")
+    first.locator("[data-key=flip]").select_option("yes")
+    write_over(page, "field-data-regularization", str(prior))
+    page.locator("#field-name").click()
+    settled(page)
+    expected = {"path": str(more), "weight": 2.5, "resolutions": [32, 48], "flip": True}
+    assert values(draft) == {"data.folders": [expected], "data.regularization": str(prior)}
+    page.locator("#num-folders", has_text="1 more folder, prior images").wait_for()
+    with opened(browser, server.url) as other:  # its details are open, as they hold something
+        other.locator("#folders [data-key=resolutions]").wait_for()
+        assert other.locator("#folders [data-key=weight]").input_value() == "2.5"
+        other.locator("#folders [data-remove]").click()
+        settled(other)
+    until(page, "!document.querySelector('#folders .entry')")
+    assert "data.folders" not in values(draft)
