@@ -372,7 +372,7 @@ def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:
     return {
         "is_complete": found.is_complete,
         "badge": _badge(found, families.trains_on(checked.config) == "text"),
-        "facts": list(_facts(found)),
+        "facts": list(_in_words(found)),
         "num_images": len(found.images),
         "problems": list(found.problems[:MOST_TOLD]),
         "others": [text for text in found.problems[:MOST_TOLD] if not any(map(text.endswith, checked.errors.values()))],
@@ -391,7 +391,7 @@ def _badge(found: ScanResult, is_text: bool) -> tuple[str, str]:
     return mood, f"{counted(len(found.images), 'picture')}{wrong}"
 
 
-def _facts(found: ScanResult) -> Iterator[tuple[str, str]]:
+def _in_words(found: ScanResult) -> Iterator[tuple[str, str]]:
     """Yield what was found, each as its first words and the rest of its sentence."""
     if not found.is_complete:
         return

@@ -9,7 +9,9 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +49,23 @@ NUM_THUMBNAILS, SIDE, ART_SIDE = 8, 64, 160
 MOST_FOUND = 12
 """Settings that a search shows."""
 PLACES = {
-    "model": ("model.path",),
     "data": ("data.path", "data.trigger", "data.validation"),
-    "folders": ("data.folders", "data.repeats", "data.regularization", "data.regularization_weight"),
     "method": ("adapter.rank", "adapter.block_size", "train.steps", "optim.lr", "train.batch_size"),
     "samples": ("sample.prompts", "sample.every", "data.resolution", "data.length", "checkpoint.keep"),
     "start": ("name",),
 }
-"""{part of a card: its fields}. All other fields stand under More."""
+"""{part of a card: its fields}"""
+OWN_MODEL = {"Another model of this family, from a folder or the hub": ("model.path",)}
+FOLDERS = {
+    "More folders, repeats and prior images": (
+        *("data.folders", "data.repeats", "data.regularization", "data.regularization_weight"),
+    )
+}
+OTHERS = {
+    group: tuple(name for name, facts in FIELDS.items() if facts["group"] == group and not facts["is_front"])
+    for group in GROUPS
+}
+"""{title of what is folded: its fields}"""
 
 
 class FormStudio(Studio):
@@ -167,9 +178,10 @@ class Form:
         self.facts, self.left, self.problems, self.proposals = (Notice() for _ in range(4))
         self.why, self.warnings, self.refusal, self.plan, self.changes = (Notice() for _ in range(5))
         self.search = widgets.Text(placeholder="Search: VRAM, warm-up, seed …", layout=SHOWN)
-        self.groups = widgets.Accordion([box(name="rows") for _ in GROUPS], titles=[*GROUPS], layout=SHOWN)
-        for widget, trait in ((self._filter, "value"), (self.search, "value"), (self.groups, "selected_index")):
-            widget.observe(lambda _: self._show(self._state), trait)
+        for widget in (self._filter, self.search):
+            widget.observe(lambda _: self._show(self._state), "value")
+        self.own_model, self.folders = self._folded(OWN_MODEL), self._folded(FOLDERS)
+        self.groups = self._folded(OTHERS)
         self.plan_for = widgets.Dropdown(options=TARGETS, description="Plan for", layout=SHOWN)
         self.plan_for.observe(lambda change: self._plan_for(change["new"]), "value")
         self.button = widgets.Button(description="Start", button_style="primary", layout=SHOWN)
@@ -179,16 +191,13 @@ class Form:
         self._found, self._wrong, self._board = box(name="rows"), box(name="rows"), box()
 
         titled = partial(TEMPLATES.part, "form.html", "title")
-        model, folders = (widgets.Accordion([self._fields(place)], layout=SHOWN) for place in ("model", "folders"))
-        model.titles = ("Another model of this family, from a folder or the hub",)
-        folders.titles = ("More folders, repeats and prior images",)
         cards = [
             [self._model, self._filter, self.models.box, self.facts.box, self.left.box],
-            [self._data, self._fields("data"), folders, self._pictures, self.proposals.box, self.problems.box],
+            [self._data, self._fields("data"), self.folders, self._pictures, self.proposals.box, self.problems.box],
             [html(titled("3", "Method")), self.methods.box, self._fields("method"), self._fields("samples")],
             [self._more, self.search, self._missing, self._found, self.groups],
         ]
-        cards[0] += [self._how, self.presets.box, model]
+        cards[0] += [self._how, self.presets.box, self.own_model]
         side = [
             [self._fields("start"), self.button, self.refusal.box, self.why.box, self._wrong, self.warnings.box],
             [self.plan_for, self.plan.box],
@@ -201,6 +210,19 @@ class Form:
 
     def _fields(self, place: str) -> widgets.VBox:
         return box(*(self._row(name).box for name in PLACES[place]), name="rows").add_class(f"shardstudio-{place}")
+
+    def _folded(self, places: Mapping[str, Sequence[str]]) -> widgets.Accordion:
+        """Return places whose rows are made when they are opened."""
+        found = widgets.Accordion([box(name="rows") for _ in places], titles=[*places], layout=SHOWN)
+
+        def fill(change: dict[str, Any]) -> None:
+            if change["new"] is not None:
+                names = [*places.values()][change["new"]]
+                with self._lock:
+                    found.children[change["new"]].children = [self._row(name).box for name in names]
+
+        found.observe(fill, "selected_index")
+        return found
 
     def _row(self, name: str) -> Row:
         if name not in self._rows:
@@ -375,9 +397,10 @@ class Form:
     def _show_data(self, state: dict[str, Any]) -> None:
         found, shown = state["data"], self._images
         if found and found["is_complete"]:
-            images = self._studio.scans.of(form.check(self._studio.draft()).config).images[:NUM_THUMBNAILS]
-            if images != shown[0]:
-                shown = images, list(_thumbnails(images))
+            with suppress(InputError):  # the preset has been changed just now
+                images = self._studio.scans.of(form.check(self._studio.draft()).config).images[:NUM_THUMBNAILS]
+                if images != shown[0]:
+                    shown = images, list(_thumbnails(images))
         self._images = shown
         title = "Texts" if state["is_text"] else "Pictures"
         self._data.value = TEMPLATES.part("form.html", "title", "2", title, "", found and found["badge"])
@@ -391,16 +414,13 @@ class Form:
         self._tell(self.problems, told, "warnings")
 
     def _show_more(self, state: dict[str, Any]) -> None:
-        others = [name for name, facts in FIELDS.items() if not facts["is_front"]]
         for at, (group, hint) in enumerate(GROUPS.items()):
-            names = [name for name in others if FIELDS[name]["group"] == group]
-            if self.groups.selected_index == at:
-                _fill(self.groups.children[at], (self._row(name).box for name in names))
-            rows = [state["rows"][name] for name in names]
+            rows = [state["rows"][name] for name in OTHERS[group]]
             counts = (sum("changed" in row for row in rows), "changed"), (sum("error" in row for row in rows), "wrong")
             title = ", ".join([f"{group}: {hint}", *(f"{count} {word}" for count, word in counts if count)])
             if self.groups.get_title(at) != title:
                 self.groups.set_title(at, title)
+        others = [*chain(*OTHERS.values())]
         changed = sum("changed" in state["rows"][name] for name in others)
         note = f"{len(others)} settings, {f'{changed} changed' if changed else 'all as in the preset'}"
         names = [name for name in _named(self.search.value) if "hidden" not in state["rows"][name]]
@@ -412,8 +432,8 @@ class Form:
         self.button.disabled = not state["ready"]
         self._tell(self.why, [error["text"] for error in state["errors"]], "why", state)
         self._tell(self.warnings, state["warnings"], "warnings")
-        hidden = [error["field"] for error in state["errors"] if error["field"] in FIELDS]
-        _fill(self._wrong, (self._row(name).box for name in hidden if not FIELDS[name]["is_front"]))
+        folded = {*chain(*FOLDERS.values(), *OTHERS.values())}
+        _fill(self._wrong, (self._row(error["field"]).box for error in state["errors"] if error["field"] in folded))
 
     def _tell(self, notice: Notice, sentences: Sequence[str], macro: str, *values: object) -> None:
         """Show sentences with the changes that they name as buttons, which stand for their words on them."""

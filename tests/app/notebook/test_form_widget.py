@@ -6,17 +6,19 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import ipywidgets as widgets
 import nbformat
 import pytest
 from ipywidgets.embed import dependency_state
+from markupsafe import escape
 from nbclient import NotebookClient
 
 from app.form.draft import Draft, check, group_of, rows
-from app.form.form_answers import FIELDS, GROUPS
-from app.notebook.form_widget import MOST_FOUND, Form
+from app.form.form_answers import GROUPS
+from app.notebook.form_widget import MOST_FOUND, PLACES, Form
 from app.studio import Studio
 from app.web.pages import new_run
 from tests.runs import make_pictures
@@ -66,6 +68,7 @@ def until(is_so: Callable[[], object]) -> None:
 
 def open_all(form: Form) -> Form:
     """The form with all settings shown."""
+    form.own_model.selected_index = form.folders.selected_index = 0
     for at in range(len(GROUPS)):
         form.groups.selected_index = at
     return form
@@ -93,14 +96,15 @@ def note(form: Form, name: str) -> str:
 def test_every_field_has_an_input_of_its_kind_on_a_card_or_under_more(preset: Path, runs: Path):
     form = settled(Form(preset, (), runs))
     expected = {row.field: row for row in rows(check(Draft(preset))) if row.is_visible and row.field != "adapter.type"}
-    assert shown(form) >= {name for name in expected if FIELDS[name]["is_front"]}
+    wrong = {error["field"] for error in form._state["errors"]} - {"model.path"}
+    assert shown(form) == wrong | {name for name in chain(*PLACES.values()) if name in expected}
     assert len(json.dumps(dependency_state(form.widget, drop_defaults=False), indent=1)) < MOST_BYTES
     open_all(form)
-    assert shown(form) >= set(expected)
+    assert shown(form) == set(expected)
     for name, row in expected.items():
         widget = form.inputs[name]
         assert isinstance(widget, KINDS[row.kind]) and widget.value == row.value
-        assert widget.description == f"{row.label} <code>{name}</code>"
+        assert widget.description == f"{escape(row.label)} <code>{name}</code>"
         assert row.kind != "choice" or widget.options == row.choices
     assert form.overrides == []
     assert form.config.config == load_config(preset).config
@@ -189,7 +193,7 @@ def test_a_setting_that_stands_under_more_comes_below_start_when_it_is_wrong(run
     form.inputs["parallel.nodes"].value = "2"
     assert "2 nodes need host:port" in note(form, "parallel.rendezvous")
     assert box_of(form, "parallel.rendezvous") in form._wrong.children
-    assert form.groups.titles[list(GROUPS).index(group_of("parallel.rendezvous"))].endswith("1 changed, 1 wrong")
+    assert form.groups.titles[list(GROUPS).index(group_of("parallel.rendezvous"))].endswith(", 1 wrong")
 
 
 def test_own_pictures_bring_name_trigger_and_prompts_and_what_they_lack_is_mended_by_a_button(
@@ -217,7 +221,7 @@ def test_what_belongs_to_the_former_pictures_goes_with_them(runs: Path, tmp_path
     one, other = (make_pictures(tmp_path / name, count=3) for name in ("one", "other"))
     form = settled(Form(QUICKSTART, [f"data.path={one}", f"data.masks={masks}"], runs))
     form.inputs["data.path"].value = str(other)
-    assert "former images: Masks." in form.left.text
+    assert "former images: Mask folder." in form.left.text
     form.left.buttons["Undo"].click()
     assert f"data.masks={masks}" in form.overrides
 
@@ -256,7 +260,7 @@ def test_only_words_that_go_together_can_be_chosen_and_one_that_was_chosen_befor
 def test_a_search_shows_the_settings_it_finds(runs: Path):
     form = Form(QUICKSTART, (), runs)
     form.search.value = "warm up"
-    assert [row for row in form._found.children] == [box_of(form, "optim.warmup")]
+    assert box_of(form, "optim.warmup") in form._found.children
     form.inputs["optim.warmup"].value = "3"
     assert form.overrides == ["optim.warmup=3"]
     form.search.value = "VRAM"
@@ -317,7 +321,7 @@ TYPED = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_code_of_a_form_makes_the_same_form_whatever_was_typed_before(seed: int, runs: Path):
     draw = random.Random(seed)
     form = open_all(Form(QUICKSTART, (), runs))

@@ -45,7 +45,7 @@ def test_each_lesson_is_listed_once_and_opens_without_a_question_or_a_change(lab
         shutil.copy(file, lab.notebooks)
     before = {file.name: file.read_bytes() for file in lab.notebooks.iterdir() if file.is_file()}
     assert sorted(entry["name"] for entry in lab.answer("contents/")["content"]) == ["01_quickstart.ipynb", "README.md"]
-    lab.open(page, "01_quickstart.ipynb")
+    lab.open(page, f"{NOTEBOOK}.ipynb")
     page.wait_for_timeout(SETTLED_MS)
     assert page.locator(".jp-Dialog, .Toastify__toast").count() == 0
     assert page.locator(".jp-NotebookPanel").count() == 1
@@ -58,8 +58,8 @@ def test_the_cards_are_clicked_through_to_a_finished_run(lab: Lab, page: Page, r
     call = f"notebook.form('quickstart', *{fields!r}, runs=Path({str(runs)!r}))"
     code = f"from pathlib import Path\nfrom app import notebook\n{call}"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)], metadata=METADATA)
-    nbformat.write(notebook, lab.notebooks / "form.ipynb")
-    lab.open(page, "form.ipynb")
+    nbformat.write(notebook, lab.notebooks / f"{NOTEBOOK}.ipynb")  # with the kernel of the other tests
+    lab.open(page, f"{NOTEBOOK}.ipynb")
     choose(page, "Run", "Run All Cells")
     form, why = page.locator(".shardstudio-form"), page.locator(".shardstudio-form .shardstudio-notice")
 
