@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -95,21 +95,26 @@ class Tiles:
 
     def __init__(self, chosen: Callable[[str], None], name: str = "tiles") -> None:
         self._chosen = chosen
-        self._texts: dict[str, widgets.HTML] = {}
-        self.buttons: dict[str, widgets.Button] = {}
+        self._tiles: dict[str, widgets.Box] = {}
         self.box = box(name=name)
 
+    @property
+    def buttons(self) -> dict[str, widgets.Button]:
+        """{key: button} in the order of the tiles"""
+        return {key: tile.children[1] for key, tile in self._tiles.items()}
+
     def show(self, tiles: Mapping[str, tuple[str, Markup]], chosen: str | None) -> None:
-        """Show tiles as {key: (name, content)}."""
-        if list(tiles) != list(self.buttons):
-            _close(self.box)
-            self._texts = {key: html() for key in tiles}
-            self.buttons = {key: _button("", partial(self._chosen, key)) for key in tiles}
-            self.box.children = [box(self._texts[key], self.buttons[key], name="tile") for key in tiles]
-        for (key, (name, content)), tile in zip(tiles.items(), self.box.children, strict=True):
-            self._texts[key].value = content
-            self.buttons[key].description = f"{name}, chosen" if key == chosen else name
+        """Show tiles as {key: (name, content)}. A tile stays the same while it is shown, so that no click is lost."""
+        former, self._tiles = self._tiles, {}
+        for key, (name, content) in tiles.items():
+            tile = former.pop(key, None) or box(html(), _button("", partial(self._chosen, key)), name="tile")
+            text, button = tile.children
+            text.value, button.description = content, f"{name}, chosen" if key == chosen else name
             (tile.add_class if key == chosen else tile.remove_class)("shardstudio-on")
+            self._tiles[key] = tile
+        fill(self.box, self._tiles.values())
+        for tile in former.values():
+            _close(tile)
 
 
 class Notice:
@@ -135,8 +140,10 @@ class Notice:
         self._text.value = content
         is_same, self._actions = list(actions) == list(self._actions), actions
         if not is_same:
-            _close(self._row)
+            former = self._row.children
             self._row.children = [_button(words, partial(self._press, words)) for words in actions]
+            for button in former:
+                button.close()
         self.box.layout = shown_if(bool(content or actions))
 
     def _press(self, words: str) -> None:
@@ -149,11 +156,15 @@ def _button(words: str, pressed: Callable[[], None]) -> widgets.Button:
     return found
 
 
+def fill(place: widgets.Box, children: Iterable[widgets.Widget]) -> None:
+    """Put widgets into a box; what is there stays as it is."""
+    now = tuple(children)
+    if place.children != now:
+        place.children = now
+
+
 def _close(place: widgets.Box) -> None:
-    """Close what is in a box, which would be kept with the kernel otherwise."""
-    former: Sequence[widgets.Widget] = place.children
-    place.children = ()
-    for child in former:
-        if isinstance(child, widgets.Box):
-            _close(child)
+    """Close a box and what is in it, which would be kept with the kernel otherwise."""
+    for child in place.children:
         child.close()
+    place.close()

@@ -27,7 +27,7 @@ from app.form.model_choices import ModelChoices
 from app.form.plan_preview import TARGETS, THIS_MACHINE
 from app.notebook import panels
 from app.notebook.dashboard_widget import Dashboard
-from app.notebook.form_parts import SHOWN, Notice, Row, Tiles, box, html
+from app.notebook.form_parts import SHOWN, Notice, Row, Tiles, box, fill, html
 from app.notebook.lessons import data_url
 from app.notebook.panels import TEMPLATES
 from app.runs.monitor import explained
@@ -215,13 +215,13 @@ class Form:
         """Return places whose rows are made when they are opened."""
         found = widgets.Accordion([box(name="rows") for _ in places], titles=[*places], layout=SHOWN)
 
-        def fill(change: dict[str, Any]) -> None:
+        def opened(change: dict[str, Any]) -> None:
             if change["new"] is not None:
                 names = [*places.values()][change["new"]]
                 with self._lock:
                     found.children[change["new"]].children = [self._row(name).box for name in names]
 
-        found.observe(fill, "selected_index")
+        found.observe(opened, "selected_index")
         return found
 
     def _row(self, name: str) -> Row:
@@ -424,7 +424,7 @@ class Form:
         changed = sum("changed" in state["rows"][name] for name in others)
         note = f"{len(others)} settings, {f'{changed} changed' if changed else 'all as in the preset'}"
         names = [name for name in _named(self.search.value) if "hidden" not in state["rows"][name]]
-        _fill(self._found, (self._row(name).box for name in names[:MOST_FOUND]))
+        fill(self._found, (self._row(name).box for name in names[:MOST_FOUND]))
         self._missing.value = "" if names or not self.search.value.strip() else escape(_missing(self.search.value))
         self._more.value = TEMPLATES.part("form.html", "title", "", "More", note)
 
@@ -433,7 +433,7 @@ class Form:
         self._tell(self.why, [error["text"] for error in state["errors"]], "why", state)
         self._tell(self.warnings, state["warnings"], "warnings")
         folded = {*chain(*FOLDERS.values(), *OTHERS.values())}
-        _fill(self._wrong, (self._row(error["field"]).box for error in state["errors"] if error["field"] in folded))
+        fill(self._wrong, (self._row(error["field"]).box for error in state["errors"] if error["field"] in folded))
 
     def _tell(self, notice: Notice, sentences: Sequence[str], macro: str, *values: object) -> None:
         """Show sentences with the changes that they name as buttons, which stand for their words on them."""
@@ -464,12 +464,6 @@ class Form:
 
 def _is_running(download: Mapping[str, Any] | None) -> bool:
     return download is not None and download["state"] in ("waiting", "downloading")
-
-
-def _fill(place: widgets.Box, children: Iterable[widgets.Widget]) -> None:
-    now = tuple(children)
-    if place.children != now:
-        place.children = now
 
 
 def _thumbnails(images: Iterable[Path]) -> Iterator[tuple[str, str]]:
