@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
@@ -19,10 +20,10 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig
 from trainer.distributed.world import World
 from trainer.models import families
-from trainer.models.build import build_model, shard_model
+from trainer.models.build import build_model, reshard, shard_model
 from trainer.optim import scale_gradients
 from trainer.parallel.mesh import device_mesh, resolve_strategy
-from trainer.parallel.parallelize import blocks_of, shard_units
+from trainer.parallel.parallelize import blocks_of, gathered_for_samples, shard_units
 from trainer.parallel.replicas import check_reduced, diverged
 from trainer.parallel.strategy import Strategy
 from trainer.run.folder import RunDir
@@ -193,6 +194,32 @@ def sharded(world: World, strategy: Any) -> nn.Module:
 
     shard_units(model, blocks_of(model, ["Linear"]), mesh, True, torch.float32, OffloadPolicy())
     return model
+
+
+def gathers(world: World, is_small: bool) -> tuple[int, int]:
+    """How often blocks are gathered in three calls while sampling, and in two calls after that."""
+    model = nn.ModuleDict({"transformer": sharded(world, "full")})
+    parallel, batch = ParallelConfig(devices=2, strategy="full"), torch.ones(1, 8)
+    gather = mock.Mock(wraps=_fsdp_param_group.foreach_all_gather)
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", gather), torch.no_grad():
+        with (
+            mock.patch("trainer.parallel.strategy.GATHERED_BYTES", GIB if is_small else 1),
+            gathered_for_samples(model, parallel, "full"),
+        ):
+            for _ in range(3):
+                model["transformer"](batch)
+        inside = gather.call_count
+        reshard(model)
+        for _ in range(2):
+            model["transformer"](batch)
+    return inside, gather.call_count - inside
+
+
+@pytest.mark.parametrize(("is_small", "expected"), [(True, (2, 4)), (False, (6, 4))])
+def test_blocks_of_a_small_model_are_gathered_once_for_all_calls_of_its_samples(
+    is_small: bool, expected: tuple[int, int]
+) -> None:
+    assert run_ranks(2, gathers, is_small) == [expected] * 2
 
 
 def refusal_of_an_adapter_added_after_sharding(world: World) -> str:

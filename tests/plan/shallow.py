@@ -24,7 +24,7 @@ from trainer.plan.record import fake_device
 from trainer.plan.record.encoders import trace_captions, trace_encoders
 from trainer.plan.record.make_tables import FORMATS
 from trainer.plan.record.trace import on_this_machine, trace_passes, trace_sampling, trace_step
-from trainer.plan.simulate.phases import captions, over_all
+from trainer.plan.simulate.phases import captions, over_all, while_sampling
 from trainer.plan.simulate.sizes import sharding_of
 from trainer.plan.simulate.steps import ModelPass, PassInput, lengthen
 from trainer.plan.simulate.tables import KIND_OF, PASS_KINDS, RANKS, PassKind, PassTable, decode, traced_inputs
@@ -61,7 +61,8 @@ def main(cache: Path, models: Sequence[str]) -> None:
         print(json.dumps({"model": model, "is_equal": _is_equal(model, MODELS[model], cache)}), flush=True)
     if not models:
         folder = _shallow(cache)
-        compared = itertools.chain(*(_compared(folder, fields, cache) for fields in CASES), _captions(folder, cache))
+        cases = [(folder, fields) for fields in CASES] + [(Path("demo"), ("train.precision=fp32",))]
+        compared = itertools.chain(*(_compared(*case, cache) for case in cases), _captions(folder, cache))
         for case, planned, traced in compared:
             print(json.dumps({"case": case, "planned": planned, "traced": traced}), flush=True)
 
@@ -94,7 +95,8 @@ def _compared(folder: Path, fields: tuple[str, ...], cache: Path) -> Iterator[tu
     training = simulate(model_pass(trained), sharding)
     yield f"training {' '.join(fields)}", training.peak, trace_step(cfg, family, device, SIZE).peak
     if drawn:
-        drawing = simulate_forward(model_pass("drawn"), replace(sharding, optimizer_bytes=0.0), {})
+        spread = while_sampling(cfg, model_pass("drawn"), sharding)
+        drawing = simulate_forward(model_pass("drawn"), replace(spread, optimizer_bytes=0.0), {})
         yield f"drawing {' '.join(fields)}", drawing.peak, trace_sampling(cfg, family, device, SIZE)
 
 

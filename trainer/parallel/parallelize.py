@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,13 @@ from trainer.parallel.compile import compile_blocks, for_class
 from trainer.parallel.fsdp_rules import entries
 from trainer.parallel.older_fsdp import let_bytes_be_sharded
 from trainer.parallel.recompute import recompute_all, recompute_cheap
-from trainer.parallel.strategy import Strategy, has_few_parameters, reshard_after_forward
+from trainer.parallel.strategy import (
+    Strategy,
+    has_few_parameters,
+    reshard_after_forward,
+    shard_ranks,
+    stays_gathered,
+)
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -137,6 +144,29 @@ def shard_units(
         fully_shard(unit, reshard_after_forward=reshard, **common)
     # Backward begins with the root: freed after forward, it would be gathered again at once.
     fully_shard(model, reshard_after_forward=False, **common)
+
+
+@contextmanager
+def gathered_for_samples(model: nn.Module, parallel: ParallelConfig, strategy: Strategy) -> Iterator[None]:
+    """Inside, a small model's blocks stay gathered from their first forward on, as `stays_gathered` says.
+
+    Args:
+        model: The live components.
+        parallel: The run's section `parallel`.
+        strategy: How it is sharded.
+    """
+    reshard = reshard_after_forward(parallel, strategy)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if not stays_gathered(parallel, shard_ranks(parallel, strategy, parallel.world_size), reshard, size):
+        yield
+        return
+    components = [component for component in model.children() if isinstance(component, FSDPModule)]
+    for component in components:
+        component.set_reshard_after_forward(False)
+    yield
+    for component in components:
+        component.set_reshard_after_forward(True)
+        component.set_reshard_after_forward(False, recurse=False)  # the root's, as `shard_units` has it
 
 
 def unsharded_weights(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> set[nn.Parameter]:

@@ -20,6 +20,9 @@ REDUCED_BYTES = 4
 FEW_GRADIENT_BYTES = 2**30
 """Most bytes of gradients that are reduced together at the end of a backward: over PCIe they take 0.1 s."""
 
+GATHERED_BYTES = 2**30
+"""Most bytes of weights that stay gathered while samples are generated. It is a small part of any GPU."""
+
 
 def has_few_parameters(trained: int) -> bool:
     """Whether so many trained numbers are reduced at once, where each rank has the unsharded model."""
@@ -80,3 +83,20 @@ def reshard_after_forward(parallel: ParallelConfig, strategy: Strategy) -> bool 
     if parallel.reshard_after_forward is not None:
         return parallel.reshard_after_forward
     return strategy in ("full", "hybrid", "ddp")
+
+
+def stays_gathered(parallel: ParallelConfig, ranks: int, reshard: bool | int, weight_bytes: float) -> bool:
+    """Whether a model's blocks stay gathered while samples are generated.
+
+    Each sample calls the model dozens of times, and each call would gather every block again.
+
+    Args:
+        parallel: The run's section `parallel`.
+        ranks: Ranks that share a copy of the model, `shard_ranks`.
+        reshard: As `reshard_after_forward` returns it.
+        weight_bytes: Of all weights, as they are stored.
+
+    See DECISIONS 227.
+    """
+    is_offloaded = parallel.cpu_offload or bool(parallel.offload_blocks)
+    return ranks > 1 and reshard is True and not is_offloaded and weight_bytes <= GATHERED_BYTES

@@ -26,7 +26,7 @@ from trainer.models.build import reshard, sync_gradients
 from trainer.models.objectives.base import perplexity_of
 from trainer.optim import AdamW, evaluation_weights, learning_rate, scale_gradients, set_learning_rate, state_tensors
 from trainer.parallel import attention
-from trainer.parallel.parallelize import COMPUTE_DTYPE
+from trainer.parallel.parallelize import COMPUTE_DTYPE, gathered_for_samples
 from trainer.parallel.replicas import diverged
 from trainer.rng import derived_seed
 from trainer.run.events import Emit, State, ValidationEvent
@@ -318,9 +318,8 @@ class Trainer:
             return []
         self.log.enter("sampling", self.step)
         generate = self.sampler.prepare()
-        with self._evaluating():
-            samples = self.sample_schedule.generate(self.model, generate)
-        paths = self.sample_schedule.write(samples, self.step)
+        with self._evaluating(), gathered_for_samples(self.model, self.cfg.parallel, self.loaded.strategy):
+            paths = self.sample_schedule.generate(self.model, generate, self.step)
         self.log.enter("training", self.step)
         return paths
 

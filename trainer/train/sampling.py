@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -49,22 +49,27 @@ class SampleSchedule:
         exist: bool = self._world.gather(bool(paths) and all(path.exists() for path in paths))[0]
         return not exist
 
-    def generate(self, model: nn.ModuleDict, generate_one: Generate) -> dict[int, Sample]:
-        """{number of the prompt: its sample} on rank 0, {} on other ranks. Collective.
+    def generate(self, model: nn.ModuleDict, generate_one: Generate, step: int) -> list[Path]:
+        """Generate all samples. Each is written, and its event emitted, as soon as it is there. Collective.
+
+        A full disk is a warning.
 
         Args:
             model: The live components, with the weights to evaluate.
             generate_one: The result of `Sampler.prepare`.
+            step: The optimizer step they belong to.
+
+        Returns:
+            Their paths on rank 0, none on other ranks.
         """
 
         def generate(index: int) -> Sample:
             return generate_one(model, index, SampleRng(self._seed, (index,), self._world.device))
 
-        groups = [generate_all(group, generate, self._world) for group in self._sampler.groups]
-        return {index: sample for group in groups for index, sample in sorted(group.items())}
+        rounds = (some for group in self._sampler.groups for some in generate_all(group, generate, self._world))
+        return [path for samples in rounds for path in self._write(samples, step)]
 
-    def write(self, samples: dict[int, Sample], step: int) -> list[Path]:
-        """Write the samples and emit their events. A full disk is a warning. Returns the paths."""
+    def _write(self, samples: Mapping[int, Sample], step: int) -> list[Path]:
         paths: list[Path] = []
         try:
             for index, sample in samples.items():
@@ -127,8 +132,10 @@ def with_requested_prompts(cfg: RunConfig, events: Sequence[AnyEvent], world: Wo
         return cfg
 
 
-def generate_all(numbers: Sequence[int], generate: Callable[[int], Sample], world: World) -> dict[int, Sample]:
-    """Spread samples over the ranks. Collective.
+def generate_all(
+    numbers: Sequence[int], generate: Callable[[int], Sample], world: World
+) -> Iterator[dict[int, Sample]]:
+    """Spread samples over the ranks. Collective: every rank takes all that is yielded.
 
     An error ends this rank at once, and torchrun the others: were it agreed first, ranks inside the model would wait
     for this one in vain.
@@ -137,15 +144,13 @@ def generate_all(numbers: Sequence[int], generate: Callable[[int], Sample], worl
         generate: (number) -> sample. It may call a sharded model, so every rank calls it equally
             often: a rank without a sample of its own repeats one and drops it.
 
-    Returns:
-        {number: sample} on rank 0, {} on other ranks.
+    Yields:
+        {number: sample} of one sample per rank, on rank 0; {} on other ranks.
     """
-    samples: dict[int, Sample] = {}
     for first in range(0, len(numbers), world.data_size):
         position = first + world.data_rank
         number = numbers[position % len(numbers)]
         sample = generate(number)
         mine = {number: sample} if position < len(numbers) else {}
-        for others in world.gather(mine):
-            samples |= others
-    return samples if world.rank == 0 else {}
+        gathered = world.gather(mine)
+        yield {index: drawn for some in gathered for index, drawn in some.items()} if world.rank == 0 else {}

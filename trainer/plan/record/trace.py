@@ -46,7 +46,12 @@ from trainer.models.objectives.base import Batch
 from trainer.models.parts.published import published_folder
 from trainer.optim import Ema, make_optimizer
 from trainer.parallel.mesh import device_mesh
-from trainer.parallel.parallelize import COMPUTE_DTYPE, blocks_of, checkpoint_activations
+from trainer.parallel.parallelize import (
+    COMPUTE_DTYPE,
+    blocks_of,
+    checkpoint_activations,
+    gathered_for_samples,
+)
 from trainer.parallel.strategy import Strategy
 from trainer.plan.record import fake_device
 from trainer.plan.record.memory_tracker import ACTIVATIONS, GATHERED, REDUCED, MemoryTracker
@@ -117,10 +122,12 @@ def trace_sampling(cfg: RunConfig, family: ModelFamily, device: torch.device, si
 
     cfg: `parallel.strategy` must be decided.
     """
+    strategy: Strategy = cfg.parallel.strategy  # type: ignore[assignment]
     with sharded_model(build_model(cfg, family), cfg, family, device) as sharded:
         sharded.tracker.reset()
-        for _ in range(2):
-            sharded.draw(size)
+        with gathered_for_samples(sharded.module, cfg.parallel, strategy):
+            for _ in range(2):
+                sharded.draw(size)
         return sharded.tracker.highest
 
 

@@ -6,10 +6,11 @@ See DECISIONS 92.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from trainer.config.schema import RunConfig
+from trainer.parallel.strategy import stays_gathered
 from trainer.plan.simulate.sizes import rank_of, sample_input_of
 from trainer.plan.simulate.steps import ModelPass
 from trainer.plan.simulate.tables import Encoders, Model
@@ -173,7 +174,14 @@ def sampling(cfg: RunConfig, model: Model, model_pass: ModelPass, sharding: Shar
     autoencoder = {AUTOENCODER: encoders.image} if encoders.image else {}
     constant = {**autoencoder, **_averaged(cfg, model_pass, sharding)}
     decoding = encoders.of_image(encoders.decoding, cfg.sample.full_size.pixels)
-    return simulate_forward(drawing, sharding, constant, decoding)
+    return simulate_forward(drawing, while_sampling(cfg, drawing, sharding), constant, decoding)
+
+
+def while_sampling(cfg: RunConfig, drawing: ModelPass, sharding: Sharding) -> Sharding:
+    """Return how a model is spread while it generates samples: as in training, but that a small one stays gathered."""
+    stored = sum(p.numbers * p.stored for unit in drawing.units for p in unit.parameters)
+    is_kept = stays_gathered(cfg.parallel, sharding.ranks, sharding.reshard, stored)
+    return replace(sharding, reshard=False) if is_kept else sharding
 
 
 def over_all(cfg: RunConfig) -> Sharding:
