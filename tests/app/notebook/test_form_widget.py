@@ -113,6 +113,7 @@ def test_every_field_has_an_input_of_its_kind_on_a_card_or_under_more(preset: Pa
 def test_the_cards_hold_what_the_page_answers(runs: Path):
     form = settled(Form(QUICKSTART, (), runs))
     page = Studio(runs)
+    page.models = form._studio.models  # planned already
     answer = new_run.state(page)
     assert answer is not None
     first = next(iter(new_run.models(page)))
