@@ -56,8 +56,9 @@ except ValueError as error:
 # %% [markdown]
 # ## The same as a form
 #
-# The form shows what you can set, with the meaning of each field. Change something if you like: the next cell starts
-# what the form shows. Two fields to look at on the tab *Hardware*:
+# The form shows what you can set, with the meaning of each field: model, pictures and method, and everything else under
+# *More*. Change something if you like, and press *Start*; where you do not, the next cell starts what the form shows.
+# Two fields to look at in the group *Hardware*:
 #
 # - `parallel.devices` is the number of *ranks*. Each rank is a process with its own GPU or, without GPUs, a share of
 #   the CPU.
@@ -65,18 +66,18 @@ except ValueError as error:
 #   parts just before it computes with them. The next notebook measures this.
 
 # %%
-form = notebook.form("quickstart", *CHANGES)
+form = notebook.form("quickstart", *CHANGES, runs=RUNS)
 form
 
 # %% [markdown]
 # ## Train
 #
-# `start` returns at once. The run is a separate process: it continues when you close this notebook, and even when the
-# kernel dies. The dashboard follows it. *Loss* is the error of the model's prediction; it is noisy, so look at the
-# smoothed line.
+# `start` returns at once, as *Start* does. The run is a separate process: it continues when you close this notebook,
+# and even when the kernel dies. The dashboard follows it. *Loss* is the error of the model's prediction; it is noisy,
+# so look at the smoothed line.
 
 # %%
-run = notebook.start(form.config, RUNS)
+run = form.run or notebook.start(form.config, RUNS)
 notebook.dashboard(run)
 
 # %% [markdown]

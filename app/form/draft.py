@@ -198,6 +198,8 @@ def check(draft: Draft) -> Checked:
         try:
             loaded = load_config(draft.preset, replace(draft, values=valid).overrides)
         except ConfigError as error:
+            if not valid:  # the preset's file was changed just now
+                raise
             errors = _by_row(error.problems) | errors
             wrong = [name for name in valid if name in errors] or list(valid)[-1:]
             valid = {name: value for name, value in valid.items() if name not in wrong}

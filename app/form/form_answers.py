@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -21,24 +21,51 @@ from trainer.config import families
 from trainer.config.fields import Slot, all_names, label, slot, unit
 from trainer.config.foreign.imported import words_of
 from trainer.config.load import COMMAND_LINE, dump_config, load_config_text, similar_name
+from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ADAPTERS, Section
-from trainer.launcher import capacity
+from trainer.launcher import capacity, preflight
+from trainer.launcher.jobs.downloads import DownloadState
 from trainer.plan import picture
 from trainer.plan.memory import MemoryPlan, verdict
 from trainer.plan.picture import Limit, Outline
 from trainer.plan.search.ladder import nothing_left
 from trainer.plan.simulate.phases import Item, by_kind, moment
 from trainer.run.length import RunLength
+from trainer.system.amounts import counted, rounded_size
 from trainer.system.errors import InputError
 from trainer.system.gpus import Gpu
 
 if TYPE_CHECKING:
     from app.studio import Studio
 
+MOST_SHAPES = 4
+MOST_TOLD = 20
+"""Problems and warnings of the images that are listed."""
 LINE = re.compile(r"^\S*?:(\d+): ?(.*)$")
 REMEDY = re.compile(r"\b(?:set|or) ([a-z]+\.[a-z_.]*[a-z]): (\w[\w.]*\b)")
 """A field and a value that a sentence tells people to set."""
+
+
+ON_CARDS: Mapping[str, tuple[str, str]] = {
+    "name": ("Of the run, and of the file it ends with.", ""),
+    "data.path": (
+        "Each image with its caption in a .txt file of the same name.",
+        "A folder or file: a document in each .txt file, or in each row of other files, such as .jsonl and .parquet.",
+    ),
+    "data.trigger": ("A word that means nothing yet. It is put where a caption says [trigger].", ""),
+    "data.validation": (
+        "Images that are not trained on, to measure progress: a number, or a folder.",
+        "A file or folder of texts that are not trained on, to measure progress.",
+    ),
+    "data.resolution": ("Images are scaled to about this value squared.", ""),
+    "train.batch_size": ("Images per step, of all GPUs together.", "Texts per step, of all GPUs together."),
+    "sample.prompts": (
+        "One a line. Samples show how far the run is; [trigger] becomes the trigger word.",
+        "One a line. The model goes on from each, to show how far the run is.",
+    ),
+}
+"""{field: (help on its card, the same for texts)}, where it is shorter than the field's own."""
 
 
 def _field(name: str) -> dict[str, Any]:
@@ -50,6 +77,7 @@ def _field(name: str) -> dict[str, Any]:
         "kind": form.kind_of(name),
         "group": form.group_of(name),
         "is_front": name in form.MOST_USED,
+        "help_on_card": ON_CARDS.get(name, ("", "")),
         "suggested": list(spec.words) if form.kind_of(name) == "text" else [],
         "columns": _columns(name),
     }
@@ -148,11 +176,29 @@ def _changed(checked: Checked) -> dict[str, tuple[Any, Any]]:
     return {**checked.changes, **wrong}
 
 
-def errors(checked: Checked) -> list[dict[str, str]]:
-    """Return what keeps the run from starting, each with the field to go to."""
-    return [
-        {"field": name, "label": label(name) if name else "", "text": text} for name, text in checked.errors.items()
-    ]
+def errors(checked: Checked, downloads: Mapping[str, DownloadState]) -> list[dict[str, str]]:
+    """Return what keeps the run from starting, each with the field to go to.
+
+    Of a model that is offered for download, it says only that.
+    """
+    told, model = dict(checked.errors), checked.config.model
+    known = published_models().get(model.path or "")
+    is_offered = known is not None and known.download_command and "model.path" not in _changed(checked)
+    if "model.path" in told and known and is_offered and not preflight.has_model(model):
+        is_running = known.id in downloads and downloads[known.id].state in ("waiting", "downloading")
+        size = rounded_size(known.num_bytes)
+        told["model.path"] = (
+            f"{known.name} is being downloaded."
+            if is_running
+            else f"{known.name} is not on this machine yet; download it on the first card, {size}."
+        )
+    return [{"field": name, "label": label(name) if name else "", "text": text} for name, text in told.items()]
+
+
+def looked_at(found: Mapping[str, Any] | None, gpus: Sequence[Gpu]) -> str:
+    """Return what was checked of a form that is ready. found: what `data` returns."""
+    data = counted(found["num_images"], "picture") if found and found["num_images"] else "data"
+    return f"Checked: model, {data}, {counted(len(gpus), 'GPU') if gpus else 'CPU'}, disk."
 
 
 def remedies(sentences: Sequence[str]) -> dict[str, list[dict[str, str]]]:
@@ -306,9 +352,9 @@ def _item(item: Item) -> dict[str, Any]:
 
 
 def disk(preview: PlanPreview, cfg: RunConfig, runs: Path) -> dict[str, Any]:
-    """Return the bytes that are free below the runs, and those that the run will take; 0 if unknown."""
+    """Return the bytes that are free where the runs are or will be, and those that the run will take; 0 if unknown."""
     need = capacity.disk_need(cfg, preview.plan) if preview.plan else 0.0
-    free = shutil.disk_usage(runs).free if runs.is_dir() else 0
+    free = shutil.disk_usage(next(folder for folder in (runs, *runs.parents) if folder.is_dir())).free
     return {"free": int(float(f"{free:.2g}")), "need": need}  # two digits: every change makes the windows draw anew
 
 
@@ -325,22 +371,40 @@ def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:
     if "data.path" in checked.errors and not os.path.isdir(checked.config.data.path or ""):
         return None
     found = studio.scans.of(checked.config)
-    shapes = [[*size.frame, count] for size, count in sorted(found.buckets.items(), key=lambda item: -item[1])]
-    trained = sum(found.buckets.values())
     return {
-        "is_text": families.trains_on(checked.config) == "text",
         "is_complete": found.is_complete,
-        "num_files": found.num_files,
+        "badge": _badge(found, families.trains_on(checked.config) == "text"),
+        "facts": list(_in_words(found)),
         "num_images": len(found.images),
-        "num_trained": trained,
-        "num_texts": len(found.texts),
-        "text_bytes": sum(found.texts.values()),
-        "num_questions": found.num_questions,
-        "shapes": shapes,
-        "held_out": len(found.held_out),
-        "problems": list(found.problems[:20]),
-        "warnings": list(found.warnings[:20]),
+        "problems": list(found.problems[:MOST_TOLD]),
+        "others": [text for text in found.problems[:MOST_TOLD] if not any(map(text.endswith, checked.errors.values()))],
+        "warnings": list(found.warnings[:MOST_TOLD]),
     }
+
+
+def _badge(found: ScanResult, is_text: bool) -> tuple[str, str]:
+    """Return the mood and the words of the mark on the card."""
+    if not found.is_complete:
+        return "acc", f"reading: {found.num_files:,} files"
+    if is_text:
+        return "ok", f"{counted(len(found.texts), 'file')}, {rounded_size(sum(found.texts.values()))}"
+    wrong = f", {counted(len(found.problems[:MOST_TOLD]), 'problem')}" if found.problems else ""
+    mood = "bad" if wrong else "ok" if found.images else "warn"
+    return mood, f"{counted(len(found.images), 'picture')}{wrong}"
+
+
+def _in_words(found: ScanResult) -> Iterator[tuple[str, str]]:
+    """Yield what was found, each as its first words and the rest of its sentence."""
+    if not found.is_complete:
+        return
+    if found.buckets:
+        most = sorted(found.buckets.items(), key=lambda item: -item[1])[:MOST_SHAPES]
+        sizes = [f"{' × '.join(map(str, size.frame))} ({count})" for size, count in most]
+        yield counted(len(found.buckets), "shape"), " · ".join(sizes)
+    if found.held_out:
+        yield f"{len(found.held_out)} held out", "to measure progress"
+    if found.num_questions:
+        yield counted(found.num_questions, "question"), ""
 
 
 def proposals(checked: Checked, found: ScanResult) -> list[dict[str, str]]:

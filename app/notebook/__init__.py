@@ -72,9 +72,12 @@ def config(preset: str | Path, *overrides: str) -> ConfigFile:
     return load_config(preset_file(preset), overrides)
 
 
-def form(preset: str | Path = "quickstart", *overrides: str) -> Form:
-    """Return a form of the config, shown below a cell that ends with it. Its `config` is what the form shows."""
-    return Form(preset_file(preset), overrides, named=str(preset))
+def form(preset: str | Path = "quickstart", *overrides: str, runs: Path = RUNS) -> Form:
+    """Return the form of a run, shown below a cell that ends with it: model, pictures, method, and what they take.
+
+    Its button Start starts the run below `runs` and shows it; `run` is that run then, and `config` what the form shows.
+    """
+    return Form(preset_file(preset), overrides, runs, named=str(preset))
 
 
 @dataclass(frozen=True)

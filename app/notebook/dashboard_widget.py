@@ -76,17 +76,24 @@ class Dashboard:
     def _request(self, what: Request) -> None:
         self.message.value = panels.attempted(partial(panels.request, self.run, what))
 
-    def _ipython_display_(self) -> None:
+    def live(self) -> widgets.VBox:
+        """Return the view as a widget, for use inside other widgets. It follows the run until that ends."""
         with self._lock:
             if not self._is_followed:
                 self._is_followed = True
                 self._is_over = self._update()
                 if not self._is_over:
                     threading.Thread(target=self._follow, name=f"dashboard {self.run.path.name}", daemon=True).start()
+        return self.widget
+
+    def _ipython_display_(self) -> None:
+        widget = self.live()
+        with self._lock:
             if self._is_over:
                 display(self._static_output(), raw=True)
                 return
-            live = display(self.widget, display_id=True)
+            words = "The run goes on: await notebook.ended(run) waits for it, and its last state then stands here."
+            live = display(panels.live(widget, words), raw=True, display_id=True)
             self._shown.append((live, display(self._attach_hint(), raw=True, display_id=True)))
 
     def _follow(self) -> None:

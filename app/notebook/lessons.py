@@ -79,7 +79,7 @@ class Gallery:
     def __init__(self, rows: Mapping[str, Mapping[str, Path]], size: int) -> None:
         self._rows = {label: dict(row) for label, row in rows.items()}
         self._columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-        self._small = {file: _small(file, size) for row in rows.values() for file in row.values()}
+        self._small = {file: data_url(file, size) for row in rows.values() for file in row.values()}
         self._size = size
 
     def __repr__(self) -> str:
@@ -129,8 +129,15 @@ def _holds_numbers(cells: Sequence[str]) -> bool:
     return bool(filled) and all(NUMBER.match(cell) for cell in filled)
 
 
-def _small(file: Path, size: int) -> str:
-    """A small copy of an image as a data URL."""
+def data_url(file: Path, size: int) -> str:
+    """Return a small copy of an image as a data URL.
+
+    Args:
+        size: Longer side of the copy, in pixels.
+
+    Raises:
+        InputError: The file is not an image.
+    """
     return f"data:image/webp;base64,{base64.b64encode(webp(file, size, 65)).decode()}"
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+import ipywidgets as widgets
 from markupsafe import Markup
 
 from app.runs.monitor import SILENT_S, RunView
@@ -22,6 +24,10 @@ from trainer.view.render import Templates
 
 TEMPLATES = Templates(Path(__file__).with_name("templates"))
 
+WITHOUT_WIDGETS = (
+    "Widgets are not shown here. Run this cell in JupyterLab with ipywidgets installed next to it, in VS Code with its "
+    "Jupyter extension, or in Colab, while the kernel runs."
+)
 CONFIRMATIONS: Mapping[Request, str] = {
     "stop": "Stopping after this step, with a checkpoint.",
     "save": "Saving a checkpoint after this step.",
@@ -95,6 +101,16 @@ def attempted(act: Callable[[], str]) -> Markup:
 def alert(message: str) -> Markup:
     """Return an error message, which screen readers read aloud."""
     return TEMPLATES.part("panels.html", "alert", message)
+
+
+def live(widget: widgets.Widget, otherwise: str) -> dict[str, Any]:
+    """Return a widget as the output of a cell, which says what to do where widgets are not shown.
+
+    Args:
+        otherwise: A further sentence then.
+    """
+    shown: dict[str, Any] = widget._repr_mimebundle_()
+    return shown | {"text/plain": f"{WITHOUT_WIDGETS} {otherwise}"}
 
 
 def styled(content: Markup, sheet: str = "") -> Markup:

@@ -36,9 +36,9 @@ def test_every_notebook_is_a_pair_and_is_run_by_the_tests():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tab_that_a_notebook_names_is_one_of_the_form(name):
+def test_a_group_that_a_notebook_names_is_one_of_the_form(name):
     text = " ".join((NOTEBOOKS / f"{name}.py").read_text(encoding="utf-8").replace("# ", "").split())
-    assert set(re.findall(r"tab \*([^*]+)\*", text)) <= GROUPS.keys()
+    assert set(re.findall(r"group \*([^*]+)\*", text)) <= GROUPS.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -30,26 +30,13 @@ export function drawData() {
   say($('data-title'), current.state.is_text ? 'Texts' : 'Pictures');
   fill($('data-tag'), [data, current.state.waiting], () => {
     if (!data) return [];
-    if (!data.is_complete) return [h('span.tag.acc', {}, `reading: ${studio.count(data.num_files)} files`)];
-    if (data.is_text)
-      return [h('span.tag.ok', {}, `${studio.counted(data.num_texts, 'file')}, ${studio.size(data.text_bytes)}`)];
-    const mood = data.problems.length ? 'bad' : data.num_images ? 'ok' : 'warn';
-    return [h(`span.tag.${mood}`, {},
-      `${studio.counted(data.num_images, 'picture')}${data.problems.length
-        ? `, ${studio.counted(data.problems.length, 'problem')}` : ''}`)];
+    const [mood, words] = data.badge;
+    return [h(`span.tag.${mood}`, {}, words)];
   });
   fill(place, [data, current.state.errors], () => {
     if (!data || !data.is_complete) return [];
-    const parts = [];
-    if (data.shapes.length) parts.push(
-      h('span', {}, h('b', {}, studio.counted(data.shapes.length, 'shape')),
-        h('span.dim', {}, ' ' + data.shapes.slice(0, 4).map(([w, t, n]) => `${w} × ${t} (${n})`).join(' · '))));
-    if (data.held_out) parts.push(
-      h('span', {}, h('b', {}, `${data.held_out} held out`), h('span.dim', {}, ' to measure progress')));
-    if (data.num_questions) parts.push(h('span', {}, h('b', {}, studio.counted(data.num_questions, 'question'))));
-    const said = current.state.errors.map(error => error.text), // at its row and beside Start
-      others = data.problems.filter(text => !said.some(told => text.endsWith(told)));
-    return [...parts, ...others.slice(0, 4).map(text => h('p.notice.bad', {}, withRemedies(text))),
+    return [...data.facts.map(([first, rest]) => h('span', {}, h('b', {}, first), h('span.dim', {}, ` ${rest}`))),
+      ...data.others.slice(0, 4).map(text => h('p.notice.bad', {}, withRemedies(text))),
       ...data.warnings.slice(0, 4).map(text => h('p.notice.warn', {}, withRemedies(text)))];
   });
   drawProposals();

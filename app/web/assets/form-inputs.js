@@ -22,8 +22,8 @@ export function row(name, options = {}) {
     help);
   else element.append(title, wrapped(name, facts, control), help);
   if (facts.suggested.length) help.before(suggestions(name, facts, input));
-  inputs[name] = { element, input, help, facts, text: options.help ?? facts.help, textHelp: options.textHelp,
-    sent: undefined };
+  const [text, textHelp] = facts.help_on_card;
+  inputs[name] = { element, input, help, facts, text: text || facts.help, textHelp, sent: undefined };
   help.title = facts.help; // it has four lines where there is little room
   return element;
 }

@@ -7,8 +7,7 @@ import { drawStart } from './form-plan.js';
 import { current, $ } from './form-state.js';
 import { rehearseButton } from './rehearsal.js';
 
-const MOST_SUGGESTED = 8, WIDTH = 160, HEIGHT = 70,
-  HUES = ['weights', 'activations', 'gathered', 'optimizer'];
+const MOST_SUGGESTED = 8;
 
 // --- card 1: the model --------------------------------------------------------------------------------------------
 
@@ -42,38 +41,26 @@ export function drawModels() {
 }
 
 function tile(model, isOn) {
-  const size = [model.parameters ? `${short(model.parameters)} parameters` : '',
-    model.bytes ? studio.size(model.bytes) : ''];
   const best = model.presets[0];
   return h(isOn ? 'button.tile.on' : 'button.tile',
     { type: 'button', 'aria-pressed': String(isOn), data: { model: model.path },
       onclick: () => isOn || choosePreset(best.name) },
     art(model), h('span.t', {}, h('b', {}, model.name),
-      h('span.sm', {}, size.filter(Boolean).join(' · ') || (model.is_built_in ? 'comes along, untrained' : model.path)),
+      h('span.sm', {}, model.size),
       h('span.sm.licence', { title: `${model.licence}${model.licence_note ? `: ${model.licence_note}` : ''}` },
         model.licence || ' '), h('span.state')));
 }
 
-const short = number => number >= 1e9 ? `${+(number / 1e9).toFixed(1)} B` : `${Math.round(number / 1e6)} M`;
+const tag = ([mood, words]) => h(mood ? `span.tag.${mood}` : 'span.tag', {}, words);
 
-function badge(model) {
-  const best = model.presets[0];
-  if (isRunning(model)) return h('span.tag.acc', {}, `downloading, ${shareOf(model)} %`);
-  if (model.is_built_in && best.verdict === 'fits') return h('span.tag.ok', {}, 'ready');
-  if (!model.fits && best.verdict)
-    return h('span.tag.warn', {}, best.verdict === 'no GPU' ? `needs ${best.needs}` : `too large: ${best.needs}`);
-  return model.is_here ? h('span.tag.ok', {}, 'here') : h('span.tag', {}, model.bytes ? 'to download' : 'not here');
-}
+const badge = model => tag(isRunning(model) ? ['acc', `downloading, ${shareOf(model)} %`] : model.badge);
 
 function modelFacts(model) {
-  const here = model.is_built_in ? (model.is_known ? 'comes with ShardStudio' : 'no download: its weights are random')
-    : model.is_here ? 'is on this machine' : model.bytes ? `${studio.size(model.bytes)} to download`
-    : `is not on this machine: ${model.path}`;
   const licence = model.licence ? [h('span.grow'), model.page
     ? h('a.sm', { href: model.page, target: '_blank', rel: 'noopener noreferrer', title: model.licence_note },
       `Licence: ${model.licence}`)
     : h('span.sm.dim', { title: model.licence_note }, `Licence: ${model.licence}`)] : [];
-  return [h('b', {}, model.name), h('span.sm.dim', {}, here), ...licence,
+  return [h('b', {}, model.name), h('span.sm.dim', {}, model.place), ...licence,
     ...(model.is_here || !model.download ? [] : downloadParts(model))];
 }
 
@@ -133,34 +120,20 @@ const linked = text => text.split(/(https:\/\/huggingface\.co\/[\w.-]+\/[\w.-]*\
   at % 2 ? h('a', { href: part, target: '_blank', rel: 'noopener noreferrer' }, part) : part);
 
 function presetTile(preset) {
-  const isOn = preset.name === current.state.preset, words = { fits: 'fits', tight: 'tight', 'no GPU': 'no GPU here' };
+  const isOn = preset.name === current.state.preset;
   const bar = preset.limit ? h('span.mem', { 'aria-hidden': 'true' }, preset.kinds.map(([kind, size]) =>
     h('i', { style: { width: `${100 * size / preset.limit}%`, background: `var(--${kind})` } }))) : null;
-  const mood = { fits: 'ok', tight: 'warn', 'too large': 'warn', 'too few GPUs': 'warn' }[preset.verdict] || '';
   return h(isOn ? 'button.preset.on' : 'button.preset',
     { type: 'button', 'aria-pressed': String(isOn), data: { preset: preset.name }, title: preset.name,
       onclick: () => isOn || choosePreset(preset.name) },
-    h('b', {}, preset.title),
-    h('span.sm', {}, studio.sentence([preset.needs, preset.cost].filter(Boolean).join(': '))), bar,
-    h(mood ? `span.tag.${mood}` : 'span.tag', {}, words[preset.verdict] || preset.verdict || 'not estimated'));
+    h('b', {}, preset.title), h('span.sm', {}, preset.line), bar, tag(preset.badge));
 }
 
-/**
- * A drawing for a model's tile: its blocks in their order, one colour for each kind. Their heights grow with the cube
- * root of their weights, on one scale for all models.
- */
-function art(model) {
-  if (model.image) return h('img.art', { src: model.image, alt: '' });
-  const bars = model.blocks.flatMap(([name, count, size]) => Array(count).fill({ name, height: Math.cbrt(size) })),
-    kinds = [...new Set(bars.map(bar => bar.name))], step = WIDTH / bars.length,
-    largest = Math.max(...current.models.flatMap(other => other.blocks.map(([, , size]) => size))),
-    scale = 0.85 * HEIGHT / Math.cbrt(largest);
-  return studio.svg('svg',
-    { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: 'art', preserveAspectRatio: 'none', 'aria-hidden': 'true' },
-    ...bars.map(({ name, height }, at) => studio.svg('rect', { x: (at + 0.12) * step, width: 0.76 * step,
-      y: HEIGHT - scale * height, height: scale * height,
-      style: `fill: var(--${HUES[kinds.indexOf(name) % HUES.length]})` })));
-}
+/** A picture for a model's tile, or a drawing of its blocks. */
+const art = model => model.image ? h('img.art', { src: model.image, alt: '' })
+  : studio.svg('svg',
+    { viewBox: '0 0 160 70', class: 'art', preserveAspectRatio: 'none', 'aria-hidden': 'true' },
+    ...model.art.map(([hue, d]) => studio.svg('path', { d, style: `fill: var(--${hue})` })));
 
 async function choosePreset(name) {
   let answer = await change('new_preset', { name });

@@ -3,7 +3,6 @@
 import * as studio from './core.js';
 import { h, fill, say, call, link } from './core.js';
 import { take, change } from './form-draft.js';
-import { isRunning } from './form-model.js';
 import { linkTo } from './form-more.js';
 import { withRemedies } from './form-remedies.js';
 import { current, $ } from './form-state.js';
@@ -26,21 +25,16 @@ export function drawStart() {
   $('rehearse').parentElement.hidden = Boolean(current.state?.is_text);
   if (isBusy || !current.state) { $('why').dataset.busy = 'true'; return; }
   delete $('why').dataset.busy;
-  const { errors, waiting, problem, warnings } = current.state;
+  const { errors, waiting, problem, warnings, looked_at: looked } = current.state;
   $('why').className = `notice ${errors.length ? 'bad' : waiting ? '' : 'ok'}`;
   $('why').dataset.state = isReady ? 'ready' : errors.length ? 'refused' : 'waiting';
-  fill($('why'), [errors, waiting, problem, current.state.data?.num_images, current.state.gpus,
-    current.models.map(model => [model.is_here, isRunning(model)])], () => {
+  fill($('why'), [errors, waiting, problem, looked], () => {
     if (errors.length)
       return [h('b', {}, `Start waits for ${errors.length === 1 ? 'one thing' : `${errors.length} things`}`),
         h('ul', {},
           errors.map(error => h('li', {}, error.label ? [linkTo(error.field, error.label), ': '] : '',
-            withRemedies(inBrief(error)))))];
-    if (waiting) return [h('p', {}, waiting)];
-    const checked = ['model',
-      current.state.data?.num_images ? studio.counted(current.state.data.num_images, 'picture') : 'data',
-      current.state.gpus.length ? studio.counted(current.state.gpus.length, 'GPU') : 'CPU', 'disk'];
-    return [h('p', {}, h('b', {}, 'Ready. '), `Checked: ${checked.join(', ')}.`)];
+            withRemedies(error.text))))];
+    return [h('p', {}, ...(waiting ? [waiting] : [h('b', {}, 'Ready. '), looked]))];
   });
   fill($('warnings'), [warnings, problem],
     () => [...(problem ? [h('p.notice.bad', { role: 'alert' }, problem)] : []),
@@ -49,15 +43,6 @@ export function drawStart() {
   for (const [id, fields] of Object.entries(FIELDS_OF_STEP)) {
     $(id).classList.toggle('no', errors.some(error => fields.includes(error.field)));
   }
-}
-
-/** What an error says; of a model that can be downloaded here, only that. */
-function inBrief(error) {
-  const model = current.models.find(model => model.presets.some(preset => preset.name === current.state.preset));
-  if (error.field !== 'model.path' || !model?.download || model.is_here || current.state.rows['model.path'].changed)
-    return error.text;
-  if (isRunning(model)) return `${model.name} is being downloaded.`;
-  return `${model.name} is not on this machine yet; download it on the first card, ${studio.size(model.bytes)}.`;
 }
 
 export function drawGpus() {

@@ -51,6 +51,8 @@ export interface Shortcut {
 export interface Field {
   label: string;
   help: string;
+  /** Help on a card, and the same for texts; empty where it is `help`. */
+  help_on_card: [string, string];
   unit: string;
   kind: 'switch' | 'choice' | 'text' | 'lines' | 'yaml';
   number: '' | 'int' | 'float';

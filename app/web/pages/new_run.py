@@ -317,7 +317,7 @@ def retry(studio: Studio, run: str) -> str:
 def models(studio: Studio) -> list[dict[str, Any]]:
     """Return the base models, each with its presets."""
     choices = studio.models.all(studio.presets(), studio.own_presets, studio.gpus())
-    return [model_answers.model(choice, _image(studio) if choice.path == "demo" else "") for choice in choices]
+    return model_answers.models(choices, _image(studio))
 
 
 def _image(studio: Studio) -> str:
@@ -397,13 +397,15 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
     whole = studio.planned_seconds(checked, target, steps)
     warnings = [*form_answers.notes(checked), *checked.warnings]
     found = None if is_typing else form_answers.data(studio, checked)
+    downloads = studio.model_downloads.all()
     answer = {
         "preset": studio.name_of(draft.preset),
         "problem": studio.draft_problem,
         "is_text": families.trains_on(checked.config) == "text",
         "rows": form_answers.rows(checked),
-        "errors": form_answers.errors(checked),
+        "errors": form_answers.errors(checked, downloads),
         "ready": checked.can_start,
+        "looked_at": form_answers.looked_at(found, studio.gpus()),
         "waiting": checked.waiting,
         "warnings": warnings,
         "remedies": form_answers.remedies(
@@ -416,7 +418,7 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
         "data": found,
         # A scan that is not complete would be waited for a second time.
         "proposals": form_answers.proposals(checked, studio.scans.of(config)) if found and found["is_complete"] else [],
-        "downloads": {model: vars(found) for model, found in studio.model_downloads.all().items()},
+        "downloads": {model: vars(found) for model, found in downloads.items()},
         "disk": form_answers.disk(preview, checked.config, studio.runs),
         "gpus": [{"index": gpu.index, "name": gpu.name} for gpu in studio.gpus()],
         "recent": studio.recent.all(),

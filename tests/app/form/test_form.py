@@ -372,6 +372,20 @@ def test_a_preset_that_is_wrong_itself_is_refused(tmp_path: Path):
         form.switched(Draft(QUICKSTART), file)
 
 
+def test_a_preset_that_becomes_wrong_while_it_is_checked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "own.yaml"
+    file.write_text(QUICKSTART.read_text())
+
+    def loaded_before_the_change(preset: Path, *overrides: Any) -> Any:
+        found = load_config(preset, *overrides)
+        file.write_text("train: 5")
+        return found
+
+    monkeypatch.setattr(form, "load_config", loaded_before_the_change)
+    with pytest.raises(ConfigError, match="train: needs a section"):
+        form.check(Draft(file))
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [

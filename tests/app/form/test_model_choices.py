@@ -130,12 +130,16 @@ def test_presets_are_read_and_planned_once_and_again_when_they_change(studio: St
 
 def test_a_model_as_the_page_gets_it_has_its_licence_size_and_place(studio: Studio):
     found = choices(studio)
-    demo = model_answers.model(found["quickstart"], "/image")
-    assert (demo["is_here"], demo["is_built_in"], demo["image"]) == (True, True, "/image")
-    dev = model_answers.model(found["flux2-dev-lora-4gpu"])
-    assert (dev["is_known"], dev["is_gated"], dev["is_built_in"], dev["image"]) == (True, True, False, "")
-    assert dev["bytes"] > 10**10 and dev["licence"] and "FLUX.2-dev" in dev["download"]
+    demo = model_answers.model(found["quickstart"], 1e9, "/image")
+    assert (demo["is_here"], demo["image"], demo["size"]) == (True, "/image", "11 M parameters")
+    assert (demo["place"], demo["badge"]) == ("comes with ShardStudio", ("ok", "ready"))
+    dev = model_answers.model(found["flux2-dev-lora-4gpu"], 1e9)
+    assert (dev["is_known"], dev["is_gated"], dev["image"]) == (True, True, "")
+    assert (dev["size"], dev["place"]) == ("32.2 B parameters · 113 GB", "113 GB to download")
+    assert dev["badge"] == ("warn", "needs 1 card from 16 GB")
+    assert dev["licence"] and "FLUX.2-dev" in dev["download"]
     [preset] = [preset for preset in dev["presets"] if preset["name"] == "flux2-dev-lora-4gpu"]
+    assert preset["line"].startswith("4 cards from 32 GB: about ") and preset["badge"] == ("", "no GPU here")
     assert sum(size for _, size in preset["kinds"]) == pytest.approx(preset["need"])
     assert preset["need"] <= preset["limit"]
 
@@ -144,11 +148,14 @@ def test_the_drawing_of_a_model_has_its_blocks_in_their_order(studio: Studio):
     found = choices(studio)
 
     def drawn(name: str) -> list[tuple[str, int]]:
-        return [(kind, count) for kind, count, size in model_answers.model(found[name])["blocks"] if size]
+        return [(kind, count) for kind, count, size in model_answers.blocks(found[name]) if size]
 
     double, single = ("transformer.transformer_blocks", 8), ("transformer.single_transformer_blocks", 48)
     assert drawn("flux2-dev-lora-4gpu") == [double, single]
     assert drawn("qwen3-8b-qlora-1x24gb") == [("language_model.model.layers", 36)]
-    blocks = model_answers.model(found["flux2-dev-lora-4gpu"])["blocks"]
+    blocks = model_answers.blocks(found["flux2-dev-lora-4gpu"])
+    drawing = model_answers.model(found["flux2-dev-lora-4gpu"], max(size for _, _, size in blocks))["art"]
+    assert [(hue, path.count("M")) for hue, path in drawing] == [("weights", 8), ("activations", 48)]
+    assert drawing[0][1].startswith("M0.3 70v-59.5h2.17V70z"), "the largest block fills 85 % of the height"
     assert sum(count * size for _, count, size in blocks) == pytest.approx(32.2e9, rel=0.05)
     assert sum(count for _, count in drawn("sdxl-lora-1gpu")) > 70 and drawn("quickstart") == []

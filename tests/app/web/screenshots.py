@@ -40,6 +40,7 @@ SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 PICTURED = ("new", "run", "samples", "runs", "compare", "data")
 """Screens of which app/README.md has a picture."""
 COLOURS = 64
+FORM_HEIGHT = 1000
 WITHOUT_FOLDERS = """([checkout, temporary, home]) => {
   const own = new RegExp(`${temporary}/[^/]*`, 'g');
   const plain = text => text.replaceAll(checkout, '~/shardstudio').replaceAll(own, '~').replaceAll(home, '~');
@@ -96,12 +97,12 @@ def _images_shown(page: Page) -> None:
     until(page, "[...document.images].filter(image => image.offsetParent).every(image => image.complete)")
 
 
-def take_notebook(browser: Browser, folder: Path) -> Path:
-    """A picture of the quickstart notebook's dashboard while it trains."""
+def take_notebook(browser: Browser, folder: Path) -> Iterator[Path]:
+    """Pictures of the quickstart notebook's form, and of its dashboard while it trains."""
     with tempfile.TemporaryDirectory() as temporary, serving_lab(Path(temporary)) as lab:
         runs = Path(temporary) / "runs"
         file = lab.copy("01_quickstart", {"RUNS": runs, "STEPS": 400})
-        position = position_of(file, "notebook.dashboard(run)")
+        position, form = (position_of(file, text) for text in ("notebook.dashboard(run)", "notebook.form("))
         with closing(browser.new_context(viewport={"width": 1280, "height": 1100})) as context:
             page = context.new_page()
             lab.open(page, file.name)
@@ -111,10 +112,18 @@ def take_notebook(browser: Browser, folder: Path) -> Path:
             until(page, f"{figures} >= 25", TRAINED_WITHIN_S)
             widget.scroll_into_view_if_needed()
             page.wait_for_timeout(500)
-            picture = _save(widget.screenshot(), folder / "notebook.png")
+            yield _save(widget.screenshot(), folder / "notebook.png")
+            page.set_viewport_size({"width": 1280, "height": 3000})
+            cards = page.locator(".jp-CodeCell").nth(form).locator(".shardstudio-form")
+            cards.scroll_into_view_if_needed()
+            page.wait_for_timeout(1000)
+            page.evaluate(WITHOUT_FOLDERS, [str(ROOT), tempfile.gettempdir(), str(Path.home())])
+            with Image.open(io.BytesIO(cards.screenshot())) as whole:
+                top = io.BytesIO()
+                whole.crop((0, 0, whole.width, FORM_HEIGHT)).save(top, "PNG")
+            yield _save(top.getvalue(), folder / "notebook-form.png")
         for config in runs.glob("*/config.yaml"):
             process.terminate(RunDir.open(config.parent))
-    return picture
 
 
 def _save(png: bytes, file: Path, colours: int = COLOURS) -> Path:
@@ -144,7 +153,7 @@ def main() -> int:
                 print(file)
         if not wanted:
             print(take_report(browser, RunDir.open(run), PICTURES))
-            print(take_notebook(browser, PICTURES))
+            print(*take_notebook(browser, PICTURES), sep="\n")
     return 0
 
 

@@ -574,8 +574,8 @@ def test_the_models_are_offered_with_their_presets(window: Window):
     demo = next(model for model in found if model["path"] == "demo" and model["family"] == "flux2")
     assert demo["image"].startswith("/gradio_api/file=")
     assert {"quickstart"} <= {preset["name"] for preset in demo["presets"]}
-    known = [model for model in found if model["is_known"] and not model["is_built_in"]]
-    assert known and all(model["bytes"] and model["download"] for model in known)
+    known = [model for model in found if model["is_known"] and model is not demo]
+    assert known and all(model["size"].endswith(" GB") and model["download"] for model in known)
 
 
 def test_images_of_the_draft_are_shown_as_thumbnails(window: Window, studio: Studio):
