@@ -10,6 +10,7 @@ from types import ModuleType
 from app.web.pages import (
     captioning,
     data,
+    drop,
     files,
     frame,
     look,
@@ -27,6 +28,7 @@ from app.web.pages import (
 PANELS: dict[ModuleType, tuple[str, ...]] = {
     frame: ("frame", "charts", "lightbox"),
     new_run: ("step", "fit", "form"),
+    drop: ("drop",),
     run: ("run",),
     samples: ("samples",),
     files: ("files",),

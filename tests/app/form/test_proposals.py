@@ -52,13 +52,8 @@ def test_a_word_that_names_nothing_is_refused_with_what_to_write(word: str, sent
         proposals.named(word)
 
 
-@pytest.mark.parametrize(
-    ("here", "wanted"),
-    [
-        ([], "quickstart"),
-        pytest.param(gpus(1, 24), "flux2-klein-4b-lora-1gpu", marks=pytest.mark.slow),  # every preset is planned
-    ],
-)
+@pytest.mark.slow  # every preset is planned
+@pytest.mark.parametrize(("here", "wanted"), [([], "quickstart"), (gpus(1, 24), "flux2-klein-4b-lora-1gpu")])
 def test_the_preset_that_fits_is_one_without_a_login_and_the_demo_only_where_no_other_does(
     tmp_path: Path, here: list[Gpu], wanted: str
 ):
