@@ -26,7 +26,7 @@ from app.data.caption_lengths import Lengths
 from app.data.data_folders import DataFolders
 from app.data.folders import HalfTyped, Picker, Recent
 from app.data.looks import Looks
-from app.data.scans import Scans
+from app.data.scans import ScanResult, Scans
 from app.data.thumbnails import Thumbnails
 from app.data.upload.uploads import Uploads
 from app.form import draft as form
@@ -298,6 +298,12 @@ class Studio:
             return replace(checked, waiting=f"Reading the images: {found.num_files} files so far.")
         return replace(checked, errors=_by_field(found.problems) | dict(checked.errors), is_scanned=True)
 
+    def check_with_images(self, draft: Draft) -> tuple[Checked, ScanResult]:
+        """Check a draft, and return what was found in its folder too: nothing complete while that is typed."""
+        is_typing = self.half_typed.holds(draft.values)
+        checked = self.check(draft, is_typing=is_typing)
+        return checked, ScanResult(0, is_complete=False) if is_typing else self.scans.of(checked.config)
+
     def _formed(self, draft: Draft) -> Checked:
         """`form.check`, done once for a draft that is looked at again. Raises ConfigError as it does."""
         try:
@@ -387,8 +393,12 @@ class Studio:
             if last and last.draft == draft and time.monotonic() - last.at < SAME_CLICK_S:
                 return last.run
             run = preflight.new_run(load_config(draft.preset, draft.overrides), self.runs)
-            torchrun.start(run.config(), run)
+            config = run.config()
+            torchrun.start(config, run)
             self._last_start = _Start(draft, time.monotonic(), run)
+            if config.data.path:
+                with contextlib.suppress(OSError):  # the run is under way; the list of folders is only a convenience
+                    self.recent.add(config.data.path)
             return run
 
     def rehearse(self, draft: Draft) -> RunDir:

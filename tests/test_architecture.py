@@ -67,6 +67,7 @@ COUNTS_PROCESSES = {
     "app.form.model_choices": "a preset's ranks, each a GPU",
     "app.runs.film": "GPUs, each with its price",
     "app.runs.run_screen": "a preset's ranks, each a GPU",
+    "app.web.pages.drop": "GPUs, each with its price",
     "trainer.launcher.jobs.variants": "variants on equally many GPUs",
     "trainer.benchmark.worker": "bytes that each rank sends",
     "trainer.captioning.work": "captions, an image per process",

@@ -11,7 +11,7 @@ import itertools
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from app.data.folders import Picker, typed_folder
@@ -21,6 +21,8 @@ from trainer.system.errors import InputError
 
 PROGRAM = (*(Path(installation.__file__).parents[2] / name for name in ("app", "trainer")), installation.PRESETS)
 """Folders of the program's own files, such as the images of the quickstart."""
+PICTURES = "pictures"
+"""Name of the folder next to the runs in which new folders of images are made."""
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -91,17 +93,39 @@ class DataFolders:
             try:
                 os.mkdir(name, dir_fd=descriptor)
             except FileExistsError as error:
-                raise InputError(f"{real / name}: is there already; choose it in New run, or another name") from error
+                raise Taken(f"{real / name}: is there already; choose it in New run, or another name") from error
             except OSError as error:
                 raise InputError(f"{real / name}: cannot be made ({error.strerror}); choose another folder") from error
             os.fsync(descriptor)
         return real / name
 
+    def make_new(self, name: str) -> Path:
+        """Make a folder of this name, or with a number behind it, in `pictures` next to the runs, and return it.
 
-def free_name(above: Path) -> str:
+        Of two that ask at once, each gets its own.
+
+        Raises:
+            InputError: No folder may have this name, or it cannot be made.
+        """
+        beside = [self._runs.resolve().parent, *self.roots]
+        above = next((root for root in beside if not self.refusal(root / PICTURES)), beside[0])
+        with suppress(Taken):
+            self.make(str(above), PICTURES)
+        while True:
+            try:
+                return self.make(str(above / PICTURES), free_name(above / PICTURES, name))
+            except Taken:  # by another window just now
+                continue
+
+
+def free_name(above: Path, name: str = "images") -> str:
     """Return a name that no file or folder in a folder has: images, else images-2, and so on."""
-    names = ("images" if number == 1 else f"images-{number}" for number in itertools.count(1))
+    names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(above / name))
+
+
+class Taken(InputError):
+    """A folder that is to be made is there already."""
 
 
 class Missing(InputError):

@@ -10,6 +10,7 @@ from types import ModuleType
 from app.web.pages import (
     captioning,
     data,
+    drop,
     files,
     frame,
     look,
@@ -28,6 +29,7 @@ from app.web.pages import (
 PANELS: dict[ModuleType, tuple[str, ...]] = {
     frame: ("frame", "charts", "lightbox"),
     new_run: ("step", "fit", "form"),
+    drop: ("drop",),
     rehearsal: ("rehearsal",),
     run: ("run",),
     samples: ("samples",),

@@ -159,7 +159,7 @@ def visited(tab: Page, url: str, width: int = 1280, height: int = 900, scheme: S
     tab.emulate_media(color_scheme=scheme)
     try:
         with faultless(tab, url):
-            tab.goto(url)
+            tab.goto(url if "#" in url else f"{url}#/new")  # without runs, the page begins elsewhere
             look_settled(tab)
             yield tab
     finally:

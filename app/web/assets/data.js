@@ -312,6 +312,8 @@ studio.screens.data = {
   build(section) {
     current.root = section;
     masks.connect(() => look());
+    uploads.connect({ settle, refresh: () => look(true, true), forget: image => keep(image, null),
+      key: () => current.data?.key || '' });
     current.root.append(h('div.head', {}, h('h1', {}, 'Data'), h('span.dim#counted', { role: 'status' }),
       h('span.grow'),
       h('button.btn#data-again', { type: 'button', onclick: () => {
@@ -322,8 +324,7 @@ studio.screens.data = {
       h('section.card', { 'aria-label': 'Folder' },
         h('div.path', {}, h('b', {}, 'Folder'), h('span.folders#folder'),
           h('a', { href: link('new') }, 'Change it in New run')), h('div.figures#figures')),
-      uploads.build(section, { settle, refresh: () => look(true, true), forget: image => keep(image, null),
-        key: () => current.data?.key || '' }),
+      h('div#data-upload'),
       looks.notice({ load, enlarge, choose: mark => choose({ mark }), mark: () => current.filter.mark,
         redraw: () => look(),
         refresh: () => look(false, true), key: () => current.data?.key || '' }),
@@ -353,6 +354,7 @@ studio.screens.data = {
       'data');
   },
   async show([, place]) {
+    uploads.mount($('data-upload'));
     addresses.clear();
     tell(null);
     if (place === 'uncaptioned') current.filter = { ...current.filter, ...EVERYTHING, show: place };

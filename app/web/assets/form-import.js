@@ -1,6 +1,7 @@
 // A config of another trainer, chosen or dropped onto New run: what was taken, changed and left out of it.
 // @ts-check
 import { h } from './core.js';
+import { takeDrop } from './drop.js';
 import { change, complain, take } from './form-draft.js';
 import { showYaml } from './form-yaml.js';
 import { current, $ } from './form-state.js';
@@ -24,7 +25,7 @@ export function importButton() {
     if (event.defaultPrevented || !files.length) return;
     event.preventDefault();
     if (files.some(file => CONFIG.test(file.name)) && files.every(file => PART.test(file.name))) await importAll(files);
-    else complain('A config of another trainer can be dropped here. Images are added on the screen Data.');
+    else await takeDrop(event.dataTransfer);
   });
   const title =
     'A config of kohya’s sd-scripts, ai-toolkit, OneTrainer, SimpleTuner or diffusion-pipe, with the files it names';

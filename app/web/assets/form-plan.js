@@ -162,32 +162,36 @@ const day = unix => {
       ...(date.getFullYear() === new Date().getFullYear() ? {} : { year: 'numeric' }) });
 };
 
+/** [name, value] of what is known of the time and space that a run takes. state: an answer of the form. */
+export function timeRows({ plan, disk, earlier }) {
+  const rows = [], ends = seconds => studio.when(Date.now() / 1e3 + seconds),
+    steps = plan.steps ? studio.count(plan.steps) : plan.length;
+  if (earlier?.seconds !== undefined) {
+    const source = h('a', { href: link('runs', earlier.run), title: earlier.run }, earlier.name);
+    rows.push(
+      ['Whole run', [`about ${roughly(earlier.seconds)}, as in `, source,
+        ` of ${day(earlier.began)}${earlier.host ? ` on ${earlier.host}` : ''}${earlier.has_samples ? ''
+          : ', without samples'}`]],
+      ['Steps', `${steps} × ${perStep(earlier.step_s)} s`],
+      ['Ends, if started now', `about ${ends(earlier.seconds)}`]);
+  } else if (plan.whole) {
+    const [low, high] = plan.whole, each = plan.whole.map(seconds => seconds / plan.steps);
+    rows.push(['Whole run', between(low, high, studio.duration)],
+      ['Steps', `${steps} × ${between(...each, perStep)} s, ${plan.speed}`],
+      ['Ends, if started now', between(low, high, ends)]);
+  }
+  else rows.push(['Steps', steps],
+    ['Whole run', earlier?.is_looking ? 'looking at earlier runs …' : 'not known yet; a first run measures it']);
+  rows.push(['Disk', disk.need
+    ? [h(disk.need > disk.free ? 'b.bad-text' : 'span', {}, studio.size(disk.need)),
+      disk.need > disk.free ? `, ${studio.size(disk.free)} free` : ` of ${studio.size(disk.free)} free`]
+      : `${studio.size(disk.free)} free`]);
+  return rows;
+}
+
 export function drawTime() {
-  const plan = current.state.plan, disk = current.state.disk, earlier = current.state.earlier,
-    minute = Math.floor(Date.now() / 60e3);
-  fill($('time'), [plan.seconds, plan.whole, plan.steps, plan.length, earlier, disk, minute], () => {
-    const rows = [], ends = seconds => studio.when(Date.now() / 1e3 + seconds),
-      steps = plan.steps ? studio.count(plan.steps) : plan.length;
-    if (earlier?.seconds !== undefined) {
-      const source = h('a', { href: link('runs', earlier.run), title: earlier.run }, earlier.name);
-      rows.push(
-        ['Whole run', [`about ${roughly(earlier.seconds)}, as in `, source,
-          ` of ${day(earlier.began)}${earlier.host ? ` on ${earlier.host}` : ''}${earlier.has_samples ? ''
-            : ', without samples'}`]],
-        ['Steps', `${steps} × ${perStep(earlier.step_s)} s`],
-        ['Ends, if started now', `about ${ends(earlier.seconds)}`]);
-    } else if (plan.whole) {
-      const [low, high] = plan.whole, each = plan.whole.map(seconds => seconds / plan.steps);
-      rows.push(['Whole run', between(low, high, studio.duration)],
-        ['Steps', `${steps} × ${between(...each, perStep)} s, ${plan.speed}`],
-        ['Ends, if started now', between(low, high, ends)]);
-    }
-    else rows.push(['Steps', steps],
-      ['Whole run', earlier?.is_looking ? 'looking at earlier runs …' : 'not known yet; a first run measures it']);
-    rows.push(['Disk', disk.need
-      ? [h(disk.need > disk.free ? 'b.bad-text' : 'span', {}, studio.size(disk.need)),
-        disk.need > disk.free ? `, ${studio.size(disk.free)} free` : ` of ${studio.size(disk.free)} free`]
-        : `${studio.size(disk.free)} free`]);
-    return rows.map(([name, value]) => h('div.facts', {}, h('span.dim', {}, name), h('span', {}, value)));
-  });
+  const { plan, disk, earlier } = current.state, minute = Math.floor(Date.now() / 60e3);
+  fill($('time'), [plan.seconds, plan.whole, plan.steps, plan.length, earlier, disk, minute], () =>
+    timeRows(current.state).map(([name, value]) =>
+      h('div.facts', {}, h('span.dim', {}, name), h('span', {}, value))));
 }

@@ -145,6 +145,7 @@ studio.screens.new = {
       newFitter({ settled, change, take, linkTo, target: () => current.target, preset: () => current.state.preset,
         value: name => current.state.rows[name].value });
     current.root.append(h('div.head', {}, h('h1', {}, 'New run'), h('span.grow'),
+      h('a.btn', { href: link('drop') }, 'Drop and name'),
       h('a.btn', { href: link('runs') }, 'Copy a run …'), importButton(),
       h('button.btn#save-preset', { type: 'button', onclick: savePreset }, 'Save as preset')),
       h('div#imported.left-behind'), h('div.cols', {}, h('div.left', {}, cards()), panel()),

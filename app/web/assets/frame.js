@@ -6,6 +6,8 @@ import { h, svg } from './core.js';
 /** [name, screen] of the screens that the rail leads to, in the order in which they were registered. */
 const pages = () => /** @type {[string, any][]} */ (Object.entries(studio.screens)).filter(([, screen]) => screen.rail);
 const LIVE_EVERY_S = 2, THEMES = [['', 'System'], ['light', 'Light'], ['dark', 'Dark']];
+/** {screen without a link in the rail: the one that is marked for it} */
+const LISTED_AS = { run: 'runs', compare: 'runs', drop: 'new' };
 const KEYS = { ArrowLeft: '←', ArrowRight: '→' };
 const ENDED = { finished: 'has finished', failed: 'has failed', stopped: 'was stopped' };
 let live = /** @type {any} */ (null);
@@ -71,6 +73,13 @@ function scroll(name, place) {
   here = location.hash;
 }
 
+/** Show what the address names; without one, New run, or Drop and name as long as there are no runs. */
+async function home() {
+  const isHome = !location.hash && await studio.call('drop_is_home').catch(() => false);
+  if (isHome) history.replaceState(null, '', studio.link('drop'));
+  await route();
+}
+
 async function route() {
   const place = studio.place(), name = screenOf(place);
   if (!name) {
@@ -84,7 +93,7 @@ async function route() {
   document.documentElement.dataset.screen = name;
   for (const [page] of pages()) {
     const link = document.querySelector(`#nav-${page}`),
-      isOn = page === (name === 'run' || name === 'compare' ? 'runs' : name);
+      isOn = page === (LISTED_AS[name] || name);
     link.classList.toggle('on', isOn);
     if (isOn) link.setAttribute('aria-current', 'page'); else link.removeAttribute('aria-current');
   }
@@ -191,7 +200,7 @@ function mount(element) {
   studio.shortcut('?', 'Show the shortcuts', showShortcuts);
   addEventListener('hashchange', route);
   addEventListener('scroll', () => scrolled.set(here, scrollY), { passive: true });
-  route();
+  home();
   every(LIVE_EVERY_S, beat, mayNotify)(); // a notice is for whoever looks elsewhere
   every(LIVE_EVERY_S, async () => { await studio.screens[studio.shown].tick?.(studio.place()); });
   new MutationObserver(() =>

@@ -108,6 +108,7 @@ function build(section) {
     } });
   root.append(
     h('div.head', {}, h('h1', {}, 'Runs'), h('span.dim#runs-count'), h('span.grow'),
+      h('a.btn', { href: studio.link('drop') }, 'Drop and name'),
       h('a.btn.main', { href: studio.link('new') }, 'New run')),
     h('div#runs-problem'),
     h('div.bar2', {}, filter, h('div.seg#runs-groups', { role: 'group', 'aria-label': 'State' }), h('span.grow'),
@@ -180,7 +181,7 @@ function empty() {
     } }, 'Show all'));
   return h('div.empty', {}, h('h2', {}, 'No runs yet'),
     h('p', {}, 'Your runs appear here, with last sample, loss and best validation loss.'),
-    h('a.btn.main', { href: studio.link('new') }, 'New run'));
+    h('a.btn.main', { href: studio.link('drop') }, 'Drop and name pictures'));
 }
 
 function drawHead(list) {

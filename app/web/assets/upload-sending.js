@@ -30,11 +30,12 @@ export async function run() {
       await findMasks(now);
       here.batch = null;
       conclude(now);
-      await here.hooks.refresh();
+      await here.hooks?.refresh();
     }
   } finally {
     here.isRunning = false; // a fault of the script must not keep the next selection from being sent
     here.batch = null;
+    dispatchEvent(new Event('studio-uploaded'));
   }
 }
 
@@ -72,7 +73,7 @@ function conclude({ items }) {
     || item.isAlone));
   remember();
   draw(sentence);
-  if (studio.shown !== 'data') studio.toast(`Upload: ${sentence}`);
+  if (!here.root.getClientRects().length) studio.toast(`Upload: ${sentence}`);
 }
 
 /**

@@ -25,7 +25,9 @@ export const remember = () => studio.kept('upload',
 /** The batch that is sent, and what the screen is. */
 export const here = {
   root: /** @type {HTMLElement} */ (/** @type {unknown} */ (null)),
+  /** What the screen Data gives, if it was shown; and how another screen finds the folder for so many files. */
   hooks: /** @type {any} */ (null),
+  whereTo: /** @type {((number: number) => Promise<string>) | null} */ (null),
   state: /** @type {any} */ (null),
   batch: /** @type {any} */ (null),
   isRunning: false,

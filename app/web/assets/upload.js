@@ -59,7 +59,7 @@ async function dropped(transfer) {
 async function add(files) {
   const items = files.filter(([file]) => !SYSTEM_FILES.test(file.name)).map(([file, path]) => itemOf(file, path));
   if (!items.length) { if (files.length) studio.toast('There are no images in it.', true); return; }
-  const folder = await destination();
+  const folder = await (here.whereTo ?? destination)(items.length);
   if (!folder) { offerAgain(files, items.length); return; }
   if (!here.isRunning && here.reported !== folder) results.length = 0; // what was said of another folder
   here.reported = folder;
@@ -328,6 +328,8 @@ function card() {
     h('div#upload-left'), h('div#upload-results'), h('details#trash', { hidden: true }));
 }
 
+const listening = new Set(); // screens on which files can be dropped anywhere
+
 /** Take what is dropped anywhere on the screen. */
 function listen(section) {
   const holdsFiles = event => [...(event.dataTransfer?.types || [])].includes('Files');
@@ -339,18 +341,40 @@ function listen(section) {
     event.preventDefault();
     over(false);
     if (here.root.hidden || $('upload-open').hidden) return;
-    const { files, closed } = await dropped(event.dataTransfer);
-    await add(files);
-    if (closed.length) $('upload-message')
-      .append(
-        studio.alert(`${closed.slice(0, MOST_LISTED).join(', ')} cannot be read; choose ${closed.length > 1 ? 'them'
-          : 'it'} again`));
+    await addDropped(await dropped(event.dataTransfer));
   });
 }
 
+async function addDropped({ files, closed }) {
+  await add(files);
+  if (closed.length) $('upload-message')
+    .append(
+      studio.alert(`${closed.slice(0, MOST_LISTED).join(', ')} cannot be read; choose ${closed.length > 1 ? 'them'
+        : 'it'} again`));
+}
+
 export const upload = {
-  /** Make the card. given: {settle, refresh, forget, key} of the screen Data, whose element is `section`. */
-  build(section, given) { here.hooks = given; listen(section); return card(); },
+  /** Take what the screen Data gives: {settle, refresh, forget, key}. */
+  connect(given) { here.hooks = given; },
+  /**
+   * Put the card, of which there is one, into the screen that is shown.
+   * @param {HTMLElement} place
+   * @param {((number: number) => Promise<string>) | null} whereTo Gives the folder for so many files; null: the card
+   *   has a list of folders.
+   */
+  mount(place, whereTo = null) {
+    here.root ??= card();
+    here.whereTo = whereTo;
+    if (here.root.parentElement === place) return;
+    place.append(here.root);
+    if (whereTo) here.root.hidden = false; // Data hides it for texts
+    const section = place.closest('.page');
+    if (!listening.has(section)) listen(section);
+    listening.add(section);
+  },
+  isBusy: () => here.isRunning,
+  dropped,
+  add: addDropped,
   /** A button that deletes the image of a card of the screen. */
   deleteButton: card => h('button.del', { type: 'button', title: 'Delete', onclick: () => remove(card) }, '✕'),
   look,

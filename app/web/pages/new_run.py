@@ -6,7 +6,6 @@ restart of either side loses nothing.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Callable
@@ -286,13 +285,7 @@ def read_again(studio: Studio, target: str = THIS_MACHINE) -> dict[str, Any]:
 
 def start(studio: Studio) -> str:
     """Start the run and return its name. Raises InputError with what prevents it."""
-    draft = studio.draft()
-    run = studio.start(draft)
-    folder = form.check(draft).config.data.path
-    if folder:
-        with contextlib.suppress(OSError):  # the run is under way; the list of folders is only a convenience
-            studio.recent.add(folder)
-    return run.path.name
+    return studio.start(studio.draft()).path.name
 
 
 def enqueue(studio: Studio, gpus: list[int]) -> str:

@@ -11,6 +11,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import ConsoleMessage, Page
 
 from tests.app.browser import visit
+from trainer.system.installation import PRESETS
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ def screens(run: str, other: str) -> dict[str, Screen]:
     compared = ("#compare-loss canvas", "#compare-samples img", "#compare-link")
     return {
         "new": Screen(("new",), "#thumbs img", ("#tiles", "#field-data-path", "#field-train-steps", "#plan", "#start")),
+        "drop": Screen(("drop",), "#upload-files", ("#drop-word", "#drop-go")),
+        "dropped": Screen(("drop", str(PRESETS / "quickstart")), "#drop-thumbs img", ("#drop-prompts", "#drop-start")),
         "run": Screen(("runs", run), "#page-run img:visible", run_parts),
         "samples": Screen(("runs", run, "samples"), "#page-run img:visible", ("#samples-step", ".sample-row img")),
         "files": Screen(("runs", run, "files"), "#files-folder", ("#files-what", "#files-report", "#files-exported")),

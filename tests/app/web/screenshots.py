@@ -37,7 +37,7 @@ from trainer.view.report import write_report
 PICTURES = ROOT / "tests" / "pictures"
 WIDTHS = (390, 820, 1280, 1920)
 SCHEMES: tuple[Scheme, ...] = ("light", "dark")
-PICTURED = ("new", "run", "samples", "runs", "compare", "data")
+PICTURED = ("new", "dropped", "run", "samples", "runs", "compare", "data")
 """Screens of which app/README.md has a picture."""
 COLOURS = 64
 FORM_HEIGHT = 1000

@@ -195,7 +195,7 @@ def test_a_download_outlives_a_reload_and_the_page_and_is_shown_in_every_window(
         page.locator("#lost:visible").wait_for()
         server.start()
         page.goto("about:blank")
-        page.goto(server.url)
+        page.goto(f"{server.url}#/new")
         look_settled(page)
         says(page, "of 6.3 MB")
         with opened(browser, server.url) as other:

@@ -522,3 +522,17 @@ def test_more_folders_and_prior_images_are_rows_with_settings_and_each_says_what
         settled(other)
     until(page, "!document.querySelector('#folders .entry')")
     assert "data.folders" not in values(draft)
+
+
+def test_pictures_that_are_dropped_on_new_run_ask_for_their_word(page: Page):
+    page.evaluate(
+        """() => {
+          const transfer = new DataTransfer();
+          transfer.items.add(new File([new Uint8Array(9)], 'a.png'));
+          document.querySelector('#page-new h1').dispatchEvent(
+            new DragEvent('drop', { bubbles: true, cancelable: true, dataTransfer: transfer }));
+        }"""
+    )
+    page.locator("#drop-first-note", has_text="1 file chosen").wait_for()
+    page.locator("#drop-demo a").click()
+    page.locator("#page-new h1").wait_for()

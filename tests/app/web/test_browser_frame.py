@@ -61,7 +61,7 @@ def test_a_browser_that_is_logged_out_is_offered_the_login(tmp_path: Path, brows
         page = context.new_page()
         page.goto(f"{server.origin}/")
         log_in(page)
-        page.locator("#why[data-state]").wait_for()
+        page.locator("#page-drop h1").wait_for()
         context.clear_cookies()
         link = page.locator("#lost").get_by_role("link", name="Log in again")
         link.wait_for()

@@ -129,8 +129,8 @@ def test_a_run_that_one_window_deletes_is_missed_by_every_screen_of_the_others(p
 
 
 def test_a_sample_that_was_asked_for_without_a_server_is_shown_when_it_is_back(page: Page, runs: Path):
-    run = recorded(runs, "asked")
-    watch(page, "asked")
+    run = recorded(runs, "asked-for")
+    watch(page, "asked-for")
     page.locator("#newest [data-step='40'][aria-pressed=true]").wait_for()
     page.locator("#newest img").first.wait_for()
     page.route(HANDLERS, lambda route: route.abort())

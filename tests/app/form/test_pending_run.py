@@ -1,0 +1,139 @@
+"""A run that waits for its captions and its model: it starts once, also by another page, or says why it does not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from app.data.captioning import Captioning
+from app.form.draft import Draft
+from app.form.pending_run import Pending, PendingRun
+from app.studio import Studio
+from tests.app.browser import in_training
+from tests.runs import make_pictures, write
+from trainer.run.captioning import Asked, CaptionJob, CaptionRequest
+from trainer.run.events import ErrorEvent, StatusEvent
+from trainer.run.folder import RunDir
+from trainer.system.errors import InputError
+from trainer.weights.download import DownloadState
+
+MODEL = "black-forest-labs/FLUX.2-klein-base-4B"
+
+
+class Untrained(Studio):
+    """A folder of runs that notes the drafts to start, and trains none."""
+
+    def __init__(self, runs: Path) -> None:
+        super().__init__(runs)
+        self.started: list[Draft] = []
+
+    def start(self, draft: Draft) -> RunDir:
+        self.started.append(draft)
+        return RunDir(self.runs / "began")
+
+
+class Bench:
+    """A folder of runs with images and a captioning job of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.studio = Untrained(folder / "runs")
+        self.images = make_pictures(folder / "images", 12)
+        self.captioning = Captioning(self.studio.runs)
+        asked = [Asked(file.name) for file in sorted(self.images.glob("*.png"))]
+        self.job = CaptionJob.create(self.studio.runs, CaptionRequest(str(self.images), "demo"), asked)
+
+    def page(self) -> PendingRun:
+        """A page of the folder of runs."""
+        return PendingRun(self.studio, self.captioning)
+
+    @property
+    def started(self) -> list[Draft]:
+        return self.studio.started
+
+    def wanted(self, **changes: str) -> Pending:
+        values = {"data.path": str(self.images), "data.missing_caption": "empty", "name": "milo"}
+        return replace(Pending("1", str(self.images), "quickstart", values), **changes)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr("app.form.pending_run.LOOKED_EVERY_S", 0.05)
+    return Bench(tmp_path)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_run_that_waits_for_nothing_starts_at_once_and_once_for_one_id(bench: Bench):
+    page = bench.page()
+    begun = page.begin(bench.wanted())
+    assert (begun.run, begun.problem) == ("began", "")
+    assert bench.page().begin(bench.wanted()) == begun
+    [draft] = bench.started
+    assert draft.values["sample.prompts"] == [f"[trigger], picture number {at}" for at in (8, 9, 10, 11)]
+    page.forget()
+    assert page.state() is None
+
+
+def test_it_starts_once_with_the_captions_that_were_written_although_two_pages_look_after_it(bench: Bench):
+    write(bench.job.run, StatusEvent(state="sampling"))
+    first, second = bench.page(), bench.page()
+    with in_training(bench.job.run):
+        assert first.begin(bench.wanted(job=bench.job.path.name)).is_waiting
+        second.attend()
+        with pytest.raises(InputError, match="milo waits to be started; stop that first"):
+            second.begin(bench.wanted(id="2"))
+        time.sleep(0.3)
+        assert bench.started == []
+        for number, file in enumerate(sorted(bench.images.glob("*.txt"))):
+            file.write_text(f"a cat by a model {number}")
+        write(bench.job.run, StatusEvent(state="finished"))
+    until(lambda: bench.page().state().run == "began")
+    time.sleep(0.3)
+    [draft] = bench.started
+    assert draft.values["sample.prompts"][0] == "[trigger], a cat by a model 8"
+
+
+def test_captions_that_fail_and_a_download_that_is_gone_are_said_and_nothing_starts(bench: Bench):
+    write(bench.job.run, ErrorEvent(message="out of memory", rank=0), StatusEvent(state="failed"))
+    with pytest.raises(InputError, match="out of memory"):
+        bench.page().begin(bench.wanted(job=bench.job.path.name))
+    with pytest.raises(InputError, match="its download is gone; start it again"):
+        bench.page().begin(bench.wanted(model=MODEL))
+    assert bench.page().state() is None and bench.started == []
+
+
+def test_a_download_that_fails_meanwhile_is_said_after_a_restart(bench: Bench):
+    folder = bench.studio.model_downloads.folder / MODEL.replace("/", "--")
+    folder.mkdir(parents=True)
+    with in_training(bench.job.run):
+        write(bench.job.run, StatusEvent(state="sampling"))
+        bench.page().begin(bench.wanted(job=bench.job.path.name, model=MODEL))
+        DownloadState("failed", 1, 2, message="No network.").write(folder / "progress.json")
+        write(bench.job.run, StatusEvent(state="finished"))
+    after = bench.page()
+    after.attend()
+    until(lambda: after.state().problem == "No network.")
+    assert bench.started == []
+
+
+def test_what_is_forgotten_does_not_start_and_a_damaged_file_is_said_and_replaced(bench: Bench):
+    write(bench.job.run, StatusEvent(state="sampling"))
+    page = bench.page()
+    with in_training(bench.job.run):
+        page.begin(bench.wanted(job=bench.job.path.name))
+        page.forget()
+    write(bench.job.run, StatusEvent(state="finished"))
+    time.sleep(0.3)
+    assert bench.started == []
+    (bench.studio.runs / "drafts" / "pending.json").write_text("{")
+    assert "pending.json" in page.state().problem
+    assert page.begin(bench.wanted()).run == "began"
