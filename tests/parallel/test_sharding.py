@@ -204,7 +204,7 @@ def gathers(world: World, is_small: bool) -> tuple[int, int]:
     with mock.patch.object(_fsdp_param_group, "foreach_all_gather", gather), torch.no_grad():
         with (
             mock.patch("trainer.parallel.strategy.GATHERED_BYTES", GIB if is_small else 1),
-            gathered_for_samples(model, parallel, "full"),
+            gathered_for_samples(model, parallel, "full", world.size),
         ):
             for _ in range(3):
                 model["transformer"](batch)

@@ -1,7 +1,7 @@
 """A rehearsal: the demo model trains for a minute on the pictures of a run that is to come, so that its crops, masks,
 captions and trigger word are judged before a GPU is paid for.
 
-It is a run of its own kind: its folder also holds the config of the run that it rehearses. See DECISIONS 231.
+It is a run of its own kind: its folder also holds the config of the run that it rehearses. See DECISIONS 228.
 """
 
 from __future__ import annotations

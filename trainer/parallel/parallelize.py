@@ -147,17 +147,18 @@ def shard_units(
 
 
 @contextmanager
-def gathered_for_samples(model: nn.Module, parallel: ParallelConfig, strategy: Strategy) -> Iterator[None]:
+def gathered_for_samples(model: nn.Module, parallel: ParallelConfig, strategy: Strategy, ranks: int) -> Iterator[None]:
     """Inside, a small model's blocks stay gathered from their first forward on, as `stays_gathered` says.
 
     Args:
         model: The live components.
         parallel: The run's section `parallel`.
         strategy: How it is sharded.
+        ranks: All ranks of the run.
     """
     reshard = reshard_after_forward(parallel, strategy)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    if not stays_gathered(parallel, shard_ranks(parallel, strategy, parallel.world_size), reshard, size):
+    if not stays_gathered(parallel, shard_ranks(parallel, strategy, ranks), reshard, size):
         yield
         return
     components = [component for component in model.children() if isinstance(component, FSDPModule)]

@@ -341,7 +341,8 @@ class Trainer:
             return []
         self.log.enter("sampling", self.step)
         generate = self.sampler.prepare()
-        with self._evaluating(), gathered_for_samples(self.model, self.cfg.parallel, self.loaded.strategy):
+        gathered = gathered_for_samples(self.model, self.cfg.parallel, self.loaded.strategy, self.world.size)
+        with self._evaluating(), gathered:
             paths = self.sample_schedule.generate(self.model, generate, self.step)
         self.log.enter("training", self.step)
         return paths

@@ -126,7 +126,7 @@ def trace_sampling(cfg: RunConfig, family: ModelFamily, device: torch.device, si
     strategy: Strategy = cfg.parallel.strategy  # type: ignore[assignment]
     with sharded_model(build_model(cfg, family), cfg, family, device) as sharded:
         sharded.tracker.reset()
-        with gathered_for_samples(sharded.module, cfg.parallel, strategy):
+        with gathered_for_samples(sharded.module, cfg.parallel, strategy, cfg.parallel.world_size):
             for _ in range(2):
                 sharded.draw(size)
         return sharded.tracker.highest
