@@ -150,7 +150,7 @@ def test_a_clip_is_written_with_the_suffix_and_the_picture_of_its_kind(bench: Be
     folder = make_run(bench.root, cfg, "run")
     schedule = SampleSchedule(clips, 0, folder, world, RunLog(folder, world, events.append), before=0)
     model = model_of(families.make(cfg, bench.root / "cache"))
-    (file,) = schedule.write(schedule.generate(model, clips.prepare()), step=2)
+    (file,) = schedule.generate(model, clips.prepare(), step=2)
     assert (file.name, file.read_bytes()) == ("step-000002-0.mp4", b"a clip")
     with Image.open(f"{file}.png") as poster:
         assert poster.size == (32, 32)

@@ -15,7 +15,7 @@ from trainer.config.fields import all_names
 from trainer.config.recompute import checkpointing_of
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter, QuantizeConfig, RankAdapter
-from trainer.plan.simulate.sizes import BITS
+from trainer.plan.simulate.sizes import BITS, PROPOSED
 from trainer.system.errors import InputError
 
 Choice = Mapping[str, Any]
@@ -154,9 +154,9 @@ def bases(cfg: RunConfig, recorded: Collection[Mapping[str, Any]], keeps_bits: b
     if own.format != "none":
         found.append(_base(QuantizeConfig()))
     if not isinstance(cfg.adapter, NoAdapter):
-        found += [_base(own.model_copy(update={"format": format})) for format in BITS if format != own.format]
+        found += [_base(own.model_copy(update={"format": format})) for format in PROPOSED if format != own.format]
         if not own.keep and "none" not in own.formats.values():
-            found += [_base(own.model_copy(update={"format": format, "formats": {}})) for format in BITS]
+            found += [_base(own.model_copy(update={"format": format, "formats": {}})) for format in PROPOSED]
             found += [_base(own.model_copy(update=dict(values))) for values in recorded]
     different = [base for number, base in enumerate(found) if base not in found[:number]]
     return tuple(base for base in different if not keeps_bits or _keeps_bits(base, own))

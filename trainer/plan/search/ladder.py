@@ -27,7 +27,7 @@ from trainer.plan.search.choices import Choice, Ladder, is_same, merged, micro_b
 from trainer.plan.search.decide import TIGHT, decided, is_open, thriftiest
 from trainer.plan.search.fixes import assigned, changed, planned
 from trainer.plan.simulate.phases import CAPTIONS, EXPORT, SAMPLING, TRAINING, Phase
-from trainer.plan.simulate.sizes import BITS
+from trainer.plan.simulate.sizes import BITS, PROPOSED
 from trainer.plan.store import known_model
 from trainer.run.events import State
 from trainer.system.errors import InputError
@@ -267,7 +267,7 @@ class _Search:
         yield from _neutral(cfg, self._card, self._now.strategy)
         if not isinstance(cfg.adapter, NoAdapter):
             bits = BITS.get(cfg.quantize.format, 16.0)
-            fewer = sorted((name for name in BITS if BITS[name] < bits), key=lambda name: -BITS[name])
+            fewer = sorted((name for name in PROPOSED if BITS[name] < bits), key=lambda name: -BITS[name])
             yield tuple({"quantize.format": name} for name in fewer)
         if not cfg.quantize.encoders and self._is_too_much(CAPTIONS):
             yield ({"quantize.encoders": True},)

@@ -18,6 +18,9 @@ from trainer.system.amounts import GIB
 
 BITS = {"nf4": 4.25, "int8": 8.25, "fp8": 8.0}
 """Bits per weight, scales included."""
+PROPOSED = ("nf4", "int8")
+"""Formats that a base is proposed in. With a scale for each row, int8 is nearer to bf16 than fp8 at the same size: of
+normally distributed weights, a seventh of the squared error. A base that is in fp8 stays so."""
 
 
 def input_of(cfg: RunConfig) -> PassInput:
