@@ -390,7 +390,8 @@ class Studio:
         """Start a run of the draft. A double click starts only one. Raises InputError when the draft is wrong."""
         with self._lock:
             last = self._last_start
-            if last and last.draft == draft and time.monotonic() - last.at < SAME_CLICK_S:
+            is_again = last and last.draft == draft and time.monotonic() - last.at < SAME_CLICK_S
+            if last and is_again and last.run.path.is_dir():
                 return last.run
             run = preflight.new_run(load_config(draft.preset, draft.overrides), self.runs)
             config = run.config()

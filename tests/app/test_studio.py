@@ -10,7 +10,7 @@ import pytest
 
 from app.form import draft as form
 from app.form.draft import Draft
-from app.runs import run_table
+from app.runs import run_table, run_trash
 from app.studio import Studio
 from tests.app.browser import recorded
 from tests.runs import make_pictures, write_preset
@@ -78,6 +78,11 @@ def test_many_clicks_at_once_start_one_run(studio: Studio, preset: Path):
     assert len({run.path for run in found}) == 1
     assert len(studio.find_runs()) == 1
     process.terminate(found[0])
+    process.wait(found[0], 20)
+    run_trash.delete(found[0])  # a click after that is meant
+    again = studio.start(Draft(preset))
+    assert again.path != found[0].path and again.path.is_dir()
+    process.terminate(again)
 
 
 def test_gpus_of_a_waiting_run_are_numbers(studio: Studio, preset: Path):
