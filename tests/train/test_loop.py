@@ -310,7 +310,8 @@ def test_requests_are_answered_once(pictures: Path) -> None:
 
 
 def test_a_time_limit_ends_a_run_as_its_last_step_does(pictures: Path, tmp_path: Path) -> None:
-    cfg = run_config(pictures, train__steps=100_000, train__time_limit=1, sample__every=100_000, sample__prompts=["a"])
+    sample = {"every": 100_000, "prompts": ["a"], "steps": 1, "size": (32, 32)}
+    cfg = run_config(pictures, train__steps=100_000, train__time_limit=1, sample=sample)
     events: list[AnyEvent] = []
     run = make_run(tmp_path, cfg, "limited")
     trainer = make_trainer(cfg, run, events)

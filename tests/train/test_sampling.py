@@ -43,7 +43,13 @@ def test_every_rank_draws_equally_often_and_rank_0_has_all_pictures_in_order(cou
 
 
 def test_a_sample_is_on_disk_before_the_next_is_begun(tmp_path: Path) -> None:
-    cfg = run_config(make_pictures(tmp_path / "pictures"), sample__prompts=("a", "b", "c"), sample__every=1)
+    cfg = run_config(
+        make_pictures(tmp_path / "pictures"),
+        sample__prompts=("a", "b", "c"),
+        sample__every=1,
+        sample__steps=1,
+        sample__size=(32, 32),
+    )
     run, there = make_run(tmp_path, cfg, "run"), []
     trainer = Trainer(cfg, run, alone(), tmp_path / "cache", lambda event: None)
     prepare = trainer.sampler.prepare
