@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page
 
+from app.studio import Studio
 from tests.app.browser import Server, serving, visited
 from tests.runs import make_pictures, write_preset
 
@@ -33,6 +34,14 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 def tab(context: BrowserContext) -> Page:
     """What one test after the other shows the page in; another one after its process has died."""
     return context.pages[0] if context.pages else context.new_page()
+
+
+@pytest.fixture
+def studio(tmp_path: Path) -> Studio:
+    """What a page of a new folder knows and does, without a browser."""
+    studio = Studio(tmp_path / "runs")
+    studio.prepare()
+    return studio
 
 
 @pytest.fixture

@@ -261,14 +261,19 @@ def test_a_server_that_goes_away_in_the_middle_of_each_step_costs_nothing(
     assert run_of(home, "late").config().data.path == str(home.runs.parent / "pictures" / "milo")
 
 
-def test_start_has_the_captions_written_first_and_begins_although_the_page_is_closed_and_its_server_starts_anew(
-    page: Page, home: Server, photos: list[Path]
-):
+def choose_uncaptioned(page: Page, photos: list[Path]) -> None:
+    """Name pictures without captions, which the demo model is to write before another one is trained."""
     choose(page, [file for file in photos if file.suffix == ".png"])
     name(page, "signs")
     proposed(page, 20)
     page.locator("#drop-preset").select_option("other")
     page.locator("#drop-writer").select_option("demo")
+
+
+def test_start_has_the_captions_written_first_and_begins_although_the_page_is_closed_and_its_server_starts_anew(
+    page: Page, home: Server, photos: list[Path]
+):
+    choose_uncaptioned(page, photos)
     page.locator("#drop-writing", has_text="Start has them written first").wait_for()
     expect(page.locator("#drop-start")).to_be_enabled()
     page.locator("#drop-start").click()
@@ -287,11 +292,7 @@ def test_start_has_the_captions_written_first_and_begins_although_the_page_is_cl
 def test_captions_that_are_stopped_keep_the_run_from_starting_and_it_is_started_without(
     page: Page, home: Server, photos: list[Path]
 ):
-    choose(page, [file for file in photos if file.suffix == ".png"])
-    name(page, "signs")
-    proposed(page, 20)
-    page.locator("#drop-preset").select_option("other")
-    page.locator("#drop-writer").select_option("demo")
+    choose_uncaptioned(page, photos)
     expect(page.locator("#drop-start")).to_be_enabled()
     page.locator("#drop-start").click()
     page.locator("#drop-pending", has_text="signs starts by itself").wait_for()

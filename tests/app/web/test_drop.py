@@ -21,13 +21,6 @@ Call = Callable[..., Any]
 
 
 @pytest.fixture
-def studio(tmp_path: Path) -> Studio:
-    studio = Studio(tmp_path / "runs")
-    studio.prepare()
-    return studio
-
-
-@pytest.fixture
 def call(studio: Studio) -> Call:
     functions = answering([drop.calls(studio)])
 

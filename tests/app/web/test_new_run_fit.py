@@ -27,13 +27,6 @@ SEARCHED_WITHIN_S = 60
 
 
 @pytest.fixture
-def studio(tmp_path: Path) -> Studio:
-    studio = Studio(tmp_path / "runs")
-    studio.prepare()
-    return studio
-
-
-@pytest.fixture
 def window(studio: Studio) -> Window:
     return Window(studio)
 
