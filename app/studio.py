@@ -33,7 +33,7 @@ from app.form import draft as form
 from app.form.draft import Checked, Draft
 from app.form.earlier_runs import EarlierRuns
 from app.form.fit_preview import FitPreviews, Question
-from app.form.model_choices import ModelChoices
+from app.form.model_choices import ModelChoice, ModelChoices
 from app.form.plan_preview import PlanPreview, PlanPreviews
 from app.machine import Machine
 from app.runs.live import Live
@@ -225,6 +225,10 @@ class Studio:
             draft = change(self.draft())
             self._save_draft(draft)
         return draft
+
+    def model_choices(self) -> list[ModelChoice]:
+        """Return the base models to choose from, with their presets judged for this machine."""
+        return self.models.all(self.presets(), self.own_presets, self.gpus())
 
     def change_images(self, change: Callable[[Draft], Draft], is_typing: bool = False) -> dict[str, str]:
         """Change the draft as `change_draft` does; companions of former images go with these.

@@ -107,8 +107,8 @@ class DataFolders:
         Raises:
             InputError: No folder may have this name, or it cannot be made.
         """
-        beside = [self._runs.resolve().parent, *self.roots]
-        above = next((root for root in beside if not self.refusal(root / PICTURES)), beside[0])
+        roots = [self._runs.resolve().parent, *self.roots]
+        above = next((root for root in roots if not self.refusal(root / PICTURES)), roots[0])
         with suppress(Taken):
             self.make(str(above), PICTURES)
         while True:

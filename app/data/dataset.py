@@ -319,7 +319,7 @@ def _place(shown: Sequence[Path], everything: Sequence[Path], page: int, after: 
     if after is not None:
         if after in shown:
             at = shown.index(after) + 1
-        else:  # it has got its caption, and is no longer one without
+        else:  # it was captioned meanwhile, and the filter leaves it out
             before = set(everything[: everything.index(after)]) if after in everything else set()
             at = sum(image in before for image in shown)
         if at < len(shown):

@@ -181,18 +181,18 @@ def errors(checked: Checked, downloads: Mapping[str, DownloadState]) -> list[dic
 
     Of a model that is offered for download, it says only that.
     """
-    told, model = dict(checked.errors), checked.config.model
+    sentences, model = dict(checked.errors), checked.config.model
     known = published_models().get(model.path or "")
     is_offered = known is not None and known.download_command and "model.path" not in _changed(checked)
-    if "model.path" in told and known and is_offered and not preflight.has_model(model):
-        is_running = known.id in downloads and downloads[known.id].state in ("waiting", "downloading")
+    if "model.path" in sentences and known and is_offered and not preflight.has_model(model):
+        is_running = known.id in downloads and downloads[known.id].is_running
         size = rounded_size(known.num_bytes)
-        told["model.path"] = (
+        sentences["model.path"] = (
             f"{known.name} is being downloaded."
             if is_running
             else f"{known.name} is not on this machine yet; download it on the first card, {size}."
         )
-    return [{"field": name, "label": label(name) if name else "", "text": text} for name, text in told.items()]
+    return [{"field": name, "label": label(name) if name else "", "text": text} for name, text in sentences.items()]
 
 
 def looked_at(found: Mapping[str, Any] | None, gpus: Sequence[Gpu]) -> str:

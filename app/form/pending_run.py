@@ -133,7 +133,7 @@ class PendingRun:
                 raise InputError(progress.error or "The captions were stopped before all were written.")
         if pending.model:
             state = self._studio.model_downloads.state(pending.model)
-            if state is not None and state.state in ("waiting", "downloading"):
+            if state is not None and state.is_running:
                 return True
             if state is None or state.state != "done":
                 raise InputError(state.message if state else f"{pending.model}: its download is gone; start it again")

@@ -58,7 +58,7 @@ class PlanPreview:
 
 
 class _Replaced(InputError):
-    """A recording that nobody waits for any more when its turn comes."""
+    """The config was changed before its recording began."""
 
 
 class PlanPreviews:

@@ -334,9 +334,8 @@ class Form:
             time.sleep(POLL_S)
 
     def _read_models(self) -> list[dict[str, Any]]:
-        studio = self._studio
-        found = studio.models.all(studio.presets(), studio.own_presets, studio.gpus())
-        return model_answers.models(found, data_url(min((PRESETS / "quickstart").glob("*.png")), ART_SIDE))
+        image = data_url(min((PRESETS / "quickstart").glob("*.png")), ART_SIDE)
+        return model_answers.models(self._studio.model_choices(), image)
 
     def _show(self, state: dict[str, Any]) -> None:
         """Show a state of the form, in place, so that the focus is kept."""

@@ -71,6 +71,10 @@ class DownloadState:
     bytes_per_s: float = 0.0
     message: str = ""
 
+    @property
+    def is_running(self) -> bool:
+        return self.state in ("waiting", "downloading")
+
     @classmethod
     def read(cls, file: Path) -> DownloadState | None:
         """Read a progress file; None if there is none. Raises InputError if it is damaged, OSError if unreadable."""

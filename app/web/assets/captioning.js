@@ -2,6 +2,7 @@
 // @ts-check
 import * as studio from './core.js';
 import { h, fill, say, call, counted } from './core.js';
+import { isRunning, progressBar, showShare } from './downloads.js';
 
 const STYLES = [['sentence', 'One or two sentences'], ['detailed', 'A paragraph'], ['tags', 'Tags']];
 const WHICH = [['missing', 'Images without a caption'], ['model', 'Also captions that a model wrote'],
@@ -69,8 +70,6 @@ function fillForm(request) {
 
 // --- models that are offered ---------------------------------------------------------------------------------------
 
-const isLoading = model => ['waiting', 'downloading'].includes(model.download?.state);
-
 /** A line for each model: its size, its licence, and the button that downloads, pauses or takes it. */
 function drawOffers() {
   const { models } = state;
@@ -79,9 +78,7 @@ function drawOffers() {
   for (const [at, model] of models.entries()) {
     const found = model.download, bar = parts.offers.children[at].querySelector('.bar');
     if (!bar) continue;
-    const share = Math.floor(100 * found.num_bytes / (found.total_bytes || 1));
-    bar.setAttribute('aria-valuenow', String(share));
-    bar.firstChild.style.width = `${share}%`;
+    showShare(bar, found);
     say(bar.nextSibling, `${studio.size(found.num_bytes)} of ${studio.size(found.total_bytes)}`);
   }
 }
@@ -93,15 +90,13 @@ function offer(model) {
   const load = (word, done) => ask(word, async () => { await call(done, { model: id }); await look(); });
   return h('li', { data: { model: id } }, h('div.row', {}, h('b', { title: id }, name), h('span.grow'), isHere
     ? ask('Use', () => { parts.model.value = id; wasFilled = true; })
-    : isLoading(model) ? load('Pause', 'captioning_pause')
+    : isRunning(download) ? load('Pause', 'captioning_pause')
     : load(download ? 'Continue' : 'Download', 'captioning_download')),
   h('span.sm.dim', {}, isHere ? 'is on this machine · ' : `${studio.size(bytes)} · `,
     h('a', { href: page, target: '_blank', rel: 'noopener noreferrer', title: note }, licence)),
   isHere || !download ? null : [
-    h('div.bar',
-      { role: 'progressbar', 'aria-label': `Download of ${name}`, 'aria-valuemin': 0, 'aria-valuemax': 100 }, h('i')),
-    h('span.sm.dim'),
-    isLoading(model) || !download.message ? null : download.state === 'failed' ? studio.alert(download.message)
+    progressBar('div.bar', name), h('span.sm.dim'),
+    isRunning(download) || !download.message ? null : download.state === 'failed' ? studio.alert(download.message)
       : h('p.sm.dim', {}, download.message)]);
 }
 
@@ -265,5 +260,7 @@ export const captioning = {
     fill(parts.end, 0, () => []);
     look();
   },
-  async tick() { if (state?.job?.is_running || state?.models?.some(isLoading)) await look(); },
+  async tick() {
+    if (state?.job?.is_running || state?.models?.some(model => isRunning(model.download))) await look();
+  },
 };

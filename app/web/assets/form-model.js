@@ -2,6 +2,7 @@
 // @ts-check
 import * as studio from './core.js';
 import { h, fill, say, call } from './core.js';
+import * as downloads from './downloads.js';
 import { take, change, offerUndo, settled } from './form-draft.js';
 import { drawStart } from './form-plan.js';
 import { current, $ } from './form-state.js';
@@ -64,13 +65,9 @@ function modelFacts(model) {
     ...(model.is_here || !model.download ? [] : downloadParts(model))];
 }
 
-export const isRunning = model => ['waiting', 'downloading'].includes(current.state.downloads[model.path]?.state);
+export const isRunning = model => downloads.isRunning(current.state.downloads[model.path]);
 
-/** How much of a model is here, in percent; rounded down, so that 100 means all. */
-function shareOf(model) {
-  const found = current.state.downloads[model.path];
-  return found?.total_bytes ? Math.floor(100 * found.num_bytes / found.total_bytes) : 0;
-}
+const shareOf = model => downloads.shareOf(current.state.downloads[model.path]);
 
 /**
  * The line about the chosen model. Its button stays the same element while numbers change, so that a press is not lost.
@@ -85,8 +82,7 @@ function drawFacts(own) {
   const rate = found.bytes_per_s,
     left = rate ? ` · ${studio.size(rate)}/s · ${studio.duration((found.total_bytes - found.num_bytes) / rate)} left`
       : '';
-  bar.setAttribute('aria-valuenow', shareOf(own));
-  bar.firstChild.style.width = `${shareOf(own)}%`;
+  downloads.showShare(bar, found);
   say($('download-size'), `${studio.size(found.num_bytes)} of ${studio.size(found.total_bytes)}${left}`);
 }
 
@@ -101,10 +97,7 @@ function downloadParts(model) {
       text => problem.replaceChildren(...(text ? [studio.alert(text)] : []))));
     isAsking = false;
   } }, word);
-  const bar = () =>
-    [h('span.bar#download-bar',
-      { role: 'progressbar', 'aria-label': `Download of ${model.name}`, 'aria-valuemin': 0, 'aria-valuemax': 100 },
-      h('i')), h('span.sm.dim#download-size')];
+  const bar = () => [downloads.progressBar('span.bar#download-bar', model.name), h('span.sm.dim#download-size')];
   return [h('span.download', { data: { state: found?.state || 'none' } },
     found ? bar() : h('span.sm.dim.grow', {}, linked(model.advice)),
     running ? ask('new_pause', 'Pause') : ask('new_download', found ? 'Continue' : 'Download'),

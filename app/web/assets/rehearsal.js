@@ -133,7 +133,6 @@ async function film(run) {
 }
 
 async function change() {
-  const { is_in_form: isInForm } = await call('rehearsal_show', { run: shown });
-  if (!isInForm) await call('new_copy', { run: shown });
+  if (!await call('rehearsal_is_in_form', { run: shown })) await call('new_copy', { run: shown });
   studio.go('new');
 }

@@ -58,12 +58,7 @@ def state(studio: Studio, captioning: Captioning, folder: str = "") -> dict[str,
 
 def download(studio: Studio, model: str) -> None:
     """Start the download of a model that writes captions, or continue it; another window may have done so before."""
-    try:
-        studio.model_downloads.start(model)
-    except InputError:
-        found = studio.model_downloads.state(model)
-        if found is None or found.state in ("failed", "paused"):
-            raise
+    studio.model_downloads.ensure(model)
 
 
 def pause(studio: Studio, model: str) -> None:

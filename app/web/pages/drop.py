@@ -21,7 +21,6 @@ from app.data.scans import ScanResult
 from app.form import draft as form
 from app.form import proposals
 from app.form.draft import Checked, Draft
-from app.form.model_choices import ModelChoice
 from app.form.pending_run import Pending, PendingRun
 from app.studio import Studio
 from app.web.answers import Calls
@@ -88,7 +87,7 @@ def make(studio: Studio, made: Made, id: str, word: str) -> dict[str, Any]:
         folder = str(studio.uploads.folders.make_new(values["data.trigger"].replace("/", "-")))
         # An image that the writer of captions cannot describe is trained with the word alone.
         values |= {"data.path": folder, "data.missing_caption": "empty"}
-        fits = proposals.fitting(_models(studio))
+        fits = proposals.fitting(studio.model_choices())
         preset = studio.preset(fits.name) if fits else former.preset
         studio.half_typed.leave(["data.path"])
         studio.save_draft(form.edited(Draft(preset), values))
@@ -137,7 +136,7 @@ def _lines(studio: Studio, captioning: Captioning, checked: Checked, found: Scan
             "warnings": list(found.warnings[:MOST_SAID]),
         },
         "looks": _looks(studio, checked.config, found),
-        "note": proposals.model_note(_models(studio), studio.name_of(checked.draft.preset)),
+        "note": proposals.model_note(studio.model_choices(), studio.name_of(checked.draft.preset)),
         **{name: whole[name] for name in FORM},
     }
 
@@ -152,7 +151,7 @@ def models(studio: Studio) -> list[dict[str, Any]]:
                 for one in choice.presets
             ],
         }
-        for choice in proposals.of_images(_models(studio))
+        for choice in proposals.of_images(studio.model_choices())
     ]
 
 
@@ -186,14 +185,10 @@ def start(
         if job := captioning.start(request, folders_apart(checked.config.data)):
             captioning.attend(job)
     if model:
-        new_run.download(studio, model)
+        studio.model_downloads.ensure(model)
     values = dict(draft.values)
     wanted = Pending(id, folder, studio.name_of(draft.preset), values, job.path.name if job else "", model)
     return _waiting(studio, captioning, pending.begin(wanted))
-
-
-def _models(studio: Studio) -> list[ModelChoice]:
-    return studio.models.all(studio.presets(), studio.own_presets, studio.gpus())
 
 
 def _folder(config: RunConfig) -> str:

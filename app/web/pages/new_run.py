@@ -309,8 +309,7 @@ def retry(studio: Studio, run: str) -> str:
 
 def models(studio: Studio) -> list[dict[str, Any]]:
     """Return the base models, each with its presets."""
-    choices = studio.models.all(studio.presets(), studio.own_presets, studio.gpus())
-    return model_answers.models(choices, _image(studio))
+    return model_answers.models(studio.model_choices(), _image(studio))
 
 
 def _image(studio: Studio) -> str:
@@ -324,12 +323,7 @@ def _image(studio: Studio) -> str:
 
 def download(studio: Studio, model: str, target: str = THIS_MACHINE) -> dict[str, Any]:
     """Start the download of a model, or continue it. Another window may have done so just before."""
-    try:
-        studio.model_downloads.start(model)
-    except InputError:
-        found = studio.model_downloads.state(model)
-        if found is None or found.state in ("failed", "paused"):
-            raise
+    studio.model_downloads.ensure(model)
     return _state(studio, target)
 
 

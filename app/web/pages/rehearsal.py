@@ -21,6 +21,8 @@ from trainer.system.errors import InputError
 
 MOST_PICTURES = 12
 MOST_CONFIG = 2**20
+Read = dict[str, list[tuple[Trained, Trained]]]
+"""{run: the pictures that `show` has read}, which `pictures` takes: to read those of a large set takes seconds."""
 
 
 def facts() -> dict[str, Any]:
@@ -30,8 +32,13 @@ def facts() -> dict[str, Any]:
 
 def calls(studio: Studio) -> Calls:
     """Return the functions of the script."""
-    functions: list[Callable[..., Any]] = [begin, show, pictures, start]
-    return {f"rehearsal_{function.__name__}": partial(function, studio) for function in functions}
+    functions: list[Callable[..., Any]] = [begin, is_in_form, start]
+    read: Read = {}
+    return {
+        **{f"rehearsal_{function.__name__}": partial(function, studio) for function in functions},
+        "rehearsal_show": partial(show, studio, read),
+        "rehearsal_pictures": partial(pictures, studio, read),
+    }
 
 
 def begin(studio: Studio) -> str:
@@ -39,27 +46,32 @@ def begin(studio: Studio) -> str:
     return studio.rehearse(studio.draft()).path.name
 
 
-def show(studio: Studio, run: str) -> dict[str, Any]:
+def is_in_form(studio: Studio, run: str) -> bool:
+    """Whether the form has the config of the run that a rehearsal is of."""
+    found = studio.run(run)
+    Rehearsal.of(found)
+    in_form = dump_config(form.check(studio.draft()).config)
+    return files.read(found.rehearsed_file, MOST_CONFIG) == in_form.encode()
+
+
+def show(studio: Studio, read: Read, run: str) -> dict[str, Any]:
     """Return what a rehearsal shows and cannot show, and its first pictures; `problem` where they cannot be read.
 
     `most` is the number of pictures that it takes of more of them.
     """
-    found = studio.run(run)
-    rehearsal = Rehearsal.of(found)
-    in_form = dump_config(form.check(studio.draft()).config)
+    rehearsal = Rehearsal.of(studio.run(run))
     answer = {
         "name": rehearsal.real.name,
         "model": rehearsal.model,
         "shows": SHOWS,
         "cannot_show": rehearsal.cannot_show,
-        "is_in_form": files.read(found.rehearsed_file, MOST_CONFIG) == in_form.encode(),
         "pictures": [],
         "num_pictures": 0,
         "most": None,
         "problem": "",
     }
     try:
-        pairs = rehearsal.pictures()
+        pairs = read[run] = rehearsal.pictures()
     except (InputError, OSError) as error:  # moved or deleted since
         return answer | {"problem": f"The pictures cannot be read any more: {str(error).splitlines()[0]}"}
     most = rehearsal.own.data.max_images
@@ -70,11 +82,12 @@ def show(studio: Studio, run: str) -> dict[str, Any]:
     }
 
 
-def pictures(studio: Studio, run: str) -> list[dict[str, str]]:
+def pictures(studio: Studio, read: Read, run: str) -> list[dict[str, str]]:
     """Return the first pictures of `show`, drawn: their addresses as the real run and as the rehearsal train them, or
     what is wrong with one as `problem`. Takes a fraction of a second each."""
     rehearsal = Rehearsal.of(studio.run(run))
-    return [_drawn(studio, rehearsal, pair) for pair in rehearsal.pictures()[:MOST_PICTURES]]
+    pairs = read.pop(run, None) or rehearsal.pictures()
+    return [_drawn(studio, rehearsal, pair) for pair in pairs[:MOST_PICTURES]]
 
 
 def start(studio: Studio, run: str) -> str:

@@ -96,13 +96,13 @@ def test_the_real_run_is_started_as_it_was_rehearsed_whatever_the_form_has(studi
 
 
 def test_its_settings_go_back_into_a_form_that_has_others_now(studio: Studio, run: RunDir) -> None:
-    assert not ask(studio, "rehearsal_show", run=run.path.name)["value"]["is_in_form"]
+    assert not ask(studio, "rehearsal_is_in_form", run=run.path.name)["value"]
     ask(studio, "new_copy", run=run.path.name)
     draft = studio.draft()
     assert draft == Draft(run.rehearsed_file) and studio.name_of(draft.preset) == run.path.name
     assert load_config(draft.preset).config.model.path == FLUX["model__path"]
     assert Studio(studio.runs).draft() == draft
-    assert ask(studio, "rehearsal_show", run=run.path.name)["value"]["is_in_form"]
+    assert ask(studio, "rehearsal_is_in_form", run=run.path.name)["value"]
 
 
 def test_its_screen_offers_neither_more_steps_nor_another_way_to_train_it(studio: Studio, run: RunDir) -> None:

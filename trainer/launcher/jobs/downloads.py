@@ -69,6 +69,19 @@ class Downloads:
         # Somebody must wait for the process, or it stays as a zombie after its end.
         threading.Thread(target=process.wait, name=f"end of {model_id}", daemon=True).start()
 
+    def ensure(self, model_id: str) -> None:
+        """Start or continue the download of a model, unless another window has done so just before.
+
+        Raises:
+            InputError, OSError: As `start`, but for a model that is here or on its way.
+        """
+        try:
+            self.start(model_id)
+        except InputError:
+            found = self.state(model_id)
+            if found is None or found.state in ("failed", "paused"):
+                raise
+
     def pause(self, model_id: str) -> None:
         """End the process of a download and return when it has ended. What is here stays, and `start` continues it.
 
@@ -86,7 +99,7 @@ class Downloads:
             slow.kill()
         psutil.wait_procs(alive, timeout=PAUSE_TIMEOUT_S)
         left = DownloadState.read(self._progress(model_id))
-        if left is None or left.state in ("waiting", "downloading"):  # it was killed, or had just started
+        if left is None or left.is_running:  # it was killed, or had just started
             num_bytes, total = (left.num_bytes, left.total_bytes) if left else (0, 0)
             paused = DownloadState("paused", num_bytes, total, message=f"Paused. Start it again: {CONTINUES}.")
             paused.write(self._progress(model_id))
@@ -102,7 +115,7 @@ class Downloads:
             return DownloadState("failed", 0, downloadable()[model_id].num_bytes, message=str(error))
         if left is None or (left.state == "done" and not cached(model_id).is_complete):
             return None
-        if is_alive or left.state not in ("waiting", "downloading"):
+        if is_alive or not left.is_running:
             return left
         message = f"The download was killed, the machine restarted, or the disk is full. Start it again: {CONTINUES}."
         return DownloadState("failed", left.num_bytes, left.total_bytes, message=message)
@@ -123,7 +136,7 @@ class Downloads:
 
     def _is_running(self, model_id: str) -> bool:
         state = self.state(model_id)
-        return state is not None and state.state in ("waiting", "downloading")
+        return state is not None and state.is_running
 
     def _is_alive(self, model_id: str) -> bool:
         """Raises InputError if the record of its process is damaged."""
