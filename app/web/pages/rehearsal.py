@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,6 @@ from trainer.system.errors import InputError
 
 MOST_PICTURES = 12
 MOST_CONFIG = 2**20
-Read = dict[str, list[tuple[Trained, Trained]]]
-"""{run: the pictures that `show` has read}, which `pictures` takes: to read those of a large set takes seconds."""
 
 
 def facts() -> dict[str, Any]:
@@ -33,12 +32,19 @@ def facts() -> dict[str, Any]:
 def calls(studio: Studio) -> Calls:
     """Return the functions of the script."""
     functions: list[Callable[..., Any]] = [begin, is_in_form, start]
-    read: Read = {}
+    read = Read({})
     return {
         **{f"rehearsal_{function.__name__}": partial(function, studio) for function in functions},
         "rehearsal_show": partial(show, studio, read),
         "rehearsal_pictures": partial(pictures, studio, read),
     }
+
+
+@dataclass(frozen=True)
+class Read:
+    """{run: the pictures that `show` has read}, which `pictures` takes: to read those of a large set takes seconds."""
+
+    pictures: dict[str, list[tuple[Trained, Trained]]]
 
 
 def begin(studio: Studio) -> str:
@@ -71,7 +77,7 @@ def show(studio: Studio, read: Read, run: str) -> dict[str, Any]:
         "problem": "",
     }
     try:
-        pairs = read[run] = rehearsal.pictures()
+        pairs = read.pictures[run] = rehearsal.pictures()
     except (InputError, OSError) as error:  # moved or deleted since
         return answer | {"problem": f"The pictures cannot be read any more: {str(error).splitlines()[0]}"}
     most = rehearsal.own.data.max_images
@@ -86,7 +92,7 @@ def pictures(studio: Studio, read: Read, run: str) -> list[dict[str, str]]:
     """Return the first pictures of `show`, drawn: their addresses as the real run and as the rehearsal train them, or
     what is wrong with one as `problem`. Takes a fraction of a second each."""
     rehearsal = Rehearsal.of(studio.run(run))
-    pairs = read.pop(run, None) or rehearsal.pictures()
+    pairs = read.pictures.pop(run, None) or rehearsal.pictures()
     return [_drawn(studio, rehearsal, pair) for pair in pairs[:MOST_PICTURES]]
 
 
