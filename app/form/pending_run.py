@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from app.data.captioning import Captioning
+from app.data.captioning import Captioning, folders_apart
 from app.form.draft import Draft
 from app.form.proposals import with_proposals
+from trainer.config.models import captioners
+from trainer.launcher.jobs.downloads import cached
+from trainer.run.captioning import CaptionRequest
 from trainer.system import files
 from trainer.system.errors import InputError
 
@@ -34,6 +37,7 @@ class Pending:
         folder: Its images.
         preset: Name of the preset of its draft.
         values: {field: YAML value} of its draft.
+        writer: The model that is to write captions first, after its own download; "" for none.
         job: Name of the captioning job that it waits for; "" for none.
         model: The model whose download it waits for; "" for none.
         problem: Why it was not started; "" while it waits.
@@ -44,6 +48,7 @@ class Pending:
     folder: str
     preset: str
     values: dict[str, Any] = field(default_factory=dict)
+    writer: str = ""
     job: str = ""
     model: str = ""
     problem: str = ""
@@ -68,6 +73,8 @@ class PendingRun:
     def begin(self, wanted: Pending) -> Pending:
         """Start a run at once where it waits for nothing, else when it does not any more. A second time does nothing.
 
+        What it waits for is begun: the downloads, and captions by its writer.
+
         Raises:
             InputError: It cannot be started, or another one waits.
         """
@@ -77,7 +84,9 @@ class PendingRun:
                 return known
             if known is not None and known.is_waiting:
                 raise InputError(f"{known.values.get('name', known.preset)} waits to be started; stop that first")
-            now = wanted if self._waits_for(wanted) else self._started(wanted)
+            for model in filter(None, (download_of(wanted.writer), wanted.model)):
+                self._studio.model_downloads.ensure(model)
+            now = self._advanced(wanted)
             self._write(now)
         if now.is_waiting:
             self.attend()
@@ -115,34 +124,55 @@ class PendingRun:
             if known is None or not known.is_waiting:
                 return False
             try:
-                if self._waits_for(known):
-                    return True
-                known = self._started(known)
+                now = self._advanced(known)
             except InputError as error:
-                known = replace(known, problem=str(error))
-            self._write(known)
+                now = replace(known, problem=str(error))
+            if now != known:
+                self._write(now)
+            return now.is_waiting
+
+    def _advanced(self, pending: Pending) -> Pending:
+        """Do what can be done now: have the captions written, and start the run. Returns what has become of it.
+
+        Raises:
+            InputError: Captions or a model are not to be expected any more, or the run cannot be started.
+        """
+        if pending.writer and not self._is_on_its_way(download_of(pending.writer)):
+            pending = replace(pending, writer="", job=self._captioned(pending))
+        if pending.writer or self._is_captioning(pending.job) or self._is_on_its_way(pending.model):
+            return pending
+        checked, found = self._studio.check_with_images(self._draft(pending))
+        if not found.is_complete:
+            return pending
+        # The prompts are of the captions that are there now.
+        return replace(pending, run=self._studio.start(with_proposals(checked, found)).path.name)
+
+    def _captioned(self, pending: Pending) -> str:
+        """Start the job that writes captions. Returns its name; "" where every image has one."""
+        data = self._studio.check(self._draft(pending)).config.data
+        has_trigger = bool(data.trigger)
+        request = CaptionRequest.checked({"folder": pending.folder, "model": pending.writer, "trigger": has_trigger})
+        job = self._captioning.start(request, folders_apart(data))
+        if job is None:
+            return ""
+        self._captioning.attend(job)
+        return job.path.name
+
+    def _is_captioning(self, job: str) -> bool:
+        if not job:
             return False
+        progress = self._captioning.follow(self._captioning.job(job))
+        if not progress.is_running and progress.state != "finished":
+            raise InputError(progress.error or "The captions were stopped before all were written.")
+        return progress.is_running
 
-    def _waits_for(self, pending: Pending) -> bool:
-        """Raises InputError where captions or the model are not to be expected any more."""
-        if pending.job:
-            progress = self._captioning.follow(self._captioning.job(pending.job))
-            if progress.is_running:
-                return True
-            if progress.state != "finished":
-                raise InputError(progress.error or "The captions were stopped before all were written.")
-        if pending.model:
-            state = self._studio.model_downloads.state(pending.model)
-            if state is not None and state.is_running:
-                return True
-            if state is None or state.state != "done":
-                raise InputError(state.message if state else f"{pending.model}: its download is gone; start it again")
-        return not self._studio.check_with_images(self._draft(pending))[1].is_complete
-
-    def _started(self, pending: Pending) -> Pending:
-        """Start the run, with prompts of the captions that are there now."""
-        draft = with_proposals(*self._studio.check_with_images(self._draft(pending)))
-        return replace(pending, run=self._studio.start(draft).path.name)
+    def _is_on_its_way(self, model: str) -> bool:
+        if not model:
+            return False
+        state = self._studio.model_downloads.state(model)
+        if state is None or (not state.is_running and state.state != "done"):
+            raise InputError(state.message if state else f"{model}: its download is gone; start it again")
+        return state.is_running
 
     def _draft(self, pending: Pending) -> Draft:
         return Draft(self._studio.preset(pending.preset), pending.values)
@@ -153,3 +183,8 @@ class PendingRun:
 
     def _write(self, pending: Pending) -> None:
         files.replace(self._file, _PENDING.dump_json(pending))
+
+
+def download_of(writer: str) -> str:
+    """Return the model to download before it can write captions; "" for one that is here or not offered."""
+    return writer if writer in captioners() and not cached(writer).is_complete else ""

@@ -18,10 +18,10 @@ from app.form import draft as form
 from app.form.draft import Checked, Draft
 from app.form.model_choices import ModelChoice, PresetChoice
 from trainer.config import families
-from trainer.config.models import published_models
+from trainer.config.models import captioners, published_models
 from trainer.config.sections import NAME_PATTERN, TRIGGER_PLACE, ModelConfig, as_name, has_trigger_place
 from trainer.launcher import preflight
-from trainer.launcher.jobs.captioning import EXAMPLE, check_model
+from trainer.launcher.jobs.captioning import check_model
 from trainer.run.captioning import jobs
 from trainer.system.errors import InputError
 
@@ -38,15 +38,19 @@ MOST_LETTERS = 300
 
 @dataclass(frozen=True)
 class Writer:
-    """A model on this machine that writes captions.
+    """A model that writes captions.
 
     Attributes:
         model: As of a `CaptionRequest`.
         seconds: Time of an image in its latest job here; 0 where it has written none.
+        num_bytes: What is downloaded first; 0 for one on this machine.
+        licence: Of one that is downloaded first, with its meaning.
     """
 
     model: str
     seconds: float
+    num_bytes: int = 0
+    licence: str = ""
 
 
 def named(word: str) -> dict[str, Any]:
@@ -116,21 +120,24 @@ def _is_here(choice: ModelChoice) -> bool:
 
 
 def writers(runs: Path) -> list[Writer]:
-    """Return the models that can write captions here, the one that did last first; the demo's, of pictograms, last."""
+    """Return the models that can write captions: first those that are here, the one that did last before others, then
+    those to download, the smallest first, and last the demo's, of pictograms."""
     seconds: dict[str, float] = {}
     for job in jobs(runs):
         model = job.request.model
         if not seconds.get(model):
             times = [line.seconds for line in job.captions().read() if line.caption]
             seconds[model] = sum(times) / len(times) / job.request.ranks if times else 0.0
-    found = []
-    for model in dict.fromkeys([*(model for model in seconds if model != "demo"), EXAMPLE]):
+    here, offered = [], []
+    for model in dict.fromkeys([*(model for model in seconds if model != "demo"), *captioners()]):
+        writer = Writer(model, seconds.get(model, 0.0))
         try:
             check_model(model)
-        except InputError:  # not on this machine any more
-            continue
-        found.append(Writer(model, seconds.get(model, 0.0)))
-    return [*found, Writer("demo", seconds.get("demo", 0.0))]
+            here.append(writer)
+        except InputError:  # not on this machine, or not any more
+            if known := captioners().get(model):
+                offered.append(replace(writer, num_bytes=known.num_bytes, licence=known.licence_note))
+    return [*here, *offered, Writer("demo", seconds.get("demo", 0.0))]
 
 
 def completed(checked: Checked, found: ScanResult) -> dict[str, str]:

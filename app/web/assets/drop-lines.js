@@ -5,6 +5,7 @@ import { call, h, fill, counted, link } from './core.js';
 import { $, again, current, say } from './drop-state.js';
 import { timeRows } from './form-plan.js';
 import { refresh } from './drop.js';
+import { rehearsalHelp, rehearseButton } from './rehearsal.js';
 
 const FIELDS = ['name', 'data.trigger', 'sample.prompts'], NO_WRITER = '',
   UNCAPTIONED = /images? (has|have) no caption/; // its line says so
@@ -38,15 +39,21 @@ export const lines = () => [
         studio.kept('price', event.target.value);
         drawTime();
       } }), h('span#drop-cost', { role: 'status' })))),
+  h('div.line', {}, h('span.what', {}, 'To see it first'), h('div', {},
+    rehearseButton('drop-rehearse', '', takeAll, say), h('p.sm', {}, rehearsalHelp()))),
 ];
 
 // --- what is in them ----------------------------------------------------------------------------------------------
 
-/** The model that writes captions: the one that was chosen, else the first that is not for pictograms only. */
+/**
+ * The model that writes captions: the one that was chosen, else the first that is not for pictograms only. Without a
+ * GPU none is proposed that has to be downloaded: it would take minutes for a picture.
+ */
 export function writer() {
   const { missing, writers } = current.lines.captions;
   if (missing === 0) return NO_WRITER;
-  return current.writer ?? writers.find(one => one.model !== 'demo')?.model ?? NO_WRITER;
+  const isProposed = one => one.model !== 'demo' && (current.lines.num_gpus || !one.num_bytes);
+  return current.writer ?? writers.find(isProposed)?.model ?? NO_WRITER;
 }
 
 export function drawLines() {
@@ -93,23 +100,26 @@ async function drawThumbnails() {
 
 function drawCaptions() {
   const { missing, writers, job } = current.lines.captions, number = current.lines.images.count;
-  const select = $('writer'), names = writers.map(({ model }) =>
-    [model, model === 'demo' ? 'demo, which knows pictograms only' : `${model.split('/').at(-1)} writes them`]);
+  const select = $('writer'), names = writers.map(({ model, num_bytes: bytes }) =>
+    [model, model === 'demo' ? 'demo, which knows pictograms only'
+      : `${model.split('/').at(-1)} writes them${bytes ? `, ${studio.size(bytes)} to download` : ''}`]);
   const none = missing === 0 ? 'All pictures have one' : 'None, only the trigger word';
   fill(select, [missing === 0, names], () => [[NO_WRITER, none], ...names].map(([value, text]) =>
     h('option', { value }, text)));
   select.value = writer();
-  const seconds = writers.find(one => one.model === writer())?.seconds,
+  const { seconds, num_bytes: toDownload, licence } = writers.find(one => one.model === writer()) ?? {},
     isWritten = missing !== 0 && writer() !== NO_WRITER;
-  $('write').hidden = !isWritten || !!job;
+  $('write').hidden = !isWritten || !!job || toDownload > 0;
   const takes = seconds ? `about ${studio.duration(seconds * missing)}, as its last job here took`
-    : 'how long is known after the first few';
+      : 'how long is known after the first few',
+    first = isWritten ? `: ${takes}; Start ${toDownload ? `downloads ${studio.size(toDownload)} and ` : ''}`
+      + 'has them written first' : '';
   studio.say($('writing'), job
     ? `${studio.count(job.answered)} of ${counted(job.total, 'caption')} written${job.left_s
       ? `, ${studio.duration(job.left_s)} left` : ''}.`
     : missing === 0 || !number ? '' : missing === null ? 'Too many pictures to count their captions.'
-    : `${studio.count(missing)} of ${counted(number, 'picture')} ${missing === 1 ? 'has' : 'have'} no caption${
-      isWritten ? `: ${takes}; Start has them written first` : ''}.`);
+    : `${studio.count(missing)} of ${counted(number, 'picture')} ${missing === 1 ? 'has' : 'have'} no caption${first}.${
+      isWritten && toDownload && licence ? ` Its licence is ${licence}.` : ''}`);
   studio.say($('prompts-note'), isWritten
     ? 'One a line, drawn while it trains. Those of the captions of held-out pictures follow when these are written.'
     : missing === number ? 'One a line, drawn while it trains. With captions, they are those of held-out pictures.'

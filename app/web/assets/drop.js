@@ -99,6 +99,7 @@ function follow(pending) {
 
 function drawPending() {
   const { pending } = current.state, waits = !pending ? [] : [
+    pending.captioner && `model that writes captions: ${pending.captioner.map(studio.size).join(' of ')}`,
     pending.job && `captions: ${pending.job.answered} of ${pending.job.total}`,
     pending.download && `model: ${pending.download.map(studio.size).join(' of ')}`].filter(Boolean);
   fill($('pending'), [pending, waits], () => !pending ? [] : pending.problem

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from app.data import dataset
-from app.data.captioning import Captioning, folders_apart
+from app.data.captioning import Captioning
 from app.data.scans import ScanResult
 from app.form import draft as form
 from app.form import proposals
 from app.form.draft import Checked, Draft
-from app.form.pending_run import Pending, PendingRun
+from app.form.pending_run import Pending, PendingRun, download_of
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.pages import new_run
@@ -32,7 +32,7 @@ from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
 from trainer.config.titles import model_title
 from trainer.launcher import preflight
-from trainer.run.captioning import CaptionJob, CaptionRequest
+from trainer.run.captioning import CaptionJob
 from trainer.system.errors import InputError
 
 MOST_MADE = 64
@@ -178,16 +178,7 @@ def start(
     wrong = {name: text for name, text in checked.errors.items() if name != "model.path" or not model}
     for name, text in wrong.items():
         raise InputError(f"{label(name)}: {text}" if name else text)
-    job = None
-    if writer:
-        has_trigger = bool(checked.config.data.trigger)
-        request = CaptionRequest.checked({"folder": folder, "model": writer, "trigger": has_trigger})
-        if job := captioning.start(request, folders_apart(checked.config.data)):
-            captioning.attend(job)
-    if model:
-        studio.model_downloads.ensure(model)
-    values = dict(draft.values)
-    wanted = Pending(id, folder, studio.name_of(draft.preset), values, job.path.name if job else "", model)
+    wanted = Pending(id, folder, studio.name_of(draft.preset), dict(draft.values), writer, model=model)
     return _waiting(studio, captioning, pending.begin(wanted))
 
 
@@ -239,10 +230,16 @@ def _looks(studio: Studio, config: RunConfig, found: ScanResult) -> dict[str, in
 def _waiting(studio: Studio, captioning: Captioning, pending: Pending) -> dict[str, Any]:
     """What becomes of a run, and how far that is what it waits for."""
     job = captioning.job(pending.job) if pending.job and pending.is_waiting else None
-    download = studio.model_downloads.state(pending.model) if pending.model and pending.is_waiting else None
     return {
         **{name: getattr(pending, name) for name in ("id", "folder", "problem", "run", "is_waiting")},
         "name": pending.values.get("name", pending.preset),
         "job": _progress(captioning, job),
-        "download": [download.num_bytes, download.total_bytes] if download and download.state != "done" else None,
+        "captioner": _download_left(studio, download_of(pending.writer)) if pending.is_waiting else None,
+        "download": _download_left(studio, pending.model) if pending.is_waiting else None,
     }
+
+
+def _download_left(studio: Studio, model: str) -> list[int] | None:
+    """How many bytes of a model are here, of how many; None for one that is not waited for."""
+    state = studio.model_downloads.state(model) if model else None
+    return [state.num_bytes, state.total_bytes] if state and state.state != "done" else None

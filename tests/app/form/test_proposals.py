@@ -12,6 +12,7 @@ from app.form.proposals import Writer
 from app.studio import Studio
 from tests.app.form.test_model_choices import gpus
 from tests.runs import make_pictures
+from trainer.config.models import captioners
 from trainer.run.captioning import Asked, CaptionJob, CaptionRequest, Written
 from trainer.system.errors import InputError
 from trainer.system.gpus import Gpu
@@ -76,8 +77,10 @@ def test_of_a_few_images_fewer_are_held_out_unless_somebody_says_how_many(tmp_pa
         assert "data.validation" not in proposals.completed(typed, studio.scans.of(typed.config))
 
 
-def test_captions_are_offered_by_models_that_are_here_with_the_time_that_they_took(tmp_path: Path):
-    assert proposals.writers(tmp_path) == [Writer("demo", 0.0)]
+def test_captions_are_offered_by_models_that_are_here_with_their_time_then_by_those_to_download(tmp_path: Path):
+    offered = [Writer(model.id, 0.0, model.num_bytes, model.licence_note) for model in captioners().values()]
+    assert len(offered) == 4 and all(writer.num_bytes and writer.licence for writer in offered)
+    assert proposals.writers(tmp_path) == [*offered, Writer("demo", 0.0)]
     model = tmp_path / "vl"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -86,4 +89,4 @@ def test_captions_are_offered_by_models_that_are_here_with_the_time_that_they_to
         job = CaptionJob.create(tmp_path, CaptionRequest(str(images), written_by, ranks=2), [Asked("00.png")])
         job.add(Written("00.png", "a cat", seconds=seconds))
         job.add(Written("01.png", "", problem="too dark", seconds=100.0))
-    assert proposals.writers(tmp_path) == [Writer(str(model), 1.5), Writer("demo", 0.25)]
+    assert proposals.writers(tmp_path) == [Writer(str(model), 1.5), *offered, Writer("demo", 0.25)]

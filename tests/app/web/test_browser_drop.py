@@ -143,6 +143,10 @@ def test_what_is_proposed_can_be_changed_and_is_in_the_form_behind_it(page: Page
     until(page, "document.activeElement.id === 'drop-writer'")
     assert page.locator("#drop-writer").input_value() == ""  # the demo's captions are no proposal
     assert "13 of 20 pictures have no caption" in page.locator("#drop-writing").inner_text()
+    page.locator("#drop-writer").select_option("florence-community/Florence-2-base")
+    expect(page.locator("#drop-writing")).to_contain_text("Start downloads 500 MB and has them written first")
+    expect(page.locator("#drop-writing")).to_contain_text("Its licence is MIT: free to use, commercially too.")
+    page.locator("#drop-writer").select_option("")
     assert "Demo model: LoRA" in page.locator("#drop-preset option:checked").inner_text()
     expect(page.locator("#drop-warnings")).to_contain_text("blurred")
     write_over(page, "drop-trigger", "m1lo")
@@ -315,6 +319,17 @@ def test_captions_that_are_written_now_become_the_prompts(page: Page, home: Serv
     page.locator("#drop-writer option", has_text="All pictures have one").wait_for(state="attached")
     until(page, "document.querySelector('#drop-prompts').value.split('\\n').length === 4")
     assert page.locator("#drop-write").is_hidden()
+
+
+def test_what_is_proposed_is_rehearsed_first(page: Page, home: Server, photos: list[Path]):
+    choose(page, photos)
+    name(page, "milo")
+    proposed(page, 20)
+    page.locator("#drop-rehearse").click()
+    page.locator("#rehearsal .trained li").first.wait_for()
+    rehearsed = run_of(home, "milo").config()
+    assert rehearsed.data.trigger == "milo" and rehearsed.data.path == str(home.runs.parent / "pictures" / "milo")
+    assert (rehearsed.model.path, len(rehearsed.sample.prompts)) == ("demo", 4)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
