@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page
 
+from app.form.model_choices import ModelChoices
 from app.studio import Studio
 from tests.app.browser import Server, serving, visited
 from tests.runs import make_pictures, write_preset
@@ -36,10 +37,17 @@ def tab(context: BrowserContext) -> Page:
     return context.pages[0] if context.pages else context.new_page()
 
 
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> ModelChoices:
+    """The models to choose from. The shipped presets are planned once for all tests."""
+    return ModelChoices(tmp_path_factory.mktemp("models"))
+
+
 @pytest.fixture
-def studio(tmp_path: Path) -> Studio:
+def studio(tmp_path: Path, models: ModelChoices) -> Studio:
     """What a page of a new folder knows and does, without a browser."""
     studio = Studio(tmp_path / "runs")
+    studio.models = models
     studio.prepare()
     return studio
 

@@ -219,7 +219,7 @@ def test_ranks_that_find_other_data_say_so_before_they_train_or_wait_in_vain(tmp
     assert run_ranks(2, found_by_rank, [whole, whole]) == ["", ""]
 
 
-@pytest.mark.parametrize("what", ["image", "mask"])
+@pytest.mark.parametrize("what", ["image", pytest.param("mask", marks=pytest.mark.slow)])
 def test_a_file_that_is_replaced_between_its_key_and_its_pixels_leaves_no_wrong_example(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

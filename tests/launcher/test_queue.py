@@ -353,6 +353,7 @@ def test_a_run_that_was_deleted_or_damaged_keeps_no_other_from_its_turn(queue: Q
     assert queue.state_of(damaged).startswith(f"damaged: {queue.run_of(damaged).launch_file}: damaged (")
 
 
+@pytest.mark.slow
 def test_an_unstarted_run_whose_files_nobody_can_make_sense_of_keeps_no_other_from_its_turn(
     queue: Queue, config, monkeypatch
 ):

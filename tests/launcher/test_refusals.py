@@ -301,7 +301,7 @@ def test_an_adapter_of_another_model_to_start_from_is_refused_before_a_run_folde
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("field", ["data__path", "data__validation"])
+@pytest.mark.parametrize("field", ["data__path", pytest.param("data__validation", marks=pytest.mark.slow)])
 def test_text_of_which_every_document_is_too_long_is_refused_before_a_run_folder_is_made(
     tmp_path: Path, field: str
 ) -> None:

@@ -402,7 +402,7 @@ def test_a_run_whose_events_say_that_it_failed_is_sent_as_failed(run: RunDir, us
     assert fake.failed
 
 
-@pytest.mark.parametrize("error", [ConnectionError, SystemExit])
+@pytest.mark.parametrize("error", [pytest.param(ConnectionError, marks=pytest.mark.slow), SystemExit])
 def test_a_tracker_that_raises_is_one_warning_without_its_key_and_passes_that_thing_over(
     run: RunDir, use, capfd, error: type[BaseException]
 ) -> None:

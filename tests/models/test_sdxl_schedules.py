@@ -398,6 +398,7 @@ def test_other_families_refuse_a_sampler(tmp_path: Path) -> None:
 # Sizes of images
 
 
+@pytest.mark.slow
 def test_an_enlarged_image_is_told_its_own_size_and_others_that_of_their_bucket(
     sdxl: Sdxl, pipeline: Any, tmp_path: Path
 ) -> None:

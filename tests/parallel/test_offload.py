@@ -414,7 +414,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {"kept": {}, "recomputed": AGAIN, "select
     [
         (1, "none", (1.0,), NF4 | AGAIN | {"train__micro_batch": 2}),
         (2, "full", (0.5,), NF4 | SELECTIVE),
-        (2, "ddp", (1.0,), BF16 | {"adapter": METHODS["dora"]}),
+        pytest.param(2, "ddp", (1.0,), BF16 | {"adapter": METHODS["dora"]}, marks=pytest.mark.slow),
         # Three ranks divide no rows evenly.
         pytest.param(3, "full", (0.5, 1.0), {"train__batch_size": 3}, marks=pytest.mark.slow),
     ],

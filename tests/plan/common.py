@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
@@ -18,6 +21,17 @@ MODELS = {file.name.removesuffix(".json.gz"): file for file in sorted(SHIPPED.gl
 def shipped() -> list[tuple[str, str, PassTable]]:
     """(model, key, table) of everything that comes with the program."""
     return [(name, key, table) for name, file in MODELS.items() for key, table in decode(file.read_bytes())[0].items()]
+
+
+def every_table() -> list[Any]:
+    """The tables as parameters: in the quick half the first one of each model, and of each method on each base."""
+    params, seen = [], set[str]()
+    for model, key, table in shipped():
+        is_first = not seen >= {model, key}
+        seen |= {model, key}
+        marks = () if is_first else pytest.mark.slow
+        params.append(pytest.param(table, id=f"{model} {key}", marks=marks))
+    return params
 
 
 def run(model: str, *fields: str) -> RunConfig:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.plan.common import NOWHERE, run, shipped
+from tests.plan.common import NOWHERE, every_table, run
 from trainer.plan import picture
 from trainer.plan.hardware import CARDS
 from trainer.plan.memory import MemoryPlan, history_of, plan_of
@@ -20,7 +20,7 @@ from trainer.plan.simulate.timeline import Point, Sharding, history, simulate
 from trainer.plan.store import known_model
 from trainer.system.amounts import GIB
 
-EVERY = [pytest.param(table, id=f"{model} {key}") for model, key, table in shipped()]
+EVERY = every_table()
 SHARDINGS = (
     Sharding(),
     Sharding(is_sharded=False),

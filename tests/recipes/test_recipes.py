@@ -223,6 +223,9 @@ print(answers["toy_greeting"](name="A"), "/toy.js" in scripts.page_end({}))
 }
 
 
+QUICK = ("Add a model family", "Add an adapter", "Add a panel")
+
+
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Copy]:
     """The code with the toy of a recipe, made once."""
@@ -237,7 +240,9 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Copy]:
     return of
 
 
-@pytest.mark.parametrize("heading", RECIPES)
+@pytest.mark.parametrize(
+    "heading", [heading if heading in QUICK else pytest.param(heading, marks=pytest.mark.slow) for heading in RECIPES]
+)
 def test_a_toy_changes_the_files_of_its_recipe_and_no_others_and_is_shown(
     copies: Callable[[str], Copy], heading: str
 ) -> None:

@@ -519,7 +519,7 @@ def test_an_override_of_a_stage_that_has_ended_is_refused(tmp_path: Path, change
     assert f"stages[0].set.{field}: stage pretrain has ended; leave the change out" in str(caught.value)
 
 
-@pytest.mark.parametrize("has_ended", [False, True])
+@pytest.mark.parametrize("has_ended", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_override_mends_a_value_that_is_wrong_in_the_config_of_a_run(tmp_path: Path, has_ended: bool) -> None:
     staged_folder(tmp_path)
     run = RunDir.create(tmp_path, loaded(tmp_path), at=tmp_path / "run")

@@ -191,7 +191,7 @@ def test_a_run_does_not_go_on_to_a_step_or_epoch_that_it_has_passed(cfg: RunConf
             ),
             marks=pytest.mark.slow,
         ),
-        (COSINE, 2, {"steps": 5}, None),  # rises by less than a tenth
+        pytest.param(COSINE, 2, {"steps": 5}, None, marks=pytest.mark.slow),  # rises by less than a tenth
         pytest.param(COSINE | {"warmup": 3}, 1, {}, None, marks=pytest.mark.slow),
         pytest.param(COSINE, 4, {"steps": 8, "lr": 2e-3}, None, marks=pytest.mark.slow),  # as was asked
         pytest.param({"schedule": "constant"}, 4, {"steps": 8}, None, marks=pytest.mark.slow),
@@ -244,7 +244,7 @@ def test_a_run_that_was_brought_here_without_its_empty_folders_goes_on_and_is_ex
     assert Path(exported.stdout.splitlines()[-1]).is_file()
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", [FOLDERS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FOLDERS[1:])])
 def test_what_lies_where_a_folder_of_the_run_belongs_is_named_and_left_alone(
     cfg: RunConfig, run: RunDir, name: str
 ) -> None:

@@ -19,11 +19,6 @@ from trainer.system.gpus import Gpu
 DEMO = "demo"
 
 
-@pytest.fixture
-def studio(tmp_path: Path) -> Studio:
-    return Studio(tmp_path / "runs")
-
-
 def gpus(count: int, gib: int) -> list[Gpu]:
     values = {field.name: 0 for field in dataclasses.fields(Gpu)}
     name = {24: "NVIDIA GeForce RTX 4090", 80: "NVIDIA H100 80GB HBM3"}[gib]

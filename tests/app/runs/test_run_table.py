@@ -24,11 +24,6 @@ from trainer.system.index import Index
 from trainer.view.report import write_report
 
 
-@pytest.fixture
-def studio(tmp_path: Path) -> Studio:
-    return Studio(tmp_path / "runs")
-
-
 def test_a_row_says_what_came_of_a_run(studio: Studio):
     run = recorded(studio.runs, "fox", adapter={"type": "lokr", "rank": 8}, quantize__format="int8")
     write(run, ValidationEvent(step=30, loss=0.01), ValidationEvent(step=35, loss=math.nan))

@@ -18,11 +18,6 @@ from trainer.run.folder import TRASH, RunDir, freeing
 from trainer.system.errors import InputError
 
 
-@pytest.fixture
-def studio(tmp_path: Path) -> Studio:
-    return Studio(tmp_path / "runs")
-
-
 def content(run: RunDir) -> dict[str, bytes]:
     return {str(file.relative_to(run.path)): file.read_bytes() for file in run.path.rglob("*") if file.is_file()}
 

@@ -89,6 +89,7 @@ def test_three_hundred_images_get_their_captions_by_the_keyboard_alone(many: Pat
     page.evaluate("localStorage.clear()")
 
 
+@pytest.mark.slow
 def test_all_captions_get_a_text_in_front_and_a_tag_is_renamed_everywhere_and_undone(own_data: Path, tagged: Page):
     tagged.locator("#data-open-replace").click()
     expect(tagged.locator("#data-text")).to_have_value("[trigger]")

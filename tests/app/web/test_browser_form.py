@@ -113,6 +113,7 @@ def test_another_preset_keeps_the_data_and_says_what_it_leaves_behind(page: Page
     assert page.locator("#page-new").get_attribute("data-preset") == "quickstart"
 
 
+@pytest.mark.slow
 def test_held_out_images_go_with_their_folder_and_come_back_below_the_new_one(page: Page, runs: Path, draft: Path):
     folders = [make_pictures(runs.parent / f"of-{name}", count=2) for name in ("first", "held", "second")]
     first, held, second = map(str, folders)
@@ -175,6 +176,7 @@ def test_a_reload_keeps_the_place_and_the_draft_which_every_window_shows(page: P
         reads(other, "name", "mine")
 
 
+@pytest.mark.slow
 def test_wrong_yaml_is_marked_at_its_line_and_stays_and_right_yaml_becomes_the_form(page: Page):
     page.locator("#yaml-drawer summary").click()
     wrong = "model: {family: flux2, path: demo}\ndata: {path: quickstart}\ntrain:\n  stepz: 77\n"
@@ -493,6 +495,7 @@ def test_a_config_of_another_trainer_is_dropped_onto_the_form_and_taken_back(pag
     page.locator("#no-match", has_text="noise_offset: noise is drawn as the model was trained").wait_for()
 
 
+@pytest.mark.slow
 def test_more_folders_and_prior_images_are_rows_with_settings_and_each_says_what_is_wrong(
     page: Page, browser: Browser, server: Server, runs: Path, draft: Path
 ):

@@ -77,6 +77,7 @@ def data(own_data: Path, draft: Path, page: Page) -> Iterator[Page]:
         file.unlink()
 
 
+@pytest.mark.slow
 def test_what_is_painted_is_what_a_run_learns(own_data: Path, draft: Path, data: Page):
     dialog = open_mask(data)
     brush(data, 80)

@@ -76,10 +76,8 @@ class Window:
 
 
 @pytest.fixture
-def studio(tmp_path: Path) -> Studio:
+def studio(studio: Studio, tmp_path: Path) -> Studio:
     folder = make_pictures(tmp_path / "pictures", count=2)
-    studio = Studio(tmp_path / "runs")
-    studio.prepare()
     write_preset(studio.runs / "presets" / "own.yaml", folder)
     return studio
 

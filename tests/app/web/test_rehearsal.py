@@ -22,11 +22,6 @@ FLUX = {"model__family": "flux1", "model__path": "black-forest-labs/FLUX.1-dev",
 
 
 @pytest.fixture
-def studio(tmp_path: Path) -> Studio:
-    return Studio(tmp_path / "runs")
-
-
-@pytest.fixture
 def run(tmp_path: Path, studio: Studio) -> RunDir:
     """A rehearsal that has ended, of a run whose model is not here."""
     folder = make_pictures(tmp_path / "own", count=14)

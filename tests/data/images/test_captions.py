@@ -72,6 +72,7 @@ def test_captions_and_prompts_that_are_cut_are_reported_with_the_first_and_the_r
     assert said(alone(), run_config(pictures, model__options={"max_tokens": 93}), tmp_path / "cache")[0] == []
 
 
+@pytest.mark.slow
 def test_of_two_ranks_one_says_it_of_all_captions(pictures: Path, tmp_path: Path) -> None:
     cfg = run_config(pictures, parallel__devices=2)
     (first, _), (second, _) = run_ranks(2, said, cfg, tmp_path / "cache")

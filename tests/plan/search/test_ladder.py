@@ -113,7 +113,7 @@ def check_walk(cfg: RunConfig, card: Card) -> int:
     return count
 
 
-@pytest.mark.parametrize("card", ["12gb", "24gb"])
+@pytest.mark.parametrize("card", ["12gb", pytest.param("24gb", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", QUICK)
 def test_each_rung_needs_less_and_changes_the_result_only_where_nothing_else_is_left(name: str, card: str) -> None:
     assert check_walk(preset(name), CARDS[card]) >= 2

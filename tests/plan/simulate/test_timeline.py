@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.plan.common import NOWHERE, planned, run, shipped
+from tests.plan.common import NOWHERE, every_table, planned, run, shipped
 from trainer.parallel.offload_order import offloaded_blocks
 from trainer.plan.hardware import CARDS
 from trainer.plan.search import fixes
@@ -19,7 +19,7 @@ from trainer.plan.simulate.timeline import Memory, Sharding, _groups, _Simulatio
 from trainer.system.amounts import GIB
 
 TABLES = shipped()
-EVERY = [pytest.param(table, id=f"{model} {key}") for model, key, table in TABLES]
+EVERY = every_table()
 SIZES = (PassInput(512 * 512, 1), PassInput(1024 * 1024, 1), PassInput(1024 * 1024, 4), PassInput(1536 * 1536, 1))
 FULL = Sharding(ranks=4)
 
