@@ -20,10 +20,9 @@ SECRET = re.compile(
     r"webhooks?($|_(config|url)))|api_?key|access_key|secret($|_)"
 )
 """Keys whose value must not be written, shown or logged."""
-SECRET_VALUE = re.compile(
-    r"\b(hf|gh[opsu]|github_pat)_[A-Za-z0-9_]{16,}|\bsk-[A-Za-z0-9_-]{16,}|\bAKIA[A-Z0-9]{16}|"
-    r"https?://\S*(webhook|hooks\.|:[^/\s]*@|[?&][\w-]*(token|key|secret|sig(nature)?)=)"
-)
+SECRET_VALUE = re.compile(r"\b(hf|gh[opsu]|github_pat)_[A-Za-z0-9_]{16,}|\bsk-[A-Za-z0-9_-]{16,}|\bAKIA[A-Z0-9]{16}")
+ADDRESS = re.compile(r"https?://\S+")
+SECRET_IN_ADDRESS = re.compile(r"webhook|hooks\.|:[^/:\s]*@|[?&][\w-]*(token|key|secret|sig(nature)?)=")
 MOST_SHOWN = 60
 """Characters of a value in a line."""
 UNKNOWN = "not a key that ShardStudio knows: of another version, or misspelt"
@@ -273,7 +272,7 @@ class Conversion:
 
     def _leave(self, key: str, why: str) -> None:
         # A list of arguments may have a secret where a key stands.
-        name = "a key" if SECRET_VALUE.search(key) else shortened(key, MOST_SHOWN)
+        name = "a key" if looks_secret(key) else shortened(key, MOST_SHOWN)
         self.left_out[Line(name, why)] = None
 
 
@@ -286,7 +285,13 @@ def is_secret(key: str, value: Any) -> bool:
     """Whether a value must not be written, shown or logged, by its key or by what it looks like."""
     if value in (None, "", False):
         return False
-    return bool(SECRET.search(key) or SECRET_VALUE.search(f"{key} {value}"))
+    return bool(SECRET.search(key)) or looks_secret(f"{key} {value}")
+
+
+def looks_secret(text: str) -> bool:
+    """Whether a text has a token, or an address with one. Takes time in proportion to its length, whatever it holds."""
+    addresses = ADDRESS.findall(text)
+    return bool(SECRET_VALUE.search(text)) or any(map(SECRET_IN_ADDRESS.search, addresses))
 
 
 def shown(value: Any) -> str:
