@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from app.studio import Studio
 
 LOOKED_EVERY_S = 1.0
+UNCERTAIN = "The page ended at that moment. If it is not in Runs, start it again."
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Pending:
         model: The model whose download it waits for; "" for none.
         problem: Why it was not started; "" while it waits.
         run: Name of the run that was started; "" until then.
+        is_starting: Whether it is being started: a page that is killed then leaves no second start.
     """
 
     id: str
@@ -53,10 +55,16 @@ class Pending:
     model: str = ""
     problem: str = ""
     run: str = ""
+    is_starting: bool = False
 
     @property
     def is_waiting(self) -> bool:
         return not self.problem and not self.run
+
+    @property
+    def is_uncertain(self) -> bool:
+        """Whether it may have started."""
+        return self.problem == UNCERTAIN
 
 
 _PENDING = TypeAdapter(Pending)
@@ -86,7 +94,11 @@ class PendingRun:
                 raise InputError(f"{known.values.get('name', known.preset)} waits to be started; stop that first")
             for model in filter(None, (download_of(wanted.writer), wanted.model)):
                 self._studio.model_downloads.ensure(model)
-            now = self._advanced(wanted)
+            try:
+                now = self._advanced(wanted)
+            except InputError:
+                self._file.unlink(missing_ok=True)
+                raise
             self._write(now)
         if now.is_waiting:
             self.attend()
@@ -101,10 +113,17 @@ class PendingRun:
         except InputError as error:  # the file is damaged: the next start replaces it
             return Pending("", "", "", problem=str(error))
 
-    def forget(self) -> None:
-        """Start it no more. Captions and the model go on to be written and downloaded."""
+    def forget(self, id: str) -> None:
+        """Start it no more. Captions and the model go on to be written and downloaded.
+
+        Args:
+            id: That of the run which the window shows. Another one, which another window began since, stays; "" is that
+                of a damaged file.
+        """
         with self._locked():
-            self._file.unlink(missing_ok=True)
+            known = self.state()
+            if known is not None and known.id == id:
+                self._file.unlink(missing_ok=True)
 
     def attend(self) -> None:
         """Look after what waits on a thread of its own."""
@@ -137,6 +156,8 @@ class PendingRun:
         Raises:
             InputError: Captions or a model are not to be expected any more, or the run cannot be started.
         """
+        if pending.is_starting:  # whoever had the lock was killed before it could note what came of it
+            raise InputError(UNCERTAIN)
         if pending.writer and not self._is_on_its_way(download_of(pending.writer)):
             pending = replace(pending, writer="", job=self._captioned(pending))
         if pending.writer or self._is_captioning(pending.job) or self._is_on_its_way(pending.model):
@@ -145,7 +166,9 @@ class PendingRun:
         if not found.is_complete:
             return pending
         # The prompts are of the captions that are there now.
-        return replace(pending, run=self._studio.start(with_proposals(checked, found)).path.name)
+        draft = with_proposals(checked, found)
+        self._write(replace(pending, is_starting=True))
+        return replace(pending, run=self._studio.start(draft).path.name)
 
     def _captioned(self, pending: Pending) -> str:
         """Start the job that writes captions. Returns its name; "" where every image has one."""

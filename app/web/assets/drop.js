@@ -94,7 +94,7 @@ function follow(pending) {
   current.starting = '';
   if (!pending.run) return; // it says why, and Start can be pressed again
   if (studio.shown === 'drop') studio.go('runs', pending.run);
-  call('drop_forget').catch(error => { if (!(error instanceof studio.Refused)) throw error; });
+  call('drop_forget', { id: pending.id }).catch(error => { if (!(error instanceof studio.Refused)) throw error; });
 }
 
 function drawPending() {
@@ -104,7 +104,8 @@ function drawPending() {
     pending.download && `model: ${pending.download.map(studio.size).join(' of ')}`].filter(Boolean);
   fill($('pending'), [pending, waits], () => !pending ? [] : pending.problem
     ? h('div.notice.bad', { role: 'alert' },
-      h('p', {}, h('b', {}, `${pending.name} was not started. `), pending.problem),
+      h('p', {}, h('b', {}, `${pending.name} ${pending.is_uncertain ? 'may have started' : 'was not started'}. `),
+        pending.problem),
       h('button.btn.s', { type: 'button', onclick: forget }, 'Dismiss'))
     : pending.run
     ? h('div.notice.ok', { role: 'status' }, h('p', {}, `${pending.name} has started. `,
@@ -115,7 +116,9 @@ function drawPending() {
 }
 
 async function forget(event) {
-  await studio.act(event.currentTarget, $('said'), async () => { await call('drop_forget'); });
+  await studio.act(event.currentTarget, $('said'), async () => {
+    await call('drop_forget', { id: current.state.pending.id });
+  });
   current.starting = '';
   await refresh();
 }

@@ -231,7 +231,7 @@ def _waiting(studio: Studio, captioning: Captioning, pending: Pending) -> dict[s
     """What becomes of a run, and how far that is what it waits for."""
     job = captioning.job(pending.job) if pending.job and pending.is_waiting else None
     return {
-        **{name: getattr(pending, name) for name in ("id", "folder", "problem", "run", "is_waiting")},
+        **{name: getattr(pending, name) for name in ("id", "folder", "problem", "run", "is_waiting", "is_uncertain")},
         "name": pending.values.get("name", pending.preset),
         "job": _progress(captioning, job),
         "captioner": _download_left(studio, download_of(pending.writer)) if pending.is_waiting else None,

@@ -36,8 +36,12 @@ class Untrained(Studio):
         super().__init__(runs)
         self.started: list[Draft] = []
 
+        self.is_killed = False
+
     def start(self, draft: Draft) -> RunDir:
         self.started.append(draft)
+        if self.is_killed:  # the run's processes are there, and this one is gone
+            raise SystemExit
         return RunDir(self.runs / "began")
 
 
@@ -97,8 +101,45 @@ def test_a_run_that_waits_for_nothing_starts_at_once_and_once_for_one_id(bench: 
     assert bench.page().begin(bench.wanted()) == begun
     [draft] = bench.started
     assert draft.values["sample.prompts"] == [f"[trigger], picture number {at}" for at in (8, 9, 10, 11)]
-    page.forget()
+    page.forget("1")
     assert page.state() is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_a_page_that_is_killed_while_it_starts_the_run_leaves_no_second_start(bench: Bench, is_waiting: bool):
+    bench.studio.is_killed = True
+    if is_waiting:
+        bench.left(bench.wanted())
+        bench.page().attend()
+        until(lambda: bool(bench.started))
+    else:
+        with pytest.raises(SystemExit):
+            bench.page().begin(bench.wanted())
+    bench.studio.is_killed = False
+    assert bench.ended().is_uncertain and len(bench.started) == 1
+    assert bench.page().begin(bench.wanted(id="2")).run == "began"
+
+
+def test_a_start_that_is_refused_is_not_taken_for_one_that_was_cut_short(bench: Bench):
+    refused = bench.wanted(preset="nosuch")
+    with pytest.raises(InputError, match="nosuch"):
+        bench.page().begin(refused)
+    assert bench.page().state() is None
+    bench.left(refused)
+    assert "nosuch" in bench.ended().problem
+
+
+def test_what_another_window_had_started_since_is_not_forgotten(bench: Bench):
+    write(bench.job.run, StatusEvent(state="sampling"))
+    first, second = bench.page(), bench.page()
+    assert first.begin(bench.wanted()).run == "began"
+    with in_training(bench.job.run):
+        second.begin(bench.wanted(id="2", job=bench.job.path.name))
+        first.forget("1")
+        assert second.state().id == "2" and second.state().is_waiting
+        second.forget("2")
+    assert second.state() is None
 
 
 def test_it_starts_once_with_the_captions_that_were_written_although_two_pages_look_after_it(bench: Bench):
@@ -143,7 +184,7 @@ def test_what_is_forgotten_does_not_start_and_a_damaged_file_is_said_and_replace
     page = bench.page()
     with in_training(bench.job.run):
         page.begin(bench.wanted(job=bench.job.path.name))
-        page.forget()
+        page.forget("1")
     write(bench.job.run, StatusEvent(state="finished"))
     time.sleep(0.3)
     assert bench.started == []
