@@ -40,6 +40,7 @@ from app.runs.live import Live
 from app.runs.monitor import Follower, explained, find_runs
 from app.web.served_files import Downloads
 from trainer.config.fields import all_names, label
+from trainer.config.foreign.base_models import nearest_preset
 from trainer.config.load import ConfigError, dump_config, load_config, stage_configs
 from trainer.config.presets import FIRST_PRESET, find_presets
 from trainer.config.sections import NAME_HELP, NAME_PATTERN
@@ -262,6 +263,21 @@ class Studio:
     def save_draft(self, draft: Draft) -> None:
         """Replace the draft, as `change_draft` does."""
         self.change_draft(lambda _: draft)
+
+    def draft_without(self, run: RunDir) -> Draft | None:
+        """Return the draft as edits of a preset where it begins with the settings of a run, else None.
+
+        Without the run, which is to be deleted, it could not be read, and what was typed in it would be lost.
+        """
+        draft = self.draft()
+        if draft.preset.parent != run.path:
+            return None
+        checked = form.check(draft)
+        presets = self.presets()
+        file = presets.get(nearest_preset(checked.config.model), presets[FIRST_PRESET])
+        same = self.from_yaml(form.check(Draft(file)), dump_config(checked.config))
+        wrong = {name: value for name, value in draft.values.items() if name in checked.errors}
+        return Draft(file, {**same.values, **wrong})
 
     def _save_draft(self, draft: Draft) -> None:
         kept = _KEPT.dump_json(_Kept(self.name_of(draft.preset), dict(draft.values)))

@@ -46,7 +46,15 @@ def calls(studio: Studio) -> Calls:
         run_table.change_tags(studio.runs, names, added, removed)
 
     def runs_delete(runs: list[str]) -> dict[str, Any]:
-        done, refused = _attempted(lambda name: run_trash.delete(studio.found(name)), runs)
+        def delete(name: str) -> str:
+            run = studio.found(name)
+            draft = studio.draft_without(run)
+            deletion = run_trash.delete(run)
+            if draft is not None:
+                studio.save_draft(draft)
+            return deletion
+
+        done, refused = _attempted(delete, runs)
         return {"deletions": done, "refused": refused}
 
     def runs_restore(deletions: list[str]) -> dict[str, Any]:

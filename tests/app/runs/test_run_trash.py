@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from app.data import trash
+from app.form import draft as form
+from app.form.draft import Draft
 from app.runs import notes, run_table, run_trash
 from app.runs.monitor import find_runs
 from app.runs.run_table import Summaries
 from app.studio import Studio
+from app.web.answers import answering
+from app.web.pages import runs
 from tests.app.browser import recorded
 from trainer.run.folder import TRASH, RunDir, freeing
 from trainer.system.errors import InputError
@@ -41,6 +45,20 @@ def test_a_deleted_run_is_nowhere_and_comes_back_with_all_it_had(studio: Studio)
     assert (row.title, row.tags, notes.read(run).text) == ("My fox 🦊", ("good",), "round ears")
     assert content(run) == before
     assert (run_trash.deletions(studio.runs), list((studio.runs / TRASH).iterdir())) == ([], [])
+
+
+def test_what_is_typed_over_the_settings_of_a_run_outlives_its_deletion(studio: Studio, living: set[str]):
+    run = recorded(studio.runs, "fox", adapter__rank=3)
+    studio.save_draft(Draft(run.config_file, {"train.steps": 7, "optim.lr": "much"}))
+    before = form.check(studio.draft())
+    window = answering([runs.calls(studio)])["runs_delete"]
+    assert window({"runs": ["fox"]})["value"]["refused"] == ["fox: is running; stop it first"]
+    assert studio.draft().preset == run.config_file
+    living.clear()
+    assert window({"runs": ["fox"]})["value"]["refused"] == []
+    after = form.check(studio.draft())
+    assert (studio.draft_problem, after.config, after.errors) == ("", before.config, before.errors)
+    assert (after.config.adapter.rank, after.config.train.steps) == (3, 7)
 
 
 def test_a_run_that_cannot_be_moved_stays_and_leaves_nothing_in_the_trash(studio: Studio, living: set[str]):
