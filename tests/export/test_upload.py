@@ -228,6 +228,19 @@ def test_the_card_says_what_the_hub_and_a_reader_need(run: RunDir) -> None:
     ]
 
 
+def test_the_card_of_an_older_checkpoint_has_its_steps_and_samples(run: RunDir) -> None:
+    (run.export / "my-fox-step20.safetensors").write_bytes(WEIGHTS)
+    for step in (10, 20):
+        file = f"samples/step-{step:06d}-0.png"
+        (run.path / file).write_bytes(PIXELS)
+        record(run, SampleEvent(step=step, prompt="TOK early", index=0, path=file))
+    record(run, ExportEvent(step=20, path="export/my-fox-step20.safetensors", what="adapter", format="auto"))
+    card = model_card(run)
+    assert 'weight_name="my-fox-step20.safetensors"' in card and "| Steps | 20 |" in card
+    assert "Generated after 20 steps" in card and "samples/step-000020-0.png" in card
+    assert "step-000030" not in card
+
+
 def test_a_licence_that_the_hub_does_not_list_is_refused_with_its_words(run: RunDir, hub: Hub) -> None:
     said = uploaded(run, hub, "--repo=ada/licensed", "--licence=Apache 2.0", "--yes")
     words = '"license" must be one of [apache-2.0, mit, openrail++, other]'

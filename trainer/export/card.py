@@ -54,13 +54,15 @@ class Published:
         what: adapter, merged or full.
         format: `export.format` of the exports.
         exports: The exported files and folders, the main one first.
-        samples: The newest sample of each prompt.
+        step: Optimizer steps of the main one.
+        samples: The newest sample of each prompt that is not of a later step.
         film: The film of the run, by prompt.
     """
 
     what: str
     format: str
     exports: tuple[Path, ...]
+    step: int
     samples: tuple[SampleEvent, ...]
     film: tuple[FilmedPrompt, ...] = ()
 
@@ -94,7 +96,7 @@ def _has_second_name(file: Path, offered: Path) -> bool:
 
 
 def published(run: RunDir) -> Published:
-    """Return the newest exports of a run that are all of the same kind, its newest samples and its film.
+    """Return the newest exports of a run that are all of the same kind, the samples of their time, and its film.
 
     Raises:
         InputError: Nothing was exported, or the files are gone.
@@ -112,7 +114,10 @@ def published(run: RunDir) -> Published:
         raise InputError(f"{run.path}: nothing was exported, or the files are gone; export the run first")
     newest = list(exports.values())[-1]
     same = [file for file, event in exports.items() if (event.what, event.format) == (newest.what, newest.format)]
+    trained = latest_steps(events)
+    step = newest.step or (trained[-1].step if trained else 0)
     samples = [event for event in events if isinstance(event, SampleEvent)]
+    samples = [sample for sample in samples if sample.step <= step] or samples
     last = max((sample.step for sample in samples), default=0)
     latest = {sample.index: sample for sample in samples if sample.step == last}
     shown = tuple(sample for _, sample in sorted(latest.items()) if _is_shown(run, sample))
@@ -122,7 +127,7 @@ def published(run: RunDir) -> Published:
             for name in one.files:
                 film.file(run, name)
             filmed.append(one)
-    return Published(newest.what, newest.format, tuple(same[::-1]), shown, tuple(filmed))
+    return Published(newest.what, newest.format, tuple(same[::-1]), step, shown, tuple(filmed))
 
 
 def _is_shown(run: RunDir, sample: SampleEvent) -> bool:
@@ -355,7 +360,6 @@ class _Card:
     def _settings(self) -> dict[str, str]:
         """The rows of the table: numbers and names of the program, never a path."""
         cfg = self.cfg
-        steps = latest_steps(EventReader(self.run.events_file).read())
         rows: dict[str, object] = {"Method": METHODS[cfg.adapter.type]}
         if isinstance(cfg.adapter, RankAdapter):
             rows |= {
@@ -367,7 +371,7 @@ class _Card:
         if cfg.adapter.takes_from_base:
             rows["Start"] = "largest singular values (PiSSA); the exported rank is twice as large"
         rows |= {
-            "Steps": steps[-1].step if steps else 0,
+            "Steps": self.what.step,
             "Batch size": cfg.train.batch_size,
             "Learning rate": f"{cfg.optim.lr:g}, {cfg.optim.schedule}",
             "Optimizer": cfg.optim.type,
