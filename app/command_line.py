@@ -26,6 +26,7 @@ REFUSED_PATHS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable for you, or name another path"),
 }
 """{what the system says of a path: what to do}"""
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CAPTION_FIELDS = {
     "model": ("PATH", "folder or downloaded hub id of a vision-language model; demo names pictograms only"),
     "style": ("STYLE", f"{', '.join(get_args(Style))}; default: {CaptionRequest.style}"),
@@ -121,9 +122,12 @@ def main(argv: Sequence[str]) -> int:
         complain(error)
         return 2
     except OSError as error:
-        if error.errno not in REFUSED_PATHS or error.filename is None:
+        if error.errno in REFUSED_PATHS and error.filename is not None:
+            complain(f"{error.filename}: {error.strerror}; {REFUSED_PATHS[error.errno]}")
+        elif error.errno in NO_SPACE:
+            complain(f"{error.filename or 'a file'}: cannot be written ({error.strerror}); free some space")
+        else:
             raise
-        complain(f"{error.filename}: {error.strerror}; {REFUSED_PATHS[error.errno]}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -360,6 +364,8 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     if (foreign := getattr(options, "import")) is not None:
         from app import import_command
 
+        if options.write is not None:
+            _check_writable(options.write)
         return import_command.write(Path(foreign), options.overrides, options.write)
     if options.queue:
         from trainer.launcher import queue

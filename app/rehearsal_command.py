@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from app.runs import film
+from app.runs.monitor import explained
 from app.runs.rehearsals import SHOWS, Rehearsal, captions_of
 from trainer.config.load import ConfigFile
 from trainer.launcher import commands, rehearsal
@@ -35,8 +36,8 @@ def rehearse(loaded: ConfigFile, runs: Path) -> int:
     try:
         pairs = found.pictures()
         files = [name for one in film.make(run).prompts for name in one.files]
-    except InputError as error:  # pictures were moved meanwhile, or the disk is full: it has run
-        complain(f"warning: {error}")
+    except (InputError, OSError) as error:  # pictures were moved meanwhile, or the disk is full: it has run
+        complain(f"warning: {explained(error)}")
         pairs, files = [], []
     for real, _ in pairs[:MOST_LINES]:
         size = f"{real.size.width} x {real.size.height}" if real.size else "left out"

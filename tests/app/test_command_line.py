@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import launch as command_line
+from tests.runs import full_disk
 from tests.system.gpus.machines import CPU, CU130, HIDDEN, MIXED, OLD_DRIVER, SLICED, TURING, install, pretend
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig, ModelConfig
@@ -488,3 +489,6 @@ def test_a_run_is_renamed_and_named_as_at_first_by_the_command_line(tmp_path, ca
         assert RunDir(folder).title == title
     assert run_command(["--rename", str(tmp_path), "x"], capsys)[1].startswith(f"{tmp_path}: not a run folder")
     assert "expected 2 arguments" in run_command(["--rename", str(folder)], capsys)[1]
+    with full_disk():
+        refused = run_command(["--rename", str(folder), "x"], capsys)
+    assert refused == (2, "a file: cannot be written (File too large); free some space\n")

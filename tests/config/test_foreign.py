@@ -299,5 +299,8 @@ def test_the_command_writes_a_preset_beside_what_is_there_and_replaces_nothing(t
         assert (config.train.seed, config.data.folders[0].path) == (7, str(FOREIGN / "pictures" / "dog"))
     refused = command(str(source), "--write", "kohya-imported.yaml", cwd=tmp_path)
     assert (refused.returncode, refused.stderr) == (2, "--write: kohya-imported.yaml exists; name another file\n")
+    nowhere = command(str(source), "--write", "nowhere/own.yaml", cwd=tmp_path)
+    said = "--write: nowhere is not a folder; make it, or name another file\n"
+    assert (nowhere.returncode, nowhere.stderr) == (2, said)
     gone = command("gone.toml", cwd=tmp_path)
     assert (gone.returncode, gone.stderr) == (2, "gone.toml: no such file\n")

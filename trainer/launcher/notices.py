@@ -185,7 +185,9 @@ def save(notices: Notices) -> None:
         files.make_own(file.parent)
         files.replace(file, notices.model_dump_json(indent=1) + "\n", 0o600)
     except OSError as error:
-        raise InputError(f"{file}: cannot be written ({error.strerror}); make its folder writable") from error
+        raise InputError(
+            f"{file}: cannot be written ({error.strerror}); free some space, or make its folder writable"
+        ) from error
 
 
 @dataclass(frozen=True)

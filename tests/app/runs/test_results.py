@@ -15,6 +15,8 @@ import pytest
 
 from app.runs.results import Results
 from tests.app.browser import recorded
+from tests.runs import full_disk
+from trainer.launcher.jobs import side_process
 from trainer.run.folder import RunDir
 
 STAND_IN = "import sys, time\nprint('begun', file=sys.stderr, flush=True)\ntime.sleep(100)\n"
@@ -54,6 +56,16 @@ def drawing(run: RunDir, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
             yield process
         finally:
             process.kill()
+
+
+def test_a_process_that_could_write_no_reason_is_explained_by_the_disk(run: RunDir):
+    for name in ("film.log", "film-answer.txt"):
+        (run.logs / name).write_bytes(b"")
+    with full_disk():
+        for code in (1, 2):
+            said = side_process.answer(run, "film", code, "film")
+            assert said == f"the film failed: {run.path}: cannot be written (File too large)\nlog: {run.logs}/film.log"
+    assert side_process.answer(run, "film", 1, "film").startswith("the film failed: it gave no reason\n")
 
 
 def age(file: Path) -> None:

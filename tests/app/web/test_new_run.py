@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from app.studio import Studio
 from app.web.answers import answering
 from app.web.pages import new_run
 from tests.app.browser import recorded
-from tests.runs import make_pictures, write_preset
+from tests.runs import full_disk, make_pictures, write_preset
 from tests.system.gpus.machines import TWO_H100, Machine, install
 from trainer.run.events import ErrorEvent, StatusEvent
 
@@ -482,20 +480,6 @@ def test_a_preset_that_is_chosen_while_somebody_types_loses_no_later_edit(studio
     thread.join()
     assert studio.draft() == Draft(studio.preset("own"), {"train.seed": 59})
     assert answer["left"] == ["Seed"]
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """No file of this process can grow, as on a full disk."""
-    import signal
-
-    former, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, former)
 
 
 def test_on_a_full_disk_edits_stay_in_memory_and_are_saved_when_there_is_space(window: Window, studio: Studio):

@@ -94,7 +94,11 @@ def answer(run: RunDir, kind: str, code: int, noun: str) -> str:
         code: Its exit code.
         noun: What the sentence about a failure calls it.
     """
+    log, text = run.logs / f"{kind}.log", ""
     if code in (0, 2):
-        return (run.logs / f"{kind}-answer.txt").read_text(encoding="utf-8").strip()
-    log = run.logs / f"{kind}.log"
-    return f"the {noun} failed: {failure.last_line(log)}\nlog: {log}"
+        text = (run.logs / f"{kind}-answer.txt").read_text(encoding="utf-8").strip()
+    if text or not code:
+        return text
+    # On a full disk neither file holds a reason.
+    reason = failure.last_line(log) or failure.write_trouble(run) or "it gave no reason"
+    return f"the {noun} failed: {reason}\nlog: {log}"
