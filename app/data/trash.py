@@ -13,7 +13,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,13 +150,17 @@ def _restore(root: Path, real: Path, name: str) -> tuple[str, ...]:
     return tuple(path.as_posix() for path in found)
 
 
-def empty(root: Path) -> int:
-    """Remove all deleted files for good. Returns the number of deletions."""
+def empty(root: Path, chosen: Collection[str] | None = None) -> int:
+    """Remove deleted files for good. Returns the number of deletions.
+
+    Args:
+        chosen: Names of deletions; None for all.
+    """
     real = root.resolve()
     if not os.path.lexists(real / FOLDER):
         return 0
     with CHANGES, opened(real, (FOLDER,)) as trash:
-        found = [name for name in os.listdir(trash) if NAME.fullmatch(name)]
+        found = [name for name in os.listdir(trash) if NAME.fullmatch(name) and (chosen is None or name in chosen)]
         for name in found:
             # What a stranger put in its place is not opened as a folder: a pipe would never end.
             if stat.S_ISDIR(os.stat(name, dir_fd=trash, follow_symlinks=False).st_mode):

@@ -7,6 +7,7 @@ images. Only `empty` removes bytes from the disk.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -94,11 +95,19 @@ def restore(runs: Path, name: str) -> str:
     return run
 
 
-def empty(runs: Path) -> int:
-    """Remove all deleted runs for good and return their number. Raises InputError where files cannot be removed."""
+def empty(runs: Path, chosen: Collection[str] | None = None) -> int:
+    """Remove deleted runs for good, with what is no run, and return the number of folders.
+
+    Args:
+        chosen: Names of deletions; None for all. Other runs stay.
+
+    Raises:
+        InputError: Files cannot be removed.
+    """
     real = runs.resolve()
     with trash.CHANGES:
-        found = [real / TRASH / name for name in trash.names(real)]
+        kept = set() if chosen is None else {one.name for one in deletions(runs)} - set(chosen)
+        found = [real / TRASH / name for name in trash.names(real) if name not in kept]
         removed = [folder for folder in found if folder.is_dir() and not folder.is_symlink()]
         for folder in removed:
             with suppress(FileNotFoundError):  # another process empties it too

@@ -16,7 +16,7 @@ export function drawDeleted(deleted) {
         studio.size(run.size)} · deleted ${studio.when(run.deleted_at)}`)),
       h('button.btn.s', { type: 'button', 'aria-label': `Restore ${run.title}`, data: { deletion: run.name },
         onclick: () => restore([run.name]) }, 'Restore')))),
-    h('button.btn.s.stop#empty-runs', { type: 'button', onclick: () => empty(deleted.length, size) },
+    h('button.btn.s.stop#empty-runs', { type: 'button', onclick: () => empty(deleted, size) },
       'Empty for good …')]);
 }
 
@@ -28,11 +28,11 @@ export async function restore(deletions) {
   if (answer.refused.length) studio.toast(answer.refused.join('\n'), true);
 }
 
-async function empty(number, size) {
-  const text = `${studio.counted(number, 'deleted run')} with all checkpoints, samples, exports and logs. `
+async function empty(deleted, size) {
+  const text = `${studio.counted(deleted.length, 'deleted run')} with all checkpoints, samples, exports and logs. `
     + `It frees ${studio.size(size)}. This cannot be undone.`;
   if (await studio.ask('Remove the deleted runs for good?', text, ['Remove for good', 'Keep them'], 'stop')) return;
-  const removed = await answered('runs_empty', {});
+  const removed = await answered('runs_empty', { deletions: deleted.map(run => run.name) });
   if (removed) studio.toast(`${studio.counted(removed, 'run')} removed, ${studio.size(size)} freed.`);
 }
 

@@ -268,12 +268,13 @@ async function restore({ folder, name }) {
 }
 
 async function empty() {
-  const number = here.state.deleted.reduce((sum, deletion) => sum + deletion.num_images, 0);
+  const deletions = here.state.deleted.map(deletion => deletion.name),
+    number = here.state.deleted.reduce((sum, deletion) => sum + deletion.num_images, 0);
   const answer = await studio.ask('Empty the trash?',
     `${counted(number, 'deleted image')} and their captions are removed from the disk for good.`,
     ['Remove for good', 'Keep them'], 'stop');
   if (answer !== 0) return;
-  try { await call('upload_empty', { key: here.hooks.key() }); } catch (error) { refused(error); }
+  try { await call('upload_empty', { key: here.hooks.key(), deletions }); } catch (error) { refused(error); }
   await look();
   studio.refocus($('upload-files'));
 }

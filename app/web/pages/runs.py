@@ -61,8 +61,8 @@ def calls(studio: Studio) -> Calls:
         done, refused = _attempted(lambda name: run_trash.restore(studio.runs, name), deletions)
         return {"runs": done, "refused": refused}
 
-    def runs_empty() -> int:
-        return run_trash.empty(studio.runs)
+    def runs_empty(deletions: list[str]) -> int:
+        return run_trash.empty(studio.runs, deletions)
 
     def runs_resume(run: str) -> None:
         studio.resume(studio.run(run))

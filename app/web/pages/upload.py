@@ -115,12 +115,16 @@ def restore(studio: Studio, key: str, folder: str, name: str) -> int:
     return count
 
 
-def empty(studio: Studio, key: str) -> int:
-    """Remove what was deleted in the folders that the window shows for good. Returns the number of deletions."""
+def empty(studio: Studio, key: str, deletions: list[str]) -> int:
+    """Remove deletions in the folders that the window shows for good. Returns their number.
+
+    Args:
+        deletions: Names of those that the window shows. What another window deleted meanwhile stays.
+    """
     config = form.check(studio.draft()).config
     require_shown(config, key)
     roots = [root for root in dataset.folders(config.data) if trash.deletions(root)]
-    return sum(trash.empty(_shown_folder(studio, key, str(root))) for root in roots)
+    return sum(trash.empty(_shown_folder(studio, key, str(root)), deletions) for root in roots)
 
 
 def _shown_folder(studio: Studio, key: str, folder: str) -> Path:

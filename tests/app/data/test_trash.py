@@ -111,10 +111,12 @@ def test_of_a_link_the_link_is_deleted_and_a_mask_and_a_shared_caption_stay(data
 
 
 def test_the_trash_is_emptied_only_of_what_was_deleted(data: Path):
-    trash.delete(data, [data / "00.png"])
-    trash.delete(data, [data / "01.png"])
+    shown = [trash.delete(data, [data / name]).name for name in ("00.png", "01.png")]
+    later = trash.delete(data, [data / "02.png"])
     (data / trash.FOLDER / "notes.txt").write_text("of a person")
-    assert trash.empty(data) == 2
+    assert trash.empty(data, shown) == 2
+    assert trash.deletions(data) == [later]
+    assert trash.empty(data) == 1
     assert os.listdir(data / trash.FOLDER) == ["notes.txt"]
     assert trash.empty(data) == trash.empty(data / "below") == 0
 

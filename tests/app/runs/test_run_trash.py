@@ -104,6 +104,14 @@ def test_of_two_windows_that_restore_a_run_one_is_told_that_it_is_done(studio: S
     assert run_trash.empty(studio.runs) == 0
 
 
+def test_only_what_the_question_named_is_removed_and_what_is_no_run(studio: Studio):
+    first, second = (run_trash.delete(recorded(studio.runs, name)) for name in ("fox", "owl"))
+    left = trash.begin(studio.runs.resolve())  # by a page that was killed
+    assert answering([runs.calls(studio)])["runs_empty"]({"deletions": [first]}) == {"value": 2}
+    assert [one.name for one in run_trash.deletions(studio.runs)] == [second]
+    assert not (studio.runs / TRASH / left).exists()
+
+
 def test_a_strangers_trash_leads_nowhere(studio: Studio, tmp_path: Path):
     run, home = recorded(studio.runs, "fox"), tmp_path / "home"
     shutil.copytree(run.path, home / "papers")

@@ -537,7 +537,7 @@ def test_deleting_and_restoring_reach_only_what_the_page_shows(client: httpx.Cli
         ("delete", {"key": "x", "images": [str(own_data / "00.png")]}, "New run has another folder meanwhile"),
         ("restore", {"key": key, "folder": str(other), "name": "x"}, "not a folder of the images that are shown"),
         ("restore", {"key": key, "folder": str(own_data), "name": "../x"}, "not a deletion"),
-        ("empty", {"key": "x"}, "New run has another folder meanwhile"),
+        ("empty", {"key": "x", "deletions": []}, "New run has another folder meanwhile"),
         ("make", {"above": "/etc", "name": "x"}, "outside "),
         ("make", {"above": str(own_data), "name": "../x"}, "not a name for a folder"),
         ("finish", {"file": {"folder": str(own_data), "name": "unsent.png", "size": 9}}, "choose the file again"),
