@@ -188,7 +188,9 @@ def _prompts(found: ScanResult, is_triggered: bool) -> Iterator[str]:
             continue
         prompt = "".join(filter(str.isprintable, " ".join(caption.split())))
         if len(prompt) > MOST_LETTERS:
-            prompt = prompt[:MOST_LETTERS].rpartition(" ")[0]
+            cut = prompt[:MOST_LETTERS]
+            words = cut.rpartition(" ")[0]
+            prompt = words if len(words) > MOST_LETTERS // 2 else cut  # Chinese and Japanese have no spaces
         if is_triggered and not has_trigger_place(prompt):  # as the trainer completes a caption
             prompt = f"{TRIGGER_PLACE}, {prompt}" if prompt else TRIGGER_PLACE
         if prompt and prompt not in yielded:

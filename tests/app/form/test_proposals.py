@@ -77,6 +77,23 @@ def test_of_a_few_images_fewer_are_held_out_unless_somebody_says_how_many(tmp_pa
         assert "data.validation" not in proposals.completed(typed, studio.scans.of(typed.config))
 
 
+@pytest.mark.parametrize(
+    ("caption", "prompt"),
+    [
+        ("word " * 80, " ".join(["word"] * 60)),
+        ("一只白色的猫坐在窗边。" * 40, ("一只白色的猫坐在窗边。" * 40)[:300]),
+        ("[trigger], " + "猫" * 400, ("[trigger], " + "猫" * 400)[:300]),
+    ],
+)
+def test_a_long_caption_is_a_prompt_of_its_first_letters_also_without_spaces(tmp_path: Path, caption: str, prompt: str):
+    images = make_pictures(tmp_path / "milo", 1)
+    (images / "00.txt").write_text(caption)
+    studio = Studio(tmp_path / "runs")
+    checked = check(Draft(studio.preset("quickstart"), {"data.path": str(images)}))
+    offered = proposals.proposed(checked, studio.scans.of(checked.config))["sample.prompts"]
+    assert offered == (prompt if "[trigger]" in prompt else f"[trigger], {prompt}")
+
+
 def test_captions_are_offered_by_models_that_are_here_with_their_time_then_by_those_to_download(tmp_path: Path):
     offered = [Writer(model.id, 0.0, model.num_bytes, model.licence_note) for model in captioners().values()]
     assert len(offered) == 4 and all(writer.num_bytes and writer.licence for writer in offered)
