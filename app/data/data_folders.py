@@ -102,13 +102,16 @@ class DataFolders:
     def make_new(self, name: str) -> Path:
         """Make a folder of this name, or with a number behind it, in `pictures` next to the runs, and return it.
 
-        Of two that ask at once, each gets its own.
+        Where nothing can be made there, as on a volume for the runs alone, `pictures` is in another allowed root. Of
+        two that ask at once, each gets its own.
 
         Raises:
             InputError: No folder may have this name, or it cannot be made.
         """
         roots = [self._runs.resolve().parent, *self.roots]
-        above = next((root for root in roots if not self.refusal(root / PICTURES)), roots[0])
+        written = {root: root / PICTURES if os.path.lexists(root / PICTURES) else root for root in roots}
+        allowed = (root for root in roots if not self.refusal(root / PICTURES))
+        above = next((root for root in allowed if os.access(written[root], os.W_OK | os.X_OK)), roots[0])
         with suppress(Taken):
             self.make(str(above), PICTURES)
         while True:

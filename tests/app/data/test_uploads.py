@@ -6,6 +6,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import struct
 import sys
 import threading
@@ -590,6 +591,22 @@ def test_the_programs_own_images_get_no_others():
     own = Path(image_files.__file__).parents[2] / "assets"
     with pytest.raises(InputError, match="images of the program itself, which stay as they are"):
         DataFolders(Picker((own.parents[1],)), Path("/nonexistent")).checked(str(own))
+
+
+def test_a_new_folder_is_made_where_one_can_be_if_not_next_to_the_runs(tmp_path: Path):
+    home, volume = tmp_path / "home", tmp_path / "volume"
+    home.mkdir()
+    (volume / "runs").mkdir(parents=True)
+    folders = DataFolders(Picker((home, volume)), volume / "runs")
+    assert folders.make_new("milo") == volume / "pictures" / "milo"
+    shutil.rmtree(volume / "pictures")
+    (volume / "pictures").write_text("a file")  # as where nothing can be written
+    assert folders.make_new("milo") == home / "pictures" / "milo"
+    (home / "pictures" / "milo").rmdir()
+    (home / "pictures").rmdir()
+    (home / "pictures").write_text("a file")
+    with pytest.raises(InputError, match=f"^{volume}/pictures: not a folder"):
+        folders.make_new("milo")
 
 
 def test_what_takes_the_folders_place_redirects_nothing(store: Store):
