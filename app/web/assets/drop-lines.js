@@ -153,9 +153,10 @@ function drawTime() {
 
 /** Take what was typed; it stays here until the server has it. */
 async function type(field, text) {
+  const { folder } = current;
   current.typed[field] = text;
   try {
-    await again('new_edit', { edits: { [field]: text } });
+    await again('drop_edit', { folder, edits: { [field]: text } });
     say('');
   } catch (error) {
     if (!(error instanceof studio.Refused)) throw error;
@@ -173,14 +174,14 @@ export async function settled() {
 /** Put all that is proposed into the form. */
 export async function takeAll() {
   await settled();
-  const { offered } = current.lines;
+  const { folder, lines: { offered } } = current;
   const taken = Object.entries(offered).filter(([field]) => field !== 'sample.prompts' || writer() === NO_WRITER);
-  if (taken.length) await again('new_edit', { edits: Object.fromEntries(taken) });
+  if (taken.length) await again('drop_edit', { folder, edits: Object.fromEntries(taken) });
 }
 
 async function choose(name) {
   try {
-    const { left } = await again('new_preset', { name, is_forced: true });
+    const left = await again('drop_preset', { folder: current.folder, chosen: name });
     say(left.length ? `Left behind, as they belong to the former preset: ${left.join(', ')}.` : '');
   } catch (error) {
     if (!(error instanceof studio.Refused)) throw error;

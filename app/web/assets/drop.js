@@ -211,7 +211,11 @@ studio.screens.drop = {
         h('a.btn#drop-all', { href: link('new'), onclick: async event => {
           if (!current.state?.lines) return;
           event.preventDefault();
-          await takeAll();
+          try { await takeAll(); } catch (error) {
+            if (!(error instanceof studio.Refused)) throw error;
+            say(error.message);
+            return;
+          }
           studio.go('new');
         } }, 'All settings')),
       h('div#drop-pending'), h('div#drop-other'), h('div#drop-former'), h('div#drop-upload'),

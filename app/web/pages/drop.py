@@ -50,8 +50,10 @@ def calls(studio: Studio) -> Calls:
     pending.attend()
     made = Made({}, threading.Lock())
     functions: list[Callable[..., Any]] = [state, start]
+    changing: list[Callable[..., Any]] = [edit, preset]
     return {
         **{f"drop_{function.__name__}": partial(function, studio, captioning, pending) for function in functions},
+        **{f"drop_{function.__name__}": partial(function, studio) for function in changing},
         "drop_make": partial(make, studio, made),
         "drop_models": partial(models, studio),
         "drop_forget": pending.forget,
@@ -155,6 +157,19 @@ def models(studio: Studio) -> list[dict[str, Any]]:
     ]
 
 
+def edit(studio: Studio, folder: str, edits: dict[str, str | bool]) -> None:
+    """Change fields of the draft. folder: As for `start`; another window's pictures get nothing that was typed here."""
+    _require_shown(form.check(studio.draft()).config, folder, "changed")
+    new_run.edit(studio, edits)
+
+
+def preset(studio: Studio, folder: str, chosen: str) -> list[str]:
+    """Choose another preset. folder: As for `start`. Returns the labels of what it does not take."""
+    _require_shown(form.check(studio.draft()).config, folder, "changed")
+    left: list[str] = new_run.preset(studio, chosen, is_forced=True)["left"]
+    return left
+
+
 def start(
     studio: Studio, captioning: Captioning, pending: PendingRun, id: str, folder: str, writer: str = ""
 ) -> dict[str, Any]:
@@ -170,8 +185,7 @@ def start(
     """
     draft = studio.draft()
     checked, _ = studio.check_with_images(draft)
-    if _folder(checked.config) != folder:
-        raise InputError(f"{ANOTHER_FOLDER} started")
+    _require_shown(checked.config, folder, "started")
     if checked.waiting:
         raise InputError(checked.waiting)
     model = _download(checked)
@@ -184,6 +198,12 @@ def start(
 
 def _folder(config: RunConfig) -> str:
     return next((str(folder) for folder in dataset.folders(config.data)), "")
+
+
+def _require_shown(config: RunConfig, folder: str, done: str) -> None:
+    """Raise InputError where another window has chosen other pictures. done: What is not done then."""
+    if _folder(config) != folder:
+        raise InputError(f"{ANOTHER_FOLDER} {done}")
 
 
 def _download(checked: Checked) -> str:

@@ -87,6 +87,12 @@ def test_lines_follow_the_pictures_and_no_run_is_started_of_what_the_window_does
     write_preset(studio.own_presets / "own.yaml", other)
     studio.save_draft(Draft(studio.own_presets / "own.yaml"))
     assert "another folder" in call("start", id="1", folder=folder)
+    assert "another folder" in call("edit", folder=folder, edits={"name": "milo-2"})
+    assert "another folder" in call("preset", folder=folder, chosen="quickstart")
+    assert studio.draft() == Draft(studio.own_presets / "own.yaml")
+    assert call("edit", folder=str(other), edits={"name": "mine"}) is None
+    assert call("preset", folder=str(other), chosen="own") == []
+    assert studio.draft().values == {"name": "mine"}
     studio.save_draft(Draft(studio.preset("quickstart"), {"data.path": str(other), "optim.lr": -1}))
     assert call("start", id="1", folder=str(other)).startswith("Learning rate: ")
     assert call("is_home") is True and [*studio.runs.glob("*/config.yaml")] == []
