@@ -136,12 +136,12 @@ class Captions:
         Raises:
             InputError: A file cannot be written. Those before it are.
         """
-        new = [
-            (card, before, caption)
+        new = {
+            card.file: (card, before, caption)  # which two images may share
             for card, before in captions
             if card.caption and (caption := change(card.caption)) != card.caption
-        ]
-        kept = [why for why in self.fill(new) if why]
+        }
+        kept = [why for why in self.fill([*new.values()]) if why]
         return len(new) - len(kept), kept
 
     def fill(self, captions: Sequence[tuple[Card, str | None, str]], batch: int | None = None) -> list[str]:
@@ -376,7 +376,10 @@ def _kept(file: Path, before: str | None, caption: str) -> str:
 
 
 def _check(file: Path, caption: str) -> None:
-    """Raise InputError for a caption that could not be read again, and for a file that somebody made read-only."""
+    """Raise InputError for a caption that could not be read again, and for a file that somebody made read-only or whose
+    name the log cannot hold."""
+    if half_character(str(file)):
+        raise InputError(f"{file}: its name is not UTF-8, so that nothing could be undone; rename it")
     if (half := half_character(caption)) is not None:
         raise InputError(f"{file}: the caption {half}")
     if (size := len(caption.encode())) > MAX_CAPTION:

@@ -134,6 +134,31 @@ def test_a_change_of_all_leaves_what_was_written_since_it_was_read(pictures: Pat
     assert captions.undo() == 1 and captions_of(pictures)[2] == "picture number 2"
 
 
+def test_a_caption_that_two_images_share_is_changed_and_taken_back_once(pictures: Path, tmp_path: Path):
+    captions = Captions(tmp_path / "drafts" / "captions.jsonl")
+    shared = [Card(pictures / "00.jpg", "picture number 0"), *cards_of(pictures)]
+    assert replace(captions, shared, "picture", "drawing") == 3
+    assert captions.undoable() == 3 and captions.undo() == 3
+    assert captions_of(pictures) == [f"picture number {number}" for number in range(3)]
+
+
+def test_the_caption_of_a_name_that_no_log_can_hold_is_left_as_it_is(pictures: Path, tmp_path: Path):
+    for suffix in (b"png", b"txt"):
+        os.rename(os.fsencode(pictures) + b"/00." + suffix, os.fsencode(pictures) + b"/caf\xe9." + suffix)
+    captions = Captions(tmp_path / "drafts" / "captions.jsonl")
+    known = [(card, card.caption) for card in cards_of(pictures)]
+    changed, [why] = captions.edit(known, lambda caption: f"a {caption}")
+    assert (
+        changed,
+        why.endswith("caf\udce9.txt: its name is not UTF-8, so that nothing could be undone; rename it"),
+    ) == (
+        2,
+        True,
+    )
+    assert captions.undo() == 2 and captions.problem == ""
+    assert sorted(captions_of(pictures)) == [f"picture number {number}" for number in range(3)]
+
+
 def test_each_folder_has_its_own_history(pictures: Path, tmp_path: Path):
     captions = Captions(tmp_path / "drafts" / "captions.jsonl")
     other = make_pictures(tmp_path / "pictures-2", count=3)
