@@ -422,7 +422,7 @@ def _lines_backwards(log: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
 
 def _read(file: Path) -> str | None:
     try:
-        return files.read(file).decode("utf-8").strip()
+        return files.read(file).decode("utf-8").removeprefix("\ufeff").strip()  # as the trainer reads it
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

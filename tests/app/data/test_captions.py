@@ -142,6 +142,15 @@ def test_a_caption_that_two_images_share_is_changed_and_taken_back_once(pictures
     assert captions_of(pictures) == [f"picture number {number}" for number in range(3)]
 
 
+def test_the_mark_that_windows_puts_in_front_of_a_text_is_no_letter_of_a_caption(pictures: Path, tmp_path: Path):
+    (pictures / "00.txt").write_bytes(b"\xef\xbb\xbfpicture number 0\r\n")
+    assert captions.saved(pictures / "00.png") == "picture number 0"
+    log = Captions(tmp_path / "drafts" / "captions.jsonl")
+    assert replace(log, cards_of(pictures)[:1], "picture", "a picture") == 1
+    assert (pictures / "00.txt").read_bytes() == b"a picture number 0\n"
+    assert log.undo() == 1 and captions_of(pictures)[0] == "picture number 0"
+
+
 def test_the_caption_of_a_name_that_no_log_can_hold_is_left_as_it_is(pictures: Path, tmp_path: Path):
     for suffix in (b"png", b"txt"):
         os.rename(os.fsencode(pictures) + b"/00." + suffix, os.fsencode(pictures) + b"/caf\xe9." + suffix)
