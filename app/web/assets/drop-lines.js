@@ -8,7 +8,7 @@ import { refresh } from './drop.js';
 import { rehearsalHelp, rehearseButton } from './rehearsal.js';
 
 const FIELDS = ['name', 'data.trigger', 'sample.prompts'], NO_WRITER = '',
-  UNCAPTIONED = /images? (has|have) no caption/; // its line says so
+  UNCAPTIONED = /^data\.path: .*images? (has|have) no caption/; // its line says so
 
 /** A line: what it is, its control, and what is said of it. */
 const line = (id, what, control, ...more) =>

@@ -214,10 +214,11 @@ def _download(checked: Checked) -> str:
 
 
 def _captions(studio: Studio, captioning: Captioning, config: RunConfig, found: ScanResult) -> dict[str, Any]:
-    """How many images have no caption, who can write some, and the job that does."""
+    """How many images of the folder have no caption, who can write some, and the job that does."""
     missing = None
     if len(found.images) <= dataset.MOST_COUNTED:
-        missing = sum(not item.caption and not item.is_fixed for item in dataset.items(found.images, found))
+        own = (image for image in found.images if image.is_relative_to(_folder(config)))  # captions are written there
+        missing = sum(not item.caption and not item.is_fixed for item in dataset.items(own, found))
     return {
         "missing": missing,
         "writers": [vars(writer) for writer in proposals.writers(studio.runs)] if missing != 0 else [],

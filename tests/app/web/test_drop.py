@@ -98,6 +98,19 @@ def test_lines_follow_the_pictures_and_no_run_is_started_of_what_the_window_does
     assert call("is_home") is True and [*studio.runs.glob("*/config.yaml")] == []
 
 
+def test_captions_are_counted_of_the_folder_that_they_are_written_in(studio: Studio, call: Call, tmp_path: Path):
+    folder, more = make_pictures(tmp_path / "milo", 12), make_pictures(tmp_path / "more", 5)
+    for file in (folder / "00.txt", *more.glob("*.txt")):
+        file.unlink()
+    values = {"data.path": str(folder), "data.missing_caption": "empty", "data.folders": [{"path": str(more)}]}
+    studio.save_draft(Draft(studio.preset("quickstart"), values))
+    studio.scans.of(studio.check(studio.draft()).config, is_fresh=True)
+    lines = call("state", folder=str(folder))["lines"]
+    assert (lines["images"]["count"], lines["captions"]["missing"]) == (17, 1)
+    said = [text.partition(" images")[0] for text in lines["images"]["warnings"] if "no caption" in text]
+    assert said == ["data.path: 1 of 12", "data.folders.0.path: 5 of 5"]
+
+
 @pytest.mark.slow  # every preset is planned for the GPUs
 def test_on_a_machine_with_gpus_the_model_to_download_is_proposed_with_size_licence_and_time(
     studio: Studio, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
