@@ -26,8 +26,8 @@ from app.form.form_answers import FIELDS, GROUPS, METHODS
 from app.form.model_choices import ModelChoices
 from app.form.plan_preview import TARGETS, THIS_MACHINE
 from app.notebook import panels
-from app.notebook.dashboard_widget import Dashboard
 from app.notebook.form_parts import SHOWN, Notice, Row, Tiles, box, fill, html
+from app.notebook.form_start import Starter
 from app.notebook.lessons import data_url
 from app.notebook.panels import TEMPLATES
 from app.runs.monitor import explained
@@ -95,7 +95,6 @@ class Form:
 
     Attributes:
         widget: The form as a widget, for use inside other widgets.
-        run: The run that the button Start has started last.
     """
 
     def __init__(self, preset: Path, overrides: Sequence[str], runs: Path, named: str = "") -> None:
@@ -113,7 +112,6 @@ class Form:
         draft = form.from_overrides(preset, overrides)
         self._given, self._named = preset, named or str(preset)
         self._studio = FormStudio(runs, draft)
-        self.run: RunDir | None = None
         self._lock = threading.RLock()
         self._is_showing = self._is_followed = False
         self._target = THIS_MACHINE
@@ -132,6 +130,11 @@ class Form:
     def inputs(self) -> dict[str, widgets.ValueWidget]:
         """{field: widget} of the rows created so far. Setting a `value` has the effect of typing it."""
         return {name: row.input for name, row in self._rows.items()}
+
+    @property
+    def run(self) -> RunDir | None:
+        """The run that the button Start has started last."""
+        return self.starter.run
 
     @property
     def overrides(self) -> list[str]:
@@ -161,7 +164,8 @@ class Form:
 
     def _saved_output(self) -> HTML:
         """The output that remains of the form when the kernel has ended. It is hidden below a live form."""
-        attached = f"notebook.dashboard(notebook.attach({str(self.run.path)!r}))" if self.run else ""
+        run = self.starter.shown
+        attached = f"notebook.dashboard(notebook.attach({str(run.path)!r}))" if run else ""
         return HTML(TEMPLATES.part("form.html", "saved", self.code, attached))
 
     def _keep(self) -> None:
@@ -184,11 +188,10 @@ class Form:
         self.groups = self._folded(OTHERS)
         self.plan_for = widgets.Dropdown(options=TARGETS, description="Plan for", layout=SHOWN)
         self.plan_for.observe(lambda change: self._plan_for(change["new"]), "value")
-        self.button = widgets.Button(description="Start", button_style="primary", layout=SHOWN)
-        self.button.add_class("shardstudio-go").on_click(lambda _: self._start())
+        self.starter = Starter(self._studio, self._lock, self.refusal, self._keep)
         self._model, self._how, self._data, self._pictures = (html() for _ in range(4))
         self._more, self._missing, self._time = (html() for _ in range(3))
-        self._found, self._wrong, self._board = box(name="rows"), box(name="rows"), box()
+        self._found, self._wrong = box(name="rows"), box(name="rows")
 
         titled = partial(TEMPLATES.part, "form.html", "title")
         cards = [
@@ -198,15 +201,17 @@ class Form:
             [self._more, self.search, self._missing, self._found, self.groups],
         ]
         cards[0] += [self._how, self.presets.box, self.own_model]
+        start = self.starter
         side = [
-            [self._fields("start"), self.button, self.refusal.box, self.why.box, self._wrong, self.warnings.box],
+            [self._fields("start"), start.start, self.refusal.box, self.why.box, self._wrong, self.warnings.box],
             [self.plan_for, self.plan.box],
             [html(titled("", "Time and space")), self._time],
             [html(titled("", "Differs from the preset")), self.changes.box],
         ]
+        side[0].append(start.others)
         columns = [box(*(box(*parts, name="card") for parts in column), name="column") for column in (cards, side)]
         style = widgets.HTML(TEMPLATES.part("panels.html", "style", "form.css"), layout={"display": "none"})
-        self.widget = box(style, self._board, box(*columns, name="columns"), name="form").add_class("shardstudio")
+        self.widget = box(style, start.board, box(*columns, name="columns"), name="form").add_class("shardstudio")
 
     def _fields(self, place: str) -> widgets.VBox:
         return box(*(self._row(name).box for name in PLACES[place]), name="rows").add_class(f"shardstudio-{place}")
@@ -266,17 +271,6 @@ class Form:
     def _plan_for(self, target: str) -> None:
         self._target = target
         self._change(new_run.state)
-
-    def _start(self) -> None:
-        with self._lock:
-            try:
-                self.run = self._studio.run(new_run.start(self._studio))
-            except (InputError, OSError) as error:
-                self.refusal.show(panels.alert(explained(error)))
-                return
-            self.refusal.show()
-            self._board.children = [Dashboard(self.run, str(self.run.path)).live()]
-            self._keep()
 
     def _take_proposals(self) -> None:
         self._change(new_run.edit, {offer["field"]: offer["value"] for offer in self._state["proposals"]})
@@ -428,7 +422,7 @@ class Form:
         self._more.value = TEMPLATES.part("form.html", "title", "", "More", note)
 
     def _show_start(self, state: dict[str, Any]) -> None:
-        self.button.disabled = not state["ready"]
+        self.starter.show(state)
         self._tell(self.why, [error["text"] for error in state["errors"]], "why", state)
         self._tell(self.warnings, state["warnings"], "warnings")
         folded = {*chain(*FOLDERS.values(), *OTHERS.values())}

@@ -21,8 +21,12 @@ from app.form.form_answers import GROUPS
 from app.notebook.form_widget import MOST_FOUND, PLACES, Form
 from app.studio import Studio
 from app.web.pages import new_run
+from tests.app.browser import in_training, recorded
 from tests.runs import make_pictures
 from trainer.config.load import ConfigError, dump_config, load_config
+from trainer.launcher.queue import Settings
+from trainer.launcher.rehearsal import config_of
+from trainer.run.events import StatusEvent
 
 ROOT = Path(__file__).parents[3]
 PRESETS = sorted((ROOT / "presets").glob("*.yaml"))
@@ -127,6 +131,42 @@ def test_the_cards_hold_what_the_page_answers(runs: Path):
     assert form.facts.buttons == {}, "the demo model is here"
 
 
+def test_a_queued_run_has_a_place_in_the_queue_and_the_gpus_that_were_chosen(runs: Path):
+    form = settled(Form(QUICKSTART, ["name=later"], runs))
+    queue = form._studio.queue
+    queue.change(Settings(is_paused=True))  # else it would start
+    form.starter.enqueue.click()
+    paused = "Paused: no run is started until you resume the queue."
+    assert f"later waits in the queue as number 1. {paused}" in form.refusal.text
+    form.starter.show(form._state | {"gpus": [{"index": at, "name": "H100"} for at in (0, 1)]})
+    form.starter.gpus.value = (1,)
+    form.starter.enqueue.click()
+    every, one = queue.waiting()
+    assert (every.gpus, one.gpus, every.config) == ((), (1,), dump_config(form.config.config))
+    form.inputs["train.steps"].value = "many"
+    assert form.starter.enqueue.disabled and "waits in the queue" not in form.refusal.text
+
+
+def test_a_rehearsal_is_shown_with_its_pictures_and_what_it_cannot_show(runs: Path):
+    form = settled(Form(QUICKSTART, ["name=ours"], runs))
+    real = form.config.config
+    run = recorded(runs, "ours-rehearsal-20261130-101112-abcdef", [StatusEvent(state="training")])
+    run.config_file.write_text(dump_config(config_of(real)))
+    run.rehearsed_file.write_text(dump_config(real))
+    with in_training(run):  # as after a first click
+        form.starter.rehearse.click()
+        words, dashboard = form.starter.board.children
+        until(lambda: words.value.count("data:image/webp;base64,") == 6)
+    assert "A rehearsal of ours</b>, for Demo model. Crops, masks and captions are" in words.value
+    assert "<li>Likeness and detail: its pictures have 64 × 64 pixels." in words.value
+    assert f"--film {run.path}</code> makes the film." in words.value
+    assert "shardstudio" in dashboard._dom_classes
+    assert (form.run, form.starter.shown) == (None, run)
+    assert f"notebook.attach({escape(repr(str(run.path)))})" in form._saved_output().data
+    form.choose_preset("qwen3-8b-qlora-1x24gb")
+    assert [button.description for button in form.starter._buttons.children] == ["Add to queue"], "it trains on text"
+
+
 def test_another_model_leaves_behind_what_belongs_to_the_former_and_undo_brings_it_back(runs: Path):
     form = settled(Form(QUICKSTART, ["train.steps=40", "name=mine"], runs))
     form.models.buttons[DEV].click()
@@ -134,7 +174,7 @@ def test_another_model_leaves_behind_what_belongs_to_the_former_and_undo_brings_
     assert "Left behind, as it belongs to the former preset: Steps." in form.left.text
     assert "FLUX.2 dev is not on this machine yet; download it on the first card, 113 GB." in form.why.text
     assert list(form.facts.buttons) == ["Download"]
-    assert form.button.disabled
+    assert form.starter.start.disabled
     assert len(form.presets.buttons) == 6
     form.presets.buttons["flux2-dev-lora-4gpu"].click()
     assert "'flux2-dev-lora-4gpu'" in form.code
@@ -173,7 +213,7 @@ def test_a_wrong_value_stays_as_typed_with_its_error_and_start_waits_for_it(runs
     assert note(form, "train.steps").startswith(error)
     assert "shardstudio-bad" in box_of(form, "train.steps")._dom_classes
     assert "Start waits for 2 things" in form.why.text
-    assert form.button.disabled
+    assert form.starter.start.disabled
     with pytest.raises(ConfigError) as refused:
         _ = form.config
     assert str(refused.value).splitlines() == [
