@@ -26,6 +26,7 @@ from app.form.form_answers import FIELDS, GROUPS, METHODS
 from app.form.model_choices import ModelChoices
 from app.form.plan_preview import TARGETS, THIS_MACHINE
 from app.notebook import panels
+from app.notebook.form_drop import Drop
 from app.notebook.form_parts import SHOWN, Notice, Row, Tiles, box, fill, html
 from app.notebook.form_start import Starter
 from app.notebook.lessons import data_url
@@ -189,6 +190,7 @@ class Form:
         self.plan_for = widgets.Dropdown(options=TARGETS, description="Plan for", layout=SHOWN)
         self.plan_for.observe(lambda change: self._plan_for(change["new"]), "value")
         self.starter = Starter(self._studio, self._lock, self.refusal, self._keep)
+        self.drop = Drop(self._studio, self._lock, self._change)
         self._model, self._how, self._data, self._pictures = (html() for _ in range(4))
         self._more, self._missing, self._time = (html() for _ in range(3))
         self._found, self._wrong = box(name="rows"), box(name="rows")
@@ -196,11 +198,12 @@ class Form:
         titled = partial(TEMPLATES.part, "form.html", "title")
         cards = [
             [self._model, self._filter, self.models.box, self.facts.box, self.left.box],
-            [self._data, self._fields("data"), self.folders, self._pictures, self.proposals.box, self.problems.box],
+            [self._data, self.drop.box, self._fields("data"), self.folders, self._pictures],
             [html(titled("3", "Method")), self.methods.box, self._fields("method"), self._fields("samples")],
             [self._more, self.search, self._missing, self._found, self.groups],
         ]
         cards[0] += [self._how, self.presets.box, self.own_model]
+        cards[1] += [self.proposals.box, self.problems.box]
         start = self.starter
         side = [
             [self._fields("start"), start.start, self.refusal.box, self.why.box, self._wrong, self.warnings.box],

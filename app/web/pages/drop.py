@@ -195,14 +195,19 @@ def _download(checked: Checked) -> str:
 
 def _captions(studio: Studio, captioning: Captioning, config: RunConfig, found: ScanResult) -> dict[str, Any]:
     """How many images have no caption, who can write some, and the job that does."""
-    missing = None
-    if len(found.images) <= dataset.MOST_COUNTED:
-        missing = sum(not item.caption and not item.is_fixed for item in dataset.items(found.images, found))
+    missing = num_uncaptioned(found)
     return {
         "missing": missing,
         "writers": [vars(writer) for writer in proposals.writers(studio.runs)] if missing != 0 else [],
         "job": _progress(captioning, captioning.latest(Path(_folder(config)))),
     }
+
+
+def num_uncaptioned(found: ScanResult) -> int | None:
+    """Return how many images have no caption; None where they are too many to count."""
+    if len(found.images) > dataset.MOST_COUNTED:
+        return None
+    return sum(not item.caption and not item.is_fixed for item in dataset.items(found.images, found))
 
 
 def _progress(captioning: Captioning, job: CaptionJob | None) -> dict[str, Any] | None:

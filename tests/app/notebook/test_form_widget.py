@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 
@@ -163,8 +164,8 @@ def test_a_rehearsal_is_shown_with_its_pictures_and_what_it_cannot_show(runs: Pa
     assert "shardstudio" in dashboard._dom_classes
     assert (form.run, form.starter.shown) == (None, run)
     assert f"notebook.attach({escape(repr(str(run.path)))})" in form._saved_output().data
-    form.choose_preset("qwen3-8b-qlora-1x24gb")
-    assert [button.description for button in form.starter._buttons.children] == ["Add to queue"], "it trains on text"
+    form.starter.show(form._state | {"is_text": True})
+    assert form.starter._buttons.children == (form.starter.enqueue,), "a rehearsal shows pictures"
 
 
 def test_another_model_leaves_behind_what_belongs_to_the_former_and_undo_brings_it_back(runs: Path):
@@ -254,6 +255,70 @@ def test_own_pictures_bring_name_trigger_and_prompts_and_what_they_lack_is_mende
     assert (form.inputs["name"].value, form.inputs["data.trigger"].value) == ("my-cats", "my-cats")
     assert form.inputs["sample.prompts"].value.startswith("[trigger]")
     assert form.proposals.box.layout.display == "none"
+
+
+def choose_files(form: Form, word: str, files: Mapping[str, bytes]) -> Form:
+    """The form after files were chosen as in a browser, a word was typed, and Go on was pressed."""
+    kind = {"type": "", "last_modified": datetime(2026, 11, 30, tzinfo=UTC)}
+    form.drop.files.value = [
+        {"name": name, "size": len(content), "content": memoryview(content), **kind} for name, content in files.items()
+    ]
+    form.drop.word.value = word
+    form.drop.go.click()
+    until(lambda: not form.drop.go.disabled)
+    return settled(form)
+
+
+def test_pictures_and_a_word_get_a_folder_of_their_own_and_what_is_proposed_for_them(runs: Path, tmp_path: Path):
+    own = {file.name: file.read_bytes() for file in make_pictures(tmp_path / "own", count=6).iterdir()}
+    others = {"a.pdf": b"%PDF-1", "b.pdf": b"%PDF-2", "a.txt": b"of no picture", "alone.txt": b"alone"}
+    taken = runs.parent / "pictures" / "milo"
+    taken.mkdir(parents=True)  # by somebody else
+    form = settled(Form(QUICKSTART, ["train.steps=40"], runs))
+    choose_files(form, " Milo ", own | others | {"05.png": b"\xff\xd8\xff cut"})
+    folder = taken.with_name("milo-2")
+    assert f"<b>11</b> added, <b>5</b> not taken: {folder}" in form.drop.said.text
+    assert "<b>a.pdf, b.pdf</b>: a document, not an image; export it as JPEG or PNG" in form.drop.said.text
+    assert "<b>05.txt, a.txt</b>: not taken, because its image was refused" in form.drop.said.text
+    assert "without a caption" not in form.drop.said.text
+    assert "<b>alone.txt</b>: no image has its name, so it is not a caption yet" in form.drop.said.text
+    kept = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert kept == {name: own[name] for name in own if not name.startswith("05")} | {"alone.txt": b"alone"}
+    assert (form.drop.files.value, list(taken.iterdir())) == ((), [])
+    values = {name: form.inputs[name].value for name in ("name", "data.path", "data.trigger", "data.validation")}
+    assert values == {"name": "Milo", "data.path": str(folder), "data.trigger": "milo", "data.validation": "1"}
+    assert form.inputs["sample.prompts"].value.splitlines()[0] == "[trigger], picture number 4"
+    assert not form.starter.start.disabled and form.proposals.text == ""
+
+    other = make_pictures(tmp_path / "other", count=9) / "00.png"
+    choose_files(form, "Milo", {"00.png": own["00.png"], "01.png": other.read_bytes()})
+    assert f"<b>1</b> there already, <b>1</b> added: {folder}" in form.drop.said.text
+    assert "<b>01.png</b>: is called 01 (2).png here" in form.drop.said.text
+    assert (folder / "01.png").read_bytes() == own["01.png"]
+
+    choose_files(form, "tom", {"00.png": own["00.png"]})
+    assert "Of 1 picture without a caption, the word alone is trained." in form.drop.said.text
+    form.drop.said.buttons["Bring them back"].click()
+    assert settled(form).inputs["data.path"].value == str(folder)
+    assert form.drop.said.text == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "refused"),
+    [("", "is missing"), ("🦊", "neither a letter"), ("x" * 65, "65 letters"), ("con", "not a name")],
+)
+def test_a_word_that_names_nothing_is_refused_and_changes_nothing(word: str, refused: str, runs: Path):
+    form = settled(Form(QUICKSTART, ["train.steps=40"], runs))
+    choose_files(form, word, {"a.png": b"any"})
+    assert refused in form.drop.said.text
+    assert form.overrides == ["train.steps=40"]
+    assert len(form.drop.files.value) == 1, "they need not be chosen again"
+
+
+def test_a_word_without_pictures_waits_for_them(runs: Path):
+    form = choose_files(settled(Form(QUICKSTART, (), runs)), "milo", {})
+    assert "Now the pictures: choose them above." in form.drop.said.text
+    assert form.overrides == []
 
 
 def test_what_belongs_to_the_former_pictures_goes_with_them(runs: Path, tmp_path: Path):
