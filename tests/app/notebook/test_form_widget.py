@@ -257,12 +257,17 @@ def test_own_pictures_bring_name_trigger_and_prompts_and_what_they_lack_is_mende
     assert form.proposals.box.layout.display == "none"
 
 
-def choose_files(form: Form, word: str, files: Mapping[str, bytes]) -> Form:
-    """The form after files were chosen as in a browser, a word was typed, and Go on was pressed."""
+def chosen(files: Mapping[str, bytes]) -> list[dict[str, object]]:
+    """Files as a browser sends them."""
     kind = {"type": "", "last_modified": datetime(2026, 11, 30, tzinfo=UTC)}
-    form.drop.files.value = [
+    return [
         {"name": name, "size": len(content), "content": memoryview(content), **kind} for name, content in files.items()
     ]
+
+
+def choose_files(form: Form, word: str, files: Mapping[str, bytes]) -> Form:
+    """The form after files were chosen, a word was typed, and Go on was pressed."""
+    form.drop.files.value = chosen(files)
     form.drop.word.value = word
     form.drop.go.click()
     until(lambda: not form.drop.go.disabled)
@@ -319,6 +324,32 @@ def test_a_word_without_pictures_waits_for_them(runs: Path):
     form = choose_files(settled(Form(QUICKSTART, (), runs)), "milo", {})
     assert "Now the pictures: choose them above." in form.drop.said.text
     assert form.overrides == []
+
+
+def test_a_config_of_another_trainer_is_imported_with_its_lists_and_undone(runs: Path):
+    foreign = ROOT / "tests" / "config" / "foreign"
+    form = settled(Form(QUICKSTART, ["train.steps=40"], runs))
+    form.imports.value = chosen({file.name: file.read_bytes() for file in foreign.glob("kohya*.t*")})
+    assert "<b>From a config of sd-scripts (kohya).</b>" in form.left.text and "<summary>Left out (" in form.left.text
+    assert form.imports.value == () and form.overrides != ["train.steps=40"]
+    form.left.buttons["Undo"].click()
+    assert (form.overrides, form.left.text) == (["train.steps=40"], "")
+    form.imports.value = chosen({"other.toml": b"a = 1"})
+    assert "other.toml" in form.refusal.text and form.overrides == ["train.steps=40"]
+
+
+def test_a_folder_is_found_by_going_up_and_down(runs: Path):
+    folder = make_pictures(runs.parent / "own cats", count=3)
+    form = settled(Form(QUICKSTART, (), runs))
+    form.folder.buttons["Browse for a folder …"].click()
+    form.folder.buttons[str(runs.parent.resolve())].click()
+    form.folder.buttons[str(folder.resolve())].click()
+    assert f"<b>{folder.resolve()}</b>: 3 images, 3 with a caption." in form.folder.text
+    form.folder.buttons["Take this folder"].click()
+    assert form.inputs["data.path"].value == str(folder.resolve())
+    form.folder.buttons[str(runs.parent.resolve())].click()
+    form.folder.buttons["Close"].click()
+    assert (form.folder.text, len(form.folder.buttons)) == ("", 1)
 
 
 def test_what_belongs_to_the_former_pictures_goes_with_them(runs: Path, tmp_path: Path):
