@@ -38,6 +38,7 @@ from app.form.plan_preview import PlanPreview, PlanPreviews
 from app.machine import Machine
 from app.runs.live import Live
 from app.runs.monitor import Follower, explained, find_runs
+from app.runs.results import Results
 from app.web.served_files import Downloads
 from trainer.config.fields import all_names, label
 from trainer.config.load import ConfigError, dump_config, load_config, stage_configs
@@ -129,6 +130,7 @@ class Studio:
         self._shipped = presets
         self.own_presets = self.runs / "presets"
         self.models = ModelChoices(self.runs)
+        self.results = Results()
         self.model_downloads = ModelDownloads(self.runs / "drafts" / "models")
         self.picker = Picker((Path.home(), Path.cwd(), self.runs.parent))
         self.uploads = Uploads(DataFolders(self.picker, self.runs), self.runs / "drafts" / "uploads")
@@ -500,6 +502,12 @@ class Studio:
         """Return the checkpoint of an export that this process started and that goes on; None without one."""
         export = self._exports.get(run.path)
         return export.checkpoint if export is not None and export.process.poll() is None else None
+
+    def at_work(self) -> list[tuple[RunDir, str, float | None]]:
+        """Return what this process knows to go on for runs that have ended: the run, a word, and the share that is
+        done, if it is known."""
+        exports = [(RunDir(path), "exporting", None) for path in list(self._exports) if self.exporting(RunDir(path))]
+        return [*self.results.running(), *exports]
 
     def export_state(self, run: RunDir) -> str:
         """Return the state of the run's export as a sentence, "" without one. Raises InputError when it failed."""

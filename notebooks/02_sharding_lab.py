@@ -118,9 +118,9 @@ four = await notebook.compare(on(4), STRATEGIES | HYBRID, RUNS)
 
 # %%
 table = comparison.summary(two + four)
-print(table)
-print(f"\nfull on 4 ranks saves {comparison.saving(four, 'full'):.0%} of what ddp holds.")
+print(f"full on 4 ranks saves {comparison.saving(four, 'full'):.0%} of what ddp holds.")
 assert all(trial.validation[-1] < trial.validation[0] for trial in two + four), "a loss did not fall"
+table
 
 # %% [markdown]
 # The same as bars, with the two kinds of bytes that exist only within a step: *gathered* weights, and *activations*,

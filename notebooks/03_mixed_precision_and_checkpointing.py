@@ -103,7 +103,7 @@ found = await notebook.compare(config, VARIANTS, RUNS)
 # from bf16, or even loses.
 
 # %%
-print(comparison.levers(found))
+comparison.levers(found)
 
 # %% [markdown]
 # The same as bars. Master weights, gradients and optimizer state are unchanged: these settings only change the memory

@@ -56,7 +56,7 @@ def make(run: RunDir, number: int | None = None, price: float | None = None) -> 
     Args:
         run: The run, in any state.
         number: Number of the prompt, from 1; None for all.
-        price: Price of a GPU-hour.
+        price: Price of a GPU-hour in dollars.
 
     Raises:
         InputError: There are no samples to make it of, or its folder holds a file that is not ours.
@@ -85,9 +85,11 @@ def main() -> int:
     """Exit code 0: made, the output is its folder; 2: the user's mistake, which is the output."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="a run folder")
+    parser.add_argument("--price", type=float, help="price of a GPU-hour in dollars")
+    options = parser.parse_args()
     try:
-        run = RunDir.open(parser.parse_args().run_dir)
-        make(run)
+        run = RunDir.open(options.run_dir)
+        make(run, price=options.price)
         say(run.film)
     except InputError as error:
         say(error)
@@ -95,7 +97,7 @@ def main() -> int:
     return 0
 
 
-def begin(run: RunDir) -> subprocess.Popen[bytes]:
+def begin(run: RunDir, price: float | None = None) -> subprocess.Popen[bytes]:
     """Start to make the film of a run in a separate process. Its exit code is 2 for the user's mistake.
 
     Raises:
@@ -103,7 +105,8 @@ def begin(run: RunDir) -> subprocess.Popen[bytes]:
     """
     run.guard()
     run.complete_folders(run.config())
-    return side_process.begin(run, "film", [sys.executable, "-m", MODULE, str(run.path)])
+    priced = [] if price is None else ["--price", str(price)]
+    return side_process.begin(run, "film", [sys.executable, "-m", MODULE, str(run.path), *priced])
 
 
 def output(run: RunDir, code: int) -> str:

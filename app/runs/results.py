@@ -13,7 +13,7 @@ from typing import Literal
 from app.runs import film
 from trainer.launcher import commands
 from trainer.launcher.jobs import side_process, uploads
-from trainer.run.drawings import Drawing, DrawingRequest, drawings
+from trainer.run.drawings import Drawing, DrawingRequest, drawings, progress
 from trainer.run.folder import RunDir
 from trainer.system.errors import InputError
 
@@ -25,6 +25,7 @@ KINDS: Mapping[Kind, tuple[str, str]] = {
     "upload": ("upload", uploads.MODULE),
 }
 """{kind: its name in `side_process`, what its command runs}"""
+WORDS: Mapping[Kind, str] = {"drawing": "drawing", "film": "making a film", "upload": "publishing"}
 STOPPED_WITHIN_S = 10.0
 """A process that is still there after this is killed: what it has written is complete or not named."""
 BEGUN_WITHIN_S = 10.0
@@ -57,6 +58,13 @@ class Results:
         self._stopped: set[Process] = set()
         self._looked: dict[tuple[Kind, Path], float | None] = {}
 
+    def running(self) -> list[tuple[RunDir, str, float | None]]:
+        """Return what goes on, as far as this process has seen it: the run, a word, and the share that is done."""
+        known = [
+            (kind, RunDir(path)) for (kind, path), process in list(self._processes.items()) if process.poll() is None
+        ]
+        return [(run, WORDS[kind], progress(run) if kind == "drawing" else None) for kind, run in known]
+
     def draw(self, run: RunDir, request: DrawingRequest) -> None:
         """Sample prompts without and with what the run has trained. Raises InputError if they cannot be sampled."""
         self._begin("drawing", run, lambda: commands.begin_drawing(run, request))
@@ -82,9 +90,10 @@ class Results:
         """Return the drawings of a run, newest first."""
         return sorted(drawings(run), key=lambda drawing: -drawing.time)
 
-    def make_film(self, run: RunDir) -> None:
-        """Make the film of a run's samples. Raises InputError if its folders cannot be made."""
-        self._begin("film", run, lambda: film.begin(run))
+    def make_film(self, run: RunDir, price: float | None = None) -> None:
+        """Make the film of a run's samples. price: of a GPU-hour, in dollars. Raises InputError if its folders cannot
+        be made."""
+        self._begin("film", run, lambda: film.begin(run, price))
 
     def film(self, run: RunDir) -> Outcome:
         """Return how the latest film is doing."""

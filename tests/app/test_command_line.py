@@ -1,6 +1,7 @@
 """launch.py as a person uses it: what it prints, and the code it exits with."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from trainer.launcher.doctor import graphics, notebooks, package, requirements, 
 from trainer.run.events import CheckpointEvent, LengthEvent, SampleEvent, StatusEvent, StepEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.run.length import RunLength
+from trainer.system.amounts import GIB
 from trainer.system.gpus.support import Build
 
 ROOT = Path(__file__).parents[2]
@@ -307,6 +309,28 @@ def test_a_terminal_keeps_results_above_a_bar_with_the_figures(capsys, monkeypat
         "step 3: sample samples/step-000003-0.png",
     ]
     assert lines[-1].split() == ["training", "━━━━━━", "3/10", "loss", "0.5000", "4.00", "images/s", "ETA", "0:00:14"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "steps", "shown"),
+    [
+        (80, 100, "training 3/100 loss 0.5000 4.00 images/s ETA 0:03:14 peak 0.44 GiB"),
+        (80, 20_000, "training 3/20000 loss 0.5000 4.00 images/s ETA 11:06:34 peak 0.44 GiB"),
+        (70, 20_000, "training 3/20000 loss 0.5000 4.00 images/s ETA 11:06:34"),
+        (50, 100, "training 3/100 loss 0.5000 4.00 images/s"),
+        (160, 100, "training 3/100 loss 0.5000 4.00 images/s ETA 0:03:14 peak 0.44 GiB on rank 1"),
+    ],
+)
+def test_the_line_at_the_bottom_leaves_out_the_figures_that_would_wrap_it(
+    capsys, monkeypatch, columns: int, steps: int, shown: str
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with console.BarDisplay(length_of(steps)) as face:
+        face.summary.peaks = {0: 1, 1: int(0.44 * GIB)}
+        for event in STORY:
+            face.show(event)
+    line = re.sub("[━╸╺]+", "", capsys.readouterr().out.splitlines()[-1])
+    assert line.split() == shown.split()
 
 
 def test_the_time_left_has_the_pauses_for_samples_but_not_that_of_a_new_start(capsys):

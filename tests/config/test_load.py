@@ -369,6 +369,26 @@ class TestValues:
             "are means over all latents, 2000 to 5000 is usual",
         )
 
+    @pytest.mark.parametrize(
+        ("path", "change", "said"),
+        [
+            (
+                "black-forest-labs/FLUX.2-klein-base-4B",
+                "data.resolution=64",
+                "64 is little for FLUX.2 klein 4B, which then learns a blur",
+            ),
+            ("black-forest-labs/FLUX.2-klein-base-4B", "data.resolutions=[768, 128]", "128 is little for FLUX.2"),
+            ("black-forest-labs/FLUX.2-klein-base-4B", "data.resolution=512", ""),
+            ("demo", "data.resolution=512", "512 is much for the demo model, which draws at 64 pixels"),
+            ("demo", "data.resolution=64", ""),
+            ("tiny", "data.resolution=64", ""),
+        ],
+    )
+    def test_a_resolution_of_another_model_is_advised_against(self, path: str, change: str, said: str) -> None:
+        notes = read(f"{DATA}model: {{family: flux2, path: {path}}}\n", change).notes
+        assert len(notes) == bool(said)
+        assert all(note.startswith(f"command line: {change.partition('=')[0]}: {said}") for note in notes)
+
     def test_one_key_of_a_field_that_the_new_type_lacks_is_refused_where_it_was_given(self) -> None:
         assert refusal(DATA, "adapter.rank_pattern.attn.to_q=4", "adapter={type: boft}") == [
             "command line: adapter.rank_pattern: is not a field of adapter.type boft; remove it or change the type"

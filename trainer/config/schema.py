@@ -13,6 +13,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, model_validator
 
+from trainer.config.models import published_models
 from trainer.config.recompute import mixture
 from trainer.config.sections import (
     ADAPTERS,
@@ -595,12 +596,21 @@ def _sample_rules(cfg: RunConfig) -> Iterator[Problem]:
 
 LEAST_IMAGE_BETA, MOST_TEXT_BETA = 100, 5
 """Betas beyond which a run probably has that of the other kind of data."""
+LEAST_SIDE, MOST_DEMO_SIDE = 256, 128
+"""Resolutions beyond which a run probably has that of another model: published ones were trained at 512 to 1536 pixels,
+the demo model at 64."""
 
 
 def advice(cfg: RunConfig) -> Iterator[Problem]:
     """Yield settings that are allowed but rarely intended, each with a better one. They are shown at the start of a run
     and not logged."""
     yield from cfg.adapter.advice(cfg.optim.lr)
+    field = "data.resolutions" if cfg.data.resolutions else "data.resolution"
+    known, (smallest, *_, largest) = published_models().get(cfg.model.path), (*cfg.data.all_sides,) * 2
+    if known and known.is_built_in and largest > MOST_DEMO_SIDE:
+        yield Problem(field, f"{largest} is much for the demo model, which draws at 64 pixels; 64 to 128 is usual")
+    if known and not known.is_built_in and smallest < LEAST_SIDE:
+        yield Problem(field, f"{smallest} is little for {known.name}, which then learns a blur; 512 to 1024 is usual")
     beta = cfg.objective.dpo_beta
     if beta is not None and cfg.data.rejected and beta < LEAST_IMAGE_BETA:
         yield Problem(

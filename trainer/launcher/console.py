@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 LINE_EVERY_S = 5.0
-WIDE = 110
-"""Columns of a terminal from which there is room for a bar."""
+WIDE, BAR = 110, 20
+"""Columns of a terminal from which there is room for a bar, and its own."""
 MessageEvent = (
     StatusEvent
     | StageEvent
@@ -83,8 +83,12 @@ class StepSummary:
         return self._recent[-1].step if self._recent else 0
 
     def __str__(self) -> str:
+        return "  ".join(self.parts())
+
+    def parts(self) -> list[str]:
+        """Return the figures in words, the most important one first."""
         if not self._recent:
-            return ""
+            return []
         decay = default_decay(self.length.typical)
         loss = smoothed((event.loss for event in self._recent), decay)[-1]
         num_left = self.length.num_steps - self.step
@@ -98,7 +102,7 @@ class StepSummary:
         if self.peaks:
             rank = max(self.peaks, key=self.peaks.__getitem__)
             parts.append(f"peak {memory_size(self.peaks[rank])}" + (f" on rank {rank}" if len(self.peaks) > 1 else ""))
-        return "  ".join(parts)
+        return parts
 
 
 class ProgressDisplay(Protocol):
@@ -178,10 +182,10 @@ class BarDisplay:
         from rich.table import Column
 
         self.summary = StepSummary(length)
-        width = shutil.get_terminal_size().columns
+        self._has_bar = shutil.get_terminal_size().columns >= WIDE  # numbers first
         self._bar: Progress = Progress(
             TextColumn("{task.description}", markup=False),
-            *([BarColumn(bar_width=20)] if width >= WIDE else []),  # numbers first: a line that wraps is hard to read
+            *([BarColumn(bar_width=BAR)] if self._has_bar else []),
             MofNCompleteColumn(),
             TextColumn("{task.fields[details]}", markup=False, table_column=Column(no_wrap=False)),
         )
@@ -228,8 +232,17 @@ class BarDisplay:
             description=state,
             completed=self.summary.step,
             total=self._total,
-            details=str(self.summary),
+            details=self._fitting(f"{state} {self._total}/{self._total} "),
         )
+
+    def _fitting(self, before: str) -> str:
+        """The figures that fit into the line behind what stands before them: a line that wraps is hard to read."""
+        room = shutil.get_terminal_size().columns - len(before) - (BAR + 1 if self._has_bar else 0)
+        parts = self.summary.parts()
+        while parts and len("  ".join(parts)) > room:
+            whole, _, rank = parts[-1].partition(" on rank ")
+            parts[-1:] = [whole] if rank else []
+        return "  ".join(parts)
 
 
 def sentence(event: MessageEvent) -> str:

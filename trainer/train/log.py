@@ -108,14 +108,9 @@ class RunLog:
     def model_loaded(self, loaded: LoadedModel, seconds: float, step: int) -> None:
         """Log how much was read and how much of it is trained."""
         ranks = "1 rank" if self._world.size == 1 else f"{self._world.size} ranks"
-        trained = loaded.trainables.values()
-        self.note(
-            "loading",
-            f"the model is loaded: {sum(parameter.numel() for parameter in trained):,} parameters are trained, in "
-            f"{len(trained)} tensors on {ranks} (strategy {loaded.strategy}); rank 0 read "
-            f"{loaded.bytes_read / 2**20:,.1f} MiB in {seconds:.1f} s",
-            step,
-        )
+        trained = sum(parameter.numel() for parameter in loaded.trainables.values())
+        read = f"{loaded.bytes_read / 2**20:,.1f} MiB in {seconds:.1f} s"
+        self.note("loading", f"the model is loaded: {trained:,} parameters are trained on {ranks}; read {read}", step)
         self.heartbeat("loading", step)
 
     def decide(self, cfg: RunConfig, cache: Path) -> RunConfig:

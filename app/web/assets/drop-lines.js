@@ -33,7 +33,7 @@ export const lines = () => [
   line('preset', 'Model and preset', h('select#drop-preset', { onchange: event => choose(event.target.value) }),
     h('p.sm#drop-preset-note')),
   h('div.line', {}, h('span.what', {}, 'Time and price'), h('div', {}, h('p#drop-time'), h('span.both.sm', {},
-    h('label#drop-costs', { htmlFor: 'drop-price' }, 'A GPU hour costs '),
+    h('label#drop-costs', { htmlFor: 'drop-price' }, 'A GPU hour costs $'),
     h('input#drop-price', { type: 'number', min: 0, step: 'any', inputMode: 'decimal',
       value: studio.kept('price') || '', oninput: event => {
         studio.kept('price', event.target.value);
@@ -146,7 +146,7 @@ function drawTime() {
   const seconds = earlier?.seconds ?? plan.whole?.[1], price = Number($('price').value);
   $('costs').hidden = $('price').hidden = !numGpus;
   studio.say($('cost'), !numGpus ? 'The processor trains it: no GPU is paid for.'
-    : seconds && price ? `the run up to ${(seconds / 3600 * numGpus * price).toFixed(2)}` : 'in your currency');
+    : seconds && price ? `the run up to $${(seconds / 3600 * numGpus * price).toFixed(2)}` : '');
 }
 
 // --- changing them ------------------------------------------------------------------------------------------------

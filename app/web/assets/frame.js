@@ -129,22 +129,24 @@ async function beat() {
 }
 
 function drawJob() {
-  const place = document.querySelector('#job'), [run] = live.runs;
+  const place = document.querySelector('#job'), all = [...live.runs, ...live.at_work], [run] = all;
   place.hidden = !run;
   if (!run) return;
-  const share = run.num_steps ? 100 * run.step / run.num_steps : 0, more = live.runs.length - 1;
+  const share = run.num_steps ? 100 * run.step / run.num_steps : 0, more = all.length - 1;
   const left = run.eta_s === null ? run.state : `${studio.duration(run.eta_s)} left`;
   place.href = studio.link('runs', run.name);
   place.dataset.run = run.name;
-  place.setAttribute('aria-label',
-    `${run.state}: ${run.title}, step ${run.step} of ${run.num_steps || run.length}, ${left}`);
+  const whole = run.num_steps ? studio.count(run.num_steps) : run.length,
+    steps = run.length ? `${studio.count(run.step)} / ${whole}` : '';
+  place.setAttribute('aria-label', run.length
+    ? `${run.state}: ${run.title}, step ${run.step} of ${run.num_steps || run.length}, ${left}`
+    : `${left}: ${run.title}`);
   place.style.setProperty('--share', `${share}%`);
   studio.fill(place, [run, more], () => [
     h('span.job-name', {}, h('i.dot'), h('b', {}, run.title), more ? h('span.tag', {}, `+${more}`) : null),
     h('span.bar', {}, h('i', { style: { width: `${share}%` } })),
-    h('span.job-facts', {}, h('span', {},
-      `${studio.count(run.step)} / ${run.num_steps ? studio.count(run.num_steps) : run.length}`), h('span', {}, left)),
-    h('span.job-share', {}, `${Math.round(share)} %`)]);
+    h('span.job-facts', {}, h('span', {}, steps), h('span', {}, left)),
+    h('span.job-share', {}, run.step === null ? '' : `${Math.round(share)} %`)]);
 }
 
 /** Whether this browser shows notifications of this page: granted, default (it was not asked), denied or none. */

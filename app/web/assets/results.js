@@ -228,7 +228,8 @@ export async function film(run) {
   };
   const watch = () => follow(element, () => call('result_show_film', { run }), show);
   const make = () => tried(place, async () => {
-    const refused = await call('result_make_film', { run }).then(() => null, error => error);
+    const price = Number(studio.kept('price')) || null;
+    const refused = await call('result_make_film', { run, price }).then(() => null, error => error);
     await after(refused, place, watch);
   }, button);
   const button = h('button.btn#film-make', { type: 'button', onclick: make }, 'Make it again');

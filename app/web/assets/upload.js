@@ -316,7 +316,8 @@ function card() {
         h('button.btn#upload-folder', { type: 'button', onclick: () => folder.click() }, 'Choose a folder')),
     h('div.to', {}, h('label', { htmlFor: 'upload-to' }, 'Into'), h('select#upload-to', { onchange: drawPlace }),
       h('label#upload-new', { hidden: true }, 'called ',
-        h('input#upload-name', { type: 'text', value: here.suggested, maxLength: 120 })))),
+        h('input#upload-name', { type: 'text', value: here.suggested, maxLength: 120,
+          oninput: () => $('upload-message').querySelector('[role=alert]')?.remove() })))), // a refusal of another name
     h('div#upload-going', { hidden: true, role: 'group', 'aria-label': 'Upload' }, bar,
       h('div.line', {}, h('b#upload-count'), h('span.dim#upload-size'), h('span.grow'),
         h('span.both', {}, h('button.btn.s#upload-pause', { type: 'button', onclick: () => {

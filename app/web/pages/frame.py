@@ -20,6 +20,7 @@ def calls(studio: Studio) -> Calls:
     def live() -> dict[str, Any]:
         return {
             "runs": [job(view) for view in studio.live.views()],
+            "at_work": [_at_work(*job) for job in studio.at_work()],
             "ended": [_ending(studio, view) for view in studio.live.ended.values()],
             "num_waiting": _num_waiting(studio),
         }
@@ -38,6 +39,13 @@ def job(view: RunView) -> dict[str, Any]:
         "length": view.length,
         "eta_s": view.eta_s,
     }
+
+
+def _at_work(run: RunDir, word: str, share: float | None) -> dict[str, Any]:
+    """What the foot of the rail shows of a drawing and the like, in the fields of `job`: its steps are per cent."""
+    step = None if share is None else round(100 * share)
+    job = {"name": run.path.name, "title": run.title, "state": word, "step": step, "num_steps": 100}
+    return job | {"length": "", "eta_s": None}
 
 
 def _ending(studio: Studio, view: RunView) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import address
 from trainer.config.families import trains_on
+from trainer.launcher.fit_command import check_price
 from trainer.launcher.jobs import uploads
 from trainer.run import manifest
 from trainer.run.drawings import Drawing, DrawingRequest, Picture, progress
@@ -39,8 +40,7 @@ def calls(studio: Studio) -> Calls:
         upload_state,
         stop,
     ]
-    results = Results()
-    calls = {f"result_{function.__name__}": partial(function, studio, results) for function in functions}
+    calls = {f"result_{function.__name__}": partial(function, studio, studio.results) for function in functions}
     return calls | {"result_upload_question": partial(upload_question, studio)}
 
 
@@ -124,9 +124,11 @@ def _source(picture: Picture) -> str:
     return checkpoint.name
 
 
-def make_film(studio: Studio, results: Results, run: str) -> None:
-    """Start to make the film of a run's samples."""
-    results.make_film(studio.run(run))
+def make_film(studio: Studio, results: Results, run: str, price: float | None = None) -> None:
+    """Start to make the film of a run's samples. price: Of a GPU-hour in dollars; no run on a CPU costs it."""
+    check_price(price, "price")
+    found = studio.run(run)
+    results.make_film(found, None if found.config().parallel.device == "cpu" else price)
 
 
 def show_film(studio: Studio, results: Results, run: str) -> dict[str, Any]:

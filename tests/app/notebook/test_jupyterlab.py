@@ -13,7 +13,7 @@ import pytest
 from nbformat.reader import NotJSONError
 from playwright.sync_api import Browser, Page
 
-from tests.app.browser import TRAINED_WITHIN_S, faultless, until, until_so
+from tests.app.browser import BEYOND, TRAINED_WITHIN_S, faultless, until, until_so
 from tests.app.notebook.lab import Lab, choose, code_cells, position_of, serving_lab
 from tests.notebooks.pairs import METADATA, NOTEBOOKS
 from trainer.run import process
@@ -121,7 +121,7 @@ def test_a_run_is_watched_and_stopped_from_the_quickstart_whose_kernel_was_resta
     assert process.alive(run)
 
     stop_s = _stopped_after_s(page, dashboard_again)
-    assert stop_s <= STOP_S
+    assert stop_s <= BEYOND * STOP_S
     until(page, f"{_cell(dashboard_again)}.querySelector('.run').dataset.state === 'stopped'", TRAINED_WITHIN_S)
     until(page, f"!{_cell(dashboard_again)}.querySelector('button.jupyter-button')")
     page.keyboard.press("Control+s")
@@ -137,7 +137,7 @@ def test_a_cell_that_waits_for_the_end_goes_on_when_the_run_is_stopped(lab: Lab,
     lab.open(page, file.name)
     choose(page, "Run", "Run All Cells")
     _grows(page, dashboard)
-    assert _stopped_after_s(page, dashboard) <= STOP_S
+    assert _stopped_after_s(page, dashboard) <= BEYOND * STOP_S
     until(page, f"{_cell(waiting)}.innerText.includes('The run has stopped')", TRAINED_WITHIN_S)
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from app.runs import film
 from tests.app.browser import recorded
 from tests.runs import make_pictures, run_config, write
-from trainer.run.events import SampleEvent, StatusEvent
+from trainer.run.events import EventReader, SampleEvent, StatusEvent
 from trainer.run.folder import RunDir
 from trainer.run.process import worker_environment
 from trainer.run.samples import FILM_RECORD, film_of
@@ -94,6 +94,13 @@ def test_the_words_on_a_sheet_are_legible_at_any_size_of_the_samples(run: RunDir
     for left, right in ((0, sheet.width // 2), (sheet.width // 2, sheet.width)):  # the prompt; model, steps, price
         assert contrast(sheet.crop((left, below + 90, right, sheet.height))) >= 4.5
     assert contrast(sheet.crop((0, sheet.height - 16, sheet.width, sheet.height))) < 1.1
+
+
+def test_the_corner_says_model_method_steps_time_and_price(tmp_path: Path):
+    run = drawn_run(tmp_path / "one", ["#404040", "#208020", "#2020c0"])
+    events = EventReader(run.events_file).read()
+    credits = film._credits(run.config(), events, next(one for one in events if isinstance(one, SampleEvent)), 2.0)
+    assert (credits.model, credits.facts) == ("Tiny model (flux2)", "LoRA rank 4, 1 step, 3 min, $0.10")
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,10 @@ def test_a_drawing_that_another_page_starts_is_found_and_its_end(run: RunDir, sc
         for _ in range(20):
             assert results.drawing(run).is_running
         assert len(scans) == 2
+        assert [(one.path, *rest) for one, *rest in results.running()] == [(run.path, "drawing", None)]
         results.stop("drawing", run)
         process.wait(10)
+    assert results.running() == []
     for _ in range(20):
         assert results.drawing(run).is_stopped
     age(run.logs / "draw-answer.txt")

@@ -212,6 +212,7 @@ def test_what_cannot_be_drawn_is_said_in_the_dialog_and_can_be_mended(page: Page
 def test_a_drawing_is_stopped(page: Page, site: Site):
     before = len(list(drawings(site.run)))
     dialog = start_drawing(page, "a slow house")
+    page.locator("#job", has_text="drawing").wait_for()
     dialog.locator("#stop-drawing").click()
     dialog.locator("#draw-state", has_text="The drawing was stopped.").wait_for()
     assert dialog.get_by_role("alert").count() == 0

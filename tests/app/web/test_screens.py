@@ -31,6 +31,15 @@ LOOKS = (
 )
 
 
+FAULTS = """([isWide]) => [...document.querySelectorAll('#pages *')].flatMap(one => {
+  if (!one.checkVisibility()) return [];
+  const beyond = one.scrollHeight - one.clientHeight, name = one.id || one.className;
+  const scrolls = ['auto', 'scroll'].includes(getComputedStyle(one).overflowY);
+  return [scrolls && beyond > 0 && beyond <= 3 ? `a scroll bar for nothing: ${name}` : '',
+    isWide && one.matches('.help') && beyond > 1 ? `a help that is cut: ${one.textContent}` : ''].filter(Boolean);
+})"""
+
+
 @pytest.fixture(scope="module")
 def table(server: Server) -> Iterator[dict[str, Screen]]:
     """All screens, with a run that failed, one that left an export and lacks a sample, and one that waits."""
@@ -60,6 +69,7 @@ def test_every_screen_shows_its_parts_within_the_window_and_without_a_complaint(
             for selector in screen.shows:
                 page.locator(selector).first.wait_for(state="attached")
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+            assert page.evaluate(FAULTS, [width >= 1280]) == [], name
             if screen.within:
                 inner, outer = (page.locator(selector) for selector in screen.within)
                 assert inner.evaluate("one => one.scrollWidth") <= outer.evaluate("one => one.clientWidth"), name
