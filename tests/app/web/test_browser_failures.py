@@ -54,15 +54,19 @@ def failed(server: Server) -> Iterator[dict[str, RunDir]]:
     handles = {"killed": start(server, "killed", few)}
     handles["memory"] = start(server, "memory", few, train__micro_batch=64, train__batch_size=128, data__resolution=512)
     runs = {name: handle.run for name, handle in handles.items()}
-    wait_for(runs["killed"], lambda event: isinstance(event, StepEvent))
-    rank(runs["killed"], 1).kill()
-    poisoned = poison(server.runs / "cache", server.runs.parent / "poisoned")
-    handles["numbers"] = start(server, "numbers", few, data__cache=str(poisoned))
-    wait_for(runs["memory"], lambda event: isinstance(event, StatusEvent) and "trained parameters" in event.message)
-    starve(rank(runs["memory"], 1), handles["memory"])
-    for handle in handles.values():
-        handle.process.wait(TRAINED_WITHIN_S)
-    yield {name: handle.run for name, handle in handles.items()}
+    try:
+        wait_for(runs["killed"], lambda event: isinstance(event, StepEvent))
+        rank(runs["killed"], 1).kill()
+        poisoned = poison(server.runs / "cache", server.runs.parent / "poisoned")
+        handles["numbers"] = start(server, "numbers", few, data__cache=str(poisoned))
+        wait_for(runs["memory"], lambda event: isinstance(event, StatusEvent) and "are trained" in event.message)
+        starve(rank(runs["memory"], 1), handles["memory"])
+        for handle in handles.values():
+            handle.process.wait(TRAINED_WITHIN_S)
+        yield {name: handle.run for name, handle in handles.items()}
+    finally:
+        for handle in handles.values():
+            processes.terminate(handle.run)
 
 
 def starve(process: psutil.Process, handle: torchrun.RunHandle) -> None:

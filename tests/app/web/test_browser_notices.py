@@ -91,7 +91,7 @@ def test_a_damaged_file_is_named_and_replaced_by_what_is_filled_in(tmp_path: Pat
         opened(browser, server.url) as page,
     ):
         visit(page, "machine")
-        page.locator("#notices [role=alert]", has_text=f"{config}: damaged (webhook").wait_for()
+        page.locator("#notices [role=alert]", has_text=f"{config}: damaged, or not of this version").wait_for()
         assert SECRET not in page.content()
         page.get_by_label("Mail to", exact=True).fill("ada@example.org")
         page.locator("#notices-save").click()

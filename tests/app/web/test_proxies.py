@@ -135,7 +135,7 @@ def works(browser: Browser, server: Server, origin: str) -> None:
     said: list[str] = []
     with opened(browser, address) as page:
         page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
-        assert page.url == f"{origin}/"
+        assert page.url == f"{origin}/#/new"
         cookie = next(cookie for cookie in page.context.cookies() if cookie["name"].startswith("shardstudio"))
         assert (cookie["secure"], cookie["httpOnly"], cookie["sameSite"]) == (True, True, "Strict")
         page.locator("#thumbs img").first.wait_for()
