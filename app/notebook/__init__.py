@@ -76,6 +76,7 @@ def form(preset: str | Path = "quickstart", *overrides: str, runs: Path = RUNS) 
     """Return the form of a run, shown below a cell that ends with it: model, pictures, method, and what they take.
 
     Its button Start starts the run below `runs` and shows it; `run` is that run then, and `config` what the form shows.
+    *Rehearse* shows a rehearsal of it. A queued run is started by this kernel or a page, as long as one of them lives.
     """
     return Form(preset_file(preset), overrides, runs, named=str(preset))
 

@@ -26,14 +26,15 @@ from app.form.form_answers import FIELDS, GROUPS, METHODS
 from app.form.model_choices import ModelChoices
 from app.form.plan_preview import TARGETS, THIS_MACHINE
 from app.notebook import panels
-from app.notebook.dashboard_widget import Dashboard
-from app.notebook.form_parts import SHOWN, Notice, Row, Tiles, box, fill, html
+from app.notebook.form_drop import Drop
+from app.notebook.form_parts import BUTTON, SHOWN, Notice, Row, Tiles, box, fill, html
+from app.notebook.form_start import Starter
 from app.notebook.lessons import data_url
 from app.notebook.panels import TEMPLATES
 from app.runs.monitor import explained
 from app.studio import Studio
 from app.web.pages import new_run
-from trainer.config.foreign.imported import missing_words
+from trainer.config.foreign.imported import TOOLS, missing_words
 from trainer.config.load import ConfigFile, load_config
 from trainer.run.folder import RunDir
 from trainer.system.amounts import rounded_size
@@ -46,8 +47,10 @@ CODE_WIDTH = 100
 NUM_SUGGESTED = 8
 NUM_THUMBNAILS, SIDE, ART_SIDE = 8, 64, 160
 """Images of the data that are shown, their longer side and that of a model's picture: the notebook's file has them."""
-MOST_FOUND = 12
-"""Settings that a search shows."""
+MOST_FOUND, MOST_FOLDERS = 12, 60
+"""Settings that a search shows, and folders in a folder."""
+CONFIGS = ".toml,.yaml,.yml,.json,.txt"
+FOREIGN = f"A config of {', '.join(tool.name for tool in TOOLS)}, with the files that it names"
 PLACES = {
     "data": ("data.path", "data.trigger", "data.validation"),
     "method": ("adapter.rank", "adapter.block_size", "train.steps", "optim.lr", "train.batch_size"),
@@ -95,7 +98,6 @@ class Form:
 
     Attributes:
         widget: The form as a widget, for use inside other widgets.
-        run: The run that the button Start has started last.
     """
 
     def __init__(self, preset: Path, overrides: Sequence[str], runs: Path, named: str = "") -> None:
@@ -113,7 +115,6 @@ class Form:
         draft = form.from_overrides(preset, overrides)
         self._given, self._named = preset, named or str(preset)
         self._studio = FormStudio(runs, draft)
-        self.run: RunDir | None = None
         self._lock = threading.RLock()
         self._is_showing = self._is_followed = False
         self._target = THIS_MACHINE
@@ -132,6 +133,11 @@ class Form:
     def inputs(self) -> dict[str, widgets.ValueWidget]:
         """{field: widget} of the rows created so far. Setting a `value` has the effect of typing it."""
         return {name: row.input for name, row in self._rows.items()}
+
+    @property
+    def run(self) -> RunDir | None:
+        """The run that the button Start has started last."""
+        return self.starter.run
 
     @property
     def overrides(self) -> list[str]:
@@ -161,7 +167,8 @@ class Form:
 
     def _saved_output(self) -> HTML:
         """The output that remains of the form when the kernel has ended. It is hidden below a live form."""
-        attached = f"notebook.dashboard(notebook.attach({str(self.run.path)!r}))" if self.run else ""
+        run = self.starter.shown
+        attached = f"notebook.dashboard(notebook.attach({str(run.path)!r}))" if run else ""
         return HTML(TEMPLATES.part("form.html", "saved", self.code, attached))
 
     def _keep(self) -> None:
@@ -175,38 +182,46 @@ class Form:
         self.models, self.presets = Tiles(self._choose_model), Tiles(self.choose_preset, "presets")
         self.methods = Tiles(partial(self._type, "adapter.type"), "presets")
         self._filter = widgets.ToggleButtons(options=[], layout=SHOWN).add_class("shardstudio-filter")
-        self.facts, self.left, self.problems, self.proposals = (Notice() for _ in range(4))
+        self.facts, self.left, self.problems, self.proposals, self.folder = (Notice() for _ in range(5))
+        self._close_browser()
         self.why, self.warnings, self.refusal, self.plan, self.changes = (Notice() for _ in range(5))
         self.search = widgets.Text(placeholder="Search: VRAM, warm-up, seed …", layout=SHOWN)
         for widget in (self._filter, self.search):
             widget.observe(lambda _: self._show(self._state), "value")
+        self.imports = widgets.FileUpload(
+            multiple=True, accept=CONFIGS, description="Import a config …", tooltip=FOREIGN, layout=SHOWN, style=BUTTON
+        )
+        self.imports.observe(lambda change: self._import(change["new"]), "value")
         self.own_model, self.folders = self._folded(OWN_MODEL), self._folded(FOLDERS)
         self.groups = self._folded(OTHERS)
         self.plan_for = widgets.Dropdown(options=TARGETS, description="Plan for", layout=SHOWN)
         self.plan_for.observe(lambda change: self._plan_for(change["new"]), "value")
-        self.button = widgets.Button(description="Start", button_style="primary", layout=SHOWN)
-        self.button.add_class("shardstudio-go").on_click(lambda _: self._start())
+        self.starter = Starter(self._studio, self._lock, self.refusal, self._keep)
+        self.drop = Drop(self._studio, self._lock, self._change)
         self._model, self._how, self._data, self._pictures = (html() for _ in range(4))
         self._more, self._missing, self._time = (html() for _ in range(3))
-        self._found, self._wrong, self._board = box(name="rows"), box(name="rows"), box()
+        self._found, self._wrong = box(name="rows"), box(name="rows")
 
         titled = partial(TEMPLATES.part, "form.html", "title")
         cards = [
             [self._model, self._filter, self.models.box, self.facts.box, self.left.box],
-            [self._data, self._fields("data"), self.folders, self._pictures, self.proposals.box, self.problems.box],
+            [self._data, self.drop.box, self._fields("data"), self.folder.box, self.folders, self._pictures],
             [html(titled("3", "Method")), self.methods.box, self._fields("method"), self._fields("samples")],
             [self._more, self.search, self._missing, self._found, self.groups],
         ]
-        cards[0] += [self._how, self.presets.box, self.own_model]
+        cards[0] += [self._how, self.presets.box, self.own_model, self.imports]
+        cards[1] += [self.proposals.box, self.problems.box]
+        start = self.starter
         side = [
-            [self._fields("start"), self.button, self.refusal.box, self.why.box, self._wrong, self.warnings.box],
+            [self._fields("start"), start.start, self.refusal.box, self.why.box, self._wrong, self.warnings.box],
             [self.plan_for, self.plan.box],
             [html(titled("", "Time and space")), self._time],
             [html(titled("", "Differs from the preset")), self.changes.box],
         ]
+        side[0].append(start.others)
         columns = [box(*(box(*parts, name="card") for parts in column), name="column") for column in (cards, side)]
         style = widgets.HTML(TEMPLATES.part("panels.html", "style", "form.css"), layout={"display": "none"})
-        self.widget = box(style, self._board, box(*columns, name="columns"), name="form").add_class("shardstudio")
+        self.widget = box(style, start.board, box(*columns, name="columns"), name="form").add_class("shardstudio")
 
     def _fields(self, place: str) -> widgets.VBox:
         return box(*(self._row(name).box for name in PLACES[place]), name="rows").add_class(f"shardstudio-{place}")
@@ -256,27 +271,47 @@ class Form:
 
     def _leave(self, former: str, labels: Sequence[str], undo: Callable[[], None]) -> None:
         """Say what was left behind, with a button that takes it back."""
+        self._offer_undo(TEMPLATES.part("form.html", "left", former, labels), undo)
 
+    def _offer_undo(self, sentence: str, undo: Callable[[], None]) -> None:
         def take_back() -> None:
             undo()
             self.left.show()
 
-        self.left.show(TEMPLATES.part("form.html", "left", former, labels), {"Undo": take_back})
+        self.left.show(sentence, {"Undo": take_back})
+
+    def _import(self, chosen: Sequence[Mapping[str, Any]]) -> None:
+        """Take a config of another trainer, and the files that it names."""
+        texts = {file["name"]: bytes(file["content"]).decode("utf-8-sig", "replace") for file in chosen}
+        self.imports.value = ()
+        answer = self._call(new_run.import_config, texts) if texts else None
+        if answer is None:
+            return
+        self._show(answer)
+        former = partial(self._change, new_run.restore, **answer["undo"], is_whole=True)
+        self._offer_undo(TEMPLATES.part("form.html", "imported", answer["imported"]), former)
+        self._follow()
+
+    def _browse(self, path: str = "") -> None:
+        """Show what is in a folder, with buttons for those in it, above it, and to take it."""
+        found = self._call(lambda studio, target: new_run.browse(studio, path))
+        if found is None:
+            return
+        here, folders = found["path"], found["folders"]
+        near = [*([found["above"]] if found["above"] else found["roots"]), *(f"{here}/{name}" for name in folders)]
+        actions: dict[str, Callable[[], None]] = {
+            "Take this folder": partial(self._type, "data.path", here),
+            "Close": self._close_browser,
+            **{folder: partial(self._browse, folder) for folder in near[:MOST_FOLDERS] if folder != here},
+        }
+        self.folder.show(TEMPLATES.part("form.html", "browsed", found, len(near) > MOST_FOLDERS), actions)
+
+    def _close_browser(self) -> None:
+        self.folder.show("", {"Browse for a folder …": self._browse})
 
     def _plan_for(self, target: str) -> None:
         self._target = target
         self._change(new_run.state)
-
-    def _start(self) -> None:
-        with self._lock:
-            try:
-                self.run = self._studio.run(new_run.start(self._studio))
-            except (InputError, OSError) as error:
-                self.refusal.show(panels.alert(explained(error)))
-                return
-            self.refusal.show()
-            self._board.children = [Dashboard(self.run, str(self.run.path)).live()]
-            self._keep()
 
     def _take_proposals(self) -> None:
         self._change(new_run.edit, {offer["field"]: offer["value"] for offer in self._state["proposals"]})
@@ -428,7 +463,7 @@ class Form:
         self._more.value = TEMPLATES.part("form.html", "title", "", "More", note)
 
     def _show_start(self, state: dict[str, Any]) -> None:
-        self.button.disabled = not state["ready"]
+        self.starter.show(state)
         self._tell(self.why, [error["text"] for error in state["errors"]], "why", state)
         self._tell(self.warnings, state["warnings"], "warnings")
         folded = {*chain(*FOLDERS.values(), *OTHERS.values())}

@@ -24,3 +24,4 @@ c = get_config()  # type: ignore[name-defined]  # noqa: F821 - jupyter_server de
 c.ServerApp.contents_manager_class = Lessons
 c.ServerApp.jpserver_extensions = {"jupyterlab_jupytext": False}  # it would list the scripts as notebooks
 c.ContentsManager.hide_globs = ["*.py", "*.toml", "lab", "__pycache__"]
+c.ServerApp.tornado_settings = {"websocket_max_message_size": 2**30}  # pictures chosen in a form are one message

@@ -390,7 +390,7 @@ def run_queue(runs: Path, say: Callable[[str], None], module: str = "trainer") -
     queue = Queue(runs, module)
     with queue.starting() as may_start:
         if not may_start:
-            raise InputError(f"{runs}: another page or --queue already starts runs from this queue; let it finish")
+            raise InputError(f"{runs}: a page, notebook or --queue already starts runs from this queue; let it finish")
         queue.require_settings()
         taken: list[Entry] = []
         while not queue.settings.is_paused and (queue.waiting() or queue.running()):

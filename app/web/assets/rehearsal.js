@@ -30,9 +30,7 @@ export function rehearseButton(id, kind, settled, complain) {
 }
 
 /** What a rehearsal is, in a sentence. */
-export const rehearsalHelp = () =>
-  `The demo model trains ${studio.facts.rehearsal.seconds} s on your pictures, on the CPU: crops, masks, captions ` +
-  'and trigger word are seen before the real run.';
+export const rehearsalHelp = () => studio.facts.rehearsal.help;
 
 // --- the screen of its run ------------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ export interface Facts {
     /** {why there is no field: keys of other trainers, separated by spaces} */
     missing_words: Record<string, string>;
   };
-  rehearsal: { seconds: number };
+  rehearsal: { seconds: number; help: string };
   run: { charts: { title: string; ylabel: string }[]; units: Record<string, string> };
   upload: { head: number; chunk: number; accept: string };
 }

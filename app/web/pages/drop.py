@@ -215,15 +215,20 @@ def _download(checked: Checked) -> str:
 
 def _captions(studio: Studio, captioning: Captioning, config: RunConfig, found: ScanResult) -> dict[str, Any]:
     """How many images of the folder have no caption, who can write some, and the job that does."""
-    missing = None
-    if len(found.images) <= dataset.MOST_COUNTED:
-        own = (image for image in found.images if image.is_relative_to(_folder(config)))  # captions are written there
-        missing = sum(not item.caption and not item.is_fixed for item in dataset.items(own, found))
+    missing = num_uncaptioned(found, _folder(config))
     return {
         "missing": missing,
         "writers": [vars(writer) for writer in proposals.writers(studio.runs)] if missing != 0 else [],
         "job": _progress(captioning, captioning.latest(Path(_folder(config)))),
     }
+
+
+def num_uncaptioned(found: ScanResult, folder: str) -> int | None:
+    """Return how many images of a folder have no caption; None where they are too many to look at."""
+    if len(found.images) > dataset.MOST_COUNTED:
+        return None
+    own = (image for image in found.images if image.is_relative_to(folder))  # captions are written there
+    return sum(not item.caption and not item.is_fixed for item in dataset.items(own, found))
 
 
 def _progress(captioning: Captioning, job: CaptionJob | None) -> dict[str, Any] | None:

@@ -20,13 +20,17 @@ from trainer.launcher.rehearsal import SECONDS
 from trainer.system import files
 from trainer.system.errors import InputError
 
+HELP = (
+    f"The demo model trains {SECONDS} s on your pictures, on the CPU: crops, masks, captions and trigger word are seen "
+    "before the real run."
+)
 MOST_PICTURES = 12
 MOST_CONFIG = 2**20
 
 
 def facts() -> dict[str, Any]:
     """Return what the script needs once."""
-    return {"seconds": SECONDS}
+    return {"seconds": SECONDS, "help": HELP}
 
 
 def calls(studio: Studio) -> Calls:

@@ -24,6 +24,7 @@ from app.data import data_folders
 from app.data.data_folders import DataFolders
 from app.data.folders import Picker
 from app.data.upload import upload_kinds, upload_names, uploads
+from app.data.upload.selection import Given, put
 from app.data.upload.uploads import MOST_CHUNK, Chosen, NotWritten, Placed, Unknown, Uploads, WrongOffset
 from trainer.config.sections import DataConfig
 from trainer.data.images import image_files
@@ -726,3 +727,24 @@ def test_names_are_compared_as_the_strictest_system_compares_them():
     assert upload_names.in_the_way(present, "b", is_first=True) == []
     assert upload_names.in_the_way(present, "b", is_first=False) == ["b.txt"]
     assert upload_names.in_the_way(present, "c", is_first=True) == ["c.heic"]
+
+
+def test_of_a_selection_images_come_first_so_that_captions_and_rows_find_them_by_their_names(store: Store):
+    (store.data / "b.png").write_bytes(encoded(colour=7))  # another picture of that name
+    row = json.dumps({"file_name": "a.png", "text": "a row"}).encode()
+    texts = {"Metadata.jsonl": row, "b.txt": b"of b", "c.txt": b"of c"}
+    images = {"a.jpg": encoded(), "b.png": encoded(), "c.webp": b"RIFF"}
+    given = [Given(name, content, 1_000_000) for name, content in (texts | images).items()]
+    found = dict(put(store.uploads, str(store.data), given))
+    assert {
+        name: one.name if isinstance(one, Placed) else str(one).partition(";")[0] for name, one in found.items()
+    } == {
+        "a.jpg": "a.png",
+        "b.png": "b (2).png",
+        "c.webp": "c.webp: a movie",
+        "b.txt": "b (2).txt",
+        "c.txt": "not taken, because its image was refused",
+        "Metadata.jsonl": "metadata.jsonl",
+    }
+    assert store.names() == ["a.png", "b (2).png", "b (2).txt", "b.png", "metadata.jsonl"]
+    assert int((store.data / "a.png").stat().st_mtime) == 1000

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 
@@ -21,8 +22,12 @@ from app.form.form_answers import GROUPS
 from app.notebook.form_widget import MOST_FOUND, PLACES, Form
 from app.studio import Studio
 from app.web.pages import new_run
+from tests.app.browser import in_training, recorded
 from tests.runs import make_pictures
 from trainer.config.load import ConfigError, dump_config, load_config
+from trainer.launcher.queue import Settings
+from trainer.launcher.rehearsal import config_of
+from trainer.run.events import StatusEvent
 
 ROOT = Path(__file__).parents[3]
 PRESETS = sorted((ROOT / "presets").glob("*.yaml"))
@@ -127,6 +132,42 @@ def test_the_cards_hold_what_the_page_answers(runs: Path):
     assert form.facts.buttons == {}, "the demo model is here"
 
 
+def test_a_queued_run_has_a_place_in_the_queue_and_the_gpus_that_were_chosen(runs: Path):
+    form = settled(Form(QUICKSTART, ["name=later"], runs))
+    queue = form._studio.queue
+    queue.change(Settings(is_paused=True))  # else it would start
+    form.starter.enqueue.click()
+    paused = "Paused: no run is started until you resume the queue."
+    assert f"later waits in the queue as number 1. {paused}" in form.refusal.text
+    form.starter.show(form._state | {"gpus": [{"index": at, "name": "H100"} for at in (0, 1)]})
+    form.starter.gpus.value = (1,)
+    form.starter.enqueue.click()
+    every, one = queue.waiting()
+    assert (every.gpus, one.gpus, every.config) == ((), (1,), dump_config(form.config.config))
+    form.inputs["train.steps"].value = "many"
+    assert form.starter.enqueue.disabled and "waits in the queue" not in form.refusal.text
+
+
+def test_a_rehearsal_is_shown_with_its_pictures_and_what_it_cannot_show(runs: Path):
+    form = settled(Form(QUICKSTART, ["name=ours"], runs))
+    real = form.config.config
+    run = recorded(runs, "ours-rehearsal-20261130-101112-abcdef", [StatusEvent(state="training")])
+    run.config_file.write_text(dump_config(config_of(real)))
+    run.rehearsed_file.write_text(dump_config(real))
+    with in_training(run):  # as after a first click
+        form.starter.rehearse.click()
+        words, dashboard = form.starter.board.children
+        until(lambda: words.value.count("data:image/webp;base64,") == 6)
+    assert "A rehearsal of ours</b>, for Demo model. Crops, masks and captions are" in words.value
+    assert "<li>Likeness and detail: its pictures have 64 × 64 pixels." in words.value
+    assert f"--film {run.path}</code> makes the film." in words.value
+    assert "shardstudio" in dashboard._dom_classes
+    assert (form.run, form.starter.shown) == (None, run)
+    assert f"notebook.attach({escape(repr(str(run.path)))})" in form._saved_output().data
+    form.starter.show(form._state | {"is_text": True})
+    assert form.starter._buttons.children == (form.starter.enqueue,), "a rehearsal shows pictures"
+
+
 def test_another_model_leaves_behind_what_belongs_to_the_former_and_undo_brings_it_back(runs: Path):
     form = settled(Form(QUICKSTART, ["train.steps=40", "name=mine"], runs))
     form.models.buttons[DEV].click()
@@ -134,7 +175,7 @@ def test_another_model_leaves_behind_what_belongs_to_the_former_and_undo_brings_
     assert "Left behind, as it belongs to the former preset: Steps." in form.left.text
     assert "FLUX.2 dev is not on this machine yet; download it on the first card, 113 GB." in form.why.text
     assert list(form.facts.buttons) == ["Download"]
-    assert form.button.disabled
+    assert form.starter.start.disabled
     assert len(form.presets.buttons) == 6
     form.presets.buttons["flux2-dev-lora-4gpu"].click()
     assert "'flux2-dev-lora-4gpu'" in form.code
@@ -173,7 +214,7 @@ def test_a_wrong_value_stays_as_typed_with_its_error_and_start_waits_for_it(runs
     assert note(form, "train.steps").startswith(error)
     assert "shardstudio-bad" in box_of(form, "train.steps")._dom_classes
     assert "Start waits for 2 things" in form.why.text
-    assert form.button.disabled
+    assert form.starter.start.disabled
     with pytest.raises(ConfigError) as refused:
         _ = form.config
     assert str(refused.value).splitlines() == [
@@ -214,6 +255,101 @@ def test_own_pictures_bring_name_trigger_and_prompts_and_what_they_lack_is_mende
     assert (form.inputs["name"].value, form.inputs["data.trigger"].value) == ("my-cats", "my-cats")
     assert form.inputs["sample.prompts"].value.startswith("[trigger]")
     assert form.proposals.box.layout.display == "none"
+
+
+def chosen(files: Mapping[str, bytes]) -> list[dict[str, object]]:
+    """Files as a browser sends them."""
+    kind = {"type": "", "last_modified": datetime(2026, 11, 30, tzinfo=UTC)}
+    return [
+        {"name": name, "size": len(content), "content": memoryview(content), **kind} for name, content in files.items()
+    ]
+
+
+def choose_files(form: Form, word: str, files: Mapping[str, bytes]) -> Form:
+    """The form after files were chosen, a word was typed, and Go on was pressed."""
+    form.drop.files.value = chosen(files)
+    form.drop.word.value = word
+    form.drop.go.click()
+    until(lambda: not form.drop.go.disabled)
+    return settled(form)
+
+
+def test_pictures_and_a_word_get_a_folder_of_their_own_and_what_is_proposed_for_them(runs: Path, tmp_path: Path):
+    own = {file.name: file.read_bytes() for file in make_pictures(tmp_path / "own", count=6).iterdir()}
+    others = {"a.pdf": b"%PDF-1", "b.pdf": b"%PDF-2", "a.txt": b"of no picture", "alone.txt": b"alone"}
+    taken = runs.parent / "pictures" / "milo"
+    taken.mkdir(parents=True)  # by somebody else
+    form = settled(Form(QUICKSTART, ["train.steps=40"], runs))
+    choose_files(form, " Milo ", own | others | {"05.png": b"\xff\xd8\xff cut"})
+    folder = taken.with_name("milo-2")
+    assert f"<b>11</b> added, <b>5</b> not taken: {folder}" in form.drop.said.text
+    assert "<b>a.pdf, b.pdf</b>: a document, not an image; export it as JPEG or PNG" in form.drop.said.text
+    assert "<b>05.txt, a.txt</b>: not taken, because its image was refused" in form.drop.said.text
+    assert "without a caption" not in form.drop.said.text
+    assert "<b>alone.txt</b>: no image has its name, so it is not a caption yet" in form.drop.said.text
+    kept = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert kept == {name: own[name] for name in own if not name.startswith("05")} | {"alone.txt": b"alone"}
+    assert (form.drop.files.value, list(taken.iterdir())) == ((), [])
+    values = {name: form.inputs[name].value for name in ("name", "data.path", "data.trigger", "data.validation")}
+    assert values == {"name": "Milo", "data.path": str(folder), "data.trigger": "milo", "data.validation": "1"}
+    assert form.inputs["sample.prompts"].value.splitlines()[0] == "[trigger], picture number 4"
+    assert not form.starter.start.disabled and form.proposals.text == ""
+
+    other = make_pictures(tmp_path / "other", count=9) / "00.png"
+    choose_files(form, "Milo", {"00.png": own["00.png"], "01.png": other.read_bytes()})
+    assert f"<b>1</b> there already, <b>1</b> added: {folder}" in form.drop.said.text
+    assert "<b>01.png</b>: is called 01 (2).png here" in form.drop.said.text
+    assert (folder / "01.png").read_bytes() == own["01.png"]
+
+    choose_files(form, "tom", {"00.png": own["00.png"]})
+    assert "Of 1 picture without a caption, the word alone is trained." in form.drop.said.text
+    form.drop.said.buttons["Bring them back"].click()
+    assert settled(form).inputs["data.path"].value == str(folder)
+    assert form.drop.said.text == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "refused"),
+    [("", "is missing"), ("🦊", "neither a letter"), ("x" * 65, "65 letters"), ("con", "not a name")],
+)
+def test_a_word_that_names_nothing_is_refused_and_changes_nothing(word: str, refused: str, runs: Path):
+    form = settled(Form(QUICKSTART, ["train.steps=40"], runs))
+    choose_files(form, word, {"a.png": b"any"})
+    assert refused in form.drop.said.text
+    assert form.overrides == ["train.steps=40"]
+    assert len(form.drop.files.value) == 1, "they need not be chosen again"
+
+
+def test_a_word_without_pictures_waits_for_them(runs: Path):
+    form = choose_files(settled(Form(QUICKSTART, (), runs)), "milo", {})
+    assert "Now the pictures: choose them above." in form.drop.said.text
+    assert form.overrides == []
+
+
+def test_a_config_of_another_trainer_is_imported_with_its_lists_and_undone(runs: Path):
+    foreign = ROOT / "tests" / "config" / "foreign"
+    form = settled(Form(QUICKSTART, ["train.steps=40"], runs))
+    form.imports.value = chosen({file.name: file.read_bytes() for file in foreign.glob("kohya*.t*")})
+    assert "<b>From a config of sd-scripts (kohya).</b>" in form.left.text and "<summary>Left out (" in form.left.text
+    assert form.imports.value == () and form.overrides != ["train.steps=40"]
+    form.left.buttons["Undo"].click()
+    assert (form.overrides, form.left.text) == (["train.steps=40"], "")
+    form.imports.value = chosen({"other.toml": b"a = 1"})
+    assert "other.toml" in form.refusal.text and form.overrides == ["train.steps=40"]
+
+
+def test_a_folder_is_found_by_going_up_and_down(runs: Path):
+    folder = make_pictures(runs.parent / "own cats", count=3)
+    form = settled(Form(QUICKSTART, (), runs))
+    form.folder.buttons["Browse for a folder …"].click()
+    form.folder.buttons[str(runs.parent.resolve())].click()
+    form.folder.buttons[str(folder.resolve())].click()
+    assert f"<b>{folder.resolve()}</b>: 3 images, 3 with a caption." in form.folder.text
+    form.folder.buttons["Take this folder"].click()
+    assert form.inputs["data.path"].value == str(folder.resolve())
+    form.folder.buttons[str(runs.parent.resolve())].click()
+    form.folder.buttons["Close"].click()
+    assert (form.folder.text, len(form.folder.buttons)) == ("", 1)
 
 
 def test_what_belongs_to_the_former_pictures_goes_with_them(runs: Path, tmp_path: Path):
