@@ -277,9 +277,9 @@ def held_back(page: Page, name: str) -> Iterator[list[Route]]:
     page.unroute(HANDLERS)
 
 
-def until_so(page: Page, is_so: Callable[[], bool]) -> None:
+def until_so(page: Page, is_so: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     """Wait for what is not told in the page's language; the page goes on meanwhile."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline
         page.wait_for_timeout(50)

@@ -11,11 +11,13 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat.reader import NotJSONError
+from PIL import Image
 from playwright.sync_api import Browser, Page
 
 from tests.app.browser import BEYOND, TRAINED_WITHIN_S, faultless, until, until_so
 from tests.app.notebook.lab import Lab, choose, code_cells, position_of, serving_lab
 from tests.notebooks.pairs import METADATA, NOTEBOOKS
+from tests.runs import make_pictures
 from trainer.run import process
 from trainer.run.folder import RunDir
 
@@ -54,14 +56,18 @@ def test_each_lesson_is_listed_once_and_opens_without_a_question_or_a_change(lab
     assert {name: (lab.notebooks / name).read_bytes() for name in before} == before
 
 
-def test_the_cards_are_clicked_through_to_a_finished_run(lab: Lab, page: Page, runs: Path):
-    fields = ("train.steps=20", "optim.warmup=2", "sample.every=6", "sample.steps=4")
-    call = f"notebook.form('quickstart', *{fields!r}, runs=Path({str(runs)!r}))"
+def show_form(lab: Lab, page: Page, runs: Path, overrides: tuple[str, ...]) -> None:
+    call = f"notebook.form('quickstart', *{overrides!r}, runs=Path({str(runs)!r}))"
     code = f"from pathlib import Path\nfrom app import notebook\n{call}"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)], metadata=METADATA)
     nbformat.write(notebook, lab.notebooks / f"{NOTEBOOK}.ipynb")  # with the kernel of the other tests
     lab.open(page, f"{NOTEBOOK}.ipynb")
     choose(page, "Run", "Run All Cells")
+
+
+def test_the_cards_are_clicked_through_to_a_finished_run(lab: Lab, page: Page, runs: Path):
+    fields = ("train.steps=20", "optim.warmup=2", "sample.every=6", "sample.steps=4")
+    show_form(lab, page, runs, fields)
     form, why = page.locator(".shardstudio-form"), page.locator(".shardstudio-form .shardstudio-notice")
 
     def press(name: str) -> None:
@@ -91,6 +97,40 @@ def test_the_cards_are_clicked_through_to_a_finished_run(lab: Lab, page: Page, r
     assert (run.config().adapter.type, run.config().train.steps) == ("lokr", 6)
     until(page, "document.querySelectorAll('.shardstudio-form .newest').length === 2")  # a row for each step
     assert form.locator("[data-rank]").count() == 2
+
+
+def test_pictures_and_a_word_are_dropped_rehearsed_and_queued_up_to_a_finished_run(
+    lab: Lab, page: Page, runs: Path, tmp_path: Path
+):
+    pictures = make_pictures(tmp_path / "own", count=6)
+    Image.effect_noise((3600, 3600), 90).save(pictures / "00.png")  # more than a websocket takes unless told to
+    assert (pictures / "00.png").stat().st_size > 10 * 2**20
+    show_form(lab, page, runs, ())
+    form, said = page.locator(".shardstudio-form"), page.locator(".shardstudio-form .shardstudio-notice")
+    form.get_by_role("button", name="Drop and name: your pictures and a word").click()
+    with page.expect_file_chooser() as chooser:
+        form.get_by_role("button", name="Choose files").click()
+    chooser.value.set_files(sorted(pictures.iterdir()))
+    form.get_by_role("textbox", name="One word for what they are").fill("milo")
+    form.get_by_role("button", name="Go on", exact=True).click()
+    said.filter(has_text="12 added").wait_for()
+    form.get_by_role("textbox", name="Steps train.steps").fill("20")
+    page.keyboard.press("Tab")
+    said.filter(has_text="Ready.").wait_for()
+    form.get_by_role("button", name="Rehearse", exact=True).click()
+    until(page, "document.querySelector('.shardstudio-form .run')?.dataset.state === 'training'", TRAINED_WITHIN_S)
+    assert form.get_by_text("Likeness and detail: its pictures have 64 × 64 pixels.").is_visible()
+    form.get_by_role("img", name="03.png as the real run trains it").wait_for()
+    form.get_by_role("button", name="Add to queue", exact=True).click()
+    said.filter(has_text="milo waits in the queue as number 1.").wait_for()
+    until_so(page, lambda: len(run_folders(runs, "milo-2*")) == 1)
+    [run] = run_folders(runs, "milo-2*")
+    until_so(page, lambda: process.status(run) == "finished", TRAINED_WITHIN_S)
+    assert (run.config().data.path, run.config().train.steps) == (str(tmp_path / "pictures" / "milo"), 20)
+
+
+def run_folders(runs: Path, names: str) -> list[RunDir]:
+    return [RunDir.open(config.parent) for config in runs.glob(f"{names}/config.yaml")]
 
 
 @pytest.fixture
