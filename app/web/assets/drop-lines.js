@@ -6,6 +6,7 @@ import { $, again, current, say } from './drop-state.js';
 import { timeRows } from './form-plan.js';
 import { refresh } from './drop.js';
 import { rehearsalHelp, rehearseButton } from './rehearsal.js';
+import { upload } from './upload.js';
 
 const FIELDS = ['name', 'data.trigger', 'sample.prompts'], NO_WRITER = '',
   UNCAPTIONED = /^data\.path: .*images? (has|have) no caption/; // its line says so
@@ -109,7 +110,7 @@ function drawCaptions() {
   select.value = writer();
   const { seconds, num_bytes: toDownload, licence } = writers.find(one => one.model === writer()) ?? {},
     isWritten = missing !== 0 && writer() !== NO_WRITER;
-  $('write').hidden = !isWritten || !!job || toDownload > 0;
+  $('write').hidden = !isWritten || !!job || toDownload > 0 || upload.isBusy();
   const takes = seconds ? `about ${studio.duration(seconds * missing)}, as its last job here took`
       : 'how long is known after the first few',
     first = isWritten ? `: ${takes}; Start ${toDownload ? `downloads ${studio.size(toDownload)} and ` : ''}`

@@ -143,6 +143,7 @@ function draw() {
   fill($('why'), [wrong, isFull, upload.isBusy(), writer()], () => upload.isBusy() ? 'The pictures are on their way.'
     : wrong.length ? h('ul', {}, wrong.map(({ label, text }) => h('li.bad-text', {}, label ? `${label}: ` : '', text)))
     : !isFull ? 'There are no pictures yet.' : writer() ? 'Captions are written first.' : '');
+  $('rehearse').disabled = !isFull || upload.isBusy();
   $('start').disabled = !isFull || wrong.length > 0 || upload.isBusy() || !!state.pending?.is_waiting
     || !!current.starting;
 }
@@ -195,6 +196,7 @@ export async function takeDrop(transfer) {
   await upload.add(await found);
 }
 
+addEventListener('studio-uploading', () => { if (studio.shown === 'drop') draw(); });
 addEventListener('studio-uploaded', async () => {
   if (studio.shown !== 'drop') return;
   await call('new_read_again').catch(error => { if (!(error instanceof studio.Refused)) throw error; });

@@ -14,6 +14,7 @@ const NAMES_AT_ONCE = 2000, SAMPLES = 16, SAMPLE = 65536;
 /** Send what waits, one selection after the other. */
 export async function run() {
   here.isRunning = true;
+  dispatchEvent(new Event('studio-uploading'));
   try {
     while ((here.batch = waiting.shift())) {
       const now = here.batch;
