@@ -107,7 +107,7 @@ def test_pictures_and_a_word_are_dropped_rehearsed_and_queued_up_to_a_finished_r
     assert (pictures / "00.png").stat().st_size > 10 * 2**20
     show_form(lab, page, runs, ())
     form, said = page.locator(".shardstudio-form"), page.locator(".shardstudio-form .shardstudio-notice")
-    form.get_by_role("button", name="Drop and name: your pictures and a word").click()
+    form.get_by_text("Drop and name: your pictures and a word").click()
     with page.expect_file_chooser() as chooser:
         form.get_by_role("button", name="Choose files").click()
     chooser.value.set_files(sorted(pictures.iterdir()))
