@@ -49,7 +49,7 @@ LESSONS = {
             Answers("'full'", "'ddp'"),
         ),
         shows=(
-            *(rf"\n{strategy} +\d" for strategy in ("ddp", "grad_op", "full", "hybrid", "offload")),
+            *(rf" {strategy} +\d" for strategy in ("ddp", "grad_op", "full", "hybrid", "offload")),
             r"full on 4 ranks saves 7\d% of what ddp holds\.",
             r"largest deviation of any rank: [01]\.\d+%",
         ),
