@@ -281,6 +281,10 @@ class Studio:
         wrong = {name: value for name, value in draft.values.items() if name in checked.errors}
         return Draft(file, {**same.values, **wrong})
 
+    def undo(self, former: Draft) -> dict[str, Any]:
+        """Return what `new_run.restore` takes to bring a former draft back."""
+        return {"preset": self.name_of(former.preset), "values": dict(former.values)}
+
     def _save_draft(self, draft: Draft) -> None:
         kept = _KEPT.dump_json(_Kept(self.name_of(draft.preset), dict(draft.values)))
         self._unsaved = draft

@@ -89,11 +89,11 @@ class Drop:
         former = self._studio.draft()
         if (word, former.values.get("data.path")) == self._last:
             return self._last[1], None
-        folder: str = drop.make(self._studio, drop.Made({}, threading.Lock()), "", word)["folder"]
+        folder = drop.make_folder(self._studio, word)
         self._last = word, folder
         if not former.values and former.preset == self._studio.draft().preset:
             return folder, None
-        return folder, {"preset": self._studio.name_of(former.preset), "values": dict(former.values)}
+        return folder, self._studio.undo(former)
 
     def _propose(self, folder: str) -> int | None:
         """Take what is proposed for the images of a folder once they are read, while the form has them.

@@ -1,4 +1,4 @@
-"""The parts of a form in a notebook: rows of fields, tiles to choose one of, and buttons beside a sentence."""
+"""The parts of a notebook's form: rows of fields, tiles of which one is chosen, and sentences with buttons."""
 
 from __future__ import annotations
 

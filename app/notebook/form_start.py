@@ -121,5 +121,5 @@ class Starter:
 
 @functools.cache
 def _start_queued(runs: Path) -> threading.Thread:
-    """Start the queue's runs from this kernel, as a page does, unless one does already: they wait for nobody else."""
+    """Start the queue's runs from this kernel, as a page does, unless another process already does."""
     return Studio(runs).run_queue()

@@ -444,8 +444,8 @@ class Form:
             TEMPLATES.part("form.html", "proposals", offered) if offered else "",
             {"Take them": self._take_proposals} if offered else {},
         )
-        told = [*found["others"][:4], *found["warnings"][:4]] if found and found["is_complete"] else []
-        self._tell(self.problems, told, "warnings")
+        sentences = [*found["others"][:4], *found["warnings"][:4]] if found and found["is_complete"] else []
+        self._tell(self.problems, sentences, "warnings")
 
     def _show_more(self, state: dict[str, Any]) -> None:
         for at, (group, hint) in enumerate(GROUPS.items()):
@@ -524,7 +524,7 @@ def _named(text: str) -> list[str]:
 
 
 def _missing(text: str) -> str:
-    """Why there is no setting for words that other programs have one for."""
+    """Say why there is no setting for the words of a search that another program has a setting for."""
     words = text.lower().replace("-", " ").split()
     known = ((key, why) for why, keys in missing_words().items() for key in keys.split())
     found = [(key, why) for key, why in known if all(word in key.lower() for word in words)]

@@ -96,7 +96,7 @@ def restore(runs: Path, name: str) -> str:
 
 
 def empty(runs: Path, chosen: Collection[str] | None = None) -> int:
-    """Remove deleted runs for good, with what is no run, and return the number of folders.
+    """Remove deleted runs for good, and whatever else lies in their trash. Returns the number of removed folders.
 
     Args:
         chosen: Names of deletions; None for all. Other runs stay.

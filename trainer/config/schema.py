@@ -605,12 +605,12 @@ def advice(cfg: RunConfig) -> Iterator[Problem]:
     """Yield settings that are allowed but rarely intended, each with a better one. They are shown at the start of a run
     and not logged."""
     yield from cfg.adapter.advice(cfg.optim.lr)
+    known, sides = published_models().get(cfg.model.path), cfg.data.all_sides
     field = "data.resolutions" if cfg.data.resolutions else "data.resolution"
-    known, (smallest, *_, largest) = published_models().get(cfg.model.path), (*cfg.data.all_sides,) * 2
-    if known and known.is_built_in and largest > MOST_DEMO_SIDE:
-        yield Problem(field, f"{largest} is much for the demo model, which draws at 64 pixels; 64 to 128 is usual")
-    if known and not known.is_built_in and smallest < LEAST_SIDE:
-        yield Problem(field, f"{smallest} is little for {known.name}, which then learns a blur; 512 to 1024 is usual")
+    if known and known.is_built_in and sides[-1] > MOST_DEMO_SIDE:
+        yield Problem(field, f"{sides[-1]} is much for the demo model, which draws at 64 pixels; 64 to 128 is usual")
+    if known and not known.is_built_in and sides[0] < LEAST_SIDE:
+        yield Problem(field, f"{sides[0]} is little for {known.name}, which then learns a blur; 512 to 1024 is usual")
     beta = cfg.objective.dpo_beta
     if beta is not None and cfg.data.rejected and beta < LEAST_IMAGE_BETA:
         yield Problem(

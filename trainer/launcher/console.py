@@ -85,8 +85,8 @@ class StepSummary:
     def __str__(self) -> str:
         return "  ".join(self.parts())
 
-    def parts(self) -> list[str]:
-        """Return the figures in words, the most important one first."""
+    def parts(self, names_rank: bool = True) -> list[str]:
+        """Return the figures in words, the most important one first. names_rank: say which of several has the peak."""
         if not self._recent:
             return []
         decay = default_decay(self.length.typical)
@@ -101,7 +101,8 @@ class StepSummary:
         parts = [*([epoch] if epoch else []), measured, format_speed(*self._recent[-1].speed), f"ETA {left}"]
         if self.peaks:
             rank = max(self.peaks, key=self.peaks.__getitem__)
-            parts.append(f"peak {memory_size(self.peaks[rank])}" + (f" on rank {rank}" if len(self.peaks) > 1 else ""))
+            where = f" on rank {rank}" if names_rank and len(self.peaks) > 1 else ""
+            parts.append(f"peak {memory_size(self.peaks[rank])}{where}")
         return parts
 
 
@@ -238,10 +239,11 @@ class BarDisplay:
     def _fitting(self, before: str) -> str:
         """The figures that fit into the line behind what stands before them: a line that wraps is hard to read."""
         room = shutil.get_terminal_size().columns - len(before) - (BAR + 1 if self._has_bar else 0)
-        parts = self.summary.parts()
+        whole, parts = str(self.summary), self.summary.parts(names_rank=False)
+        if len(whole) <= room:
+            return whole
         while parts and len("  ".join(parts)) > room:
-            whole, _, rank = parts[-1].partition(" on rank ")
-            parts[-1:] = [whole] if rank else []
+            parts.pop()
         return "  ".join(parts)
 
 

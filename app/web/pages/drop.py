@@ -82,22 +82,31 @@ def make(studio: Studio, made: Made, id: str, word: str) -> dict[str, Any]:
     with made.lock:
         if id in made.answers:
             return made.answers[id]
-        if closed := studio.uploads.closed or studio.unwritable:
-            raise InputError(closed)
-        values = proposals.named(word)
         former = studio.draft()
-        folder = str(studio.uploads.folders.make_new(values["data.trigger"].replace("/", "-")))
-        # An image that the writer of captions cannot describe is trained with the word alone.
-        values |= {"data.path": folder, "data.missing_caption": "empty"}
-        fits = proposals.fitting(studio.model_choices())
-        preset = studio.preset(fits.name) if fits else former.preset
-        studio.half_typed.leave(["data.path"])
-        studio.save_draft(form.edited(Draft(preset), values))
-        undo = {"preset": studio.name_of(former.preset), "values": dict(former.values)} if former.values else None
-        made.answers[id] = {"folder": folder, "undo": undo}
+        folder = make_folder(studio, word)
+        made.answers[id] = {"folder": folder, "undo": studio.undo(former) if former.values else None}
         for old in list(made.answers)[:-MOST_MADE]:
             del made.answers[old]
         return made.answers[id]
+
+
+def make_folder(studio: Studio, word: str) -> str:
+    """Make a folder for images that are called by a word, and begin a draft of it. Returns the folder.
+
+    Raises:
+        InputError: Nothing can be called by the word, or no folder can be made.
+    """
+    if closed := studio.uploads.closed or studio.unwritable:
+        raise InputError(closed)
+    values = proposals.named(word)
+    folder = str(studio.uploads.folders.make_new(values["data.trigger"].replace("/", "-")))
+    # An image that the writer of captions cannot describe is trained with the word alone.
+    values |= {"data.path": folder, "data.missing_caption": "empty"}
+    fits = proposals.fitting(studio.model_choices())
+    preset = studio.preset(fits.name) if fits else studio.draft().preset
+    studio.half_typed.leave(["data.path"])
+    studio.save_draft(form.edited(Draft(preset), values))
+    return folder
 
 
 def state(

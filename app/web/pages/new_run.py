@@ -96,7 +96,7 @@ def preset(studio: Studio, name: str, is_forced: bool = False, target: str = THI
     if found.refused and not is_forced:
         return {"refused": {label(field): reason for field, reason in found.refused.items()}}
     left = [*found.left, *found.refused]
-    undo = {"preset": studio.name_of(before.preset), "values": dict(before.values)}
+    undo = studio.undo(before)
     return _state(studio, target) | {"left": [label(field) for field in left], "undo": undo}
 
 
@@ -155,7 +155,7 @@ def import_config(studio: Studio, files: dict[str, str], target: str = THIS_MACH
         found = imported(files, Path.cwd(), [*kept, f"data.path={json.dumps(config.data.path)}"])
     file = studio.presets().get(found.preset, before.preset)
     studio.save_draft(studio.from_yaml(form.check(Draft(file)), found.text))
-    undo = {"preset": studio.name_of(before.preset), "values": dict(before.values)}
+    undo = studio.undo(before)
     return _state(studio, target) | {"imported": {"tool": found.tool, "lists": found.lists()}, "undo": undo}
 
 
