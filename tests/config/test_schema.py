@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ def problems_of(sections: dict[str, Any]) -> list[str]:
     except ValidationError as error:
         cause = error.errors()[0]["ctx"]["error"]
         assert isinstance(cause, RuleError)
+        assert pickle.loads(pickle.dumps(cause)).problems == cause.problems  # it comes from other processes too
         return [str(problem) for problem in cause.problems]
     return []
 

@@ -37,6 +37,10 @@ class RuleError(InputError):
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = problems
 
+    def __reduce__(self) -> tuple[type[RuleError], tuple[tuple[Problem, ...]]]:
+        """Arrive from another process as it left."""
+        return type(self), (self.problems,)
+
 
 def not_one_of(value: object, choices: Iterable[str]) -> str:
     """Return the message for a value that is not one of the choices; it names the most similar choice, if any."""
