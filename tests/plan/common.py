@@ -10,8 +10,8 @@ import pytest
 from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
 from trainer.plan.memory import MemoryPlan, plan_of
-from trainer.plan.simulate.tables import PassTable, decode
-from trainer.plan.store import SHIPPED, known_model
+from trainer.plan.simulate.tables import PassTable
+from trainer.plan.store import SHIPPED, known_model, read
 
 NOWHERE = Path("nowhere")
 """A cache that does not exist: what is planned with it comes with the program."""
@@ -20,7 +20,7 @@ MODELS = {file.name.removesuffix(".json.gz"): file for file in sorted(SHIPPED.gl
 
 def shipped() -> list[tuple[str, str, PassTable]]:
     """(model, key, table) of everything that comes with the program."""
-    return [(name, key, table) for name, file in MODELS.items() for key, table in decode(file.read_bytes())[0].items()]
+    return [(name, key, table) for name, file in MODELS.items() for key, table in read(file)[0].items()]
 
 
 def every_table() -> list[Any]:

@@ -25,10 +25,12 @@ from trainer.plan.simulate.tables import (
     Encoders,
     Model,
     PassTable,
-    decode,
+    encoders_of,
     has_rank,
     num_ranks,
     sides_of,
+    table_of,
+    texts_of,
     traced_inputs,
 )
 from trainer.run.process import worker_environment
@@ -42,9 +44,9 @@ USUAL_TRACE_S = 20.0
 """Seconds that a trace takes on two cores; said until its own first passes have taken some."""
 PASS_DONE = "pass"
 """The line that the traces' process writes after each pass."""
-MOST_DECODED = 3
-"""Files of tables that are kept in memory, at 1 to 15 MB each: of the model at work, and what it is compared with."""
-FORMAT = 1
+MOST_DECODED = 8
+"""Tables that are kept in memory, at 0.3 to 2 MB each: of the run at work, and of what it is compared with."""
+FORMAT = 2
 """Part of the names of cached files: raise it when the content of tables changes."""
 
 
@@ -97,8 +99,10 @@ def known_parts(cfg: RunConfig, cache: Path) -> tuple[PassTable | None, Encoders
     """Return the table and the encoders, each if it exists. Raises InputError when the model is not known."""
     name, key, encoders_key = name_of(cfg), key_of(cfg), encoders_key_of(cfg)
     shipped = SHIPPED / f"{name}.json.gz"
-    tables = (read(file)[0].get(key) for file in (shipped, table_file(name, cache, key)))
-    encoders = (read(file)[1].get(encoders_key) for file in (shipped, table_file(name, cache, encoders_key)))
+    tables = (_table(file, key) for file in (shipped, table_file(name, cache, key)) if file.is_file())
+    encoders = (
+        _encoders(file, encoders_key) for file in (shipped, table_file(name, cache, encoders_key)) if file.is_file()
+    )
     return next(filter(None, tables), None), next(filter(None, encoders), None)
 
 
@@ -106,7 +110,7 @@ def recorded_formats(cfg: RunConfig) -> list[dict[str, Any]]:
     """Return values of `quantize` with formats per layer for which a table of the run's model and adapter comes with
     the program. Raises InputError when the model is not known."""
     found: list[dict[str, Any]] = []
-    for key in read(SHIPPED / f"{name_of(cfg)}.json.gz")[0]:
+    for key in _texts(SHIPPED / f"{name_of(cfg)}.json.gz")[0]:
         adapter, format, _, *rest = key.split(" ", 3)
         values = json.loads(rest[0]).get("quantize") if rest else None
         if values and adapter == cfg.adapter.type:
@@ -242,12 +246,26 @@ def _run_planner(command: str, cfg: RunConfig, cache: Path, report: Report = lam
 
 def read(file: Path) -> tuple[dict[str, PassTable], dict[str, Encoders]]:
     """Return the tables and encoders of a file, by their keys; none where there is no file."""
-    return _decoded(file) if file.is_file() else ({}, {})
+    tables, encoders = _texts(file)
+    return {key: table_of(text) for key, text in tables.items()}, {
+        key: encoders_of(text) for key, text in encoders.items()
+    }
+
+
+def _texts(file: Path) -> tuple[dict[str, str], dict[str, str]]:
+    return texts_of(file.read_bytes()) if file.is_file() else ({}, {})
 
 
 @lru_cache(MOST_DECODED)
-def _decoded(file: Path) -> tuple[dict[str, PassTable], dict[str, Encoders]]:
-    return decode(file.read_bytes())
+def _table(file: Path, key: str) -> PassTable | None:
+    text = _texts(file)[0].get(key)
+    return table_of(text) if text else None
+
+
+@lru_cache(MOST_DECODED)
+def _encoders(file: Path, key: str) -> Encoders | None:
+    text = _texts(file)[1].get(key)
+    return encoders_of(text) if text else None
 
 
 def _digest(texts: list[str]) -> str:

@@ -25,8 +25,8 @@ from trainer.plan.record.memory_tracker import is_quantized
 from trainer.plan.record.trace import trace_step, traced_ranks
 from trainer.plan.search.fixes import planned
 from trainer.plan.simulate.sizes import input_of
-from trainer.plan.simulate.tables import decode, encode
-from trainer.plan.store import SHIPPED, find_model, known_model
+from trainer.plan.simulate.tables import encode
+from trainer.plan.store import SHIPPED, find_model, known_model, read
 from trainer.system.errors import InputError
 
 ROOT = Path(__file__).parents[3]
@@ -62,7 +62,13 @@ def test_the_shipped_tables_are_what_is_traced_today(models: tuple[str, ...], tm
 
 def test_files_are_written_alike_from_the_same_tables() -> None:
     for file in SHIPPED.glob("*.json.gz"):
-        assert encode(*decode(file.read_bytes())) == file.read_bytes()
+        assert encode(*read(file)) == file.read_bytes()
+
+
+def test_every_method_of_a_published_model_has_a_table() -> None:
+    for model, file in MODELS.items():
+        methods = {key.split()[0] for key in read(file)[0] if key.split()[1] == "none"}
+        assert methods >= ADAPTERS.keys(), model
 
 
 @pytest.mark.parametrize("format", ["none", *FORMATS])

@@ -40,7 +40,9 @@ FORMATS = ("int8", "nf4", "fp8")
 USUAL: tuple[dict[str, Any], ...] = (
     *({"quantize": {"format": name}} for name in FORMATS),
     *({"quantize": {"format": name, "encoders": True}} for name in FORMATS),
-    *({"adapter": {"type": name}} for name in ADAPTERS),
+    # Exported merged: not every family's own format carries every method.
+    *({"adapter": {"type": name}, "export": {"what": "merged"}} for name in ADAPTERS if name != "none"),
+    {"adapter": {"type": "none"}},
 )
 """Loras on a base of 8 and 4 bits, with and without quantized encoders, and all methods on one of 16."""
 

@@ -27,7 +27,7 @@ Moment = Literal["forward", "forward_end", "backward", "backward_end", "reduced"
 the end of a pass."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """Parameters of one shape.
 
@@ -57,7 +57,7 @@ class Parameter:
         return -(-self.rows // ranks)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Unit:
     """Parameters that are gathered together: a block, or the root with all parameters outside of blocks."""
 
@@ -66,7 +66,7 @@ class Unit:
     is_root: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Mark:
     """A moment, and the bytes of activations and gradients that were allocated and freed since the one before.
 

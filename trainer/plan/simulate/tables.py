@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -68,7 +68,7 @@ def traced_inputs(sides: Sides) -> tuple[PassInput, ...]:
     return (*(PassInput(side * side, 1) for side in sides), PassInput(sides[1] ** 2, 2))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class MomentFigures:
     """Figures of one moment. change, peak, flops: as in `Mark`, for each traced size."""
 
@@ -319,21 +319,35 @@ class Model:
 
 
 def encode(tables: Mapping[str, PassTable], encoders: Mapping[str, Encoders]) -> bytes:
-    """Serialize a model's tables and encoders, by their keys. The same tables give the same bytes."""
+    """Serialize a model's tables and encoders, by their keys. The same tables give the same bytes.
+
+    Each is a text of its own, so that one is read without the others.
+    """
     content = {
-        "tables": {name: _to_json(table) for name, table in sorted(tables.items())},
-        "encoders": {name: _encoders_to_json(value) for name, value in sorted(encoders.items())},
+        "tables": {name: _text(_to_json(table)) for name, table in sorted(tables.items())},
+        "encoders": {name: _text(_encoders_to_json(value)) for name, value in sorted(encoders.items())},
     }
-    return gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)
+    return gzip.compress(_text(content).encode(), mtime=0)
 
 
-def decode(content: bytes) -> tuple[dict[str, PassTable], dict[str, Encoders]]:
-    """Parse the bytes of `encode`."""
+def texts_of(content: bytes) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the texts of tables and of encoders in the bytes of `encode`, by their keys."""
     found = json.loads(gzip.decompress(content))
-    return (
-        {name: _from_json(value) for name, value in found["tables"].items()},
-        {name: _encoders_from_json(value) for name, value in found["encoders"].items()},
-    )
+    return found["tables"], found["encoders"]
+
+
+def table_of(text: str) -> PassTable:
+    """Parse the text of a table."""
+    return _from_json(json.loads(text))
+
+
+def encoders_of(text: str) -> Encoders:
+    """Parse the text of encoders."""
+    return _encoders_from_json(json.loads(text))
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _encoders_to_json(encoders: Encoders) -> dict[str, Any]:
@@ -341,7 +355,7 @@ def _encoders_to_json(encoders: Encoders) -> dict[str, Any]:
     return vars(encoders) | {
         "text": {
             "units": _units_to_json(text.units),
-            "marks": [list(vars(mark).values()) for mark in text.marks],
+            "marks": [astuple(mark) for mark in text.marks],
             "buffers": text.buffers,
         }
     }
@@ -358,7 +372,7 @@ def _encoders_from_json(value: dict[str, Any]) -> Encoders:
 
 
 def _units_to_json(units: Sequence[Unit]) -> list[Any]:
-    return [[unit.name, [list(vars(p).values()) for p in unit.parameters], unit.is_root] for unit in units]
+    return [[unit.name, [astuple(p) for p in unit.parameters], unit.is_root] for unit in units]
 
 
 def _units_from_json(value: list[Any]) -> tuple[Unit, ...]:
