@@ -10,12 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before the import, which reads it
-if "pyarrow" not in sys.modules:  # gradio imports pandas, which imports it if it can: 34 MB that the page never uses
-    sys.modules["pyarrow"] = None  # type: ignore[assignment]
-    import gradio  # noqa: F401
+from trainer.system.imports import quick_imports
 
-    del sys.modules["pyarrow"]
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before the import, which reads it
+with quick_imports():
+    if "pyarrow" not in sys.modules:  # gradio imports pandas, which imports it if it can: 34 MB that are never used
+        sys.modules["pyarrow"] = None  # type: ignore[assignment]
+        import gradio  # noqa: F401
+
+        del sys.modules["pyarrow"]
 
 import gradio as gr
 import uvicorn

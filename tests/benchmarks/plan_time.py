@@ -5,6 +5,7 @@ python -m tests.benchmarks.plan_time          3 to 10 minutes; exit code 1 when 
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import tempfile
@@ -62,6 +63,7 @@ def main() -> int:
     typed = {preset.stem: typed_s(preset) for preset in PRESETS}
     slowest = max(typed, key=typed.__getitem__)
     print(f"launch.py --plan, {len(typed)} presets: {min(typed.values()):.2f} to {typed[slowest]:.2f} s ({slowest})")
+    gc.freeze()  # as the page's process does
     previews = PlanPreviews(Path("nowhere"))
     cfgs = [load_config(preset).config for preset in PRESETS]
     for cfg in cfgs:
