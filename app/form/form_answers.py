@@ -64,8 +64,29 @@ ON_CARDS: Mapping[str, tuple[str, str]] = {
         "One a line. Samples show how far the run is; [trigger] becomes the trigger word.",
         "One a line. The model goes on from each, to show how far the run is.",
     ),
+    "model.path": (
+        "A diffusers folder, a single .safetensors or .sft file, a downloaded Hugging Face id, demo (a small built-in "
+        "model that generates pictograms of 64 x 64 pixels), or tiny (random weights, trains in seconds on a CPU).",
+        "A transformers folder, a downloaded Hugging Face id, or random for random weights in the full size of "
+        "model.options.architecture or model.base.",
+    ),
+    "train.micro_batch": (
+        "Images per rank and forward pass. Gradients are accumulated until train.batch_size is reached.",
+        "Sequences of text per rank and forward pass. Gradients are accumulated until train.batch_size is reached.",
+    ),
+    "sample.every": (
+        "Steps between two sets of sample images. 0 = no samples.",
+        "Steps between two sets of sample texts. 0 = no samples.",
+    ),
+    "objective.dpo_beta": (
+        "Preference training (DPO, arXiv 2311.12908) on pairs of a preferred and a rejected image: how strongly the "
+        "adapter is kept near the base model, usually 2000 to 5000. Empty: off.",
+        "Preference training (DPO, arXiv 2305.18290) on pairs of a preferred and a rejected answer: how strongly the "
+        "adapter is kept near the base model, usually 0.1. Empty: off.",
+    ),
 }
-"""{field: (help on its card, the same for texts)}, where it is shorter than the field's own."""
+"""{field: (help in the form, the same for texts)}, where it is shorter than the field's own, which speaks of all
+families."""
 
 
 def _field(name: str) -> dict[str, Any]:
@@ -411,6 +432,21 @@ def proposals(checked: Checked, found: ScanResult) -> list[dict[str, str]]:
     """Return what `proposals.proposed` offers for the draft's own images, with the labels of the fields."""
     offered = proposed(checked, found)
     return [{"field": name, "label": label(name), "value": value} for name, value in offered.items()]
+
+
+def kept_words(checked: Checked, offered: Sequence[Mapping[str, str]]) -> str:
+    """Return in a sentence which words of the preset the draft still has for other images; empty without.
+
+    Args:
+        checked: The draft.
+        offered: What `proposals` returns.
+    """
+    if not offered:
+        return ""
+    config = checked.config
+    values = {"name": config.name, "data.trigger": config.data.trigger}
+    kept = [" ".join(filter(None, (one["label"].lower(), values.get(one["field"])))) for one in offered]
+    return f"These pictures would be trained with the preset's words: {', '.join(kept)}."
 
 
 def glance(path: str) -> dict[str, Any]:

@@ -465,7 +465,7 @@ class Form:
     def _show_start(self, state: dict[str, Any]) -> None:
         self.starter.show(state)
         self._tell(self.why, [error["text"] for error in state["errors"]], "why", state)
-        self._tell(self.warnings, state["warnings"], "warnings")
+        self._tell(self.warnings, [*state["warnings"], *filter(None, [state["kept_words"]])], "warnings")
         folded = {*chain(*FOLDERS.values(), *OTHERS.values())}
         fill(self._wrong, (self._row(error["field"]).box for error in state["errors"] if error["field"] in folded))
 

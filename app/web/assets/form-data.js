@@ -61,10 +61,13 @@ function drawProposals() {
     h('p', {}, h('b', {}, 'For these pictures'), ' instead of the preset’s words:'),
     h('ul', {}, offered.map(({ label, value }) => h('li', {}, `${label}: `,
       value.split('\n').map((line, at) => [at ? ' · ' : '', h('b', {}, cut(line))])))),
-    h('button.btn.s', { type: 'button', onclick: () => {
-      for (const { field, value } of offered) edited(field, value, 0);
-    } }, 'Take them')] : []);
+    takeProposals('Take them')] : []);
 }
+
+/** A button that puts all that is proposed into the form. */
+export const takeProposals = words => h('button.btn.s', { type: 'button', onclick: () => {
+  for (const { field, value } of current.state.proposals) edited(field, value, 0);
+} }, words);
 
 async function drawThumbnails(data) {
   const key = JSON.stringify([data?.is_complete, data?.num_images, current.state.rows['data.path']?.value,

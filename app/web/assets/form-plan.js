@@ -2,6 +2,7 @@
 // @ts-check
 import * as studio from './core.js';
 import { h, fill, say, call, link } from './core.js';
+import { takeProposals } from './form-data.js';
 import { take, change } from './form-draft.js';
 import { linkTo } from './form-more.js';
 import { withRemedies } from './form-remedies.js';
@@ -25,7 +26,7 @@ export function drawStart() {
   $('rehearse').parentElement.hidden = Boolean(current.state?.is_text);
   if (isBusy || !current.state) { $('why').dataset.busy = 'true'; return; }
   delete $('why').dataset.busy;
-  const { errors, waiting, problem, warnings, looked_at: looked } = current.state;
+  const { errors, waiting, problem, warnings, kept_words: kept, looked_at: looked } = current.state;
   $('why').className = `notice ${errors.length ? 'bad' : waiting ? '' : 'ok'}`;
   $('why').dataset.state = isReady ? 'ready' : errors.length ? 'refused' : 'waiting';
   fill($('why'), [errors, waiting, problem, looked], () => {
@@ -36,9 +37,10 @@ export function drawStart() {
             withRemedies(error.text))))];
     return [h('p', {}, ...(waiting ? [waiting] : [h('b', {}, 'Ready. '), looked]))];
   });
-  fill($('warnings'), [warnings, problem],
+  fill($('warnings'), [warnings, problem, kept],
     () => [...(problem ? [h('p.notice.bad', { role: 'alert' }, problem)] : []),
-      ...warnings.map(text => h('p.notice.warn', {}, withRemedies(text)))]);
+      ...warnings.map(text => h('p.notice.warn', {}, withRemedies(text))),
+      ...(kept ? [h('p.notice.warn', {}, `${kept} `, takeProposals('Take those that fit them'))] : [])]);
   say($('phone-note'), errors.length ? `waits for ${errors.length}` : waiting || 'Ready');
   for (const [id, fields] of Object.entries(FIELDS_OF_STEP)) {
     $(id).classList.toggle('no', errors.some(error => fields.includes(error.field)));

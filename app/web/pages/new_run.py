@@ -385,6 +385,8 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
     warnings = [*form_answers.notes(checked), *checked.warnings]
     found = None if is_typing else form_answers.data(studio, checked)
     downloads = studio.model_downloads.all()
+    # A scan that is not complete would be waited for a second time.
+    offered = form_answers.proposals(checked, studio.scans.of(config)) if found and found["is_complete"] else []
     answer = {
         "preset": studio.name_of(draft.preset),
         "problem": studio.draft_problem,
@@ -403,8 +405,8 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
         "fit": fit_answers.offer(*studio.fit_question(draft, target), target),
         "earlier": form_answers.earlier(studio, checked.config, steps) if target == THIS_MACHINE else None,
         "data": found,
-        # A scan that is not complete would be waited for a second time.
-        "proposals": form_answers.proposals(checked, studio.scans.of(config)) if found and found["is_complete"] else [],
+        "proposals": offered,
+        "kept_words": form_answers.kept_words(checked, offered),
         "downloads": {model: vars(found) for model, found in downloads.items()},
         "disk": form_answers.disk(preview, checked.config, studio.runs),
         "gpus": [{"index": gpu.index, "name": gpu.name} for gpu in studio.gpus()],

@@ -251,10 +251,12 @@ def test_own_pictures_bring_name_trigger_and_prompts_and_what_they_lack_is_mende
     settled(form)
     assert "alert" not in form.why.text
     assert "For these pictures" in form.proposals.text
+    assert "words: name quickstart, trigger word risograph, sample prompts" in form.warnings.text
     form.proposals.buttons["Take them"].click()
     assert (form.inputs["name"].value, form.inputs["data.trigger"].value) == ("my-cats", "my-cats")
     assert form.inputs["sample.prompts"].value.startswith("[trigger]")
     assert form.proposals.box.layout.display == "none"
+    assert "words: name" not in form.warnings.text
 
 
 def chosen(files: Mapping[str, bytes]) -> list[dict[str, object]]:

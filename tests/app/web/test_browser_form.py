@@ -430,10 +430,14 @@ def test_images_without_captions_are_written_captioned_or_trained_without_by_one
     why.get_by_role("button", name="Train without").click()
     until(page, "document.querySelector('#why').dataset.state === 'ready'")
     assert page.locator("#proposals li").count() == 3
-    page.locator("#proposals").get_by_role("button", name="Take them").click()
+    kept = page.locator(
+        "#warnings p", has_text="the preset's words: name quickstart, trigger word risograph, sample prompts."
+    )
+    kept.get_by_role("button", name="Take those that fit them").click()
     page.locator("#proposals").wait_for(state="hidden")
     assert (value(page, "name"), value(page, "data-trigger")) == ("bare", "bare")
     assert value(page, "sample-prompts") == "[trigger]"
+    kept.wait_for(state="detached")
 
 
 def test_own_images_on_another_model_take_four_clicks_and_two_texts(page: Page, runs: Path):
@@ -453,6 +457,8 @@ def test_own_images_on_another_model_take_four_clicks_and_two_texts(page: Page, 
     person.write("#field-data-trigger", "fox")
     page.keyboard.press("Tab")
     until(page, "document.querySelector('#why').dataset.state === 'ready'")
+    name, start = (page.locator(f"#card-start {part}").bounding_box() for part in ("#field-name", "#start"))
+    assert name and start and name["y"] < start["y"] and name["width"] >= 200
     assert not page.locator("#start").is_disabled()
     person.num_clicks += 1  # Start itself, which test_browser_all_the_way presses
     assert (person.num_clicks, person.num_texts) == (4, 2)

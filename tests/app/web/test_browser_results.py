@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -147,7 +148,7 @@ def test_prompts_are_drawn_with_two_checkpoints_at_two_strengths(page: Page, sit
     dialog.get_by_role("alert").filter(has_text="Strength: write whole per cents").wait_for()
     dialog.locator("#draw-strength").fill("150 %, 50")
     dialog.locator("#draw").click()
-    dialog.locator("#draw-state", has_text="Drawing:").wait_for()
+    dialog.locator("#draw-state", has_text=re.compile(r"Drawing: \d+ % done")).wait_for(timeout=DRAWN_WITHIN_MS)
     dialog.locator("#draw:enabled").wait_for(timeout=DRAWN_WITHIN_MS)
     first = dialog.locator("#drawings li", has_text="a blue house").first
     captions = first.locator("figcaption")

@@ -171,6 +171,7 @@ def test_stop_asks_first_and_says_so_until_it_has_stopped(page: Page, running: R
     state_is(page, "stopped")
     assert page.locator("#run-pending").is_hidden()
     assert page.locator("#run-sentence").inner_text() == "Stopped at step 40 of 40; resume continues it"
+    assert page.locator("#run-actions").inner_text() == "Ending …"  # its process still lives
 
 
 @pytest.mark.slow
