@@ -62,7 +62,9 @@ def facts(studio: Studio) -> dict[str, Any]:
 
 def serve(folder: Path, access: Access) -> None:
     """Serve the page of a folder of runs until Ctrl-C."""
-    _share_memory_of_threads()
+    # glibc gives each thread of those that answer memory of its own, and keeps what they free: 8 MB of the page.
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(M_ARENA_MAX, 2)
     studio = Studio(folder)
     studio.prepare()
     studio.run_queue()
@@ -96,13 +98,6 @@ def serve(folder: Path, access: Access) -> None:
     worker.start()
     with suppress(KeyboardInterrupt):
         worker.join()
-
-
-def _share_memory_of_threads() -> None:
-    """glibc gives each thread of those that answer memory of its own, and keeps what they free: 8 MB of the page."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_ARENA_MAX, 2)
 
 
 def _secret(studio: Studio) -> str:
