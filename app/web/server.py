@@ -24,6 +24,9 @@ with quick_imports():
 import gradio as gr
 import uvicorn
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
 from app.glossary import GLOSSARY
 from app.studio import Studio
@@ -63,8 +66,8 @@ def facts(studio: Studio) -> dict[str, Any]:
 def serve(folder: Path, access: Access) -> None:
     """Serve the page of a folder of runs until Ctrl-C."""
     # glibc gives each thread of those that answer memory of its own, and keeps what they free: 8 MB of the page.
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(M_ARENA_MAX, 2)
+    with suppress(AttributeError):  # of another C library
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
     studio = Studio(folder)
     studio.prepare()
     studio.run_queue()
@@ -109,11 +112,19 @@ def _secret(studio: Studio) -> str:
         return secrets.token_urlsafe(32)  # not kept: after a restart, browsers must open the printed address again
 
 
+def _refused(request: Request, error: Exception) -> Response:
+    return PlainTextResponse("The page takes no such request.\n", 422)
+
+
 def _mounted(blocks: gr.Blocks, studio: Studio) -> FastAPI:
     blocks._queue.sleep_when_free = blocks._queue.progress_update_sleep_when_free = QUEUE_POLL_S
     blocks.state_session_capacity = MOST_BROWSERS
-    without_docs: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
-    app = FastAPI(**without_docs)
+    options: dict[str, Any] = {
+        **{"docs_url": None, "redoc_url": None, "openapi_url": None},
+        # FastAPI's own answer repeats the body, and fails where that is no text.
+        "exception_handlers": {RequestValidationError: _refused},
+    }
+    app = FastAPI(**options)
     routes.add(app, studio)
     answers.add(app, (panel.calls(studio) for panel in PANELS))
     scripts.add(app)
@@ -121,7 +132,7 @@ def _mounted(blocks: gr.Blocks, studio: Studio) -> FastAPI:
         app,
         blocks,
         "/",
-        app_kwargs=without_docs,
+        app_kwargs=options,
         allowed_paths=[str(studio.thumbnails.folder), str(studio.downloads.folder)],
         theme=theme.theme(),
         css=theme.css() + scripts.style(),

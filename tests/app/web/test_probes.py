@@ -66,6 +66,11 @@ def test_gradios_own_ways_to_a_function_lead_nowhere(client: httpx.Client, way: 
 OTHERS = "preprocess postprocess get_config __class__ __init__ unrender load start calls nothing _answering new_run"
 
 
+def test_a_body_that_is_no_text_is_refused_where_gradio_reads_it(client: httpx.Client):
+    answer = client.post("/gradio_api/run/predict", content=b"ab\xea")
+    assert (answer.status_code, answer.text) == (422, "The page takes no such request.\n")
+
+
 @pytest.mark.parametrize("name", ["", *OTHERS.split(), "new_record.__globals__", "live.__wrapped__", "../live"])
 def test_nothing_but_the_exported_functions_can_be_called(client: httpx.Client, name: str):
     assert ask(client, name=name).status_code == 404
