@@ -189,6 +189,12 @@ def test_the_page_starts_an_upload_and_reads_how_it_ended(run: RunDir, monkeypat
     assert (code, uploads.output(run, code)) == (2, said)
     with pytest.raises(InputError, match="repo: 'fox' is not a name on the hub; write OWNER/NAME"):
         Upload("fox")
+    with EventWriter(run.events_file) as events:  # the folder may be a stranger's
+        events.write(ExportEvent(path="export/my-fox.safetensors", what="else", format="peft"))
+    with pytest.raises(
+        InputError, match="an export of 'else'; only exports of adapter, merged, full"
+    ):
+        uploads.begin(run, "ada/fox", False, False)
     (run.export / "my-fox.safetensors").unlink()
     with pytest.raises(InputError, match="nothing was exported, or the files are gone; export the run first"):
         uploads.begin(run, "ada/fox", False, False)

@@ -43,6 +43,8 @@ SECOND_NAME = (
 )
 MOST_BYTES = 2**27
 """The largest published tokenizer.json has 33 MB."""
+RELATIONS = {"adapter": "adapter", "merged": "merge", "full": "finetune"}
+"""{export.what: `base_model_relation` of the hub's model cards}"""
 PACKAGES = ("shardstudio", "torch", "diffusers", "transformers", "peft")
 
 
@@ -99,7 +101,7 @@ def published(run: RunDir) -> Published:
     """Return the newest exports of a run that are all of the same kind, the samples of their time, and its film.
 
     Raises:
-        InputError: Nothing was exported, or the files are gone.
+        InputError: Nothing was exported, the files are gone, or what they are is not known.
     """
     events = EventReader(run.events_file).read()
     home = run.export.resolve()
@@ -113,6 +115,9 @@ def published(run: RunDir) -> Published:
     if not exports:
         raise InputError(f"{run.path}: nothing was exported, or the files are gone; export the run first")
     newest = list(exports.values())[-1]
+    if newest.what not in RELATIONS:
+        known = ", ".join(RELATIONS)
+        raise InputError(f"{run.events_file}: an export of {newest.what!r}; only exports of {known} have a model card")
     same = [file for file, event in exports.items() if (event.what, event.format) == (newest.what, newest.format)]
     trained = latest_steps(events)
     step = newest.step or (trained[-1].step if trained else 0)
@@ -205,7 +210,7 @@ class _Card:
     def front(self, licence: str | None) -> dict[str, Any]:
         """The fields that the hub reads."""
         task = "text-generation" if self.is_text else "text-to-image"
-        relation = {"adapter": "adapter", "merged": "merge", "full": "finetune"}[self.what.what]
+        relation = RELATIONS[self.what.what]
         kind = [] if isinstance(self.cfg.adapter, NoAdapter) else [self.cfg.adapter.type]
         front: dict[str, Any] = {
             **({"base_model": self.base, "base_model_relation": relation} if self.base else {}),
