@@ -55,6 +55,8 @@ class FlowTransformer(ImageFamily):
     """Folders with the files that latents and embeddings are computed with."""
     lora_loader: ClassVar[str]
     """diffusers' class that loads an adapter file into the transformer."""
+    alphas_apart: ClassVar[bool] = False
+    """Whether that class hands over the alphas of a file beside its tensors."""
     fixed_scheduler: ClassVar[Mapping[str, Any]] = {}
     """The scheduler's config, where the folder has none."""
     components = ("transformer",)
@@ -170,8 +172,13 @@ class FlowTransformer(ImageFamily):
         from diffusers.loaders import lora_pipeline
 
         loader = getattr(lora_pipeline, self.lora_loader)
-        state = loader.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
-        loader.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
+        named: dict[str, Any] = {"weight_name": file.name, "local_files_only": True}
+        alphas: dict[str, Any] = {}
+        if self.alphas_apart:
+            state, alphas["network_alphas"] = loader.lora_state_dict(str(file.parent), **named, return_alphas=True)
+        else:
+            state = loader.lora_state_dict(str(file.parent), **named)
+        loader.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True, **alphas)
 
     def blank_example(self, size: Size, text_tokens: int, dtype: torch.dtype) -> Example:
         height, width = (side // self.autoencoder.pixels for side in (size.height, size.width))

@@ -21,6 +21,7 @@ from trainer.models.base import FLOW_FIELDS, LoadModule, TextLength
 from trainer.models.flow_transformer import FlowTransformer, Index
 from trainer.models.objectives.base import Batch, Example
 from trainer.models.parts.folder import check_architecture
+from trainer.models.parts.image import flux_blocks
 from trainer.models.parts.image.clip import (
     CLIP_L,
     CLIP_TOKENS,
@@ -82,18 +83,13 @@ class TextEncoders:
 class Flux1(FlowTransformer):
     network = FluxTransformer2DModel
     lora_loader = "FluxLoraLoaderMixin"
+    alphas_apart = True
     encoder_folders = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae")
     shard = ShardSpec(
         blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
         returns_views=("FluxSingleTransformerBlock", "FluxTransformer2DModel"),
     )
-    adapter_targets: Mapping[str, tuple[str, ...]] = {
-        "transformer": (
-            r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",
-            r"transformer_blocks\.\d+\.(ff|ff_context)\.net\.(0\.proj|2)",
-            r"single_transformer_blocks\.\d+\.(attn\.(to_q|to_k|to_v)|proj_mlp|proj_out)",
-        )
-    }
+    adapter_targets: Mapping[str, tuple[str, ...]] = {"transformer": flux_blocks.TARGETS}
     halves_swapped = (r"norm_out\.linear",)
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
@@ -153,17 +149,6 @@ class Flux1(FlowTransformer):
         """Measure for T5 only. CLIP gives one vector of the first 77 tokens, in training as in every pipeline."""
         tokenizer = load_tokenizer(self._folder, "tokenizer_2")
         return [(length,) for length in text_lengths("text_encoder_2", tokenizer, captions, self._max_tokens)]
-
-    def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
-        """Alphas are separate in this model's files."""
-        from diffusers.loaders.lora_pipeline import FluxLoraLoaderMixin
-
-        state, alphas = FluxLoraLoaderMixin.lora_state_dict(
-            str(file.parent), weight_name=file.name, local_files_only=True, return_alphas=True
-        )
-        FluxLoraLoaderMixin.load_lora_into_transformer(
-            state, network_alphas=alphas, transformer=model["transformer"], low_cpu_mem_usage=True
-        )
 
     def blank_text(self, num_tokens: int, dtype: torch.dtype) -> Example:
         return {
@@ -237,7 +222,7 @@ class Flux1(FlowTransformer):
     def predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
         patches = patchify(latents)
         height, width = patches.shape[-2:]
-        ids = send(image_ids(height, width), latents.device)
+        ids = send(flux_blocks.image_ids(height, width), latents.device)
         packed = model["transformer"](
             hidden_states=pack(patches),
             encoder_hidden_states=batch["prompt_embeds"].to(latents.dtype),
@@ -255,11 +240,6 @@ class Flux1(FlowTransformer):
 FAMILY = Flux1
 
 
-def image_ids(height: int, width: int) -> Tensor:
-    """Positions (0, row, column) of the image tokens: (h * w, 3)."""
-    return torch.cartesian_prod(torch.zeros(1, dtype=torch.int64), torch.arange(height), torch.arange(width))
-
-
 MODULES = (
     Fused("img_in", ("x_embedder",)),
     Fused("txt_in", ("context_embedder",)),
@@ -273,29 +253,8 @@ MODULES = (
     Fused("final_layer.adaLN_modulation.1", ("norm_out.linear",), halves_swapped=True),
 )
 """The modules under their names in BFL's file; the tables below hold the modules of the blocks."""
-DOUBLE_BLOCK = {
-    "img_mod.lin": ("norm1.linear",),
-    "txt_mod.lin": ("norm1_context.linear",),
-    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-    "img_attn.norm.query_norm": ("attn.norm_q",),
-    "img_attn.norm.key_norm": ("attn.norm_k",),
-    "txt_attn.norm.query_norm": ("attn.norm_added_q",),
-    "txt_attn.norm.key_norm": ("attn.norm_added_k",),
-    "img_attn.proj": ("attn.to_out.0",),
-    "txt_attn.proj": ("attn.to_add_out",),
-    "img_mlp.0": ("ff.net.0.proj",),
-    "img_mlp.2": ("ff.net.2",),
-    "txt_mlp.0": ("ff_context.net.0.proj",),
-    "txt_mlp.2": ("ff_context.net.2",),
-}
-SINGLE_BLOCK = {
-    "modulation.lin": ("norm.linear",),
-    "linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
-    "linear2": ("proj_out",),
-    "norm.query_norm": ("attn.norm_q",),
-    "norm.key_norm": ("attn.norm_k",),
-}
+DOUBLE_BLOCK = {"img_mod.lin": ("norm1.linear",), "txt_mod.lin": ("norm1_context.linear",), **flux_blocks.DOUBLE}
+SINGLE_BLOCK = {"modulation.lin": ("norm.linear",), **flux_blocks.SINGLE}
 
 
 # The model of `model.path: tiny`.
