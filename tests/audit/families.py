@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKLFlux2,
+    ChromaPipeline,
     ClassifierFreeGuidance,
     DDPMScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -90,6 +91,51 @@ class Flux1(FlowReference):
 
     def picture(self, noise: Tensor, width: int, height: int, call: Mapping[str, Any]) -> Image.Image:
         return super().picture(self.pack(noise[None])[0], width, height, call)
+
+
+class Chroma(FlowReference):
+    """Its pipeline with a mask that masks: of ones and zeros as truth values, not as numbers that attention adds."""
+
+    def read(self, folder: Path) -> Any:
+        return ChromaPipeline.from_pretrained(folder, local_files_only=True)
+
+    def find_settings(self) -> dict[str, Any]:
+        return {"max_sequence_length": self.pipeline.tokenizer.model_max_length}
+
+    def latents(self, image: Image.Image) -> Tensor:
+        return scaled_latents(self.pipeline.vae, image)
+
+    @torch.no_grad()
+    def text(self, caption: str) -> Text:
+        words, mask = self.pipeline._get_t5_prompt_embeds(caption, **self.settings)
+        return {"prompt_embeds": words[0, mask[0].bool()]}
+
+    def shift(self, num_tokens: int) -> float:
+        return math.exp(calculate_shift(num_tokens))
+
+    def pack(self, latents: Tensor) -> Tensor:
+        packed: Tensor = ChromaPipeline._pack_latents(latents, *latents.shape)
+        return packed
+
+    def velocity(self, noisy: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        rows, columns = (side // 2 for side in noisy.shape[-2:])
+        predicted: Tensor = self.pipeline.transformer(
+            hidden_states=self.pack(noisy),
+            encoder_hidden_states=text["prompt_embeds"][None],
+            timestep=sigma,
+            img_ids=ChromaPipeline._prepare_latent_image_ids(1, rows, columns, "cpu", torch.float32),
+            txt_ids=torch.zeros(len(text["prompt_embeds"]), 3),
+        ).sample
+        return predicted
+
+    def picture(self, noise: Tensor, width: int, height: int, call: Mapping[str, Any]) -> Image.Image:
+        texts: dict[str, Tensor] = {}
+        for prefix, caption in (("", call["prompt"]), ("negative_", call.get("negative_prompt", ""))):
+            words = self.text(caption)["prompt_embeds"][None]
+            texts |= {f"{prefix}prompt_embeds": words}
+            texts |= {f"{prefix}prompt_attention_mask": torch.ones(words.shape[:2], dtype=torch.bool)}
+        rest = {name: value for name, value in call.items() if "prompt" not in name}
+        return super().picture(self.pack(noise[None])[0], width, height, rest | texts)
 
 
 class Flux2(FlowReference):
@@ -371,6 +417,7 @@ def guidance_of(reference: Reference) -> Tensor | None:
 
 
 REFERENCES: Mapping[str, type[Reference]] = {
+    "chroma": Chroma,
     "flux1": Flux1,
     "flux2": Flux2,
     "flux3": Flux3,
@@ -383,6 +430,7 @@ VELOCITY = {"prediction_type": "v_prediction"}
 ZERO_TERMINAL = VELOCITY | {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 SCHEDULER = "scheduler/scheduler_config.json"
 MODELS = (
+    Model("chroma", "chroma"),
     Model("flux1 dev", "flux1", "dev"),
     Model("flux1 dev, guidance 3.5", "flux1", "dev", {"guidance": 3.5}),
     Model("flux1 schnell", "flux1", "schnell"),
@@ -401,6 +449,7 @@ MODELS = (
     Model("z_image", "z_image"),
 )
 QUICK = (
+    "chroma",
     "flux1 dev, guidance 3.5",
     "flux2 dev",
     "flux2 klein",

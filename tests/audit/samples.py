@@ -48,6 +48,7 @@ ZERO_SNR = {SCHEDULER: ZERO_TERMINAL}
 DISTILLED = {"model_index.json": {"is_distilled": True}}
 
 DRAWINGS = (
+    Drawing(Model("chroma", "chroma"), SIX, GUIDED),
     # Models with guidance embedding, or distilled from guidance, read no negative prompt.
     Drawing(Model("flux1 dev", "flux1", "dev"), SIX, STEPS | {"guidance_scale": 4.5}),
     # Distilled models at our defaults, and as their publishers draw.

@@ -191,9 +191,7 @@ def test_the_page_starts_an_upload_and_reads_how_it_ended(run: RunDir, monkeypat
         Upload("fox")
     with EventWriter(run.events_file) as events:  # the folder may be a stranger's
         events.write(ExportEvent(path="export/my-fox.safetensors", what="else", format="peft"))
-    with pytest.raises(
-        InputError, match="an export of 'else'; only exports of adapter, merged, full"
-    ):
+    with pytest.raises(InputError, match="an export of 'else'; only exports of adapter, merged, full"):
         uploads.begin(run, "ada/fox", False, False)
     (run.export / "my-fox.safetensors").unlink()
     with pytest.raises(InputError, match="nothing was exported, or the files are gone; export the run first"):

@@ -73,6 +73,7 @@ def _unet(config: Any) -> dict[str, Any]:
 
 
 COMFY_MODELS = {
+    "chroma": ComfyModel("Chroma", _flux),
     "flux1": ComfyModel("Flux", _flux),
     "flux2": ComfyModel("Flux", _flux),
     # ComfyUI takes 64 times the depth for the width, as it is in all published models.

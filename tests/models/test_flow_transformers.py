@@ -89,6 +89,7 @@ MODULATION = r".+\.norm1?(_context)?\.linear"
 MODELS = {
     model.name: model
     for model in (
+        Model("chroma chroma1", (4, 8), 0, ("", 0)),
         Model("flux1 dev", (4, 8), 0, (MODULATION, 4), embedded, (1e-6, 1e-6)),
         Model("flux1 schnell", (4, 8), 0, (MODULATION, 4), embedded, (1e-6, 1e-6)),
         Model("flux2 dev", (16, 16), 0, ("", 0), embedded, (1e-6, 1e-6)),
@@ -278,7 +279,7 @@ def test_every_weight_gets_a_gradient_but_those_that_are_never_trained(model: Mo
     assert len(silent) == model.silent
 
 
-@pytest.mark.parametrize("name", ["qwen_image qwen-image", "z_image z-image"])
+@pytest.mark.parametrize("name", ["chroma chroma1", "qwen_image qwen-image", "z_image z-image"])
 def test_captions_of_any_length_share_a_batch_and_cost_what_they_cost_alone(name: str, cache: Path) -> None:
     assert_captions_of_any_length_share_a_batch(MODELS[name].make(cache))
 
@@ -362,6 +363,7 @@ def test_a_model_of_another_family_is_refused(one: Model, cache: Path, copied: P
 
 
 HAS = {
+    "chroma chroma1": ("chroma1", "19 + 38 blocks", "1 + 2 blocks"),
     "flux1 dev": ("schnell", "19 + 38 blocks without guidance embedding", "1 + 2 blocks with guidance embedding"),
     "flux2 dev": ("klein-4b", "5 + 20 blocks without guidance embedding", "1 + 2 blocks with guidance embedding"),
     "flux3 flux3": ("flux3", "5 + 28 blocks of 24 heads", "1 + 2 blocks of 2 heads"),
@@ -388,6 +390,7 @@ FILES = ("vae/config.json", "text_encoder/config.json", "tokenizer/tokenizer_con
 TWO = (*FILES, "text_encoder_2/config.json", "tokenizer_2/tokenizer_config.json")
 SCHEDULER = "scheduler/scheduler_config.json"
 READ = {
+    "chroma chroma1": (*FILES, SCHEDULER),
     "flux1 dev": (*TWO, SCHEDULER),
     "flux2 dev": (*FILES, SCHEDULER),
     "flux3 flux3": FILES,
@@ -410,6 +413,7 @@ def test_a_folder_that_lacks_a_file_is_refused_before_anything_is_loaded(one: Mo
 
 
 KINDS = {
+    "chroma chroma1": {"text_encoder": "t5"},
     "flux1 dev": {"text_encoder": "clip_text_model", "text_encoder_2": "t5"},
     "flux2 dev": {"text_encoder": "mistral or qwen3"},
     "flux3 flux3": {"text_encoder": "qwen3_vl"},

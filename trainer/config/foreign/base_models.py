@@ -13,7 +13,7 @@ from trainer.config.presets import find_presets
 from trainer.config.sections import HUB_ID, MODEL_WORDS, WEIGHT_FILES, ModelConfig
 from trainer.system.installation import PRESETS
 
-OTHERS = ("kontext", "edit", "inpaint", "fill", "redux", "refiner", "controlnet", "chroma", "video", "turbo", "distill")
+OTHERS = ("kontext", "edit", "inpaint", "fill", "redux", "refiner", "controlnet", "video", "turbo", "distill")
 """Parts of names of models that are trained otherwise than the one they are named after."""
 LEAST_LETTERS = 4
 """Of a word that may stand anywhere in a file's name."""

@@ -39,6 +39,18 @@ def t5_states(encoder: TextEncoder, caption: str, num_tokens: int) -> Tensor:
     return states
 
 
+def masked_t5_states(encoder: TextEncoder, caption: str, num_tokens: int) -> Tensor:
+    """The last hidden states of a caption's own tokens, at most `num_tokens`, and of one of padding if there is room
+    for it: (1, L, D). No token reads the padding, which fills all `num_tokens` as in diffusers' pipelines."""
+    own = encoder.tokenizer(caption, truncation=True, max_length=num_tokens).input_ids
+    padding = [encoder.tokenizer.pad_token_id] * (num_tokens - len(own))
+    device = device_of(encoder.model)
+    ids = torch.tensor([own + padding], device=device)
+    mask = torch.tensor([[1] * len(own) + [0] * len(padding)], device=device)
+    states: Tensor = encoder.model(input_ids=ids, attention_mask=mask).last_hidden_state
+    return states[:, : len(own) + 1]
+
+
 def _stack_key(key: str) -> str | None:
     if key == "encoder.embed_tokens.weight":
         return None  # some files repeat the shared embedding under this name
