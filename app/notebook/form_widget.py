@@ -524,7 +524,7 @@ def _named(text: str) -> list[str]:
 
 
 def _missing(text: str) -> str:
-    """Say why there is no setting for the words of a search that another program has a setting for."""
+    """Explain why a search finds no setting."""
     words = text.lower().replace("-", " ").split()
     known = ((key, why) for why, keys in missing_words().items() for key in keys.split())
     found = [(key, why) for key, why in known if all(word in key.lower() for word in words)]

@@ -121,7 +121,7 @@ def _mounted(blocks: gr.Blocks, studio: Studio) -> FastAPI:
     blocks.state_session_capacity = MOST_BROWSERS
     options: dict[str, Any] = {
         **{"docs_url": None, "redoc_url": None, "openapi_url": None},
-        # FastAPI's own answer repeats the body, and fails where that is no text.
+        # FastAPI's own answer contains the request's body, and raises an error if the body is not text.
         "exception_handlers": {RequestValidationError: _refused},
     }
     app = FastAPI(**options)
