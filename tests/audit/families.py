@@ -93,8 +93,8 @@ class Flux1(FlowReference):
         return super().picture(self.pack(noise[None])[0], width, height, call)
 
 
-class Chroma(FlowReference):
-    """Its pipeline with a mask that masks: of ones and zeros as truth values, not as numbers that attention adds."""
+class Chroma(Flux1):
+    """FLUX.1's latents, packing and shift. Its pipeline gets a mask of truth values: attention adds numbers."""
 
     def read(self, folder: Path) -> Any:
         return ChromaPipeline.from_pretrained(folder, local_files_only=True)
@@ -102,20 +102,10 @@ class Chroma(FlowReference):
     def find_settings(self) -> dict[str, Any]:
         return {"max_sequence_length": self.pipeline.tokenizer.model_max_length}
 
-    def latents(self, image: Image.Image) -> Tensor:
-        return scaled_latents(self.pipeline.vae, image)
-
     @torch.no_grad()
     def text(self, caption: str) -> Text:
         words, mask = self.pipeline._get_t5_prompt_embeds(caption, **self.settings)
         return {"prompt_embeds": words[0, mask[0].bool()]}
-
-    def shift(self, num_tokens: int) -> float:
-        return math.exp(calculate_shift(num_tokens))
-
-    def pack(self, latents: Tensor) -> Tensor:
-        packed: Tensor = ChromaPipeline._pack_latents(latents, *latents.shape)
-        return packed
 
     def velocity(self, noisy: Tensor, sigma: Tensor, text: Text) -> Tensor:
         rows, columns = (side // 2 for side in noisy.shape[-2:])
@@ -123,7 +113,7 @@ class Chroma(FlowReference):
             hidden_states=self.pack(noisy),
             encoder_hidden_states=text["prompt_embeds"][None],
             timestep=sigma,
-            img_ids=ChromaPipeline._prepare_latent_image_ids(1, rows, columns, "cpu", torch.float32),
+            img_ids=FluxPipeline._prepare_latent_image_ids(1, rows, columns, "cpu", torch.float32),
             txt_ids=torch.zeros(len(text["prompt_embeds"]), 3),
         ).sample
         return predicted
@@ -135,7 +125,7 @@ class Chroma(FlowReference):
             texts |= {f"{prefix}prompt_embeds": words}
             texts |= {f"{prefix}prompt_attention_mask": torch.ones(words.shape[:2], dtype=torch.bool)}
         rest = {name: value for name, value in call.items() if "prompt" not in name}
-        return super().picture(self.pack(noise[None])[0], width, height, rest | texts)
+        return super().picture(noise, width, height, rest | texts)
 
 
 class Flux2(FlowReference):

@@ -55,8 +55,8 @@ class FlowTransformer(ImageFamily):
     """Folders with the files that latents and embeddings are computed with."""
     lora_loader: ClassVar[str]
     """diffusers' class that loads an adapter file into the transformer."""
-    alphas_apart: ClassVar[bool] = False
-    """Whether that class hands over the alphas of a file beside its tensors."""
+    has_separate_alphas: ClassVar[bool] = False
+    """Whether that class returns the alphas of a file separately from its tensors."""
     fixed_scheduler: ClassVar[Mapping[str, Any]] = {}
     """The scheduler's config, where the folder has none."""
     components = ("transformer",)
@@ -174,7 +174,7 @@ class FlowTransformer(ImageFamily):
         loader = getattr(lora_pipeline, self.lora_loader)
         named: dict[str, Any] = {"weight_name": file.name, "local_files_only": True}
         alphas: dict[str, Any] = {}
-        if self.alphas_apart:
+        if self.has_separate_alphas:
             state, alphas["network_alphas"] = loader.lora_state_dict(str(file.parent), **named, return_alphas=True)
         else:
             state = loader.lora_state_dict(str(file.parent), **named)
@@ -212,6 +212,16 @@ class FlowTransformer(ImageFamily):
             write_model_index(folder, pipeline, **parts, **encoders)
 
         return write_tiny(self.cache, f"{self.config.family}-{architecture}", self.tiny_version, configs, write)
+
+
+def masked_captions(examples: Sequence[Example], own: bool | float = True, other: bool | float = False) -> Batch:
+    """Stack examples, their captions padded to the longest. If their lengths differ, "prompt_mask" (B, L) is `own` for
+    a caption's own tokens and `other` for the rest."""
+    batch, lengths = pad_captions(examples)
+    if len(set(lengths)) > 1:
+        masks = [torch.full((length,), own) for length in lengths]
+        batch["prompt_mask"] = pad_sequence(masks, batch_first=True, padding_value=other)
+    return batch
 
 
 def pad_captions(examples: Sequence[Example]) -> tuple[Batch, list[int]]:

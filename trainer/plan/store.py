@@ -99,6 +99,7 @@ def known_parts(cfg: RunConfig, cache: Path) -> tuple[PassTable | None, Encoders
     """Return the table and the encoders, each if it exists. Raises InputError when the model is not known."""
     name, key, encoders_key = name_of(cfg), key_of(cfg), encoders_key_of(cfg)
     shipped = SHIPPED / f"{name}.json.gz"
+    # A file that is not there yet is not remembered as one without the table.
     tables = (_table(file, key) for file in (shipped, table_file(name, cache, key)) if file.is_file())
     encoders = (
         _encoders(file, encoders_key) for file in (shipped, table_file(name, cache, encoders_key)) if file.is_file()
@@ -247,9 +248,8 @@ def _run_planner(command: str, cfg: RunConfig, cache: Path, report: Report = lam
 def read(file: Path) -> tuple[dict[str, PassTable], dict[str, Encoders]]:
     """Return the tables and encoders of a file, by their keys; none where there is no file."""
     tables, encoders = _texts(file)
-    return {key: table_of(text) for key, text in tables.items()}, {
-        key: encoders_of(text) for key, text in encoders.items()
-    }
+    decoded = {key: table_of(text) for key, text in tables.items()}
+    return decoded, {key: encoders_of(text) for key, text in encoders.items()}
 
 
 def _texts(file: Path) -> tuple[dict[str, str], dict[str, str]]:

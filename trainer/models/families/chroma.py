@@ -22,12 +22,11 @@ from diffusers.models.transformers.transformer_chroma import (
     ChromaTransformer2DModel,
 )
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from trainer.config.families import Distilled
 from trainer.config.sections import ModelConfig, ObjectiveConfig
 from trainer.models.base import LoadModule, TextLength
-from trainer.models.flow_transformer import FlowTransformer, Index, pad_captions
+from trainer.models.flow_transformer import FlowTransformer, Index, masked_captions
 from trainer.models.objectives.base import Batch, Example
 from trainer.models.parts.folder import check_architecture, check_inputs
 from trainer.models.parts.image import flux_blocks
@@ -72,7 +71,7 @@ MAX_TOKENS = 512
 class Chroma(FlowTransformer):
     network = ChromaTransformer2DModel
     lora_loader = "FluxLoraLoaderMixin"
-    alphas_apart = True
+    has_separate_alphas = True
     shard = ShardSpec(blocks=("ChromaTransformerBlock", "ChromaSingleTransformerBlock"))
     adapter_targets: Mapping[str, tuple[str, ...]] = {"transformer": flux_blocks.TARGETS}
     architectures = tuple(ARCHITECTURES)
@@ -140,11 +139,7 @@ class Chroma(FlowTransformer):
         return tuple(example["latents"].shape[-2:])
 
     def collate(self, examples: Sequence[Example]) -> Batch:
-        batch, lengths = pad_captions(examples)
-        if len(set(lengths)) == 1:
-            return batch
-        own = [torch.full((length,), OWN) for length in lengths]
-        return batch | {"prompt_mask": pad_sequence(own, batch_first=True, padding_value=OTHER)}
+        return masked_captions(examples, OWN, OTHER)
 
     def blank_text(self, num_tokens: int, dtype: torch.dtype) -> Example:
         tokens = min(num_tokens, self._max_tokens)

@@ -83,7 +83,7 @@ class TextEncoders:
 class Flux1(FlowTransformer):
     network = FluxTransformer2DModel
     lora_loader = "FluxLoraLoaderMixin"
-    alphas_apart = True
+    has_separate_alphas = True
     encoder_folders = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae")
     shard = ShardSpec(
         blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),

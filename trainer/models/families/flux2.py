@@ -27,6 +27,7 @@ from trainer.models.objectives.base import Batch, Example
 from trainer.models.objectives.flow_matching import empirical_mu
 from trainer.models.parts.chat.chat_template import rendered
 from trainer.models.parts.folder import check_architecture, write_random
+from trainer.models.parts.image import flux_blocks
 from trainer.models.parts.image.euler import euler_scheduler, spaced_sigmas
 from trainer.models.parts.image.images import pack, unpack
 from trainer.models.parts.image.packed_vae import PACKED_AUTOENCODER, PACKED_VAE, tiny_packed_vae
@@ -318,14 +319,7 @@ MODULES = (
 )
 """The modules under their names in BFL's file; the tables below hold the modules of the blocks."""
 DOUBLE_BLOCK = {
-    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-    "img_attn.norm.query_norm": ("attn.norm_q",),
-    "img_attn.norm.key_norm": ("attn.norm_k",),
-    "txt_attn.norm.query_norm": ("attn.norm_added_q",),
-    "txt_attn.norm.key_norm": ("attn.norm_added_k",),
-    "img_attn.proj": ("attn.to_out.0",),
-    "txt_attn.proj": ("attn.to_add_out",),
+    **flux_blocks.ATTENTION,
     "img_mlp.0": ("ff.linear_in",),
     "img_mlp.2": ("ff.linear_out",),
     "txt_mlp.0": ("ff_context.linear_in",),

@@ -18,12 +18,11 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKL
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from trainer.config.families import Distilled
 from trainer.config.sections import ModelConfig, ObjectiveConfig
 from trainer.models.base import LoadModule, TextLength
-from trainer.models.flow_transformer import FlowTransformer, Index, pad_captions
+from trainer.models.flow_transformer import FlowTransformer, Index, masked_captions
 from trainer.models.objectives.base import Batch, Example
 from trainer.models.objectives.flow_matching import Shift, ShiftLine
 from trainer.models.parts.folder import check_architecture, check_inputs, write_random
@@ -205,11 +204,7 @@ class QwenImage(FlowTransformer):
         return tuple(example["latents"].shape[-2:])
 
     def collate(self, examples: Sequence[Example]) -> Batch:
-        batch, lengths = pad_captions(examples)
-        if len(set(lengths)) == 1:
-            return batch
-        mask = pad_sequence([torch.ones(length, dtype=torch.bool) for length in lengths], batch_first=True)
-        return batch | {"prompt_mask": mask}
+        return masked_captions(examples)
 
     def blank_text(self, num_tokens: int, dtype: torch.dtype) -> Example:
         tokens = min(num_tokens, self._max_tokens)

@@ -11,7 +11,7 @@ TARGETS = (
     r"single_transformer_blocks\.\d+\.(attn\.(to_q|to_k|to_v)|proj_mlp|proj_out)",
 )
 """The linear layers of the blocks, but for modulation."""
-DOUBLE = {
+ATTENTION = {
     "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
     "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
     "img_attn.norm.query_norm": ("attn.norm_q",),
@@ -20,19 +20,23 @@ DOUBLE = {
     "txt_attn.norm.key_norm": ("attn.norm_added_k",),
     "img_attn.proj": ("attn.to_out.0",),
     "txt_attn.proj": ("attn.to_add_out",),
+}
+"""{module of a double block's attention in the original files: diffusers' modules whose rows it holds}."""
+DOUBLE = {
+    **ATTENTION,
     "img_mlp.0": ("ff.net.0.proj",),
     "img_mlp.2": ("ff.net.2",),
     "txt_mlp.0": ("ff_context.net.0.proj",),
     "txt_mlp.2": ("ff_context.net.2",),
 }
-"""{module of a double block in the original files: diffusers' modules whose rows it holds}."""
+"""The same of a whole double block."""
 SINGLE = {
     "linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
     "linear2": ("proj_out",),
     "norm.query_norm": ("attn.norm_q",),
     "norm.key_norm": ("attn.norm_k",),
 }
-"""The same of a single block."""
+"""The same of a whole single block."""
 
 
 def image_ids(height: int, width: int) -> Tensor:
