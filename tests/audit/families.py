@@ -20,6 +20,7 @@ from diffusers import (
     Flux2Pipeline,
     Flux2Transformer2DModel,
     Flux3Transformer2DModel,
+    FluxKontextPipeline,
     FluxPipeline,
     QwenImagePipeline,
     StableDiffusion3Pipeline,
@@ -43,6 +44,7 @@ from tests.audit.reference import (
     largest_difference,
     mean_square,
     posterior_mean,
+    references_in,
     scaled_latents,
     seed_of,
 )
@@ -56,7 +58,9 @@ LONG = "a long caption of many words " * 10
 
 class Flux1(FlowReference):
     def read(self, folder: Path) -> Any:
-        return FluxPipeline.from_pretrained(folder, local_files_only=True)
+        is_kontext = FluxKontextPipeline.__name__ in (folder / "model_index.json").read_text()
+        kind = FluxKontextPipeline if is_kontext else FluxPipeline
+        return kind.from_pretrained(folder, local_files_only=True)
 
     def find_settings(self) -> dict[str, Any]:
         return {"max_sequence_length": self.pipeline.tokenizer_2.model_max_length}
@@ -77,20 +81,28 @@ class Flux1(FlowReference):
         return packed
 
     def velocity(self, noisy: Tensor, sigma: Tensor, text: Text) -> Tensor:
-        rows, columns = (side // 2 for side in noisy.shape[-2:])
+        images = [noisy, *references_in(text)]
+        ids = []
+        for number, image in enumerate(images):
+            rows, columns = (side // 2 for side in image.shape[-2:])
+            ids.append(FluxPipeline._prepare_latent_image_ids(1, rows, columns, "cpu", torch.float32))
+            ids[-1][:, 0] = number
         predicted: Tensor = self.pipeline.transformer(
-            hidden_states=self.pack(noisy),
+            hidden_states=torch.cat([self.pack(image) for image in images], dim=1),
             encoder_hidden_states=text["prompt_embeds"][None],
             pooled_projections=text["pooled_embeds"][None],
             timestep=sigma,
             guidance=guidance_of(self),
-            img_ids=FluxPipeline._prepare_latent_image_ids(1, rows, columns, "cpu", torch.float32),
+            img_ids=torch.cat(ids),
             txt_ids=torch.zeros(len(text["prompt_embeds"]), 3),
         ).sample
-        return predicted
+        return predicted[:, : self.pack(noisy).shape[1]]
 
     def picture(self, noise: Tensor, width: int, height: int, call: Mapping[str, Any]) -> Image.Image:
-        return super().picture(self.pack(noise[None])[0], width, height, call)
+        given = dict(call)
+        if isinstance(self.pipeline, FluxKontextPipeline):  # else it draws and reads a million pixels
+            given |= {"max_area": width * height, "_auto_resize": False}
+        return super().picture(self.pack(noise[None])[0], width, height, given)
 
 
 class Chroma(Flux1):
@@ -168,15 +180,19 @@ class Flux2(FlowReference):
         return packed
 
     def velocity(self, noisy: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        given = references_in(text)
+        ids = [Flux2Pipeline._prepare_latent_ids(noisy)]
+        if given:
+            ids.append(Flux2Pipeline._prepare_image_ids(given))
         predicted: Tensor = self.pipeline.transformer(
-            hidden_states=self.pack(noisy),
+            hidden_states=torch.cat([self.pack(image) for image in (noisy, *given)], dim=1),
             encoder_hidden_states=text["prompt_embeds"][None],
             timestep=sigma,
             guidance=guidance_of(self),
-            img_ids=Flux2Pipeline._prepare_latent_ids(noisy),
+            img_ids=torch.cat(ids, dim=1),
             txt_ids=Flux2Pipeline._prepare_text_ids(text["prompt_embeds"][None]),
         ).sample
-        return predicted
+        return predicted[:, : self.num_tokens(noisy)]
 
     def picture(self, noise: Tensor, width: int, height: int, call: Mapping[str, Any]) -> Image.Image:
         """klein's pipeline takes no negative prompt, only its embeddings."""

@@ -20,7 +20,8 @@ from PIL import Image
 from torch import Tensor
 
 Text = dict[str, Tensor]
-"""What a model reads of a caption, without batch dim, by the keys that the family documents."""
+"""What a model reads in addition to the noisy latents, without batch dim, by the keys that the family documents: of a
+caption, and the latents of reference images."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,12 @@ class FlowReference(Reference):
         noisy = (1 - sigma) * latents + sigma * noise
         predicted = self.velocity(noisy[None], sigma, text)
         return mean_square(predicted, self.pack((noise - latents)[None]))
+
+
+def references_in(text: Text) -> list[Tensor]:
+    """Latents (1, C, h, w) of the reference images, in order."""
+    names = sorted(name for name in text if name.startswith("reference_"))
+    return [text[name][None] for name in names]
 
 
 def mean_square(prediction: Tensor, target: Tensor) -> float:

@@ -31,13 +31,15 @@ LEAST_EFFECT = 8.0
 class Drawing:
     """A picture drawn twice. sample: the run's section `sample`.  call: arguments of the pipeline's call.
 
-    An entry that neither side names is left at its default.
+    An entry that neither side names is left at its default. edits: the model is trained and drawn with an image before
+    the edit.
     """
 
     model: Model
     sample: Mapping[str, Any] = field(default_factory=dict)
     call: Mapping[str, Any] = field(default_factory=dict)
     is_quick: bool = False
+    edits: bool = False
 
 
 SIX = {"steps": 6, "guidance": 4.5, "negative": NEGATIVE}
@@ -51,6 +53,9 @@ DRAWINGS = (
     Drawing(Model("chroma", "chroma"), SIX, GUIDED),
     # Models with guidance embedding, or distilled from guidance, read no negative prompt.
     Drawing(Model("flux1 dev", "flux1", "dev"), SIX, STEPS | {"guidance_scale": 4.5}),
+    Drawing(
+        Model("flux1 kontext", "flux1", "kontext"), SIX, STEPS | {"guidance_scale": 4.5}, is_quick=True, edits=True
+    ),
     # Distilled models at our defaults, and as their publishers draw.
     Drawing(Model("flux1 schnell", "flux1", "schnell"), {}, {"num_inference_steps": 4, "guidance_scale": 0.0}),
     Drawing(Model("flux2 dev", "flux2", "dev"), SIX, STEPS | {"guidance_scale": 4.5}),
@@ -77,11 +82,18 @@ def apart(drawing: Drawing, folder: Path) -> float:
     model = drawing.model
     write_picture(folder / "data" / "0.png", (64, 64), "a blue square", seed=0)
     path = model.write(folder / "cache")
+    data, sample, call = {}, {}, {}
+    if drawing.edits:
+        before = folder / "before"
+        write_picture(before / "0.png", (64, 64), "a red square", seed=1)
+        data, sample = {"references": str(before)}, {"references": [str(before / "0.png")]}
+        with Image.open(before / "0.png") as image:
+            call = {"image": image.convert("RGB")}
     sections = {
-        "data": {"path": str(folder / "data"), "resolution": 64},
+        "data": {"path": str(folder / "data"), "resolution": 64} | data,
         "train": {"batch_size": 1},
         "optim": {"lr": 0.03},
-        "sample": {"prompts": [PROMPT], "size": SIZE, "seed": SEED, **drawing.sample},
+        "sample": {"prompts": [PROMPT], "size": SIZE, "seed": SEED, **sample, **drawing.sample},
         "export": {"dtype": "fp32"},
     }
     with started(model, path, folder, sections) as trainer:
@@ -92,7 +104,7 @@ def apart(drawing: Drawing, folder: Path) -> float:
     reference = REFERENCES[model.family](path, model.objective)
     channels, rows, columns = reference.latents(Image.new("RGB", SIZE)).shape
     noise = Draws(SEED, 0).normal("sample", (channels, rows, columns))
-    draw = partial(reference.picture, noise, *SIZE, {"prompt": PROMPT, **drawing.call})
+    draw = partial(reference.picture, noise, *SIZE, {"prompt": PROMPT, **call, **drawing.call})
     with warnings.catch_warnings():
         # diffusers' Euler scheduler gives numpy 2 a tensor to copy.
         warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)

@@ -23,6 +23,7 @@ from diffusers import (
     SD3Transformer2DModel,
     ZImageTransformer2DModel,
 )
+from PIL import Image
 from torch import nn
 
 from tests.audit.families import REFERENCES
@@ -50,6 +51,9 @@ from trainer.models.objectives.flow_matching import shift_factor
 from trainer.rng import SampleRng
 
 Json = Mapping[str, Any]
+# Smaller ones are refused by FLUX.2's pipelines, and these are left at their size.
+GIVEN = (picture(64, 96, seed=7), picture(80, 64, seed=8))
+"""Reference images."""
 LONG = "a long caption of many words " * 10
 CAPTIONS = ("a red fox", "", LONG, "twenty [IMG] words")
 
@@ -91,6 +95,7 @@ MODELS = {
     for model in (
         Model("chroma chroma1", (4, 8), 0, ("", 0)),
         Model("flux1 dev", (4, 8), 0, (MODULATION, 4), embedded, (1e-6, 1e-6)),
+        Model("flux1 kontext", (4, 8), 0, (MODULATION, 4), embedded, (1e-6, 1e-6)),
         Model("flux1 schnell", (4, 8), 0, (MODULATION, 4), embedded, (1e-6, 1e-6)),
         Model("flux2 dev", (16, 16), 0, ("", 0), embedded, (1e-6, 1e-6)),
         Model("flux2 klein-4b", (16, 16), 0, ("", 0), decoded=(1e-6, 1e-6)),
@@ -212,6 +217,49 @@ def test_a_sample_is_rounded_down_to_whole_tokens(one: Model, cache: Path) -> No
     assert image.size == (32, 32)
 
 
+def with_references(family: Any, text: Mapping[str, Any], *images: Image.Image) -> dict[str, Any]:
+    vae = family.image_encoder(load)
+    latents = {f"reference_{i}": family.encode_image(vae, image)["latents"] for i, image in enumerate(images)}
+    return {**text, **latents}
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "guidance"),
+    [("flux1 kontext", 1, 4.0), ("flux2 klein-4b", 1, 1.0), ("flux2 klein-4b", 1, 4.0), ("flux2 dev", 2, 4.0)],
+)
+def test_a_sample_from_references_equals_the_pipelines(name: str, count: int, guidance: float, cache: Path) -> None:
+    """And without them it is another."""
+    model = MODELS[name]
+    family, given = model.make(cache), GIVEN[:count]
+    theirs, vae, encoder = reference(family, model), family.image_encoder(load), family.text_encoder(load)
+    text, negative = family.encode_text(encoder, "a fox"), family.encode_text(encoder, "grey")
+    cfg, rng = SampleConfig(size=(64, 48), steps=4, guidance=guidance), SampleRng(3, [0])
+    decoded, expected = recorded_decodes(vae), recorded_decodes(theirs.pipeline.vae)
+    image = family.sample(model_of(family), vae, with_references(family, text, *given), negative, cfg, rng)
+    channels, side = model.latents
+    images = [*given] if count > 1 or name.startswith("flux2") else given[0]
+    call = {"prompt": "a fox", "num_inference_steps": 4, "image": images, **model.call(guidance)}
+    drawn = theirs.picture(rng.normal("sample", (channels, 48 // side, 64 // side))[0], 64, 48, call)
+    torch.testing.assert_close(decoded[-1], expected[-1], atol=model.decoded[0], rtol=model.decoded[1])
+    assert_same_picture(image, drawn)
+    family.sample(model_of(family), vae, text, negative, cfg, rng)
+    assert (decoded[-1] - decoded[-2]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("name", "count"), [("flux1 kontext", 1), ("flux2 klein-4b", 1), ("flux2 dev", 2)])
+def test_loss_with_references_is_the_error_of_the_velocity_of_the_noisy_tokens_alone(
+    name: str, count: int, cache: Path
+) -> None:
+    model = MODELS[name]
+    family = model.make(cache)
+    (item,) = examples(family, 1)
+    item = with_references(family, item, *GIVEN[:count])
+    loss = family.loss(model_of(family), batch_of(family, [item]), SampleRng(5, [8]))
+    text = {key: tensor for key, tensor in item.items() if key != "latents"}
+    expected = reference(family, model).loss(item["latents"], text, Draws(5, 8))
+    assert loss.total.item() == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("name", "argument", "size", "levels"),
     [
@@ -282,6 +330,18 @@ def test_every_weight_gets_a_gradient_but_those_that_are_never_trained(model: Mo
 @pytest.mark.parametrize("name", ["chroma chroma1", "qwen_image qwen-image", "z_image z-image"])
 def test_captions_of_any_length_share_a_batch_and_cost_what_they_cost_alone(name: str, cache: Path) -> None:
     assert_captions_of_any_length_share_a_batch(MODELS[name].make(cache))
+
+
+def test_examples_share_a_batch_where_their_references_are_of_equal_sizes_in_equal_order(cache: Path) -> None:
+    family = MODELS["flux2 klein-4b"].make(cache)
+    (item,) = examples(family, 1)
+    given = [(), GIVEN[:1], GIVEN, GIVEN[::-1]]
+    assert [family.batch_key(with_references(family, item, *images)) for images in given] == [
+        (2, 4, 48),
+        (2, 4, 48, (6, 4)),
+        (2, 4, 48, (6, 4), (4, 5)),
+        (2, 4, 48, (4, 5), (6, 4)),
+    ]
 
 
 # Model

@@ -40,6 +40,7 @@ COUNTS = {
     **{f"causal_lm {name}": [count / 1e9] for name, count in LANGUAGE_MODELS.items()},
     "chroma chroma1": [8.9, T5, VAE],
     "flux1 dev": [11.901, CLIP_L, T5, VAE],
+    "flux1 kontext": [11.901, CLIP_L, T5, VAE],
     "flux1 schnell": [11.891, CLIP_L, T5, VAE],
     "flux2 dev": [32.223, 17.90, VAE],
     "flux2 klein-4b": [3.876, 3.215, VAE],

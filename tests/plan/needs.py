@@ -1,4 +1,4 @@
-"""What presets and presets/README.md say that presets need: `python -m tests.plan.needs` writes it.
+"""What presets and presets/NEEDS.md say that presets need: `python -m tests.plan.needs` writes it.
 
 GiB of tensors on each GPU in the parts of a run, without the reserve.
 """
@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 from tests.plan.common import NOWHERE
-from tests.readme import readme
 from trainer.config.load import load_config
 from trainer.plan.hardware import CARDS
 from trainer.plan.search.fixes import planned
@@ -17,6 +16,7 @@ from trainer.plan.simulate.phases import CAPTIONS, SAMPLING, TRAINING
 from trainer.system.amounts import GIB
 
 PRESETS = Path(__file__).parents[2] / "presets"
+TABLES = PRESETS / "NEEDS.md"
 CARD = re.compile(r"-1x(\d+gb)$")
 LINE = re.compile(r"^# (?P<where>per GPU|on the GPU), GiB +training .+$", re.MULTILINE)
 
@@ -52,7 +52,7 @@ def said_by_preset(name: str, where: str) -> str:
     return f"# {f'{where}, GiB':17}training {found[TRAINING]} (without {without} {kept}){others}"
 
 
-def said_by_readme(row: str) -> str:
+def said_by_table(row: str) -> str:
     """A row of a table of presets: its last three columns are what they need."""
     name = re.match(r"\| \[([\w-]+)\]", row)
     assert name is not None
@@ -60,9 +60,9 @@ def said_by_readme(row: str) -> str:
     return f"|{' | '.join([*columns[:-3], *needs(name[1]).values()])} |"
 
 
-def rows(text: str) -> list[str]:
-    """Those of the README's tables of presets."""
-    return [line for line in text.splitlines() if line.startswith("| [") and ".yaml) |" in line]
+def rows() -> list[str]:
+    """Those of the tables of presets."""
+    return [line for line in TABLES.read_text(encoding="utf-8").splitlines() if line.startswith("| [")]
 
 
 def main() -> None:
@@ -71,10 +71,10 @@ def main() -> None:
         text = file.read_text(encoding="utf-8")
         written = LINE.sub(lambda found, name=file.stem: said_by_preset(name, found["where"]), text)
         file.write_text(written, encoding="utf-8")
-    text = readme("presets").read_text(encoding="utf-8")
-    for row in rows(text):
-        text = text.replace(row, said_by_readme(row))
-    readme("presets").write_text(text, encoding="utf-8")
+    text = TABLES.read_text(encoding="utf-8")
+    for row in rows():
+        text = text.replace(row, said_by_table(row))
+    TABLES.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

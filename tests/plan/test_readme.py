@@ -18,7 +18,7 @@ from trainer.plan.hardware import CARDS
 from trainer.plan.search.fixes import planned
 
 ROOT = Path(__file__).parents[2]
-ROWS = rows(readme("presets").read_text(encoding="utf-8"))
+ROWS = rows()
 
 
 @pytest.mark.slow

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from safetensors import safe_open
 
-from tests.plan.needs import LINE, rows, said_by_preset, said_by_readme
-from tests.readme import readme
+from tests.plan.needs import LINE, rows, said_by_preset, said_by_table
 from tests.runs import alone, make_run, make_text, steps_of, train
 from trainer.config.load import ConfigError, load_config, stage_config
 from trainer.config.schema import RunConfig
@@ -52,11 +52,15 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of runs that share a cache, with eight of the quickstart's pictures in `pictures`."""
+    """Folder of runs that share a cache, with eight of the quickstart's pictures in `pictures`, and in `before` as they
+    were before an edit."""
     root = tmp_path_factory.mktemp("presets")
     (root / "pictures").mkdir()
+    (root / "before").mkdir()
     for picture in sorted((PRESETS / "quickstart").glob("*.png"))[:8]:
         shutil.copy(picture, root / "pictures")
+        with Image.open(picture) as image:
+            image.convert("L").convert("RGB").save(root / "before" / picture.name)
         caption = Path(shutil.copy(picture.with_suffix(".txt"), root / "pictures")).read_text(encoding="utf-8")
         asked = {"image": f"pictures/{picture.name}", "question": "What is it?", "answer": caption}
         with (root / "questions.jsonl").open("a", encoding="utf-8") as file:
@@ -72,7 +76,8 @@ def small(name: str, root: Path, *overrides: str) -> tuple[str, ...]:
     asks = bool(load(name).data.questions)  # and a picture in addition, so that all that is trained is used
     questions = (f"data.questions={root / 'questions.jsonl'}", "train.batch_size=2") if asks else ()
     packs = ("data.pack_tokens=64",) if load(name).data.pack_tokens else ()
-    return (*SMALL, f"data.path={root / 'pictures'}", *questions, *packs, *overrides)
+    before = (f"data.references={root / 'before'}",) if load(name).data.references else ()
+    return (*SMALL, f"data.path={root / 'pictures'}", *questions, *packs, *before, *overrides)
 
 
 def command(name: str, root: Path, *overrides: str) -> list[str]:
@@ -129,6 +134,8 @@ def test_a_preset_for_gpus_asks_for_the_user_s_pictures(name: str, tmp_path: Pat
     missing = {"data.path": f"no folder '{tmp_path / 'my-images'}'; name the folder with the images"}
     if loaded.config.data.questions:
         missing["data.questions"] = f"no file '{tmp_path / 'my-questions.jsonl'}'; name a .jsonl file"
+    if loaded.config.data.references:
+        missing["data.references"] = f"no folder '{tmp_path / 'my-images-before'}'; name the folder with the images"
     assert str(refused.value) == "\n".join(f"{loaded.where(field)}: {field}: {why}" for field, why in missing.items())
 
 
@@ -155,14 +162,14 @@ def test_what_a_preset_says_of_its_base_is_what_the_published_model_takes(name: 
 
 
 @pytest.mark.parametrize("name", FOR_GPUS)
-def test_what_a_preset_and_the_readme_say_of_its_needs_is_what_the_plan_says(name: str) -> None:
+def test_what_a_preset_and_the_tables_say_of_its_needs_is_what_the_plan_says(name: str) -> None:
     again = "write it again: python -m tests.plan.needs"
     said = LINE.search((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
     assert said is not None
     assert said[0] == said_by_preset(name, said["where"]), again
-    own = [row for row in rows(readme("presets").read_text(encoding="utf-8")) if row.startswith(f"| [{name}]")]
+    own = [row for row in rows() if row.startswith(f"| [{name}]")]
     assert own
-    assert all(row == said_by_readme(row) for row in own), again
+    assert all(row == said_by_table(row) for row in own), again
 
 
 @pytest.mark.parametrize(

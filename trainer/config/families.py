@@ -45,6 +45,24 @@ class Distilled:
 
 
 @dataclass(frozen=True)
+class Edits:
+    """A published model that edits images, in a family whose other models read text alone.
+
+    Attributes:
+        model: Its hub id.
+        architecture: Its name in `model.options.architecture`.
+        references: Most reference images of an example.
+        marks: {JSON file of its folder: {key: value}} that no other model of the family has; a missing key counts as
+            false.
+    """
+
+    model: str
+    architecture: str
+    references: int
+    marks: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
 class FamilyFacts:
     """The class attributes of a `ModelFamily` that have the same names.
 
@@ -70,6 +88,7 @@ class FamilyFacts:
     longest_side: int | None
     frames: tuple[int, ...]
     distilled: tuple[Distilled, ...]
+    edits: tuple[Edits, ...]
     model_files: Mapping[str, tuple[str, str]]
     only_peft: bool
     kohya_by_path: bool

@@ -38,7 +38,7 @@ from trainer.data.row_forms import standard
 from trainer.data.text import text_files
 from trainer.launcher import capacity, network
 from trainer.metrics import trackers
-from trainer.models import distilled, recognition
+from trainer.models import distilled, editing, recognition
 from trainer.models.parts.chat import chat_template
 from trainer.run import manifest, process, stages
 from trainer.run.branch import branch
@@ -259,7 +259,7 @@ def has_model(model: ModelConfig) -> bool:
 
 def advice(cfg: RunConfig) -> tuple[str, ...]:
     """Return what to read about a run's model before the start. It does not prevent the start."""
-    return distilled.warnings(cfg)
+    return (*distilled.warnings(cfg), *editing.warnings(cfg))
 
 
 def sample_settings(model: ModelConfig, sample: SampleConfig) -> CompleteSample:
@@ -360,7 +360,8 @@ def _check_data(cfg: RunConfig, cache: Path | None) -> Keep:
     keep: Keep = _nothing
     if families.trains_on(cfg) == "images":
         if cache:
-            keep = checked(cfg.data, cache)
+            edits = editing.kind_of(cfg.model) if cfg.data.has_references else None
+            keep = checked(cfg.data, cache, edits.references if edits else None)
         else:
             image_files.scan(cfg.data)
         question_files.of_config(cfg.data)
@@ -390,7 +391,8 @@ def _check_model(loaded: ConfigFile) -> None:
     if (named := loaded.config.data.chat_template) and (tokens := chat_template.stored_tokens(folder)):
         chat_template.check_marks(named, tokens | set(model.options.new_tokens))
     loaded.refuse([*recognition.refused(model), *distilled.refused(model)])
-    loaded.refuse([*recognition.without_row(model), *recognition.unread(loaded.config)])
+    cfg = loaded.config
+    loaded.refuse([*recognition.without_row(model), *recognition.unread(cfg), *editing.refused(cfg)])
 
 
 def _linked_companions(folder: Path) -> Iterator[str]:

@@ -38,6 +38,7 @@ def facts(family: str) -> FamilyFacts:
         longest_side=kind.longest_side,
         frames=kind.frames,
         distilled=kind.distilled,
+        edits=kind.edits,
         model_files=kind.model_files,
         only_peft=kind.peft_fields is not ModelFamily.peft_fields,
         kohya_by_path=kind.kohya_by_path,

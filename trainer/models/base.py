@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config.families import Distilled
+from trainer.config.families import Distilled, Edits
 from trainer.config.schema import RunConfig
 from trainer.config.sections import (
     ADAPTERS,
@@ -31,7 +31,7 @@ from trainer.config.sections import (
     SampleConfig,
 )
 from trainer.config.size import Size
-from trainer.models import distilled
+from trainer.models import distilled, editing
 from trainer.models.objectives.base import Batch, Example, Loss
 from trainer.models.objectives.flow_matching import Shift
 from trainer.models.parts.dropout import configured_dropout, dropout_warning
@@ -127,7 +127,9 @@ class ModelFamily(ABC):
     sample_fields: ClassVar[frozenset[str]]
     """Fields of the section `sample` that the family reads; the others must keep their defaults."""
     reads_references: ClassVar[bool] = False
-    """Whether the model can take reference images (`data.references`) as input."""
+    """Whether models of the family can take reference images (`data.references`) as input."""
+    edits: ClassVar[tuple[Edits, ...]] = ()
+    """Published models that edit images, where the family's other models read no reference images."""
     size_multiple: ClassVar[int] = 1
     """Width and height of images are multiples of this many pixels."""
     in_buckets: ClassVar[bool] = True
@@ -431,7 +433,8 @@ class ImageFamily(ModelFamily):
         return distilled.complete_sample(self.config, sample, self.folder)
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
-        return (*super().warnings(cfg), *distilled.warnings(cfg, self.folder))
+        known = (*distilled.warnings(cfg, self.folder), *editing.warnings(cfg, self.folder))
+        return (*super().warnings(cfg), *known)
 
     @abstractmethod
     def fingerprint(self) -> str:

@@ -7,17 +7,15 @@ See DECISIONS 38.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from trainer.config import families
 from trainer.config.families import Distilled, FamilyFacts
 from trainer.config.schema import RunConfig
-from trainer.config.sections import MODEL_WORDS, CompleteSample, ModelConfig, SampleConfig
-from trainer.system.errors import InputError, Problem
-from trainer.weights.hub import find_folder
+from trainer.config.sections import CompleteSample, ModelConfig, SampleConfig
+from trainer.models.recognition import folder_of, has_marks, json_of
+from trainer.system.errors import Problem
 
 STEPS, GUIDANCE = 28, 4.0
 """Sample settings of a base model where the config has none."""
@@ -36,14 +34,16 @@ def matches(model: ModelConfig, folder: Path | None = None) -> tuple[Distilled, 
     kinds = known.distilled if known else ()
     if model.options.distilled is False:
         return ()
-    folder = _folder(model) if folder is None else folder
+    folder = folder_of(model) if folder is None else folder
     architecture = model.options.architecture
     if architecture in _architectures(kinds):
         likely = tuple(kind for kind in kinds if kind.architecture == architecture)
     else:
         # The folder's own statement counts more than its name.
-        names = set() if _json(folder, INDEX).get("is_distilled") is False else _names(model, folder)
-        likely = tuple(kind for kind in kinds if _has_marks(kind, folder) or names & {n.lower() for n in kind.names})
+        names = set() if json_of(folder, INDEX).get("is_distilled") is False else _names(model, folder)
+        likely = tuple(
+            kind for kind in kinds if has_marks(kind.marks, folder) or names & {n.lower() for n in kind.names}
+        )
     return likely or (kinds if model.options.distilled else ())
 
 
@@ -87,9 +87,9 @@ def refused(model: ModelConfig, folder: Path | None = None) -> Iterator[Problem]
     if says is None or known is None or not known.distilled:
         return
     word, architecture = str(says).lower(), model.options.architecture
-    folder = _folder(model) if folder is None else folder
+    folder = folder_of(model) if folder is None else folder
     # A single file may hold another model than its base folder.
-    index = {} if model.base else _json(folder, INDEX)
+    index = {} if model.base else json_of(folder, INDEX)
     if index.get("is_distilled", says) != says:
         yield Problem(field, f"{word}, but {folder}/{INDEX} says the opposite; leave it empty, or correct that file")
     if says and architecture and architecture not in (names := _architectures(known.distilled)) and names:
@@ -108,20 +108,11 @@ def _reads_guidance(known: FamilyFacts, model: ModelConfig, folder: Path | None)
         return "objective.guidance" in known.architectures.get(
             model.options.architecture or known.default_architecture, ()
         )
-    return bool(_json(folder, f"{known.components[0]}/config.json").get("guidance_embeds"))
+    return bool(json_of(folder, f"{known.components[0]}/config.json").get("guidance_embeds"))
 
 
 def _architectures(kinds: tuple[Distilled, ...]) -> tuple[str, ...]:
     return tuple(kind.architecture for kind in kinds if kind.architecture)
-
-
-def _folder(model: ModelConfig) -> Path | None:
-    if model.base is None and model.path in MODEL_WORDS:
-        return None
-    try:
-        return find_folder(*(("model.base", model.base) if model.base else ("model.path", model.path)))
-    except InputError:
-        return None
 
 
 def _names(model: ModelConfig, folder: Path | None) -> set[str]:
@@ -129,20 +120,5 @@ def _names(model: ModelConfig, folder: Path | None) -> set[str]:
     names = [Path(model.path).stem if model.base else Path(model.path).name, Path(model.base or "").name]
     if folder is not None:
         cached = folder.parent.parent.name  # models--org--name/snapshots/revision
-        names += [folder.name, cached.rpartition("--")[2], Path(str(_json(folder, INDEX).get("_name_or_path"))).name]
+        names += [folder.name, cached.rpartition("--")[2], Path(str(json_of(folder, INDEX).get("_name_or_path"))).name]
     return {name.lower() for name in names}
-
-
-def _has_marks(kind: Distilled, folder: Path | None) -> bool:
-    files = {name: _json(folder, name) for name in kind.marks}
-    marks = [files[name].get(key, False) == value for name, keys in kind.marks.items() for key, value in keys.items()]
-    return bool(kind.marks) and all(files.values()) and all(marks)
-
-
-def _json(folder: Path | None, name: str) -> dict[str, Any]:
-    """A JSON file of the folder; empty if it cannot be read, which the family reports."""
-    try:
-        content = json.loads((folder / name).read_text(encoding="utf-8")) if folder else {}
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -80,7 +80,7 @@ def unread(cfg: RunConfig, folder: Path | None = None) -> Iterator[Problem]:
     folder = folder or find_folder(*(("model.base", model.base) if model.base else ("model.path", model.path)))
     conditional = known.conditional_fields.items()
     read = known.objective_read(
-        [field for field, (name, key, usual) in conditional if _config(folder / name).get(key, usual)]
+        [field for field, (name, key, usual) in conditional if json_of(folder, name).get(key, usual)]
     )
     for problem in families.unread("objective", cfg.objective, read):
         if problem.field in known.conditional_fields:
@@ -138,10 +138,32 @@ def no_row(model: str, token: str, number: int, rows: int) -> str:
     )
 
 
-def _config(file: Path) -> Mapping[str, Any]:
-    """A config; empty where it cannot be read, about which the loader says more."""
+def folder_of(model: ModelConfig) -> Path | None:
+    """The diffusers folder that the config names; None for one of our words or where it is not on this machine."""
+    if model.base is None and model.path in MODEL_WORDS:
+        return None
     try:
-        config = json.loads(files.read(file, MOST_BYTES))
+        return find_folder(*(("model.base", model.base) if model.base else ("model.path", model.path)))
+    except InputError:
+        return None
+
+
+def has_marks(marks: Mapping[str, Mapping[str, Any]], folder: Path | None) -> bool:
+    """Whether the folder says what only a kind of model says.
+
+    Args:
+        marks: {JSON file: {key: value}}; a missing key counts as false. Without any, no folder has them.
+        folder: The model's folder; None has no marks.
+    """
+    found = {name: json_of(folder, name) for name in marks}
+    same = [found[name].get(key, False) == value for name, keys in marks.items() for key, value in keys.items()]
+    return bool(marks) and all(found.values()) and all(same)
+
+
+def json_of(folder: Path | None, name: str) -> Mapping[str, Any]:
+    """A JSON file of the folder; empty where it cannot be read, about which the loader says more."""
+    try:
+        config = json.loads(files.read(folder / name, MOST_BYTES)) if folder else {}
     except (InputError, OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}

@@ -46,20 +46,29 @@ what the parser takes for 100,000 in one text, 57 MB, it does not give back."""
 _IMAGE = TypeAdapter(CaptionedImage)
 
 
-def checked(cfg: DataConfig, cache: Path) -> Keep:
+def checked(cfg: DataConfig, cache: Path, most_references: int | None = None) -> Keep:
     """Scan, unless nothing has changed since an earlier scan.
+
+    Args:
+        cfg: The section `data`.
+        cache: The folder that runs share.
+        most_references: Most reference images of an example that the model reads; None for any number.
 
     Returns:
         A function that keeps the scan, for the ranks that start next. Until then nothing is written.
 
     Raises:
-        InputError: As `image_files.scan`.
+        InputError: As `image_files.scan`, or an image has more reference images than the model reads.
     """
     memory = ScanMemory(cfg, cache)
-    if memory.has_scan:
-        return memory.hand_over
     known = KnownFiles(Index(cache))
+    if memory.has_scan:
+        if most_references is not None:
+            _require_few_references(memory.scan(lambda: known), most_references)
+        return memory.hand_over
     found = scan(cfg, known=known)
+    if most_references is not None:
+        _require_few_references(found, most_references)
 
     def keep() -> None:
         known.save()
@@ -67,6 +76,17 @@ def checked(cfg: DataConfig, cache: Path) -> Keep:
         memory.hand_over()
 
     return keep
+
+
+def _require_few_references(dataset: Dataset, most: int) -> None:
+    images = (*dataset.train, *dataset.validation)
+    many = [image for image in images if len(image.references) > most]
+    if many:
+        raise InputError(
+            f"data.references: {len(many)} of {len(images)} images have more reference images than the {most} that "
+            f"this model reads, first {many[0].location} with {len(many[0].references)}: "
+            f"{many[0].references[-1].location}; keep {most} of each"
+        )
 
 
 class ScanMemory:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from trainer.config import families
 from trainer.config.schema import RunConfig
 from trainer.config.sections import family_names
-from trainer.models import distilled, recognition
+from trainer.models import distilled, editing, recognition
 from trainer.system.errors import InputError, Problem, RuleError
 from trainer.system.imports import light_imports
 
@@ -45,7 +45,7 @@ def make(cfg: RunConfig, cache: Path) -> ModelFamily:
     family = get(cfg.model.family)(cfg.model, cfg.objective, cache / "models")
     family.follow(cfg)
     problems = (*recognition.unread(cfg, family.folder), *distilled.refused(cfg.model, family.folder))
-    problems += _large_samples(cfg, family)
+    problems += (*editing.refused(cfg, family.folder), *_large_samples(cfg, family))
     if problems:
         raise RuleError(problems)
     return family

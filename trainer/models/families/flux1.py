@@ -1,7 +1,9 @@
-"""FLUX.1: dev (guidance embedding) and schnell (distilled to a few steps), trained by flow matching.
+"""FLUX.1: dev (guidance embedding), Kontext (dev that edits images) and schnell (distilled to a few steps), trained by
+flow matching.
 
 Example and Batch keys: "latents" (16, H/8, W/8) fp32, normalised; "prompt_embeds" (L, D) of T5 with padding, which the
-model attends to, L = 512 for dev and 256 for schnell; "pooled_embeds" (P,) of CLIP. A Batch adds a batch dim in front.
+model attends to, L = 512, and 256 for schnell; "pooled_embeds" (P,) of CLIP; for Kontext "reference_0", the latents of
+the image before the edit. A Batch adds a batch dim in front.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from torch import Tensor, nn
 
-from trainer.config.families import Distilled
+from trainer.config.families import Distilled, Edits
 from trainer.config.sections import ModelConfig, ObjectiveConfig
-from trainer.models.base import FLOW_FIELDS, LoadModule, TextLength
+from trainer.models.base import FLOW_FIELDS, LoadModule, TextLength, references_of
+from trainer.models.editing import kind_of
 from trainer.models.flow_transformer import FlowTransformer, Index
 from trainer.models.objectives.base import Batch, Example
 from trainer.models.parts.folder import check_architecture
@@ -58,18 +61,23 @@ class Architecture:
     num_layers: int
     num_single_layers: int
     guidance_embeds: bool
+    edits: bool = False
 
     def __str__(self) -> str:
         guidance = "with" if self.guidance_embeds else "without"
-        return f"{self.num_layers} + {self.num_single_layers} blocks {guidance} guidance embedding"
+        reads = ", and edits images" if self.edits else ""
+        return f"{self.num_layers} + {self.num_single_layers} blocks {guidance} guidance embedding{reads}"
 
 
 ARCHITECTURES = {
     "dev": Architecture(19, 38, guidance_embeds=True),
+    "kontext": Architecture(19, 38, guidance_embeds=True, edits=True),
     "schnell": Architecture(19, 38, guidance_embeds=False),
 }
 DEFAULT_ARCHITECTURE = "dev"
-MAX_TOKENS = {"dev": 512, "schnell": 256}
+MAX_TOKENS = {"dev": 512, "kontext": 512, "schnell": 256}
+EDITS = "FluxKontextPipeline"
+"""diffusers' pipeline of Kontext, whose other files say the same as dev's."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,15 @@ class Flux1(FlowTransformer):
             architecture="schnell",
         ),
     )
+    reads_references = True
+    edits = (
+        Edits(
+            "black-forest-labs/FLUX.1-Kontext-dev",
+            architecture="kontext",
+            references=1,
+            marks={"model_index.json": {"_class_name": EDITS}},
+        ),
+    )
     objective_fields = FLOW_FIELDS | {"guidance"}
     conditional_fields: ClassVar = {"objective.guidance": ("transformer/config.json", "guidance_embeds", False)}
     options_read = frozenset({"architecture", "distilled", "max_tokens"})
@@ -115,7 +132,8 @@ class Flux1(FlowTransformer):
         self._folder.encoder_config("text_encoder_2", *T5_TYPES)
         self._folder.read("tokenizer/tokenizer_config.json")
         config = self._architecture
-        own = Architecture(config.num_layers, config.num_single_layers, config.guidance_embeds)
+        self._edits = kind_of(model, self._folder.path) is not None
+        own = Architecture(config.num_layers, config.num_single_layers, config.guidance_embeds, self._edits)
         check_architecture(model, self._folder, ARCHITECTURES, own)
         self._check_inputs()
         self._max_tokens = max_tokens(model, self._folder, "tokenizer_2", MAX_TOKENS[self._kind])
@@ -199,7 +217,7 @@ class Flux1(FlowTransformer):
         write_tiny_t5(folder / "text_encoder_2", configs["text_encoder_2"])
         write_tiny_clip_tokenizer(folder / "tokenizer", TINY_TOKENS)
         write_tiny_t5_tokenizer(folder / "tokenizer_2", TINY_TOKENS)
-        return "FluxPipeline", {
+        return EDITS if self.config.options.architecture == "kontext" else "FluxPipeline", {
             "text_encoder": ("transformers", "CLIPTextModel"),
             "text_encoder_2": ("transformers", "T5EncoderModel"),
             "tokenizer": ("transformers", "CLIPTokenizer"),
@@ -208,6 +226,8 @@ class Flux1(FlowTransformer):
 
     @property
     def _kind(self) -> str:
+        if self._edits:
+            return "kontext"
         return "dev" if self._architecture.guidance_embeds else "schnell"
 
     def _check_inputs(self) -> None:
@@ -216,15 +236,17 @@ class Flux1(FlowTransformer):
         if self._architecture.in_channels != needed:
             raise InputError(
                 f"{self._folder.field} {self.folder}: the transformer reads {self._architecture.in_channels} channels, "
-                f"the autoencoder gives {needed}; only text-to-image models are trained, use dev or schnell"
+                f"the autoencoder gives {needed}; only text-to-image models are trained, use dev, Kontext or schnell"
             )
 
     def predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
-        patches = patchify(latents)
-        height, width = patches.shape[-2:]
-        ids = send(flux_blocks.image_ids(height, width), latents.device)
+        # The tokens of the image before the edit follow those of the noisy one; the predictions for them are not used.
+        images = [patchify(image) for image in (latents, *references_of(batch))]
+        height, width = images[0].shape[-2:]
+        positions = [flux_blocks.image_ids(x.shape[-2], x.shape[-1], number) for number, x in enumerate(images)]
+        ids = send(torch.cat(positions), latents.device)
         packed = model["transformer"](
-            hidden_states=pack(patches),
+            hidden_states=torch.cat([pack(image) for image in images], dim=1),
             encoder_hidden_states=batch["prompt_embeds"].to(latents.dtype),
             pooled_projections=batch["pooled_embeds"].to(latents.dtype),
             timestep=sigma,
@@ -234,7 +256,7 @@ class Flux1(FlowTransformer):
             txt_ids=ids.new_zeros(batch["prompt_embeds"].shape[1], 3),
             return_dict=False,
         )[0]
-        return unpatchify(unpack(packed.float(), height, width))
+        return unpatchify(unpack(packed[:, : height * width].float(), height, width))
 
 
 FAMILY = Flux1

@@ -39,6 +39,8 @@ SINGLE = {
 """The same of a whole single block."""
 
 
-def image_ids(height: int, width: int) -> Tensor:
-    """Positions (0, row, column) of the image tokens: (h * w, 3)."""
-    return torch.cartesian_prod(torch.zeros(1, dtype=torch.int64), torch.arange(height), torch.arange(width))
+def image_ids(height: int, width: int, number: int = 0) -> Tensor:
+    """Positions (number, row, column) of an image's tokens: (h * w, 3). number: 0 for the noisy image, 1 for the one
+    before the edit."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    return torch.cartesian_prod(zero + number, torch.arange(height), torch.arange(width))
