@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from diffusers import (
     AutoencoderKLFlux2,
@@ -22,6 +23,7 @@ from diffusers import (
     Flux3Transformer2DModel,
     FluxKontextPipeline,
     FluxPipeline,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     StableDiffusion3Pipeline,
     StableDiffusionXLPipeline,
@@ -31,9 +33,16 @@ from diffusers.modular_pipelines.flux3.before_denoise import Flux3TextRoPEInputs
 from diffusers.modular_pipelines.flux3.encoders import Flux3TextEncoderStep, Flux3VaeEncoderStep
 from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3AutoBlocks
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from PIL import Image
 from torch import Tensor
-from transformers import AutoTokenizer, Mistral3ForConditionalGeneration, Qwen3VLForConditionalGeneration
+from transformers import (
+    AutoTokenizer,
+    Mistral3ForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen3VLForConditionalGeneration,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.audit.check import Check
 from tests.audit.reference import (
@@ -304,9 +313,30 @@ class Sd3(FlowReference):
         return predicted
 
 
+class ImagesAlone(Qwen2_5_VLProcessor):
+    """A processor without that of films, which would need torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        return argument and super().check_argument_for_proper_class(argument_name, argument)
+
+
 class QwenImage(FlowReference):
+    """The text encoder of Edit is told which tokens are images, as the model was trained: its pipeline forgets it."""
+
     def read(self, folder: Path) -> Any:
-        return QwenImagePipeline.from_pretrained(folder, local_files_only=True)
+        if QwenImageEditPlusPipeline.__name__ not in (folder / "model_index.json").read_text():
+            return QwenImagePipeline.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+        processor = ImagesAlone(Qwen2VLImageProcessorPil.from_pretrained(folder / "processor"), tokenizer, None)
+        pipeline = QwenImageEditPlusPipeline.from_pretrained(folder, processor=processor, local_files_only=True)
+
+        def tell(module: Any, args: Any, given: dict[str, Any]) -> Any:
+            if given.get("pixel_values") is not None:
+                given["mm_token_type_ids"] = (given["input_ids"] == module.config.image_token_id).int()
+            return args, given
+
+        pipeline.text_encoder.register_forward_pre_hook(tell, with_kwargs=True)
+        return pipeline
 
     def find_settings(self) -> dict[str, Any]:
         return {"max_sequence_length": self.pipeline.tokenizer.model_max_length}
@@ -320,7 +350,9 @@ class QwenImage(FlowReference):
 
     @torch.no_grad()
     def text(self, caption: str) -> Text:
-        return {"prompt_embeds": self.pipeline.encode_prompt(caption, **self.settings)[0][0]}
+        # The pipeline of Edit reads all of a caption; the states of a caption's beginning are the same.
+        states = self.pipeline.encode_prompt(caption, **self.settings)[0][0]
+        return {"prompt_embeds": states[: self.settings["max_sequence_length"]]}
 
     def shift(self, num_tokens: int) -> float:
         config = self.pipeline.scheduler.config
@@ -332,17 +364,20 @@ class QwenImage(FlowReference):
         return packed
 
     def velocity(self, noisy: Tensor, sigma: Tensor, text: Text) -> Tensor:
-        rows, columns = (side // 2 for side in noisy.shape[-2:])
+        images = [noisy, *references_in(text)]
         predicted: Tensor = self.pipeline.transformer(
-            hidden_states=self.pack(noisy),
+            hidden_states=torch.cat([self.pack(image) for image in images], dim=1),
             encoder_hidden_states=text["prompt_embeds"][None],
             timestep=sigma,
-            img_shapes=[[(1, rows, columns)]],
+            img_shapes=[[(1, image.shape[-2] // 2, image.shape[-1] // 2) for image in images]],
         ).sample
-        return predicted
+        return predicted[:, : self.num_tokens(noisy)]
 
     def picture(self, noise: Tensor, width: int, height: int, call: Mapping[str, Any]) -> Image.Image:
-        return super().picture(self.pack(noise[None])[0], width, height, call)
+        with pytest.MonkeyPatch.context() as patched:
+            if images := call.get("image"):  # else it reads a million pixels of each
+                patched.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", images[0].width * images[0].height)
+            return super().picture(self.pack(noise[None])[0], width, height, call)
 
 
 class ZImage(FlowReference):

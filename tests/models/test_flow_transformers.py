@@ -45,6 +45,7 @@ from tests.models.common import (
     sampled_times,
 )
 from trainer.config.sections import ObjectiveConfig, SampleConfig
+from trainer.config.size import Size
 from trainer.models import families
 from trainer.models.flow_transformer import FlowTransformer
 from trainer.models.objectives.flow_matching import shift_factor
@@ -52,7 +53,7 @@ from trainer.rng import SampleRng
 
 Json = Mapping[str, Any]
 # Smaller ones are refused by FLUX.2's pipelines, and these are left at their size.
-GIVEN = (picture(64, 96, seed=7), picture(80, 64, seed=8))
+GIVEN = (picture(64, 96, seed=7), picture(96, 64, seed=8))
 """Reference images."""
 LONG = "a long caption of many words " * 10
 CAPTIONS = ("a red fox", "", LONG, "twenty [IMG] words")
@@ -70,6 +71,7 @@ class Model:
         call: Guidance -> arguments of the pipeline's call.
         decoded: Largest difference of the latents that are decoded, absolute and relative.
         encoded: Largest difference of embeddings.
+        references: Whether its pipeline draws nothing without reference images.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Model:
     call: Callable[[float], Json] = lambda guidance: {"guidance_scale": guidance, "negative_prompt": "grey"}
     decoded: tuple[float, float] = (1e-5, 1e-5)
     encoded: float = 1e-6
+    references: bool = False
 
     def make(self, cache: Path, **options: Any) -> Any:
         family, architecture = self.name.split()
@@ -107,6 +110,18 @@ MODELS = {
             (r".+\.(img_mod|txt_mod)\.1", 4),
             lambda guidance: {"true_cfg_scale": guidance, "negative_prompt": "grey"},
             encoded=5e-6,
+        ),
+        *(
+            Model(
+                f"qwen_image qwen-image-edit-{version}",
+                (4, 8),
+                9,
+                (r".+\.(img_mod|txt_mod)\.1", 4),
+                lambda guidance: {"true_cfg_scale": guidance, "negative_prompt": "grey"},
+                encoded=5e-6,
+                references=True,
+            )
+            for version in ("2509", "2511")
         ),
         Model("sd3 sd3-medium", (4, 8), 2, (MODULATION, 4)),
         Model("sd3 sd35-medium", (4, 8), 3, (MODULATION, 4)),
@@ -196,7 +211,9 @@ def test_embeddings_of_a_caption_equal_the_pipelines(model: Model, cache: Path, 
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
-def test_a_sample_equals_the_pipelines_for_the_same_noise(model: Model, cache: Path, guidance: float) -> None:
+@pytest.mark.parametrize("name", [name for name in MODELS if not MODELS[name].references])
+def test_a_sample_equals_the_pipelines_for_the_same_noise(name: str, cache: Path, guidance: float) -> None:
+    model = MODELS[name]
     family = model.make(cache)
     theirs, vae, encoder = reference(family, model), family.image_encoder(load), family.text_encoder(load)
     text, negative = family.encode_text(encoder, "a fox in the snow"), family.encode_text(encoder, "grey")
@@ -223,21 +240,38 @@ def with_references(family: Any, text: Mapping[str, Any], *images: Image.Image) 
     return {**text, **latents}
 
 
+def prompt_of(family: Any, caption: str, *images: Image.Image) -> dict[str, Any]:
+    """What the text encoder makes of a caption, with the images where it sees them."""
+    encoder = family.text_encoder(load)
+    if not family.sees_references:
+        return dict(family.encode_text(encoder, caption))
+    shown = [image.resize(family.seen_size(Size(*image.size)).frame, Image.Resampling.LANCZOS) for image in images]
+    return dict(family.encode_edit(encoder, caption, shown))
+
+
 @pytest.mark.parametrize(
     ("name", "count", "guidance"),
-    [("flux1 kontext", 1, 4.0), ("flux2 klein-4b", 1, 1.0), ("flux2 klein-4b", 1, 4.0), ("flux2 dev", 2, 4.0)],
+    [
+        ("flux1 kontext", 1, 4.0),
+        ("flux2 klein-4b", 1, 1.0),
+        ("flux2 klein-4b", 1, 4.0),
+        ("flux2 dev", 2, 4.0),
+        ("qwen_image qwen-image-edit-2509", 1, 1.0),
+        ("qwen_image qwen-image-edit-2509", 2, 4.0),
+        ("qwen_image qwen-image-edit-2511", 2, 4.0),
+    ],
 )
 def test_a_sample_from_references_equals_the_pipelines(name: str, count: int, guidance: float, cache: Path) -> None:
     """And without them it is another."""
     model = MODELS[name]
     family, given = model.make(cache), GIVEN[:count]
-    theirs, vae, encoder = reference(family, model), family.image_encoder(load), family.text_encoder(load)
-    text, negative = family.encode_text(encoder, "a fox"), family.encode_text(encoder, "grey")
+    theirs, vae = reference(family, model), family.image_encoder(load)
+    text, negative = (prompt_of(family, caption, *given) for caption in ("a fox", "grey"))
     cfg, rng = SampleConfig(size=(64, 48), steps=4, guidance=guidance), SampleRng(3, [0])
     decoded, expected = recorded_decodes(vae), recorded_decodes(theirs.pipeline.vae)
     image = family.sample(model_of(family), vae, with_references(family, text, *given), negative, cfg, rng)
     channels, side = model.latents
-    images = [*given] if count > 1 or name.startswith("flux2") else given[0]
+    images = given[0] if name.startswith("flux1") else [*given]
     call = {"prompt": "a fox", "num_inference_steps": 4, "image": images, **model.call(guidance)}
     drawn = theirs.picture(rng.normal("sample", (channels, 48 // side, 64 // side))[0], 64, 48, call)
     torch.testing.assert_close(decoded[-1], expected[-1], atol=model.decoded[0], rtol=model.decoded[1])
@@ -246,7 +280,10 @@ def test_a_sample_from_references_equals_the_pipelines(name: str, count: int, gu
     assert (decoded[-1] - decoded[-2]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("name", "count"), [("flux1 kontext", 1), ("flux2 klein-4b", 1), ("flux2 dev", 2)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("flux1 kontext", 1), ("flux2 klein-4b", 1), ("flux2 dev", 2), ("qwen_image qwen-image-edit-2511", 2)],
+)
 def test_loss_with_references_is_the_error_of_the_velocity_of_the_noisy_tokens_alone(
     name: str, count: int, cache: Path
 ) -> None:
@@ -339,8 +376,8 @@ def test_examples_share_a_batch_where_their_references_are_of_equal_sizes_in_equ
     assert [family.batch_key(with_references(family, item, *images)) for images in given] == [
         (2, 4, 48),
         (2, 4, 48, (6, 4)),
-        (2, 4, 48, (6, 4), (4, 5)),
-        (2, 4, 48, (4, 5), (6, 4)),
+        (2, 4, 48, (6, 4), (4, 6)),
+        (2, 4, 48, (4, 6), (6, 4)),
     ]
 
 
@@ -502,14 +539,21 @@ def test_a_text_encoder_of_another_kind_is_refused(one: Model, cache: Path, copi
             "flux1 dev",
             "transformer/config.json",
             {"in_channels": 96},
-            "the transformer reads 96 channels, the autoencoder gives 16; "
-            "only text-to-image models are trained, use dev or schnell",
+            "the transformer reads 96 channels, the autoencoder gives 16; only dev, Kontext and schnell are trained",
         ),
         (
             "qwen_image qwen-image",
             "transformer/config.json",
             {"use_additional_t_cond": True},
-            "the transformer also reads other images or layers; only text-to-image models are trained, use Qwen-Image",
+            "a QwenImagePipeline whose transformer also reads other images or layers is not trained; use "
+            "Qwen/Qwen-Image, or to edit images Qwen/Qwen-Image-Edit-2509 or Qwen/Qwen-Image-Edit-2511",
+        ),
+        (
+            "qwen_image qwen-image",
+            "model_index.json",
+            {"_class_name": "QwenImageEditPipeline"},
+            "a QwenImageEditPipeline whose transformer also reads other images or layers is not trained; use "
+            "Qwen/Qwen-Image, or to edit images Qwen/Qwen-Image-Edit-2509 or Qwen/Qwen-Image-Edit-2511",
         ),
         (
             "qwen_image qwen-image",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.runs import (
     train,
 )
 from trainer.config.schema import RunConfig
+from trainer.data.loader import ImageItem
 from trainer.models import families
 from trainer.models.objectives.flow_matching import velocity
 from trainer.rng import SampleRng
@@ -240,6 +242,103 @@ def test_a_dropped_caption_keeps_its_references(data: Data) -> None:
     empty = trainer.data.data.cache.read(trainer.data.data.empty)["prompt_embeds"]
     trainer.close()
     assert all(example["prompt_embeds"].equal(empty) and "reference_0" in example for example in found)
+
+
+def test_a_dropped_reference_leaves_the_caption(data: Data) -> None:
+    trainer = data.trainer("alone", data__references=str(data.before), data__reference_dropout=1.0)
+    found = [example for part in trainer.loader.micro_batches(0) for example in part.examples]
+    trainer.close()
+    assert found and not any(key.startswith("reference") for example in found for key in example)
+    half = data.trainer("half-alone", data__references=str(data.before), data__reference_dropout=0.5)
+    items = [item for step in range(50) for item in half.loader._batch_sampler.batch(step)]
+    half.close()
+    assert 0.4 < sum(item.without_references for item in items) / len(items) < 0.6
+
+
+EDIT: dict[str, Any] = {"model__family": "qwen_image", "model__options__architecture": "qwen-image-edit-2509"}
+"""A model whose text encoder sees the references."""
+
+
+def test_a_prompt_is_encoded_with_its_references_and_kept_by_them(data: Data, tmp_path: Path) -> None:
+    dropped = {"data__caption_dropout": 0.5, "data__reference_dropout": 0.5}
+
+    def kept(name: str, before: Path) -> list[list[Tensor]]:
+        """For each image: the embeddings of caption and empty caption with the references, and without."""
+        trainer = data.trainer(name, **EDIT, **dropped, data__references=str(before))
+        found = trainer.data.data
+        trainer.close()
+        return [
+            [
+                found.example(ImageItem(index, is_dropped, without_references=is_alone))["prompt_embeds"]
+                for is_alone in (False, True)
+                for is_dropped in (False, True)
+            ]
+            for index in range(len(found.train))
+        ]
+
+    first = kept("seen", data.before)
+    changed = Path(shutil.copytree(data.before, tmp_path / "before"))
+    Image.new("RGB", (64, 64), (5, 250, 5)).save(changed / "01_1.png")
+    second = kept("seen-changed", changed)
+    for index, (old, new) in enumerate(zip(first, second, strict=True)):
+        assert len({tuple(one.flatten().tolist()) for one in old}) == 4
+        same = [one.shape == other.shape and bool(one.equal(other)) for one, other in zip(old, new, strict=True)]
+        assert same == [index != 1, index != 1, True, True]
+
+
+def test_samples_of_an_edit_are_guided_by_a_negative_prompt_that_shows_its_reference(data: Data) -> None:
+    drawing = {"sample__prompts": ("one", "one"), "sample__negative": "grey", "sample__size": (48, 32)}
+    files = tuple(str(data.before / name) for name in ("01_0.png", "01_1.png"))
+    trainer = data.trainer("edits", **EDIT, **drawing, sample__steps=2, sample__references=files)
+    prompts = trainer.data.data.prompts
+    read = [[trainer.data.data.cache.read(key)["prompt_embeds"] for key in (p.key, p.negative)] for p in prompts]
+    pictures = {path.read_bytes() for path in trainer.generate_samples()}
+    # Prompts that change during a run keep their references.
+    trainer.sampler.change_prompts(("two", "one"))
+    again = trainer.sampler._data.prompts
+    trainer.close()
+    assert len(pictures) == 2
+    assert not any(one.equal(other) for one, other in zip(*read, strict=True))
+    assert [p.negative for p in again] == [p.negative for p in prompts] and again[1].key == prompts[1].key
+    assert again[0].key not in {p.key for p in prompts}
+
+
+@pytest.mark.parametrize("version", ["2509", pytest.param("2511", marks=pytest.mark.slow)])
+def test_edits_on_two_ranks_are_those_on_one(data: Data, version: str) -> None:
+    changes = EDIT | {"model__options__architecture": f"qwen-image-edit-{version}", "train__batch_size": 5}
+    changes |= {"data__references": str(data.before), "data__caption_dropout": 0.3, "data__reference_dropout": 0.3}
+    one, two = data.train(f"{version}-one", **changes), data.train(f"{version}-two", **changes, **RANKS[2])
+    assert two.losses == pytest.approx(one.losses, abs=1e-6, rel=0)
+    assert difference(two.weights, one.weights) <= 1e-6
+
+
+@pytest.mark.slow
+def test_no_image_waits_for_others_whose_references_have_its_shape(tmp_path: Path) -> None:
+    """Twenty images with references of twenty shapes, in batches of four: each is trained once an epoch."""
+    for number in range(20):
+        longer = 2 ** (number / 9.5 - 1)  # from 1 to 4 to 4 to 1
+        for folder, size in (("images", (256, 256)), ("before", (round(256 * longer), round(256 / longer)))):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            Image.new("RGB", size, (12 * number, 99, 30)).save(tmp_path / folder / f"{number:02}.png")
+        (tmp_path / "images" / f"{number:02}.txt").write_text(f"number {number}")
+    changes = {"data__references": str(tmp_path / "before"), "data__resolution": 256, "data__max_aspect": 4}
+    changes |= {"train__steps": 10, "train__batch_size": 4, "train__micro_batch": 4}
+
+    def outcome(name: str, **ranks: Any) -> Outcome:
+        cfg = run_config(tmp_path / "images", **changes, **ranks)
+        run = make_run(tmp_path / "runs", cfg, name)
+        return run_ranks(2, train, cfg, run)[0] if ranks else train(alone(), cfg, run)
+
+    one, two = outcome("one"), outcome("two", **RANKS[2])
+    cfg = run_config(tmp_path / "images", **changes)
+    trainer = Trainer(cfg, make_run(tmp_path / "runs", cfg, "looked"), alone(), tmp_path / "cache", lambda event: None)
+    items = [item.index for step in range(10) for item in trainer.loader._batch_sampler.batch(step)]
+    keys = {trainer.data.batch_key(ImageItem(index, dropped=False)) for index in range(20)}
+    trainer.close()
+    assert sorted(items) == sorted([*range(20)] * 2)
+    assert len(keys) == 20
+    assert two.losses == pytest.approx(one.losses, abs=1e-6, rel=0)
+    assert difference(two.weights, one.weights) <= 1e-6
 
 
 def test_a_family_that_reads_no_references_refuses_them(data: Data) -> None:

@@ -21,7 +21,7 @@ from trainer.system.errors import Problem, not_one_of
 FACTS = Path(__file__).with_suffix(".json")
 
 
-REFERENCES = ("data.references", "data.reference_columns", "sample.references")
+REFERENCES = ("data.references", "data.reference_columns", "data.reference_dropout", "sample.references")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Edits:
         model: Its hub id.
         architecture: Its name in `model.options.architecture`.
         references: Most reference images of an example.
+        sees: Whether its text encoder sees them, with the caption.
         marks: {JSON file of its folder: {key: value}} that no other model of the family has; a missing key counts as
             false.
     """
@@ -59,6 +60,7 @@ class Edits:
     model: str
     architecture: str
     references: int
+    sees: bool
     marks: Mapping[str, Mapping[str, Any]]
 
 
@@ -169,8 +171,7 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
                 f"{section}.{name}",
                 f"has no effect for {cfg.model.family}, which is trained on {known.trains_on}; leave it out",
             )
-    references = (cfg.data.references, cfg.data.reference_columns, cfg.sample.references)
-    for field, value in zip(REFERENCES, references, strict=True):
+    for field, value in reference_fields(cfg):
         if (
             value
             and not known.reads_references
@@ -180,6 +181,13 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.model.train and all(cfg.mode(name) == "full" for name in known.components):
         yield from nothing_frozen(cfg)
     yield from unwritable(cfg)
+
+
+def reference_fields(cfg: RunConfig) -> Iterator[tuple[str, object]]:
+    """Yield the fields about reference images with their values."""
+    for field in REFERENCES:
+        section, _, name = field.partition(".")
+        yield field, getattr(getattr(cfg, section), name)
 
 
 def unread(section: str, given: Section, read: Collection[str]) -> Iterator[Problem]:

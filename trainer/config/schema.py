@@ -560,6 +560,8 @@ def _companion_rules(data: DataConfig) -> Iterator[Problem]:
             yield Problem(f"data.{name}", f"{folder} is the folder of the training data itself; name another")
     if data.mask_background and not data.names_masks:
         yield Problem("data.mask_background", "has no effect without data.masks; name the folder of masks")
+    if data.reference_dropout and not data.has_references:
+        yield Problem("data.reference_dropout", "has no effect without data.references; name the folder of images")
     if data.regularization_weight != 1 and not data.regularization:
         yield Problem(
             "data.regularization_weight", "has no effect without data.regularization; name the folder of images"

@@ -607,6 +607,10 @@ class DataConfig(Section):
     )
     """For edit training: folder of the images before the edit, with the file names of the training images, or with _0,
     _1 and so on after the name for several. They are scaled to `data.resolution` and keep their aspect ratio."""
+    reference_dropout: Number = option(
+        0.0, title="Reference dropout", ge=0, le=1, keywords="left out unconditional control edit"
+    )
+    """Share of samples that are trained without their reference images, in addition to `data.caption_dropout`."""
     rejected: str | None = option(
         None, title="Rejected images", path="folder", keywords="dpo preference loser worse negative"
     )

@@ -39,7 +39,7 @@ from trainer.data.images.image_io import (
 from trainer.data.images.image_source import EncodedData, EncodedImage, EncodedPrompt, Pixels, with_trigger
 from trainer.data.images.known_files import KnownFiles
 from trainer.data.images.scan_memory import ScanMemory
-from trainer.data.prompts import CACHE_VERSION, origin_of, text_keys
+from trainer.data.prompts import CACHE_VERSION, Prompt, Seen, encode_prompt, origin_of, prompt_keys
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import ImageFamily, LoadModule
@@ -120,17 +120,16 @@ class _DataEncoder:
             self._warn(encoded.warnings)
         else:
             encoded = self._encode_dataset(dataset, memory)
-        texts = self._encode_texts(["", self.context.cfg.sample.negative, *self._prompts])
-        samples = [self._known.header(Path(file)) for file in self.context.cfg.sample.references]
-        alone = {image.path: self._picture(image, self._largest) for image in (*samples, *others)}
+        known = map(Prompt, ("", self.context.cfg.sample.negative))
+        texts = self._encode_texts([*known, *self._sample_prompts])
+        alone = {image.path: self._picture(image, self._largest) for image in (*self._samples, *others)}
         latents, _ = self._encode_images(list(alone.values()))
         return EncodedData(
             self.cache,
             encoded.train,
             encoded.validation,
-            self._encoded_prompts(texts, samples, {file: latents.get(picture) for file, picture in alone.items()}),
-            texts[self.context.cfg.sample.negative],
-            texts[""],
+            self._encoded_prompts(texts, {file: latents.get(picture) for file, picture in alone.items()}),
+            texts[Prompt("")],
             self.family.dropped_text,
             self._origin,
             self.family.reads_original_size,
@@ -147,8 +146,9 @@ class _DataEncoder:
         cfg, family = self.context.cfg, self.family
         own = family.drawn_size(Size(1000, 1000), self._largest)
         own_size = own.values if own else None
-        (text_key,) = text_keys(cfg, self._origin, [""]).values()
-        return (text_key, family.size_multiple, family.longest_side, own_size, cfg.sample.prompts, cfg.sample.negative)
+        (text_key,) = prompt_keys(cfg, self._origin, [Prompt("")]).values()
+        sizes = (family.size_multiple, family.longest_side, own_size)
+        return (text_key, *sizes, cfg.sample.prompts, cfg.sample.negative, family.sees_references)
 
     def _encode_dataset(self, dataset: Dataset, memory: EncodedMemory) -> Encoded:
         """Encode what the cache lacks of the images and captions of a dataset."""
@@ -170,14 +170,16 @@ class _DataEncoder:
         measured = measure(self.family, self.context.cfg, images).warnings if self.context.world.rank == 0 else ()
         warnings = (*self._warnings(dataset, wanted), *measured)
         self._warn(warnings)
-        texts = self._encode_texts([*self._prompts, *(caption for image in images for caption in image.captions)])
+        seen = self._seen([image.references for image in images])
+        read = {image: self._prompts_of(image, shown) for image, shown in zip(images, seen, strict=True)}
+        texts = self._encode_texts([*self._sample_prompts, *(prompt for one in read.values() for prompt in one.all)])
         latents, invisible = self._encode_images([picture for one in wanted for picture in one.pictures])
         masks = self._encode_masks(wanted, latents)
         faint = tuple(self._of_faint_masks(masks))
         self._warn(faint)
         encoded = Encoded(
-            tuple(filter(None, (one.encoded(latents, masks, texts) for one in train))),
-            tuple(filter(None, (one.encoded(latents, masks, texts) for one in validation))),
+            tuple(filter(None, (one.encoded(latents, masks, read[one.image], texts) for one in train))),
+            tuple(filter(None, (one.encoded(latents, masks, read[one.image], texts) for one in validation))),
             (*warnings, *invisible, *faint),
         )
         return encoded, len(encoded.train) + len(encoded.validation) == len(wanted)
@@ -233,33 +235,72 @@ class _DataEncoder:
     def _origin(self) -> str:
         return origin_of(self.context.cfg, self.family)
 
-    @property
-    def _prompts(self) -> list[str]:
-        return with_trigger(self.context.cfg.sample.prompts, self.context.cfg.data)
+    @cached_property
+    def _samples(self) -> list[ImageFile]:
+        return [self._known.header(Path(file)) for file in self.context.cfg.sample.references]
+
+    @cached_property
+    def _sample_prompts(self) -> tuple[Prompt, ...]:
+        """The prompts of `sample`, then as often the negative one, with the references that the text encoder sees.
+        Collective."""
+        texts, negative = (
+            with_trigger(self.context.cfg.sample.prompts, self.context.cfg.data),
+            self.context.cfg.sample.negative,
+        )
+        seen = self._seen([(sample,) for sample in self._samples]) or [()] * len(texts)
+        return (*map(Prompt, texts, seen), *(Prompt(negative, one) for one in seen))
 
     def _encoded_prompts(
-        self, texts: Mapping[str, str], samples: Sequence[ImageFile], latents: Mapping[Path, str | None]
+        self, texts: Mapping[Prompt, str], latents: Mapping[Path, str | None]
     ) -> tuple[EncodedPrompt, ...]:
-        lost = [sample.path for sample in samples if latents[sample.path] is None]
+        lost = [sample.path for sample in self._samples if latents[sample.path] is None]
         if lost:
             raise InputError(f"sample.references: {lost[0]} cannot be read; replace it")
-        if not samples:
-            return tuple(EncodedPrompt(prompt, texts[prompt], None) for prompt in self._prompts)
+        count = len(self._sample_prompts) // 2
+        prompts, negative = self._sample_prompts[:count], self._sample_prompts[count:]
+        files: Sequence[ImageFile | None] = self._samples or [None] * count
         return tuple(
-            EncodedPrompt(prompt, texts[prompt], latents[sample.path], sample)
-            for prompt, sample in zip(self._prompts, samples, strict=True)
+            EncodedPrompt(one.text, texts[one], texts[other], latents[file.path] if file else None, file, one.seen)
+            for one, other, file in zip(prompts, negative, files, strict=True)
         )
 
-    def _encode_texts(self, texts: Sequence[str]) -> dict[str, str]:
-        """Encode texts. Returns {text: key}."""
-        keys = text_keys(self.context.cfg, self._origin, texts)
-        captions_by_key = {key: caption for caption, key in keys.items()}
-        work = {key: captions_by_key[key] for key in missing(captions_by_key, self.cache, self._rank_group)}
+    def _seen(self, references: Sequence[Sequence[ImageFile]]) -> list[tuple[Seen, ...]]:
+        """Each image's references as the text encoder sees them; none where it sees none."""
+        if not self.family.sees_references:
+            return [()] * len(references)
+        files = list(dict.fromkeys(one for images in references for one in images))
+        digests = content_keys([one.location for one in files], self._rank_group, self._known)
+        background = self.context.cfg.data.background
+        seen = {
+            one: Seen(ImageFile(**one.values), digest, self.family.seen_size(one.size), background)
+            for one, digest in zip(files, digests, strict=True)
+        }
+        return [tuple(seen[one] for one in images) for images in references]
+
+    def _prompts_of(self, image: CaptionedImage, seen: tuple[Seen, ...]) -> _Prompts:
+        data = self.context.cfg.data
+        captions = tuple(Prompt(caption, seen) for caption in image.captions)
+        if not seen:
+            return _Prompts(captions)
+        alone = tuple(map(Prompt, image.captions)) if data.reference_dropout else ()
+        return _Prompts(captions, Prompt("", seen) if image.caption_dropout else None, alone)
+
+    def _encode_texts(self, prompts: Sequence[Prompt]) -> dict[Prompt, str]:
+        """Encode prompts. Returns {prompt: key}."""
+        keys = prompt_keys(self.context.cfg, self._origin, prompts)
+        prompts_by_key = {key: prompt for prompt, key in keys.items()}
+        work = {key: prompts_by_key[key] for key in missing(prompts_by_key, self.cache, self._rank_group)}
         if work:
             self._announce("captions")
-            self._encode_with(partial(self.family.encode_text, self.family.text_encoder(self.load)), "captions", work)
+            self._encode_with(partial(self._read_prompt, self.family.text_encoder(self.load)), "captions", work)
             self._release()
         return keys
+
+    def _read_prompt(self, encoder: Any, prompt: Prompt) -> Example:
+        found = encode_prompt(self.family, encoder, prompt)
+        for one in prompt.seen:
+            self._known.require_unchanged(one.file.path, one.digest)
+        return found
 
     @cached_property
     def _buckets(self) -> Buckets:
@@ -451,6 +492,25 @@ class _Picture:
 
 
 @dataclass(frozen=True, slots=True)
+class _Prompts:
+    """What text encoders read for an image.
+
+    Attributes:
+        captions: Its captions, with the references where the encoders see them.
+        empty: The empty caption with those; None where that is not trained, or is the same for all images.
+        alone: The captions without them, if they are trained and another thing.
+    """
+
+    captions: tuple[Prompt, ...]
+    empty: Prompt | None = None
+    alone: tuple[Prompt, ...] = ()
+
+    @property
+    def all(self) -> tuple[Prompt, ...]:
+        return (*self.captions, *filter(None, (self.empty,)), *self.alone)
+
+
+@dataclass(frozen=True, slots=True)
 class _Mask:
     """The weights of the loss for an image in one of its forms. file: None where the whole image is in the loss."""
 
@@ -509,7 +569,11 @@ class _Wanted:
         return tuple(one.mirrored for one in self.references) if picture.framing.is_mirrored else self.references
 
     def encoded(
-        self, latents: Mapping[_Picture, str], masks: Mapping[_Mask, str], texts: Mapping[str, str]
+        self,
+        latents: Mapping[_Picture, str],
+        masks: Mapping[_Mask, str],
+        read: _Prompts,
+        texts: Mapping[Prompt, str],
     ) -> EncodedImage | None:
         """With its cache keys; None if its file, mask, a reference or its rejected image cannot be used."""
         if not all(picture in latents for picture in self.pictures):
@@ -529,9 +593,11 @@ class _Wanted:
             self.image,
             self.size,
             found[0],
-            tuple(texts[caption] for caption in self.image.captions),
+            tuple(texts[prompt] for prompt in read.captions),
             found[1] if self.image.may_flip else None,
             tuple(one.size for one in self.references),
+            texts[read.empty] if read.empty else None,
+            tuple(texts[prompt] for prompt in read.alone),
         )
 
 

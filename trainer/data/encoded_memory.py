@@ -8,8 +8,8 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
@@ -21,7 +21,7 @@ from trainer.data.images.image_source import EncodedImage, Pixels
 from trainer.data.images.scan_memory import MOST_KEPT, without_collection
 from trainer.system.index import Index
 
-FORMAT = 1
+FORMAT = 2
 """Version of the stored records: raise it when equal images and settings make other examples or messages."""
 KIND = f"encoded {FORMAT}"
 
@@ -43,8 +43,9 @@ class Encoded:
 
 _HEAD = TypeAdapter(tuple[int, str, tuple[NativeText, ...]])
 """The first line of a record: how many examples are trained on, `EncodedMemory._state`, and the warnings."""
-_ROW = TypeAdapter(
-    tuple[int, Size, Pixels, tuple[Annotated[str, AfterValidator(sys.intern)], ...], Pixels | None, tuple[Size, ...]]
+_Key = Annotated[str, AfterValidator(sys.intern)]
+_ROW: TypeAdapter[Any] = TypeAdapter(
+    tuple[int, Size, Pixels, tuple[_Key, ...], Pixels | None, tuple[Size, ...], _Key | None, tuple[_Key, ...]]
 )
 """Each other line: the fields of an EncodedImage, with the number of its image in the dataset."""
 
@@ -74,10 +75,7 @@ class EncodedMemory:
             head, *lines = content.split(b"\n")
             num_train, state, warnings = _HEAD.validate_json(head)
             images = (*dataset.train, *dataset.validation)
-            found = tuple(
-                EncodedImage(images[number], size, pixels, texts, mirrored, references)
-                for number, size, pixels, texts, mirrored, references in map(_ROW.validate_json, lines)
-            )
+            found = tuple(EncodedImage(images[number], *fields) for number, *fields in map(_ROW.validate_json, lines))
             if self._state(found) == state:
                 self._index.touch(KIND, self._key)
                 return Encoded(found[:num_train], found[num_train:], warnings)
@@ -90,7 +88,7 @@ class EncodedMemory:
         places = {image: number for number, image in enumerate((*dataset.train, *dataset.validation))}
         examples = (*encoded.train, *encoded.validation)
         lines = (
-            _ROW.dump_json((places[one.image], one.size, one.pixels, one.texts, one.mirrored, one.reference_sizes))
+            _ROW.dump_json((places[one.image], *(getattr(one, field.name) for field in fields(one)[1:])))
             for one in examples
         )
         with suppress(OSError):  # an example that is gone: the next start asks for each file
@@ -106,6 +104,6 @@ class EncodedMemory:
 
 
 def _keys(example: EncodedImage) -> Iterable[str]:
-    yield from example.texts
+    yield from (*example.texts, *example.texts_alone, *filter(None, (example.empty,)))
     for pixels in filter(None, (example.pixels, example.mirrored)):
         yield from filter(None, (pixels.latents, pixels.mask, *pixels.references, pixels.rejected))

@@ -37,12 +37,14 @@ class ImageItem:
         dropped: Whether it is trained with the empty caption.
         caption: Number of the caption that it is trained with, of those that the image has.
         is_mirrored: Whether left and right are exchanged.
+        without_references: Whether it is trained without its reference images.
     """
 
     index: int
     dropped: bool
     caption: int = 0
     is_mirrored: bool = False
+    without_references: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,13 @@ class Choices:
         caption_dropout: Share of the occurrences that are trained with the empty caption.
         num_captions: Number of captions, of which one is drawn.
         may_flip: Whether half of the occurrences are mirrored.
+        reference_dropout: Share of the occurrences that are trained without reference images.
     """
 
     caption_dropout: float = 0.0
     num_captions: int = 1
     may_flip: bool = False
+    reference_dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -213,9 +217,17 @@ class ImageBatchSampler:
             # The seed is itself uniform over 63 bits; seeding a generator with it to draw one number takes 4x as long.
             return derived_seed(self._seed, what, epoch, index, copy)
 
-        is_dropped = choices.caption_dropout > 0 and draw("caption_dropout") < int(choices.caption_dropout * 2**63)
+        def happens(what: str, share: float) -> bool:
+            return share > 0 and draw(what) < int(share * 2**63)
+
         caption = draw("caption") % choices.num_captions if choices.num_captions > 1 else 0
-        return ImageItem(index, is_dropped, caption, choices.may_flip and draw("flip") < 2**62)
+        return ImageItem(
+            index,
+            happens("caption_dropout", choices.caption_dropout),
+            caption,
+            happens("flip", 0.5 * choices.may_flip),
+            happens("reference_dropout", choices.reference_dropout),
+        )
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,24 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 import torch
+from PIL.Image import Resampling
 from torch import nn
 
 from trainer.config.schema import RunConfig
+from trainer.config.size import Size
 from trainer.data.cache import ExampleCache, key_of
+from trainer.data.images.image_io import ImageFile, load_resized
 from trainer.distributed.context import RankContext
 from trainer.models.base import ImageFamily, LoadModule
 from trainer.models.build import encoder_loader
+from trainer.models.objectives.base import Example
 from trainer.run.events import StatusEvent
 from trainer.system.errors import InputError
 from trainer.weights.files import WeightFiles
@@ -35,19 +40,58 @@ def origin_of(cfg: RunConfig, family: ImageFamily) -> str:
     return f"{CACHE_VERSION} {cfg.model.family} {family.fingerprint()}"
 
 
-def text_keys(cfg: RunConfig, origin: str, texts: Sequence[str]) -> dict[str, str]:
-    """{text: key of its embeddings in the cache}. Quantized encoders give other embeddings. origin: `origin_of`."""
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A reference image as a text encoder sees it.
+
+    Attributes:
+        file: The image.
+        digest: Digest of its file's bytes.
+        size: The size it is scaled to.
+        background: The colour behind what is transparent.
+    """
+
+    file: ImageFile
+    digest: str
+    size: Size
+    background: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a text encoder reads: a text, and the reference images that it sees with it."""
+
+    text: str
+    seen: tuple[Seen, ...] = ()
+
+
+def prompt_keys(cfg: RunConfig, origin: str, prompts: Iterable[Prompt]) -> dict[Prompt, str]:
+    """{prompt: key of its embeddings in the cache}. Quantized encoders give other embeddings. origin: `origin_of`."""
     quantize, precision = cfg.quantize, cfg.train.precision
     types = (precision, quantize.format, VERSION) if quantize.encoders else (precision,)
-    return {text: key_of(origin, "text", *types, text) for text in texts}
+    return {
+        prompt: key_of(
+            *(origin, "text", *types, prompt.text),
+            *((one.digest, one.size.values, one.background) for one in prompt.seen),
+        )
+        for prompt in prompts
+    }
+
+
+def encode_prompt(family: ImageFamily, encoder: Any, prompt: Prompt) -> Example:
+    """Encode a prompt, as `ImageFamily.encode_text`. Raises InputError when an image cannot be read."""
+    if not prompt.seen:
+        return family.encode_text(encoder, prompt.text)
+    images = [load_resized(one.file, one.size.frame, one.background, Resampling.LANCZOS) for one in prompt.seen]
+    return family.encode_edit(encoder, prompt.text, images)
 
 
 @torch.no_grad()
-def encode_texts(family: ImageFamily, load: LoadModule, cache: ExampleCache, texts: Mapping[str, str]) -> None:
-    """Write the embeddings of {text: key} into the cache, with encoders that are loaded and freed here."""
+def encode_prompts(family: ImageFamily, load: LoadModule, cache: ExampleCache, prompts: Mapping[Prompt, str]) -> None:
+    """Write the embeddings of {prompt: key} into the cache, with encoders that are loaded and freed here."""
     encoder = family.text_encoder(load)
-    for text, key in texts.items():
-        cache.write(key, family.encode_text(encoder, text))
+    for prompt, key in prompts.items():
+        cache.write(key, encode_prompt(family, encoder, prompt))
     del encoder
     gc.collect()
     if torch.cuda.is_available():
@@ -68,7 +112,7 @@ class PromptEncoder:
         self._family, self._context, self._cache, self._origin = family, context, cache, origin
         self._count = 0
 
-    def encode(self, prompts: Sequence[str]) -> dict[str, str]:
+    def encode(self, prompts: Iterable[Prompt]) -> dict[Prompt, str]:
         """Encode what the cache lacks. Collective; `prompts` must be equal on every rank.
 
         Returns:
@@ -77,7 +121,7 @@ class PromptEncoder:
         Raises:
             InputError: The encoders cannot be loaded, or the cache cannot be written; raised on every rank.
         """
-        keys = text_keys(self._context.cfg, self._origin, prompts)
+        keys = prompt_keys(self._context.cfg, self._origin, prompts)
         missing = self._missing(keys)
         if missing:
             step = self._context.world.heartbeat.step
@@ -89,13 +133,13 @@ class PromptEncoder:
                 self._send(key)
         return keys
 
-    def _missing(self, keys: Mapping[str, str]) -> dict[str, str]:
+    def _missing(self, keys: Mapping[Prompt, str]) -> dict[Prompt, str]:
         """The part of {prompt: key} that some rank does not find in the cache. Collective."""
         lacking = self._context.world.gather([prompt for prompt in keys if not self._cache.has(keys[prompt])])
         missing = {prompt for part in lacking for prompt in part}
         return {prompt: key for prompt, key in keys.items() if prompt in missing}
 
-    def _encode_on_rank_0(self, missing: Mapping[str, str]) -> None:
+    def _encode_on_rank_0(self, missing: Mapping[Prompt, str]) -> None:
         world = self._context.world
         self._count += 1
         done = f"prompts encoded {self._count}"
@@ -114,7 +158,7 @@ class PromptEncoder:
                 time.sleep(POLL_S)
         self._agree(problem)
 
-    def _encode_alone(self, missing: Mapping[str, str]) -> None:
+    def _encode_alone(self, missing: Mapping[Prompt, str]) -> None:
         cfg, cpu = self._context.cfg, torch.device("cpu")
         alone = replace(
             self._context.world,
@@ -128,7 +172,7 @@ class PromptEncoder:
         )
         with _all_threads():
             load = within_host_memory(encoder_loader(cfg, alone, self._context.cache), cfg)
-            encode_texts(self._family, load, self._cache, missing)
+            encode_prompts(self._family, load, self._cache, missing)
 
     def _send(self, key: str) -> None:
         """Write an example of rank 0's cache into those of machines that have their own. One at a time: they may be

@@ -455,6 +455,19 @@ class ImageFamily(ModelFamily):
         Collective when the encoder is sharded.
         """
 
+    @property
+    def sees_references(self) -> bool:
+        """Whether the text encoder sees the reference images with the caption."""
+        return False
+
+    def seen_size(self, size: Size) -> Size:
+        """The size in which the text encoder sees a reference image of this size, for models where it does."""
+        raise NotImplementedError(f"{type(self).__name__} reads captions alone")
+
+    def encode_edit(self, encoder: Any, caption: str, images: Sequence[Image.Image]) -> Example:
+        """`encode_text` of a caption with reference images (RGB, in `seen_size`), for models that see them."""
+        raise NotImplementedError(f"{type(self).__name__} reads captions alone")
+
     def dropped_text(self, empty: Example, caption: Example) -> Example:
         """The replacement of a dropped caption: `empty`, in a shape that may share the caption's batch.
 
@@ -567,7 +580,7 @@ class MultimodalFamily(ImageFamily):
     "conditioning_0" and so on.
     """
 
-    data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA - REJECTED_DATA - FRAMED_DATA
+    data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA - REJECTED_DATA - FRAMED_DATA - {"reference_dropout"}
     sample_fields = frozenset(SampleConfig.model_fields) - DIFFUSION_SAMPLE - CHAT_SAMPLE
     losses = ("images", "text")
     diffusers_adapters = frozenset()

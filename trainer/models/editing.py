@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.config import families
-from trainer.config.families import REFERENCES, Edits
+from trainer.config.families import Edits, reference_fields
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig
 from trainer.models.recognition import folder_of, has_marks
@@ -40,8 +40,7 @@ def refused(cfg: RunConfig, folder: Path | None = None) -> Iterator[Problem]:
     if known is None or not known.edits or not (folder or folder_of(model) or model.path == "tiny"):
         return
     kind = kind_of(model, folder)
-    given = (cfg.data.references, cfg.data.reference_columns, cfg.sample.references)
-    for field, value in zip(REFERENCES, given, strict=True):
+    for field, value in reference_fields(cfg):
         if value and kind is None:
             names = " or ".join(one.model for one in known.edits)
             yield Problem(
@@ -51,6 +50,13 @@ def refused(cfg: RunConfig, folder: Path | None = None) -> Iterator[Problem]:
     if kind and columns > kind.references:
         most = counted(kind.references, "reference image")
         yield Problem("data.reference_columns", f"{columns} columns, but {kind.model} reads {most}; name fewer")
+    if kind and kind.sees and cfg.data.has_references:
+        flips = {"data.flip": cfg.data.flip}
+        flips |= {f"data.folders.{number}.flip": bool(one.flip) for number, one in enumerate(cfg.data.folders)}
+        for field in (field for field, is_set in flips.items() if is_set):
+            yield Problem(
+                field, f"the text encoder of {kind.model} would see references that are not mirrored; set false"
+            )
 
 
 def warnings(cfg: RunConfig, folder: Path | None = None) -> tuple[str, ...]:

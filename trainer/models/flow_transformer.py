@@ -125,8 +125,7 @@ class FlowTransformer(ImageFamily):
         return {"latents": self.autoencoder.encode(encoder, image)[0].cpu()}
 
     def batch_key(self, example: Example) -> Hashable:
-        references = (tuple(reference.shape[-2:]) for reference in references_of(example))
-        return (*example["latents"].shape[-2:], example["prompt_embeds"].shape[0], *references)
+        return (*example["latents"].shape[-2:], example["prompt_embeds"].shape[0], *reference_shapes(example))
 
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
         def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
@@ -212,6 +211,11 @@ class FlowTransformer(ImageFamily):
             write_model_index(folder, pipeline, **parts, **encoders)
 
         return write_tiny(self.cache, f"{self.config.family}-{architecture}", self.tiny_version, configs, write)
+
+
+def reference_shapes(example: Example) -> tuple[tuple[int, ...], ...]:
+    """Rows and columns of the latents of each reference image."""
+    return tuple(tuple(reference.shape[-2:]) for reference in references_of(example))
 
 
 def masked_captions(examples: Sequence[Example], own: bool | float = True, other: bool | float = False) -> Batch:

@@ -20,6 +20,7 @@ from trainer.distributed.world import World
 from trainer.models.build import Listener, Loader, block_layers, place_encoder
 from trainer.models.parts.chat.chat_template import rendered
 from trainer.models.parts.folder import TRANSFORMERS_STEM, ModelFolder
+from trainer.models.parts.image.seeing import PilImageProcessor
 from trainer.models.parts.image.text_encoder import from_folder
 from trainer.models.parts.language.language_configs import first_line
 from trainer.models.parts.language.next_token import ATTENTIONS, block_names, parameters_on_meta
@@ -98,7 +99,7 @@ class VisionLanguageFolder:
                 f"{path}: transformers has no processor for a {self.config.model_type}; name another model"
             )
         kind = _without_other_senses(PROCESSOR_MAPPING[type(self.config)])
-        made = {"tokenizer": AutoTokenizer, "image_processor": _PilImageProcessor(AutoImageProcessor)}
+        made = {"tokenizer": AutoTokenizer, "image_processor": PilImageProcessor(AutoImageProcessor)}
         try:
             fields, unused = kind.get_processor_dict(path, local_files_only=True)
             parts = [from_folder(made[name], path) if name in made else None for name in kind.get_attributes()]
@@ -353,16 +354,6 @@ def _sent(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)
-
-
-class _PilImageProcessor:
-    """`AutoImageProcessor` that takes the class which computes with Pillow and numpy."""
-
-    def __init__(self, automatic: Any) -> None:
-        self._automatic = automatic
-
-    def from_pretrained(self, folder: Path, **options: Any) -> Any:
-        return self._automatic.from_pretrained(folder, backend="pil", **options)
 
 
 def _without_other_senses(kind: Any) -> Any:

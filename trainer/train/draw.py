@@ -20,7 +20,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
 from trainer.data.cache import ExampleCache
 from trainer.data.images.image_source import EncodedData, EncodedPrompt, ImageSampler, with_trigger
-from trainer.data.prompts import PromptEncoder, encode_texts, origin_of, text_keys
+from trainer.data.prompts import Prompt, PromptEncoder, encode_prompts, origin_of, prompt_keys
 from trainer.data.source import Sampler
 from trainer.data.text.text_source import TextSampler
 from trainer.distributed.context import RankContext
@@ -227,13 +227,14 @@ def _sampler(cfg: RunConfig, family: ModelFamily, world: World, cache: Path) -> 
         raise TypeError(f"{type(family).__name__} is neither a text nor an image family")
     texts = with_trigger(cfg.sample.prompts, cfg.data)
     examples, origin = ExampleCache(cache / "examples"), origin_of(cfg, family)
-    keys = text_keys(cfg, origin, [*texts, cfg.sample.negative, ""])
-    missing = {text: key for text, key in keys.items() if not examples.has(key)}
+    keys = prompt_keys(cfg, origin, map(Prompt, [*texts, cfg.sample.negative, ""]))
+    missing = {prompt: key for prompt, key in keys.items() if not examples.has(key)}
     load = encoder_loader(cfg, world, cache)
     if missing:
-        encode_texts(family, load, examples, missing)
-    prompts = tuple(EncodedPrompt(text, keys[text], None) for text in texts)
-    data = EncodedData(examples, (), (), prompts, keys[cfg.sample.negative], keys[""], family.dropped_text, origin)
+        encode_prompts(family, load, examples, missing)
+    negative, empty = keys[Prompt(cfg.sample.negative)], keys[Prompt("")]
+    prompts = tuple(EncodedPrompt(text, keys[Prompt(text)], negative) for text in texts)
+    data = EncodedData(examples, (), (), prompts, empty, family.dropped_text, origin)
     context = RankContext(cfg, world, cache, lambda event: None)
     return ImageSampler(cfg, family, load, data, PromptEncoder(family, context, examples, origin))
 

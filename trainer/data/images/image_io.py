@@ -216,10 +216,15 @@ def load_rgb(file: ImageFile, size: tuple[int, int], framing: Framing = WHOLE) -
         return ImageOps.mirror(image) if framing.is_mirrored else image
 
 
-def load_resized(file: ImageFile, size: tuple[int, int], background: str = WHOLE.background) -> Image.Image:
+def load_resized(
+    file: ImageFile,
+    size: tuple[int, int],
+    background: str = WHOLE.background,
+    resample: Image.Resampling = Image.Resampling.BICUBIC,
+) -> Image.Image:
     """Load as `load_rgb`, but whole: each side is scaled by itself. For sizes that nearly keep the aspect ratio."""
     with _naming_file(file.path):
-        scale = _resizing(size, Image.Resampling.BICUBIC)
+        scale = _resizing(size, resample)
         return _in_srgb(_upright(file), file, scale, background)
 
 

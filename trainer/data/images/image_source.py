@@ -22,7 +22,7 @@ from trainer.data.images.image_files import CaptionedImage
 from trainer.data.images.image_io import ImageFile, png
 from trainer.data.images.scan_memory import without_collection
 from trainer.data.loader import BatchSizes, Choices, ImageBatchSampler, ImageItem
-from trainer.data.prompts import PromptEncoder
+from trainer.data.prompts import Prompt, PromptEncoder, Seen
 from trainer.data.source import DataSource, Generate, Sampler
 from trainer.distributed.context import RankContext
 from trainer.models.base import ImageFamily, LoadModule
@@ -59,6 +59,9 @@ class EncodedImage:
         texts: Cache keys of its captions' embeddings.
         mirrored: What is made of it with left and right exchanged; None where it never is.
         reference_sizes: Size of each reference.
+        empty: Cache key of the empty caption with its references; None where the text encoder sees none.
+        texts_alone: `texts` without the references, for occurrences that are trained without them; empty where the
+            text encoder sees none.
     """
 
     image: CaptionedImage
@@ -67,6 +70,8 @@ class EncodedImage:
     texts: tuple[str, ...]
     mirrored: Pixels | None = None
     reference_sizes: tuple[Size, ...] = ()
+    empty: str | None = None
+    texts_alone: tuple[str, ...] = ()
 
     @property
     def content(self) -> tuple[object, ...]:
@@ -77,13 +82,23 @@ class EncodedImage:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A sample prompt with its trigger filled in, the cache keys of its embeddings and its reference's latents, and the
-    file of the reference."""
+    """A sample prompt.
+
+    Attributes:
+        text: With its trigger filled in.
+        key: Cache key of its embeddings.
+        negative: Cache key of those of the negative prompt.
+        reference: Cache key of its reference's latents.
+        file: Its reference.
+        seen: Its reference as the text encoder sees it, if it does.
+    """
 
     text: str
     key: str
-    reference: str | None
+    negative: str
+    reference: str | None = None
     file: ImageFile | None = None
+    seen: tuple[Seen, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,7 +110,6 @@ class EncodedData:
     "rejected" in the shape of the latents, those of the image that this one is preferred to.
 
     Attributes:
-        negative: Key of the negative prompt.
         empty: Key of the empty caption.
         dropped_text: `ImageFamily.dropped_text`.
         origin: The part of every key that the encoders are in (`prompts.origin_of`).
@@ -107,7 +121,6 @@ class EncodedData:
     train: tuple[EncodedImage, ...]
     validation: tuple[EncodedImage, ...]
     prompts: tuple[EncodedPrompt, ...]
-    negative: str
     empty: str
     dropped_text: Callable[[Example, Example], Example]
     origin: str
@@ -142,8 +155,10 @@ class EncodedData:
         return self.train[item.index].image.loss_weight
 
     def _joined(self, encoded: EncodedImage, item: ImageItem, read: Callable[[str], Example]) -> Example:
-        caption = encoded.texts[item.caption]
-        text = self.dropped_text(read(self.empty), self.cache.shapes(caption)) if item.dropped else read(caption)
+        is_alone = item.without_references
+        caption = ((is_alone and encoded.texts_alone) or encoded.texts)[item.caption]
+        empty = self.empty if is_alone or encoded.empty is None else encoded.empty
+        text = self.dropped_text(read(empty), self.cache.shapes(caption)) if item.dropped else read(caption)
         pixels = encoded.mirrored if item.is_mirrored else encoded.pixels
         assert pixels is not None, "only images that may be flipped are mirrored"
         example = read(pixels.latents) | text
@@ -153,7 +168,7 @@ class EncodedData:
             example["rejected"] = read(pixels.rejected)["latents"]
         if self.with_size:
             example["original_size"] = torch.tensor([encoded.image.height, encoded.image.width])
-        return example | _reference_latents(pixels.references, read)
+        return example | _reference_latents(() if is_alone else pixels.references, read)
 
 
 def _reference_latents(keys: Sequence[str], read: Callable[[str], Example]) -> Example:
@@ -193,7 +208,9 @@ class ImageSource(DataSource):
         Guidance pushes samples away from what a dropped caption gives, which therefore must be the subject that is
         trained, not a regularization image.
         """
-        return Choices(image.caption_dropout if image.is_own else 0.0, len(image.captions), image.may_flip)
+        reference_dropout = self._cfg.data.reference_dropout if image.references else 0.0
+        dropout = image.caption_dropout if image.is_own else 0.0
+        return Choices(dropout, len(image.captions), image.may_flip, reference_dropout)
 
     def num_samples(self, epochs: float, context: RankContext) -> int:
         return num_images(self._weights, epochs)
@@ -236,15 +253,18 @@ class ImageSampler(Sampler):
         self.prompts = tuple(prompt.text for prompt in data.prompts)
         self._sample, self._family, self._load, self._data = cfg.sample, family, load, data
         self._config, self._encoder = cfg.data, encoder
-        self._references = [(prompt.reference, prompt.file) for prompt in data.prompts]
 
     def change_prompts(self, prompts: Sequence[str]) -> None:
         texts = with_trigger(prompts, self._config)
-        keys = self._encoder.encode(texts)
-        references = self._references if self._sample.references else [(None, None)] * len(texts)
-        changed = zip(texts, references, strict=True)
-        encoded = tuple(EncodedPrompt(text, keys[text], *reference) for text, reference in changed)
-        self._data = replace(self._data, prompts=encoded)
+        former = self._data.prompts if self._sample.references else [None] * len(texts)
+        named = [(Prompt(text, old.seen if old else ()), old) for text, old in zip(texts, former, strict=True)]
+        negative = [Prompt(self._sample.negative, prompt.seen) for prompt, _ in named]
+        keys = self._encoder.encode([*(prompt for prompt, _ in named), *negative])
+        encoded = []
+        for (prompt, old), other in zip(named, negative, strict=True):
+            reference = (old.reference, old.file) if old else (None, None)
+            encoded.append(EncodedPrompt(prompt.text, keys[prompt], keys[other], *reference, prompt.seen))
+        self._data = replace(self._data, prompts=tuple(encoded))
         self.prompts = tuple(texts)
 
     def kind(self, index: int) -> SampleKind:
@@ -252,10 +272,10 @@ class ImageSampler(Sampler):
 
     def prepare(self) -> Generate:
         autoencoder = self._family.image_encoder(self._load)
-        negative = self._data.cache.read(self._data.negative)
 
         def generate(model: nn.ModuleDict, index: int, rng: SampleRng) -> Sample:
-            text = self._data.prompt(index) | self._inputs(self._data.prompts[index])
+            prompt = self._data.prompts[index]
+            text, negative = self._data.prompt(index) | self._inputs(prompt), self._data.cache.read(prompt.negative)
             image = self._family.sample(model, autoencoder, text, negative, self._sample, rng)
             return Sample(IMAGE, png(image))
 

@@ -117,6 +117,7 @@ class Flux1(FlowTransformer):
             "black-forest-labs/FLUX.1-Kontext-dev",
             architecture="kontext",
             references=1,
+            sees=False,
             marks={"model_index.json": {"_class_name": EDITS}},
         ),
     )
@@ -236,7 +237,7 @@ class Flux1(FlowTransformer):
         if self._architecture.in_channels != needed:
             raise InputError(
                 f"{self._folder.field} {self.folder}: the transformer reads {self._architecture.in_channels} channels, "
-                f"the autoencoder gives {needed}; only text-to-image models are trained, use dev, Kontext or schnell"
+                f"the autoencoder gives {needed}; only dev, Kontext and schnell are trained"
             )
 
     def predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:

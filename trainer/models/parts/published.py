@@ -43,7 +43,8 @@ def published_folder(model: ModelConfig, cache: Path) -> Path:
             file = folder / part if part.endswith(".json") else folder / part / name
             config = json.loads(file.read_text(encoding="utf-8"))
             text = config.get("text_config", config)  # encoders that also read images have it
-            text |= values
+            text |= {key: value for key, value in values.items() if key != "vision_config"}
+            config.get("vision_config", {}).update(values.get("vision_config", {}))
             file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     return write_once(cache / f"published-{model.family}-{architecture}-{key}", write)
