@@ -638,6 +638,7 @@ WITHOUT_UNIT = [
     "data.validation",
     "data.mask_background",
     "data.regularization_weight",
+    "data.reference_dropout",
     "data.question_share",
     "objective.logit_mean",
     "objective.logit_std",

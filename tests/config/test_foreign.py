@@ -180,6 +180,8 @@ def test_the_folders_of_kohyas_layout_have_the_repeats_of_their_names(tmp_path: 
         ("/m/sd_xl_base_1.0.safetensors", "sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
         ("C:\\\\m\\\\ponyDiffusionV6XL.safetensors", "sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
         ("/m/flux1-schnell.safetensors", "flux1", "black-forest-labs/FLUX.1-schnell"),
+        ("/m/flux1-kontext.sft", "flux1", "black-forest-labs/FLUX.1-Kontext-dev"),
+        ("/m/qwen_image_edit_2511_bf16.safetensors", "qwen_image", "Qwen/Qwen-Image-Edit-2511"),
         ("/m/flux2-dev.safetensors", "flux2", "black-forest-labs/FLUX.2-dev"),
         ("/m/sd3.5_large.safetensors", "sd3", "stabilityai/stable-diffusion-3.5-large"),
         ("Qwen/Qwen-Image", "qwen_image", None),
@@ -192,7 +194,14 @@ def test_the_family_follows_from_the_name_of_the_model(path: str, family: str, b
 
 
 @pytest.mark.parametrize(
-    "path", ["runwayml/stable-diffusion-v1-5", "/m/qwen_image_edit.safetensors", "/m/flux1-kontext.sft"]
+    "path",
+    [
+        "runwayml/stable-diffusion-v1-5",
+        "/m/qwen_image_edit.safetensors",
+        "/m/qwen_image_edit_2509.safetensors",
+        "/m/flux1-fill.sft",
+        "/m/flux1-kontext-inpaint.sft",
+    ],
 )
 def test_another_model_is_asked_for_and_taken_from_the_command(path: str) -> None:
     text = f'pretrained_model_name_or_path = "{path}"\nnetwork_module = "networks.lora"\nnetwork_dim = 8\n'

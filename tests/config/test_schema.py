@@ -190,6 +190,22 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "data.regularization_weight: has no effect without data.regularization; name the folder of images",
     ),
     (
+        {"data": {"path": "photos", "reference_dropout": 0.5}},
+        "data.reference_dropout: has no effect without data.references; name the folder of images",
+    ),
+    *(
+        (
+            {"data": {"path": "photos", "pair_suffixes": endings}},
+            f"data.pair_suffixes: [{', '.join(endings)}] is not two endings of which none ends with the other; give "
+            "two, as [_A, _B]",
+        )
+        for endings in (["_A"], ["_A", "_A"], ["", "_B"], ["_B", "x_B"], ["_A", "_B", "_C"])
+    ),
+    (
+        {"data": {"path": "photos", "references": "before", "pair_suffixes": ["_A", "_B"]}},
+        "data.pair_suffixes: the images before the edit are those of data.references; leave out one of both",
+    ),
+    (
         {"sample": {"prompts": ["one", "two"], "references": ["a.png"]}},
         "sample.references: 1 files for 2 prompts; give one for each, or none",
     ),

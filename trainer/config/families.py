@@ -21,7 +21,13 @@ from trainer.system.errors import Problem, not_one_of
 FACTS = Path(__file__).with_suffix(".json")
 
 
-REFERENCES = ("data.references", "data.reference_columns", "data.reference_dropout", "sample.references")
+REFERENCES = (
+    "data.references",
+    "data.reference_columns",
+    "data.pair_suffixes",
+    "data.reference_dropout",
+    "sample.references",
+)
 
 
 @dataclass(frozen=True)

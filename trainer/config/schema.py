@@ -5,6 +5,7 @@ Nothing here imports torch, and nothing assigns to a config after it was validat
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -560,6 +561,17 @@ def _companion_rules(data: DataConfig) -> Iterator[Problem]:
             yield Problem(f"data.{name}", f"{folder} is the folder of the training data itself; name another")
     if data.mask_background and not data.names_masks:
         yield Problem("data.mask_background", "has no effect without data.masks; name the folder of masks")
+    endings = data.pair_suffixes
+    alike = any(one != other and one.endswith(other) for one, other in itertools.permutations(endings, 2))
+    if endings and ((len(endings), len({*endings})) != (2, 2) or not all(endings) or alike):
+        yield Problem(
+            "data.pair_suffixes",
+            f"[{', '.join(endings)}] is not two endings of which none ends with the other; give two, as [_A, _B]",
+        )
+    if endings and data.references:
+        yield Problem(
+            "data.pair_suffixes", "the images before the edit are those of data.references; leave out one of both"
+        )
     if data.reference_dropout and not data.has_references:
         yield Problem("data.reference_dropout", "has no effect without data.references; name the folder of images")
     if data.regularization_weight != 1 and not data.regularization:

@@ -605,8 +605,12 @@ class DataConfig(Section):
     references: str | None = option(
         None, title="Reference images", path="folder", keywords="control kontext source before after"
     )
-    """For edit training: folder of the images before the edit, with the file names of the training images, or with _0,
-    _1 and so on after the name for several. They are scaled to `data.resolution` and keep their aspect ratio."""
+    """For edit training: folder of the images before the edit, with the file names of the training images. For several,
+    with _0, _1 and so on after the name, or in numbered folders in it, as control_1 and control_2. They are scaled to
+    `data.resolution` and keep their aspect ratio."""
+    pair_suffixes: tuple[str, ...] = option((), title="Endings of pairs", keywords="control edit before after _A _B")
+    """For edit training on pairs in one folder: how the file names of the image before an edit and of the one after it
+    end, as [_A, _B]. The caption has the name of the pair, or of the image after the edit."""
     reference_dropout: Number = option(
         0.0, title="Reference dropout", ge=0, le=1, keywords="left out unconditional control edit"
     )
@@ -694,7 +698,7 @@ class DataConfig(Section):
     @property
     def has_references(self) -> bool:
         """Whether images are made from others, as in edit training."""
-        return bool(self.references or self.reference_columns)
+        return bool(self.references or self.reference_columns or self.pair_suffixes)
 
     @property
     def has_masks(self) -> bool:

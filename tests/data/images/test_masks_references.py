@@ -181,6 +181,36 @@ def test_references_behind_a_gap_or_beside_the_photos_name_are_unused_with_a_war
     assert found.warnings == (f"data.references: 2 of 4 images belong to no image of the data, first {before}/a_0.jpg",)
 
 
+def test_references_of_a_set_lie_in_numbered_folders(photos: Path, tmp_path: Path) -> None:
+    """In the order of their numbers; the folders of the data are none of them."""
+    for name in ("control_2/a.png", "control_10/a.webp", "control_1/a.jpg", "control_2/sub/b.png", "sub/b_0.png"):
+        add_picture(tmp_path / "before" / name)
+    found = by_name(scan(data(photos, references=str(tmp_path / "before"))).train)
+    places = [one.path.relative_to(tmp_path / "before").as_posix() for one in found["a"].references]
+    assert places == ["control_1/a.jpg", "control_2/a.png", "control_10/a.webp"]
+    assert names(found["b"].references) == ["b_0.png"]
+
+
+def test_both_images_of_a_pair_may_lie_in_the_folder_of_the_data(tmp_path: Path) -> None:
+    photos = tmp_path / "photos"
+    for name in ("a_A.png", "a_B.jpg", "sub/b_A.webp", "sub/b_B.png"):
+        add_picture(photos / name)
+    (photos / "a.txt").write_text("make it red")
+    (photos / "sub" / "b_B.txt").write_text("remove it")
+    found = scan(data(photos, pair_suffixes=["_A", "_B"]))
+    assert [(photo.path.name, photo.caption, names(photo.references)) for photo in found.train] == [
+        ("a_B.jpg", "make it red", ["a_A.png"]),
+        ("b_B.png", "remove it", ["b_A.webp"]),
+    ]
+    assert found.warnings == ()
+    add_picture(photos / "c_B.png")
+    (photos / "c_B.txt").write_text("alone")
+    assert problems_of(data(photos, pair_suffixes=["_A", "_B"])) == [
+        f"data.path: 1 of 5 images are in no pair of names that end with _A and _B: first {photos}/c_B.png; add the "
+        "other one, or remove it"
+    ]
+
+
 def test_a_photo_without_reference_is_refused_with_its_name(photos: Path, tmp_path: Path) -> None:
     before = tmp_path / "before"
     add_picture(before / "a.png")

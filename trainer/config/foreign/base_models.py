@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config import yaml12
+from trainer.config import families, yaml12
 from trainer.config.foreign.table import Given, Tool, plain
 from trainer.config.models import PublishedModel, published_models
 from trainer.config.presets import find_presets
@@ -45,11 +45,15 @@ def found(tool: Tool, given: Given) -> tuple[str, dict[str, Any], str]:
 
 def nearest_preset(model: ModelConfig) -> str:
     """Return the name of a preset of the model, else of one of its family; "" where there is none."""
+    known = families.of(model.family)
+    edits = {kind.model for kind in known.edits} if known else set()
     of_family = [
         (name, own["model.path"]) for name, own in _of_presets().items() if own["model.family"] == model.family
     ]
     same = [name for name, path in of_family if path in (model.path, model.base)]
-    published = [name for name, path in of_family if path in published_models() and path not in MODEL_WORDS]
+    published = [
+        name for name, path in of_family if path in published_models().keys() - edits and path not in MODEL_WORDS
+    ]
     return next(iter([*same, *published]), "")
 
 
@@ -63,14 +67,15 @@ def _by_words(path: str, kinds: list[str]) -> PublishedModel | None:
     architecture."""
     models = [model for model in published_models().values() if model.known_as and model.id in _sections()]
     name = plain(path if HUB_ID.fullmatch(path) else path.replace("\\", "/").rstrip("/").rpartition("/")[2])
+    inside = {model.id: [word for word in map(plain, model.known_as) if word in name] for model in models}
+    others = [other for other in OTHERS if other in name]
+    named = [model for model in models if all(any(other in word for word in inside[model.id]) for other in others)]
     for word in kinds:
         exact = next((model for model in models if word in map(plain, model.known_as)), None)
-        if exact and not any(other in name for other in OTHERS):
-            longer = _longest([model for model in models if _family(model) == _family(exact)], name)
-            return longer or exact
-    if kinds or any(other in name for other in OTHERS):
-        return None
-    return _longest(models, name)
+        if exact:
+            longer = _longest([model for model in named if _family(model) == _family(exact)], name)
+            return longer if others else longer or exact
+    return None if kinds else _longest(named, name)
 
 
 def _longest(models: list[PublishedModel], name: str) -> PublishedModel | None:

@@ -349,6 +349,8 @@ class _Scanner:
             return self._of_tables(source, tables)
         paths = self._paths(source, files)
         self._texts |= _text_files(files)
+        before = self._pairs(source, paths) if self.cfg.pair_suffixes and source.is_own else {}
+        paths = list(before) or paths
         # Rows of images that are left out are no mistakes.
         left_out = [file for file in files if file.suffix.lower() in OTHER_IMAGE_SUFFIXES]
         listed = self._metadata([file for file in files if file.name in METADATA], by_name([*left_out, *paths]))
@@ -357,7 +359,11 @@ class _Scanner:
         # Folders that the config lists separately count too: a weight for one must not make repeats of the others.
         below = {path.parent for path in paths}
         self._counted = _counted(below.union(*(folder.parents for folder in below), read_folders(self.cfg)))
-        images = [image for path in paths if (image := self._of_file(path, listed.get(path), source)) is not None]
+        images = [
+            image
+            for path in paths
+            if (image := self._of_file(path, listed.get(path), source, before.get(path))) is not None
+        ]
         self._check(source, len(paths), images, files)
         return images
 
@@ -595,11 +601,33 @@ class _Scanner:
             )
         return paths
 
-    def _of_file(self, path: Path, row: Row | None, source: _Source) -> CaptionedImage | None:
+    def _pairs(self, source: _Source, paths: Sequence[Path]) -> dict[Path, Path]:
+        """{image after an edit: the one before it} of a folder; images without the other one are collected."""
+        first, last = self.cfg.pair_suffixes
+        by_stem = {_stem(path): path for path in paths}
+        pairs = {
+            path: by_stem[f"{stem.removesuffix(last)}{first}"]
+            for stem, path in by_stem.items()
+            if stem.endswith(last) and f"{stem.removesuffix(last)}{first}" in by_stem
+        }
+        used = {*pairs, *pairs.values()}
+        alone = [path for path in paths if path not in used]
+        if alone:
+            self.findings.problems.append(
+                f"{source.field}: {len(alone)} of {len(paths)} images are in no pair of names that end with {first} "
+                f"and {last}: first {alone[0]}; add the other one, or remove it"
+            )
+        return pairs
+
+    def _of_file(
+        self, path: Path, row: Row | None, source: _Source, before: Path | None = None
+    ) -> CaptionedImage | None:
+        """The image of a file; None for a finding. before: the image before the edit, if both lie in the folder."""
         name = _stem(path)[len(str(source.root)) :].lstrip("/")
         found = _repeats(source, name, self._counted)
         captions = self._captions(path, row, found.caption)
-        return self._image(path, name, captions, row.focus if row else WHOLE.focus, source, repeats=found.times)
+        focus = row.focus if row else WHOLE.focus
+        return self._image(path, name, captions, focus, source, [before] if before else (), found.times)
 
     def _image(
         self,
@@ -665,8 +693,12 @@ class _Scanner:
         of_folder: its caption where it has none of its own.
         """
         wanted = f"{_stem(path)}.txt"
+        names = [wanted]
+        if self.cfg.pair_suffixes:
+            names.append(f"{_stem(path).removesuffix(self.cfg.pair_suffixes[1])}.txt")
         captions = row.captions if row else ()
-        if file := self._texts.get(wanted) or self._texts.get(same_name(wanted)):
+        found = (self._texts.get(name) or self._texts.get(same_name(name)) for name in names)
+        if file := next(filter(None, found), None):
             self._captioned.setdefault(file, []).append(path)
             text = self._text(Path(file))
             if text is None:

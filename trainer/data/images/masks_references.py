@@ -3,6 +3,7 @@ that are rejected in preference training. See DECISIONS 77."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
@@ -10,6 +11,9 @@ from pathlib import Path
 
 from trainer.data.images.image_io import ImageFile, same_name
 from trainer.data.images.known_files import KnownFiles
+
+NUMBERED = re.compile(r".*?(\d+)")
+"""A folder with one reference image of each set."""
 
 
 @dataclass
@@ -116,10 +120,20 @@ class Masks(_Companions):
 class References(_Companions):
     """Reference images by name. Each image of the data needs one."""
 
+    def __init__(self, field: str, folder: Path, files: Iterable[Path], findings: Findings, known: KnownFiles) -> None:
+        super().__init__(field, folder, files, findings, known)
+        found = map(NUMBERED.fullmatch, {name.partition("/")[0] for name in self.files if "/" in name})
+        numbered = sorted((int(match[1]), match[0]) for match in found if match)
+        self._folders = [folder for _, folder in numbered]
+
     def of(self, name: str, image: ImageFile) -> tuple[ImageFile, ...]:
-        """The image called `name`, else those called `name_0`, `name_1` and so on. Raises as `Masks.of`."""
-        numbered = takewhile(self.files.__contains__, (f"{name}_{number}" for number in count()))
-        return self.claim([name] if name in self.files else list(numbered), name, image.path)
+        """The image called `name`, else those called `name_0`, `name_1` and so on, else those called `name` in numbered
+        folders, by their numbers. Raises as `Masks.of`."""
+        if name in self.files:
+            return self.claim([name], name, image.path)
+        numbered = list(takewhile(self.files.__contains__, (f"{name}_{number}" for number in count())))
+        in_folders = [f"{folder}/{name}" for folder in self._folders if f"{folder}/{name}" in self.files]
+        return self.claim(numbered or in_folders, name, image.path)
 
     def finish(self) -> None:
         """Collect messages about references and images that do not match. To be called after the last image."""
