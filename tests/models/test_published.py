@@ -47,6 +47,8 @@ COUNTS = {
     "flux2 klein-9b": [9.079, 6.025, VAE],
     "flux3 flux3": [5.538, 3.720, VAE],
     "qwen_image qwen-image": [20.43, 7.071, 0.127],
+    "qwen_image qwen-image-edit-2509": [20.43, 7.747, 0.127],
+    "qwen_image qwen-image-edit-2511": [20.43, 7.747, 0.127],
     "sd3 sd3-medium": [2.028, CLIP_L_PROJECTED, CLIP_G, T5, VAE],
     "sd3 sd35-medium": [2.243, CLIP_L_PROJECTED, CLIP_G, T5, VAE],
     "sd3 sd35-large": [8.057, CLIP_L_PROJECTED, CLIP_G, T5, VAE],
