@@ -29,7 +29,7 @@ from trainer.models.parts.folder import check_architecture, write_random
 from trainer.models.parts.image.images import pack, unpack
 from trainer.models.parts.image.packed_vae import PACKED_AUTOENCODER, PACKED_VAE, tiny_packed_vae
 from trainer.models.parts.image.text_encoder import (
-    QWEN3_4B,
+    QWEN3_VL_4B,
     TextEncoder,
     hidden_states,
     language_model_config,
@@ -38,7 +38,7 @@ from trainer.models.parts.image.text_encoder import (
     max_tokens,
     stacked_layers,
     text_lengths,
-    tiny_language_model,
+    tiny_qwen3_vl,
     write_tiny_tokenizer,
 )
 from trainer.models.parts.layout import numbered, tensors_of
@@ -160,7 +160,6 @@ class Flux3(FlowTransformer):
     @classmethod
     def published(cls, architecture: str) -> dict[str, Any]:
         sizes = ARCHITECTURES[architecture]
-        rope = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_theta": 5e6, "rope_type": "default"}
         return {
             "transformer": {
                 "in_channels": 128,
@@ -169,12 +168,12 @@ class Flux3(FlowTransformer):
                 "num_single_layers": sizes.num_single_layers,
                 "attention_head_dim": 128,
                 "num_attention_heads": sizes.num_heads,
-                "joint_attention_dim": 8 * QWEN3_4B["hidden_size"],
+                "joint_attention_dim": 8 * QWEN3_VL_4B["hidden_size"],
                 "timestep_channels": 256,
                 "axes_dims_rope": [32, 32, 32, 32],
             },
             "vae": PACKED_VAE,
-            "text_encoder": QWEN3_4B | {"rope_parameters": rope},
+            "text_encoder": QWEN3_VL_4B,
             "tokenizer": {"model_max_length": MAX_TOKENS},
         }
 
@@ -183,7 +182,7 @@ class Flux3(FlowTransformer):
         return {
             "transformer": _tiny_transformer(),
             "vae": tiny_packed_vae(),
-            "text_encoder": _tiny_text_encoder(),
+            "text_encoder": tiny_qwen3_vl(TINY_WIDTH, TINY_VOCABULARY, TINY_LAYERS[-1] + 1),
         }
 
     def predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
@@ -329,22 +328,4 @@ def _tiny_transformer() -> dict[str, Any]:
         "joint_attention_dim": TINY_WIDTH * len(TINY_LAYERS),
         "timestep_channels": 32,
         "axes_dims_rope": [4, 4, 4, 4],
-    }
-
-
-def _tiny_text_encoder() -> dict[str, Any]:
-    text = tiny_language_model(TINY_WIDTH, TINY_VOCABULARY, TINY_LAYERS[-1] + 1) | {
-        "head_dim": TINY_WIDTH // 4,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 5e6,
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-    }
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TINY_WIDTH}
-    return {
-        "model_type": "qwen3_vl",
-        "text_config": text,
-        "vision_config": vision | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
     }

@@ -8,14 +8,12 @@ the longest; if their lengths differ, "prompt_mask" (B, L) is true for a caption
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from PIL import Image
 from torch import Tensor, nn
@@ -30,7 +28,15 @@ from trainer.models.objectives.base import Batch, Example
 from trainer.models.objectives.flow_matching import Shift, ShiftLine
 from trainer.models.parts.folder import check_architecture, check_inputs, write_random
 from trainer.models.parts.image.euler import euler_scheduler, guided, linear_mu_of, spaced_sigmas
-from trainer.models.parts.image.images import device_of, image_of, pack, patchify, pixels_of, unpack, unpatchify
+from trainer.models.parts.image.images import pack, patchify, unpack, unpatchify
+from trainer.models.parts.image.qwen import (
+    AFTER_CAPTION,
+    BEFORE_CAPTION,
+    QWEN_AUTOENCODER,
+    TINY_QWEN_VAE,
+    TOKENS_BEFORE,
+    published_qwen_vae,
+)
 from trainer.models.parts.image.seeing import (
     IMAGE,
     TINY_SEEING,
@@ -52,7 +58,6 @@ from trainer.models.parts.image.text_encoder import (
     tiny_language_model,
     write_tiny_tokenizer,
 )
-from trainer.models.parts.image.vae import Autoencoder
 from trainer.models.recognition import json_of
 from trainer.parallel.parallelize import ShardSpec
 from trainer.system.errors import InputError
@@ -95,18 +100,13 @@ QWEN2_5_VL_7B = {
     "layer_types": None,
     "rope_parameters": {"mrope_section": [16, 24, 24], "rope_theta": 1000000.0, "rope_type": "default"},
 }
-TEMPLATE = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
-    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-)
-"""The text that the model was trained to see around a caption, copied from diffusers' pipeline."""
 EDIT_TEMPLATE = (
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
     "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
     "that meets the user's requirements while maintaining consistency with the original input where appropriate."
     "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
-TEMPLATES = {False: (TEMPLATE, 34), True: (EDIT_TEMPLATE, 64)}
+TEMPLATES = {False: (f"{BEFORE_CAPTION}{{}}{AFTER_CAPTION}", TOKENS_BEFORE), True: (EDIT_TEMPLATE, 64)}
 """{whether the model edits: (its template, the tokens before the caption, whose states are left out)}."""
 PICTURE = f"Picture {{}}: {VISION}"
 SEEN_PIXELS = 384 * 384
@@ -120,44 +120,9 @@ QWEN2_5_VL_7B_VISION = {
 }
 
 
-def _build_vae(config: Mapping[str, Any]) -> nn.Module:
-    with torch.device("meta"):
-        vae: nn.Module = AutoencoderKLQwenImage.from_config(dict(config))
-    return vae
-
-
-def _encode(vae: Any, image: Image.Image) -> Tensor:
-    # The autoencoder belongs to a video model: an image is a film of one frame.
-    film = vae.encode(pixels_of(image, device_of(vae)).unsqueeze(2)).latent_dist.mode()
-    mean, std = _latent_statistics(vae)
-    latents: Tensor = (film.squeeze(2) - mean) / std
-    return latents
-
-
-def _decode(vae: Any, latents: Tensor) -> Image.Image:
-    mean, std = _latent_statistics(vae)
-    film = vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0]
-    return image_of(film.squeeze(2))
-
-
-def _latent_statistics(vae: Any) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the latents, each (1, C, 1, 1)."""
-    mean, std = (
-        torch.tensor(values, device=device_of(vae)).view(1, -1, 1, 1)
-        for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    return mean, std
-
-
-def _write_tiny_vae(folder: Path, config: Mapping[str, Any]) -> None:
-    write_random(folder, lambda: AutoencoderKLQwenImage(**config))
-
-
 class QwenImage(FlowTransformer):
     network = QwenImageTransformer2DModel
-    autoencoder = Autoencoder(
-        AutoencoderKLQwenImage.__name__, 8, _build_vae, _encode, _decode, write_tiny=_write_tiny_vae
-    )
+    autoencoder = QWEN_AUTOENCODER
     lora_loader = "QwenImageLoraLoaderMixin"
     shard = ShardSpec(blocks=("QwenImageTransformerBlock",), returns_views=("QwenImageTransformer2DModel",))
     adapter_targets: Mapping[str, tuple[str, ...]] = {
@@ -296,8 +261,6 @@ class QwenImage(FlowTransformer):
     def published(cls, architecture: str) -> dict[str, Any]:
         sizes = ARCHITECTURES[architecture]
         _, template_tokens = TEMPLATES[sizes.edits]
-        published = inspect.signature(AutoencoderKLQwenImage.__init__).parameters
-        vae = ("base_dim", "z_dim", "dim_mult", "num_res_blocks", "latents_mean", "latents_std")
         return {
             "transformer": {
                 "in_channels": 64,
@@ -309,7 +272,7 @@ class QwenImage(FlowTransformer):
                 "axes_dims_rope": [16, 56, 56],
                 "zero_cond_t": sizes.zero_cond_t,
             },
-            "vae": {name: published[name].default for name in vae},
+            "vae": published_qwen_vae(),
             "text_encoder": QWEN2_5_VL_7B | ({"vision_config": QWEN2_5_VL_7B_VISION} if sizes.edits else {}),
             "tokenizer": {"model_max_length": template_tokens + MAX_TOKENS[sizes.edits]},
         }
@@ -319,7 +282,7 @@ class QwenImage(FlowTransformer):
         published = ARCHITECTURES[architecture or DEFAULT_ARCHITECTURE]
         return {
             "transformer": _tiny_transformer() | ({"zero_cond_t": True} if published.zero_cond_t else {}),
-            "vae": _tiny_vae(),
+            "vae": TINY_QWEN_VAE,
             "text_encoder": _tiny_text_encoder() | (TINY_SEEING_IDS if published.edits else {}),
             "scheduler": _tiny_scheduler(),
         }
@@ -427,17 +390,6 @@ def _tiny_transformer() -> dict[str, Any]:
         "num_attention_heads": 2,
         "joint_attention_dim": TINY_WIDTH,
         "axes_dims_rope": [4, 6, 6],
-    }
-
-
-def _tiny_vae() -> dict[str, Any]:
-    return {
-        "base_dim": 8,
-        "z_dim": 4,
-        "dim_mult": [1, 1, 1, 1],
-        "num_res_blocks": 1,
-        "latents_mean": [-0.1, 0.0, 0.1, 0.2],
-        "latents_std": [0.12, 0.14, 0.16, 0.18],
     }
 
 

@@ -145,7 +145,7 @@ def language_model_config(folder: ModelFolder, *model_types: str) -> dict[str, A
 def language_model_key(key: str) -> str | None:
     """The name of a tensor without the prefixes of transformers' versions; None for head and vision tower."""
     match = re.fullmatch(
-        r"(?:model\.language_model\.|language_model\.model\.|model\.)?((?:embed_tokens|layers|norm)\..+)", key
+        r"(?:(?:model\.)?language_model\.(?:model\.)?|model\.)?((?:embed_tokens|layers|norm)\..+)", key
     )
     return match[1] if match else None
 
@@ -271,6 +271,14 @@ QWEN3_4B: dict[str, Any] = {
     "head_dim": 128,
 }
 QWEN3_8B = QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288}
+QWEN3_VL_4B = QWEN3_4B | {
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [24, 20, 20],
+        "rope_theta": 5e6,
+        "rope_type": "default",
+    }
+}
 """Sizes of published language models. Qwen3's layers are of one type, which follows from NO_LAYER_TYPES."""
 NO_LAYER_TYPES = {"layer_types": None}
 
@@ -284,6 +292,18 @@ def tiny_language_model(width: int, vocabulary: int, num_layers: int) -> dict[st
         "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+    }
+
+
+def tiny_qwen3_vl(width: int, vocabulary: int, num_layers: int) -> dict[str, Any]:
+    """The config of a tiny Qwen3-VL, which also reads images."""
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": width}
+    return {
+        "model_type": "qwen3_vl",
+        "text_config": tiny_language_model(width, vocabulary, num_layers)
+        | {"head_dim": width // 4, "rope_parameters": rope},
+        "vision_config": vision | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
     }
 
 
