@@ -120,6 +120,7 @@ def original(tmp_path: Path) -> Path:
     tensors = {
         "model.diffusion_model.qk.weight": torch.arange(10.0).view(5, 2),
         "model.diffusion_model.last.weight": torch.arange(4.0),
+        "model.diffusion_model.table": torch.arange(6.0),
         "first_stage_model.conv.weight": torch.zeros(1),
     }
     save_file(tensors, tmp_path / "original.safetensors")
@@ -129,8 +130,9 @@ def original(tmp_path: Path) -> Path:
 LAYOUT = (
     Fused("model.diffusion_model.qk.weight", ("q.weight", "k.weight")),
     Fused("model.diffusion_model.last.weight", ("norm.weight",), halves_swapped=True),
+    Fused("model.diffusion_model.table", ("scale", "shift"), flattened=True),
 )
-SHAPES = {"q.weight": (2, 2), "k.weight": (3, 2), "norm.weight": (4,)}
+SHAPES = {"q.weight": (2, 2), "k.weight": (3, 2), "norm.weight": (4,), "scale": (1, 2), "shift": (2, 2)}
 
 
 def test_tensors_of_the_original_layout_are_rows_of_those_in_the_file(original):
@@ -139,7 +141,19 @@ def test_tensors_of_the_original_layout_are_rows_of_those_in_the_file(original):
         "q.weight": [[0, 1], [2, 3]],
         "k.weight": [[4, 5], [6, 7], [8, 9]],
         "norm.weight": [2, 3, 0, 1],
+        "scale": [[0, 1]],
+        "shift": [[2, 3], [4, 5]],
     }
+
+
+def test_rows_of_a_flattened_tensor_are_read_alone_and_it_is_split_as_it_was_joined(original):
+    entry = WeightFiles.read([original]).by_our_names(LAYOUT, SHAPES).entries["shift"]
+    assert entry.rows(OpenFiles(), 1, 2).tolist() == [[4, 5]]
+    parts = (torch.tensor([[0, 1]]), torch.tensor([[2, 3], [4, 5]]))
+    whole = LAYOUT[-1].join(parts)
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
+    assert LAYOUT[-1].shape([part.shape for part in parts]) == whole.shape
+    assert all(a.equal(b) for a, b in zip(LAYOUT[-1].split(whole, (1, 2)), parts, strict=True))
 
 
 def test_any_rows_of_a_tensor_with_swapped_halves_are_read_in_their_order(original):

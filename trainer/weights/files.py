@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,6 +77,7 @@ class Fused:
         halves_swapped: The two halves of the rows change places (scale and shift of an output norm).
         transposed: The original is a matrix that is multiplied from the other side.
         pointwise: The original stores a linear layer as a convolution of one pixel, (out, in, 1, 1).
+        flattened: The original has the numbers of all rows one after another, (rows * columns,).
     """
 
     name: str
@@ -83,6 +85,7 @@ class Fused:
     halves_swapped: bool = False
     transposed: bool = False
     pointwise: bool = False
+    flattened: bool = False
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Make the original tensor from its parts."""
@@ -91,6 +94,8 @@ class Fused:
             whole = torch.cat(whole.chunk(2)[::-1])
         if self.pointwise:
             return whole[:, :, None, None]
+        if self.flattened:
+            return whole.flatten()
         return whole.T if self.transposed else whole
 
     def split(self, whole: Tensor, rows: Sequence[int]) -> tuple[Tensor, ...]:
@@ -100,6 +105,8 @@ class Fused:
             stacked = stacked[:, :, 0, 0]
         if self.halves_swapped:
             stacked = torch.cat(stacked.chunk(2)[::-1])
+        if self.flattened:
+            stacked = stacked.reshape(sum(rows), -1)
         return torch.split(stacked, list(rows))
 
     def shape(self, parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -107,6 +114,8 @@ class Fused:
         stacked = (sum(part[0] for part in parts), *parts[0][1:])
         if self.pointwise:
             return (*stacked, 1, 1)
+        if self.flattened:
+            return (math.prod(stacked),)
         return stacked[::-1] if self.transposed else stacked
 
 
@@ -160,7 +169,9 @@ def _parts(fused: Fused, entry: TensorEntry, shapes: Mapping[str, tuple[int, ...
     start = needed[0] // 2 if fused.halves_swapped else 0
     parts: dict[str, TensorEntry] = {}
     for part in fused.parts:
-        parts[part] = replace(entry, shape=shapes[part], start=start, transposed=fused.transposed)
+        parts[part] = replace(
+            entry, shape=shapes[part], start=start, transposed=fused.transposed, flattened=fused.flattened
+        )
         start += shapes[part][0]
     return parts
 

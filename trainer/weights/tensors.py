@@ -86,6 +86,7 @@ class TensorEntry:
         dtype: By safetensors' name, for example `BF16`.
         start: Row of the stored tensor at which it begins; after the last row it continues with the first.
         transposed: Its rows are the stored tensor's columns.
+        flattened: The numbers of all its rows are stored one after another.
     """
 
     file: Path
@@ -94,12 +95,17 @@ class TensorEntry:
     dtype: str
     start: int = 0
     transposed: bool = False
+    flattened: bool = False
 
     def rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
         """Read rows `begin` to `end`."""
         if self.transposed:
             columns: Tensor = files.slice(self.file, self.key)[:, self.start + begin : self.start + end]
             return columns.T
+        if self.flattened:
+            width = math.prod(self.shape[1:])
+            first, last = (width * (self.start + row) for row in (begin, end))
+            return self._stored_rows(files, first, last).reshape(-1, *self.shape[1:])
         total = self._num_rows(files) or 1
         first = (self.start + begin) % total
         last = first + end - begin
