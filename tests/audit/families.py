@@ -23,6 +23,7 @@ from diffusers import (
     Flux3Transformer2DModel,
     FluxKontextPipeline,
     FluxPipeline,
+    Krea2Pipeline,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
     StableDiffusion3Pipeline,
@@ -380,6 +381,29 @@ class QwenImage(FlowReference):
             return super().picture(self.pack(noise[None])[0], width, height, call)
 
 
+class Krea2(QwenImage):
+    """Its autoencoder, packing and shift are those of Qwen-Image."""
+
+    def read(self, folder: Path) -> Any:
+        return Krea2Pipeline.from_pretrained(folder, local_files_only=True)
+
+    @torch.no_grad()
+    def text(self, caption: str) -> Text:
+        """Without the padding, which the pipeline masks everywhere."""
+        states, mask = self.pipeline.encode_prompt(caption, **self.settings)
+        return {"prompt_embeds": states[0, mask[0]]}
+
+    def velocity(self, noisy: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        rows, columns = (side // 2 for side in noisy.shape[-2:])
+        predicted: Tensor = self.pipeline.transformer(
+            hidden_states=self.pack(noisy),
+            encoder_hidden_states=text["prompt_embeds"][None],
+            timestep=sigma,
+            position_ids=Krea2Pipeline.prepare_position_ids(len(text["prompt_embeds"]), rows, columns, "cpu"),
+        ).sample
+        return predicted
+
+
 class ZImage(FlowReference):
     def read(self, folder: Path) -> Any:
         return ZImagePipeline.from_pretrained(folder, local_files_only=True)
@@ -462,6 +486,7 @@ REFERENCES: Mapping[str, type[Reference]] = {
     "flux1": Flux1,
     "flux2": Flux2,
     "flux3": Flux3,
+    "krea2": Krea2,
     "sd3": Sd3,
     "sdxl": Sdxl,
     "qwen_image": QwenImage,
@@ -478,6 +503,7 @@ MODELS = (
     Model("flux2 dev", "flux2", "dev"),
     Model("flux2 klein", "flux2", "klein-4b"),
     Model("flux3", "flux3"),
+    Model("krea2", "krea2"),
     Model("sd3 medium", "sd3", "sd3-medium"),
     Model("sd3.5 medium", "sd3", "sd35-medium"),
     Model("sd3.5 large", "sd3", "sd35-large"),
@@ -495,6 +521,7 @@ QUICK = (
     "flux2 dev",
     "flux2 klein",
     "flux3",
+    "krea2",
     "sd3.5 medium",
     "sdxl epsilon",
     "sdxl velocity, min-SNR 5",

@@ -390,7 +390,7 @@ LIMITS_OF = {"z_image": LIMITS | {"weights": 2e-5, "average": 2e-5}}
 """Other limits of a family: rounding alone gives 7e-6 on one kind of processor, and 1.03e-5 on another."""
 QUICK = (("flux2", 3),)
 """Families and passes that are compared in `make test`."""
-FAMILIES = ("chroma", "flux1", "flux2", "flux3", "qwen_image", "sd3", "sdxl", "z_image")
+FAMILIES = ("chroma", "flux1", "flux2", "flux3", "krea2", "qwen_image", "sd3", "sdxl", "z_image")
 
 
 def checks_of(

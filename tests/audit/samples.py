@@ -62,6 +62,9 @@ DRAWINGS = (
     Drawing(Model("flux2 klein", "flux2", "klein-4b"), SIX, GUIDED, is_quick=True),
     Drawing(Model("flux2 klein, distilled", "flux2", "klein-4b", edits=DISTILLED), {}, {"num_inference_steps": 4}),
     Drawing(Model("flux3", "flux3"), SIX, GUIDED),
+    # Its pipeline counts guidance from 0.
+    Drawing(Model("krea2", "krea2"), SIX, NEGATED | {"guidance_scale": 3.5}),
+    Drawing(Model("krea2, distilled", "krea2", edits=DISTILLED), {}, {"num_inference_steps": 8, "guidance_scale": 0.0}),
     Drawing(Model("sd3 medium", "sd3", "sd3-medium"), SIX, GUIDED),
     Drawing(Model("sd3.5 medium", "sd3", "sd35-medium"), SIX, GUIDED),
     Drawing(Model("sdxl epsilon", "sdxl"), SIX, GUIDED, is_quick=True),

@@ -19,6 +19,7 @@ import torch
 from diffusers import (
     Flux2Transformer2DModel,
     Flux3Transformer2DModel,
+    Krea2Transformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     ZImageTransformer2DModel,
@@ -103,6 +104,15 @@ MODELS = {
         Model("flux2 dev", (16, 16), 0, ("", 0), embedded, (1e-6, 1e-6)),
         Model("flux2 klein-4b", (16, 16), 0, ("", 0), decoded=(1e-6, 1e-6)),
         Model("flux3 flux3", (16, 16), 11, (r".*image_cond.*", 6)),
+        # Its pipeline counts guidance from 0.
+        Model(
+            "krea2 raw",
+            (4, 8),
+            0,
+            (r"text_fusion\..+", 16),
+            lambda guidance: {"guidance_scale": guidance - 1, "negative_prompt": "grey"},
+            encoded=5e-6,
+        ),
         Model(
             "qwen_image qwen-image",
             (4, 8),
@@ -184,7 +194,7 @@ def test_the_contract_has_every_family_of_flow_transformers_and_every_kind_of_ea
 def test_an_encoded_image_is_the_pipelines_mean_of_the_posterior(one: Model, cache: Path, size: Any) -> None:
     family, image = one.make(cache), picture(*size)
     ours = family.encode_image(family.image_encoder(load), image)["latents"]
-    limit = 1e-5 if one.name.startswith("qwen_image") else 1e-6
+    limit = 1e-5 if one.name.startswith(("krea2", "qwen_image")) else 1e-6
     torch.testing.assert_close(ours, reference(family, one).latents(image), atol=limit, rtol=0)
     channels, side = one.latents
     assert ours.shape == (channels, size[1] // side, size[0] // side)
@@ -304,6 +314,8 @@ def test_loss_with_references_is_the_error_of_the_velocity_of_the_noisy_tokens_a
         ("flux1 dev", "timestep", 256, [1.0, 0.83182, 0.62246, 0.35466]),
         ("flux1 schnell", "timestep", 256, [1.0, 0.75, 0.5, 0.25]),
         ("flux3 flux3", "timestep", 32, [1.0, 0.95411, 0.87390, 0.69789]),
+        # Of an image of 256 tokens, as for FLUX.1; the line ends at 6400 tokens.
+        ("krea2 raw", "timestep", 256, [1.0, 0.83182, 0.62246, 0.35466]),
         # 0.35466 at the end of four steps is stretched to the terminal level, 0.02; a single step has none.
         ("qwen_image qwen-image", "timestep", 256, [1.0, 0.74461, 0.42667, 0.02]),
         ("qwen_image qwen-image", "timestep", 256, [1.0]),
@@ -364,7 +376,7 @@ def test_every_weight_gets_a_gradient_but_those_that_are_never_trained(model: Mo
     assert len(silent) == model.silent
 
 
-@pytest.mark.parametrize("name", ["chroma chroma1", "qwen_image qwen-image", "z_image z-image"])
+@pytest.mark.parametrize("name", ["chroma chroma1", "krea2 raw", "qwen_image qwen-image", "z_image z-image"])
 def test_captions_of_any_length_share_a_batch_and_cost_what_they_cost_alone(name: str, cache: Path) -> None:
     assert_captions_of_any_length_share_a_batch(MODELS[name].make(cache))
 
@@ -403,6 +415,7 @@ def test_adapters_change_all_linear_layers_of_the_blocks_but_their_modulation(mo
         ("flux2 dev", Flux2Transformer2DModel),
         ("flux2 klein-4b", Flux2Transformer2DModel),
         ("flux3 flux3", Flux3Transformer2DModel),
+        ("krea2 raw", Krea2Transformer2DModel),
         ("qwen_image qwen-image", QwenImageTransformer2DModel),
         ("sd3 sd3-medium", SD3Transformer2DModel),
         ("sd3 sd35-medium", SD3Transformer2DModel),
@@ -464,6 +477,7 @@ HAS = {
     "flux1 dev": ("schnell", "19 + 38 blocks without guidance embedding", "1 + 2 blocks with guidance embedding"),
     "flux2 dev": ("klein-4b", "5 + 20 blocks without guidance embedding", "1 + 2 blocks with guidance embedding"),
     "flux3 flux3": ("flux3", "5 + 28 blocks of 24 heads", "1 + 2 blocks of 2 heads"),
+    "krea2 raw": ("raw", "28 blocks of 48 heads", "2 blocks of 4 heads"),
     "qwen_image qwen-image": ("qwen-image", "60 blocks of 24 heads", "2 blocks of 2 heads"),
     "sd3 sd3-medium": (
         "sd35-large",
@@ -491,6 +505,7 @@ READ = {
     "flux1 dev": (*TWO, SCHEDULER),
     "flux2 dev": (*FILES, SCHEDULER),
     "flux3 flux3": FILES,
+    "krea2 raw": (*FILES, SCHEDULER, "model_index.json"),
     "qwen_image qwen-image": (*FILES, SCHEDULER),
     "sd3 sd3-medium": (*TWO, "text_encoder_3/config.json", "tokenizer_3/tokenizer_config.json", SCHEDULER),
     "z_image z-image": (*FILES, SCHEDULER),
@@ -514,6 +529,7 @@ KINDS = {
     "flux1 dev": {"text_encoder": "clip_text_model", "text_encoder_2": "t5"},
     "flux2 dev": {"text_encoder": "mistral or qwen3"},
     "flux3 flux3": {"text_encoder": "qwen3_vl"},
+    "krea2 raw": {"text_encoder": "qwen3_vl"},
     "qwen_image qwen-image": {"text_encoder": "qwen2_5_vl"},
     "sd3 sd3-medium": {"text_encoder": "clip_text_model", "text_encoder_2": "clip_text_model", "text_encoder_3": "t5"},
     "z_image z-image": {"text_encoder": "qwen3"},
@@ -560,6 +576,20 @@ def test_a_text_encoder_of_another_kind_is_refused(one: Model, cache: Path, copi
             "vae/config.json",
             {"z_dim": 8},
             "the transformer reads 16 latent channels and 32 text features, but vae and text_encoder give 32 and 32; "
+            "download the folder again",
+        ),
+        (
+            "krea2 raw",
+            "model_index.json",
+            {"text_encoder_select_layers": [1, 4]},
+            "model_index.json has text_encoder_select_layers [1, 4], but the transformer reads 2 hidden states, and "
+            "the text encoder has 0 to 3; download the folder again",
+        ),
+        (
+            "krea2 raw",
+            "text_encoder/config.json",
+            {"text_config": {"model_type": "qwen3_vl_text", "hidden_size": 64, "num_hidden_layers": 3}},
+            "the transformer reads 16 latent channels and 32 text features, but vae and text_encoder give 16 and 64; "
             "download the folder again",
         ),
         (

@@ -405,7 +405,10 @@ class ModelFamily(ABC):
     @classmethod
     @abstractmethod
     def tiny(cls, architecture: str | None = None) -> dict[str, Any]:
-        """The configs of a model that trains in seconds on a CPU: {component: its config}."""
+        """The configs of a model that trains in seconds on a CPU: {component: its config}.
+
+        Under "model_index.json" are arguments of diffusers' pipeline other than its components, if it needs some.
+        """
 
 
 class ImageFamily(ModelFamily):

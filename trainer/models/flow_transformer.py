@@ -208,7 +208,7 @@ class FlowTransformer(ImageFamily):
                 "transformer": ("diffusers", self.network.__name__),
                 "vae": ("diffusers", self.autoencoder.name),
             }
-            write_model_index(folder, pipeline, **parts, **encoders)
+            write_model_index(folder, pipeline, configs.get("model_index.json"), **parts, **encoders)
 
         return write_tiny(self.cache, f"{self.config.family}-{architecture}", self.tiny_version, configs, write)
 

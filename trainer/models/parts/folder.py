@@ -306,9 +306,19 @@ def save_module(folder: Path, module: Any) -> None:
         save_file(stored_tensors(module), folder / f"{TRANSFORMERS_STEM}.safetensors", metadata={"format": "pt"})
 
 
-def write_model_index(folder: Path, pipeline: str, **parts: tuple[str, str] | None) -> None:
-    """Write the index that makes the folder a pipeline of diffusers. parts: {component: (library, class)}."""
+def write_model_index(
+    folder: Path, pipeline: str, settings: Mapping[str, Any] | None = None, **parts: tuple[str, str] | None
+) -> None:
+    """Write the index that makes the folder a pipeline of diffusers.
+
+    Args:
+        folder: The folder.
+        pipeline: The class of the pipeline.
+        settings: Arguments of its constructor other than its components.
+        parts: {component: (library, class)}.
+    """
     index = {"_class_name": pipeline} | {name: part or (None, None) for name, part in sorted(parts.items())}
+    index |= dict(settings or {})
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
