@@ -176,6 +176,17 @@ def test_an_fp8_file_holds_layers_weights_of_8_bits_and_the_rest_of_16(runs: Run
     assert types == {(True, torch.float8_e4m3fn), (False, torch.bfloat16)}
 
 
+def test_an_fp8_file_holds_tables_of_modulation_in_16_bits_though_they_are_matrices(runs: Runs) -> None:
+    (file,) = runs.of("full", "krea2").export("full", "single_file", "fp8")
+    tensors = load_file(file)
+    assert tensors["last.modulation.lin"].dim() == 2
+    assert {name: tensors[name].dtype for name in ("last.modulation.lin", "blocks.0.mod.lin", "first.weight")} == {
+        "last.modulation.lin": torch.bfloat16,
+        "blocks.0.mod.lin": torch.bfloat16,
+        "first.weight": torch.float8_e4m3fn,
+    }
+
+
 CONTINUED = [
     ("lora", "flux2", "auto"),
     ("lora", "flux1", "kohya"),

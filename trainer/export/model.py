@@ -208,7 +208,8 @@ def _spec(fused: Fused, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Te
     """Return type and shape of a tensor in the file. fp8 is for the layers' weights only: other tensors are small, and
     their rounding would be visible in the images."""
     shape = fused.shape([shapes[part] for part in fused.parts])
-    kept = torch.bfloat16 if dtype == "fp8" and len(shape) not in (2, 4) else DTYPES[dtype]
+    is_layer = len(shape) in (2, 4) and fused.parts[0].endswith(".weight")
+    kept = torch.bfloat16 if dtype == "fp8" and not is_layer else DTYPES[dtype]
     return kept, shape
 
 
