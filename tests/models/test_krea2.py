@@ -73,7 +73,7 @@ def test_padding_to_the_longest_caption_of_a_batch_is_read_by_no_token(cache: Pa
 def test_the_language_model_is_found_in_files_of_the_encoder_with_and_without_a_head(
     cache: Path, copied: Path, prefix: str
 ) -> None:
-    """The pipeline saves Qwen3VLModel. In Qwen's files, of Qwen3VLForConditionalGeneration, names begin with `model.`."""
+    """The pipeline saves a Qwen3VLModel. In files of Qwen3VLForConditionalGeneration, names begin with `model.`."""
     family = make("krea2", cache)
     before = family.encode_text(family.text_encoder(load), "a fox")["prompt_embeds"]
     file = copied / "text_encoder" / "model.safetensors"
