@@ -587,6 +587,13 @@ def test_a_text_encoder_of_another_kind_is_refused(one: Model, cache: Path, copi
         ),
         (
             "krea2 raw",
+            "model_index.json",
+            {"text_encoder_select_layers": "1, 2"},
+            "model_index.json has text_encoder_select_layers 1, 2, but the transformer reads 2 hidden states, and "
+            "the text encoder has 0 to 3; download the folder again",
+        ),
+        (
+            "krea2 raw",
             "text_encoder/config.json",
             {"text_config": {"model_type": "qwen3_vl_text", "hidden_size": 64, "num_hidden_layers": 3}},
             "the transformer reads 16 latent channels and 32 text features, but vae and text_encoder give 16 and 64; "

@@ -269,15 +269,15 @@ class Krea2(FlowTransformer):
         Raises:
             InputError: The encoder does not have them, or the transformer reads another number.
         """
-        layers = tuple(self._folder.read("model_index.json").get(SELECTED) or TEXT_LAYERS)
+        layers = self._folder.read("model_index.json").get(SELECTED) or list(TEXT_LAYERS)
         depth, needed = self._language_model["num_hidden_layers"], self._architecture.num_text_layers
-        if len(layers) != needed or not all(0 <= layer <= depth for layer in layers):
+        numbers = [layer for layer in layers if layer in range(depth + 1)] if isinstance(layers, list) else []
+        if numbers != layers or len(layers) != needed:
             raise InputError(
-                f"{self._folder.field} {self.folder}: model_index.json has {SELECTED} {list(layers)}, but the "
-                f"transformer reads {needed} hidden states, and the text encoder has 0 to {depth}; "
-                "download the folder again"
+                f"{self._folder.field} {self.folder}: model_index.json has {SELECTED} {layers}, but the transformer "
+                f"reads {needed} hidden states, and the text encoder has 0 to {depth}; download the folder again"
             )
-        return layers
+        return tuple(layers)
 
 
 FAMILY = Krea2
