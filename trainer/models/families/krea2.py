@@ -139,7 +139,7 @@ class Krea2(FlowTransformer):
         norms = [(name, module) for name, module in model.named_modules() if isinstance(module, Krea2RMSNorm)]
         with torch.device("meta"):
             for name, norm in norms:
-                model.set_submodule(name, _WideNorm(norm.dim, eps=norm.eps))
+                model.set_submodule(name, _WideNorm(norm.dim, norm.eps))
         return model
 
     def layout(self, component: str) -> tuple[Fused, ...]:
@@ -283,13 +283,21 @@ class Krea2(FlowTransformer):
 FAMILY = Krea2
 
 
-class _WideNorm(Krea2RMSNorm):
-    """A norm whose 1 + weight is computed in fp32 for weights of any type, as in the model's own code: in bf16, 8 bits
-    would be left of a small weight's sum with 1."""
+class _WideNorm(nn.Module):
+    """diffusers' norm, with 1 + weight in fp32 for weights of any type, as in the model's own code.
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    In bf16, the sum has 8 bits, of which a small weight keeps few; and torch has no fused norm of fp32 activations with
+    bf16 weights.
+    """
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
         scale = self.weight.float() + 1
-        return nn.functional.rms_norm(hidden_states.float(), (self.dim,), scale, self.eps).to(hidden_states.dtype)
+        return nn.functional.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
 
 
 MODULES = (
