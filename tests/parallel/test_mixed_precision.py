@@ -150,6 +150,7 @@ def test_the_blocks_of_sdxl_are_all_compiled(pictures: Path, checkpointing: str)
     "model",
     [
         {"family": "flux1"},
+        {"family": "krea2"},
         {"family": "qwen_image"},
         {"family": "sd3"},
         {"family": "sdxl", "train": {"unet": "full", "text_encoder": "full", "text_encoder_2": "full"}},

@@ -87,7 +87,11 @@ class Krea2(FlowTransformer):
     network = Krea2Transformer2DModel
     autoencoder = QWEN_AUTOENCODER
     lora_loader = "Krea2LoraLoaderMixin"
-    shard = ShardSpec(blocks=("Krea2TransformerBlock", "Krea2TextFusionBlock"), fp32_inputs=frozenset({"timestep"}))
+    shard = ShardSpec(
+        blocks=("Krea2TransformerBlock", "Krea2TextFusionBlock"),
+        fp32_inputs=frozenset({"timestep"}),
+        returns_views=("Krea2Transformer2DModel",),
+    )
     # Adapters leave the blocks alone that only the caption passes through, so that nothing is differentiated there.
     adapter_targets: Mapping[str, tuple[str, ...]] = {
         "transformer": (
