@@ -386,8 +386,9 @@ def losses_apart(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 LIMITS = {"losses": 1e-6, "weights": 1e-5, "average": 1e-5}
-LIMITS_OF = {"z_image": LIMITS | {"weights": 2e-5, "average": 2e-5}}
-"""Other limits of a family: rounding alone gives 7e-6 on one kind of processor, and 1.03e-5 on another."""
+LIMITS_OF = {"krea2": LIMITS | {"losses": 2e-6}, "z_image": LIMITS | {"weights": 2e-5, "average": 2e-5}}
+"""Other limits of a family. Of Z-Image, rounding alone gives 7e-6 on one kind of processor, and 1.03e-5 on another; the
+losses of the tiny Krea 2 are 5 to 8, whose last bit is 5e-7."""
 QUICK = (("flux2", 3),)
 """Families and passes that are compared in `make test`."""
 FAMILIES = ("chroma", "flux1", "flux2", "flux3", "krea2", "qwen_image", "sd3", "sdxl", "z_image")
