@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from tests.distributed.pool import run_ranks
 from tests.runs import difference, make_pictures, make_run, run_config, steps_of
+from trainer.config import families
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.run.events import AnyEvent
@@ -35,6 +37,11 @@ EPS = 1e-6
 whose gradient is nearly zero, and machines differ in that bit."""
 TOGETHER = 16
 FAMILIES = ("flux2", "flux1", "sd3", "sdxl")
+OTHERS = (
+    *("chroma", "flux3", "krea2", "qwen_image", "z_image"),
+    *("flux1 kontext", "qwen_image qwen-image-edit-2509", "qwen_image qwen-image-edit-2511"),
+)
+"""Families, and architectures of one, of which every method is trained on two ranks: edit models with references."""
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {"type": "lora", "rank": 4},
     "locon": {"type": "locon", "rank": 4},
@@ -86,9 +93,9 @@ TOLERANCE = {"sdxl": 1e-5}
 
 @dataclass(frozen=True)
 class Cell:
-    """One training. precision: of the base and of the compute; trained weights are fp32.  base: `quantize.format`.
+    """One training. family: its name, or its name and architecture.  base: `quantize.format`.
 
-    saving: one of SAVINGS, or "".
+    precision: of the base and of the compute; trained weights are fp32.  saving: one of SAVINGS, or "".
     """
 
     method: str
@@ -109,15 +116,21 @@ class Cell:
         return TOLERANCE.get(self.family, 1e-6)
 
     def __str__(self) -> str:
+        family = self.family.rpartition(" ")[2]
         base = "-bf16" if self.precision == "bf16" else ""
         base += f"-{self.base}" if self.base != "none" else ""
         saving = f"-{self.saving}" if self.saving else ""
-        return f"{self.method}{base}-{self.family}-{self.strategy}-{self.ranks}{saving}"
+        return f"{self.method}{base}-{family}-{self.strategy}-{self.ranks}{saving}"
 
-    def config(self, pictures: Path) -> RunConfig:
+    def config(self, pictures: Path, before: Path) -> RunConfig:
+        """pictures: the images that are trained.  before: those before an edit, for a model that edits."""
+        family, _, architecture = self.family.partition(" ")
+        known = families.of(family)
+        assert known is not None
+        edits = any(kind.architecture == architecture for kind in known.edits)
         return run_config(
             pictures,
-            model={"family": self.family},
+            model={"family": family, "options": {"architecture": architecture or None}},
             adapter=METHODS[self.method],
             quantize__format=self.base,
             **{
@@ -128,6 +141,7 @@ class Cell:
                 "parallel__strategy": self.strategy,
                 "parallel__devices": self.ranks,
                 "export__what": "none",
+                **({"data__references": str(before), "data__caption_dropout": 0.3} if edits else {}),
                 **VARIANTS.get(self.strategy, {}),
                 **SAVINGS.get(self.saving, {}),
             },
@@ -155,6 +169,11 @@ class Matrix:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._pictures = make_pictures(root / "pictures", 4)
+        self._before = root / "before"
+        self._before.mkdir()
+        for file in sorted(self._pictures.glob("*.png")):
+            with Image.open(file) as image:
+                image.rotate(90, expand=True).save(self._before / file.name)
         self._references: dict[Cell, Trained] = {}
         self._found: dict[Cell, float] = {}
 
@@ -178,7 +197,7 @@ class Matrix:
         """A few at a time: the workers must answer before the pool takes them for hung."""
         for first in range(0, len(cells), TOGETHER):
             part = cells[first : first + TOGETHER]
-            configs = [cell.config(self._pictures) for cell in part]
+            configs = [cell.config(self._pictures, self._before) for cell in part]
             runs = [(cfg, make_run(self._root, cfg, str(cell))) for cell, cfg in zip(part, configs, strict=True)]
             yield from zip(part, run_ranks(part[0].ranks, train_all, runs)[0], strict=True)
 
@@ -203,9 +222,14 @@ def _train(world: World, cfg: RunConfig, run: RunDir) -> Trained:
 
 
 def whole_matrix() -> list[Cell]:
-    """Every method, family, strategy and number of ranks; on a bf16 base what reads it; FLUX.2 on quantized bases, and
-    with less memory on each rank."""
-    return [*_plain_cells(), *quantized_cells(product(*QUANTIZED)), *saving_cells(product(*SAVING))]
+    """Every method, family, strategy and number of ranks; on a bf16 base what reads it; other families on two ranks;
+    FLUX.2 on quantized bases, and with less memory on each rank."""
+    return [*_plain_cells(), *other_cells(), *quantized_cells(product(*QUANTIZED)), *saving_cells(product(*SAVING))]
+
+
+def other_cells() -> list[Cell]:
+    """Every method on two ranks for OTHERS."""
+    return [Cell(method, family, "full", 2) for family, method in product(OTHERS, METHODS)]
 
 
 def quantized_cells(rows: Iterable[tuple[Any, ...]]) -> list[Cell]:
@@ -263,11 +287,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         matrix = Matrix(Path(folder))
         found: dict[Cell, float] = {}
-        for family in FAMILIES:
+        for family in (*FAMILIES, *OTHERS):
             found |= matrix.differences([cell for cell in cells if cell.family == family])
             print(f"{family}: {len(found)} of {len(cells)} cells, {time.perf_counter() - began:.0f} s", flush=True)
     saving = {cell: value for cell, value in found.items() if cell.saving}
-    plain = {cell: value for cell, value in found.items() if cell.base == "none" and not cell.saving}
+    others = {cell: found[cell] for cell in other_cells()}
+    plain = {cell: found[cell] for cell in _plain_cells()}
     quantized = {cell: value for cell, value in found.items() if cell.base != "none" and not cell.saving}
     wrong = [cell for cell in cells if not found[cell] <= cell.tolerance]
     RESULTS.write_text(
@@ -275,7 +300,8 @@ def main() -> int:
         f"CPU, {STEPS} AdamW steps at lr 1e-4, eps {EPS:g}, batch 4 (on a bf16 base 2). "
         "Each number is the largest absolute difference of "
         "a trained weight or a loss to one process that trains the same.\nLimit 1e-6, 1e-5 for sdxl. "
-        f"{len(wrong)} cells are beyond it.\n\n{table(plain)}\n\n## On a quantized base\n\n{table(quantized)}\n\n"
+        f"{len(wrong)} cells are beyond it.\n\n{table(plain)}\n\n## Other families\n\n{table(others)}\n\n"
+        f"## On a quantized base\n\n{table(quantized)}\n\n"
         f"## With less memory on each rank\n\n{_savings()}\n\n{table(saving)}\n",
         encoding="utf-8",
     )

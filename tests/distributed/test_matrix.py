@@ -9,6 +9,7 @@ from tests.distributed.matrix import (
     FORMATS,
     METHODS,
     ON_BF16,
+    OTHERS,
     QUANTIZED,
     SAVING,
     SAVINGS,
@@ -35,7 +36,8 @@ def check(matrix: Matrix, cells: list[Cell]) -> None:
 
 # One rule over all families: the others, whose many units two cores exchange one by one, are in `make test-all`.
 @pytest.mark.parametrize(
-    "family", ["flux2", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "flux2")]
+    "family",
+    ["flux2", *(pytest.param(family, marks=pytest.mark.slow) for family in (*FAMILIES, *OTHERS) if family != "flux2")],
 )
 def test_every_method_trains_on_two_ranks_what_it_trains_on_one(matrix: Matrix, family: str) -> None:
     check(matrix, [Cell(method, family, "full", 2) for method in METHODS])
