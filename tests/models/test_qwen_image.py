@@ -9,7 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from tests.models.common import batch_of, edit_json, examples, load, make, model_of, picture, without_bar
+from tests.models.test_dropout import Dropping
+from tests.runs import run_config
 from trainer.config.size import Size
+from trainer.models import families
 from trainer.models.families.qwen_image import EDIT_TEMPLATE, QwenImage
 from trainer.models.parts.image.seeing import IMAGE
 from trainer.system.errors import InputError
@@ -85,6 +88,20 @@ def test_tokens_of_images_have_the_positions_of_their_rows_and_columns(edit):
     assert (ours[-1] - counted[-1]).abs().max() > 1e-3
 
 
+def test_the_fingerprint_follows_the_kind_of_model_and_the_processor(edit, cache, tmp_path):
+    """Models that edit have the encoders of the one that does not, and read the same captions otherwise."""
+    folder = Path(shutil.copytree(edit.folder, tmp_path / "model"))
+    found = [edit.fingerprint()]
+    edit_json(folder / "processor" / "preprocessor_config.json", image_mean=[0.5, 0.5, 0.5])
+    found.append(make("qwen_image", cache, str(folder)).fingerprint())
+    edit_json(folder / "model_index.json", _class_name="QwenImagePipeline")
+    found.append(make("qwen_image", cache, str(folder)).fingerprint())
+    found.append(make("qwen_image", cache, str(folder), max_tokens=40).fingerprint())
+    edit_json(folder / "model_index.json", _class_name="QwenImageEditPlusPipeline")
+    found.append(make("qwen_image", cache, str(folder), max_tokens=40).fingerprint())
+    assert len({*found}) == 5
+
+
 def test_a_caption_announces_no_image_that_there_is_not(edit):
     encoder = edit.text_encoder(load)
     plain, announced = (edit.encode_text(encoder, text)["prompt_embeds"] for text in ("a fox", f"a {IMAGE}fox"))
@@ -127,3 +144,24 @@ def test_the_time_of_references_is_zero_in_2511_alone(cache):
         ]
     assert changes["2511"][1] == 0
     assert min(changes["2511"][0], *changes["2509"]) > 1e-3
+
+
+@pytest.mark.parametrize("version", ["2509", "2511"])
+def test_an_adapter_of_the_modulation_drops_of_an_item_what_it_drops_in_any_batch(cache, tmp_path, version):
+    """The transformer of 2511 has two times for each image: all of the noisy ones, then all that are 0."""
+    options = {"architecture": f"qwen-image-edit-{version}"}
+
+    def dropping(checkpointing):
+        cfg = run_config(
+            tmp_path,
+            model={"family": "qwen_image", "options": options},
+            adapter__targets=(r"transformer\..+\.img_mod\.1",),
+            adapter__dropout=0.2,
+            train__checkpointing=checkpointing,
+            parallel__strategy="none",
+        )
+        family = families.make(cfg, cache)
+        items = [item | {"reference_0": item["latents"] + 1} for item in examples(family, 3)]
+        return Dropping(cfg, family, items)
+
+    dropping("none").check(dropping("full"))

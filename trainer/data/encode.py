@@ -243,12 +243,10 @@ class _DataEncoder:
     def _sample_prompts(self) -> tuple[Prompt, ...]:
         """The prompts of `sample`, then as often the negative one, with the references that the text encoder sees.
         Collective."""
-        texts, negative = (
-            with_trigger(self.context.cfg.sample.prompts, self.context.cfg.data),
-            self.context.cfg.sample.negative,
-        )
+        cfg = self.context.cfg
+        texts = with_trigger(cfg.sample.prompts, cfg.data)
         seen = self._seen([(sample,) for sample in self._samples]) or [()] * len(texts)
-        return (*map(Prompt, texts, seen), *(Prompt(negative, one) for one in seen))
+        return (*map(Prompt, texts, seen), *(Prompt(cfg.sample.negative, one) for one in seen))
 
     def _encoded_prompts(
         self, texts: Mapping[Prompt, str], latents: Mapping[Path, str | None]

@@ -75,7 +75,7 @@ class Architecture:
 
     def __str__(self) -> str:
         reads = ", and edits images" if self.edits else ""
-        times = " with a time of their own" if self.zero_cond_t else ""
+        times = ", whose time is 0" if self.zero_cond_t else ""
         return f"{self.num_layers} blocks of {self.num_heads} heads{reads}{times}"
 
 
@@ -159,6 +159,8 @@ class QwenImage(FlowTransformer):
         self._language_model = language_model_config(self._folder, "qwen2_5_vl")
         self._edits = kind_of(model, self._folder.path) is not None
         self._template, self._template_tokens = TEMPLATES[self._edits]
+        if self._edits:
+            self.encoder_folders = (*self.encoder_folders, "processor")
         self._max_tokens = max_tokens(model, self._folder, "tokenizer", MAX_TOKENS[self._edits])
         config = self._architecture
         own = Architecture(config.num_layers, config.num_attention_heads, self._edits, config.zero_cond_t)
@@ -176,6 +178,10 @@ class QwenImage(FlowTransformer):
     @property
     def model_spec(self) -> str:
         return "qwen-image-edit" if self._edits else "qwen-image"
+
+    @property
+    def text_recipe(self) -> str:
+        return f"edit {super().text_recipe}" if self._edits else super().text_recipe
 
     @property
     def sees_references(self) -> bool:
@@ -252,6 +258,12 @@ class QwenImage(FlowTransformer):
 
     def collate(self, examples: Sequence[Example]) -> Batch:
         return masked_captions(examples)
+
+    def sample_rows(self, batch: Batch) -> Mapping[str, Tensor]:
+        if not self._architecture.zero_cond_t:
+            return {}
+        # The times of all noisy images, then those of their references.
+        return {r"time_text_embed\..+|.+\.img_mod\.1": torch.arange(len(batch["latents"])).repeat(2)}
 
     def blank_text(self, num_tokens: int, dtype: torch.dtype) -> Example:
         tokens = min(num_tokens, self._max_tokens)
