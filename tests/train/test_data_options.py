@@ -303,11 +303,25 @@ def test_samples_of_an_edit_are_guided_by_a_negative_prompt_that_shows_its_refer
     assert again[0].key not in {p.key for p in prompts}
 
 
+def test_prompts_stay_when_their_references_are_no_longer_the_images_of_the_start(data: Data, tmp_path: Path) -> None:
+    """Else the cache would keep the new image's embeddings under the former one's digest."""
+    file = Path(shutil.copy(data.before / "01_0.png", tmp_path))
+    drawing = {"sample__prompts": ("one",), "sample__size": (48, 32), "sample__references": (str(file),)}
+    trainer = data.trainer("replaced", **EDIT, **drawing)
+    with Image.open(file) as image:
+        Image.new("RGB", image.size, (5, 250, 5)).save(file)
+    with pytest.raises(InputError, match=f"{file}: has changed while images were encoded"):
+        trainer.sampler.change_prompts(("never encoded",))
+    trainer.close()
+
+
 @pytest.mark.parametrize("version", ["2509", pytest.param("2511", marks=pytest.mark.slow)])
-def test_edits_on_two_ranks_are_those_on_one(data: Data, version: str) -> None:
+def test_edits_on_two_ranks_are_those_on_one(data: Data, tmp_path: Path, version: str) -> None:
     changes = EDIT | {"model__options__architecture": f"qwen-image-edit-{version}", "train__batch_size": 5}
     changes |= {"data__references": str(data.before), "data__caption_dropout": 0.3, "data__reference_dropout": 0.3}
-    one, two = data.train(f"{version}-one", **changes), data.train(f"{version}-two", **changes, **RANKS[2])
+    # Each with a cache of its own: the ranks encode prompts with and without images with a sharded encoder.
+    own = [dataclasses.replace(data, root=tmp_path / name) for name in ("one", "two")]
+    one, two = (each.train(version, **changes, **ranks) for each, ranks in zip(own, (ONE_RANK, RANKS[2]), strict=True))
     assert two.losses == pytest.approx(one.losses, abs=1e-6, rel=0)
     assert difference(two.weights, one.weights) <= 1e-6
 

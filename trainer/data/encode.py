@@ -290,15 +290,19 @@ class _DataEncoder:
         work = {key: prompts_by_key[key] for key in missing(prompts_by_key, self.cache, self._rank_group)}
         if work:
             self._announce("captions")
-            self._encode_with(partial(self._read_prompt, self.family.text_encoder(self.load)), "captions", work)
+            encoder = self.family.text_encoder(self.load)
+            # Only images pass through a vision tower, whose shards all ranks must gather together: at any time, either
+            # all of them read prompts with images or none does.
+            for has_images in (True, False):
+                part = {key: prompt for key, prompt in work.items() if bool(prompt.seen) == has_images}
+                if part:
+                    self._encode_with(partial(self._read_prompt, encoder), "captions", part)
+            del encoder
             self._release()
         return keys
 
     def _read_prompt(self, encoder: Any, prompt: Prompt) -> Example:
-        found = encode_prompt(self.family, encoder, prompt)
-        for one in prompt.seen:
-            self._known.require_unchanged(one.file.path, one.digest)
-        return found
+        return encode_prompt(self.family, encoder, prompt, self._known)
 
     @cached_property
     def _buckets(self) -> Buckets:
@@ -447,10 +451,7 @@ class _DataEncoder:
 
     @torch.no_grad()
     def _encode_with(self, encode: Callable[[T], Example], what: str, work: Mapping[str, T]) -> dict[str, str]:
-        """Encode the missing keys of `work`. Returns {key: why it cannot be used}.
-
-        This call holds the last reference to the encoder.
-        """
+        """Encode the missing keys of `work`. Returns {key: why it cannot be used}."""
 
         shown_at = -math.inf
 

@@ -19,6 +19,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.size import Size
 from trainer.data.cache import ExampleCache, key_of
 from trainer.data.images.image_io import ImageFile, load_resized
+from trainer.data.images.known_files import KnownFiles
 from trainer.distributed.context import RankContext
 from trainer.models.base import ImageFamily, LoadModule
 from trainer.models.build import encoder_loader
@@ -78,20 +79,27 @@ def prompt_keys(cfg: RunConfig, origin: str, prompts: Iterable[Prompt]) -> dict[
     }
 
 
-def encode_prompt(family: ImageFamily, encoder: Any, prompt: Prompt) -> Example:
-    """Encode a prompt, as `ImageFamily.encode_text`. Raises InputError when an image cannot be read."""
+def encode_prompt(family: ImageFamily, encoder: Any, prompt: Prompt, known: KnownFiles) -> Example:
+    """Encode a prompt, as `ImageFamily.encode_text`.
+
+    Raises:
+        InputError: An image cannot be read, or its bytes are no longer those of its digest; before the encoder, which
+            may be sharded, is called.
+    """
     if not prompt.seen:
         return family.encode_text(encoder, prompt.text)
     images = [load_resized(one.file, one.size.frame, one.background, Resampling.LANCZOS) for one in prompt.seen]
+    for one in prompt.seen:
+        known.require_unchanged(one.file.path, one.digest)
     return family.encode_edit(encoder, prompt.text, images)
 
 
 @torch.no_grad()
 def encode_prompts(family: ImageFamily, load: LoadModule, cache: ExampleCache, prompts: Mapping[Prompt, str]) -> None:
     """Write the embeddings of {prompt: key} into the cache, with encoders that are loaded and freed here."""
-    encoder = family.text_encoder(load)
+    encoder, known = family.text_encoder(load), KnownFiles()
     for prompt, key in prompts.items():
-        cache.write(key, encode_prompt(family, encoder, prompt))
+        cache.write(key, encode_prompt(family, encoder, prompt, known))
     del encoder
     gc.collect()
     if torch.cuda.is_available():
