@@ -104,8 +104,29 @@ def test_the_fingerprint_follows_the_kind_of_model_and_the_processor(edit, cache
 
 def test_a_caption_announces_no_image_that_there_is_not(edit):
     encoder = edit.text_encoder(load)
-    plain, announced = (edit.encode_text(encoder, text)["prompt_embeds"] for text in ("a fox", f"a {IMAGE}fox"))
-    assert announced.equal(plain)
+    nested = f"a {IMAGE[:5]}{IMAGE}{IMAGE[5:]}fox"  # without the inner one it would be another
+    texts = ("a fox", f"a {IMAGE}fox", nested)
+    for images in ((), (picture(64, 64, seed=3),)):
+        plain, *announced = (edit.encode_edit(encoder, text, images)["prompt_embeds"] for text in texts)
+        assert all(one.equal(plain) for one in announced)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 600), (3000, 1), (1, 9999)])
+def test_an_image_of_any_shape_is_seen(edit, size):
+    """The processor refuses sides of more than 200 to 1."""
+    seen = edit.seen_size(Size(*size))
+    assert edit.encode_edit(edit.text_encoder(load), "a fox", [picture(*seen.frame, seed=3)])
+
+
+def test_a_folder_without_the_processor_of_images_is_refused(edit, cache, tmp_path):
+    folder = Path(shutil.copytree(edit.folder, tmp_path / "model"))
+    shutil.rmtree(folder / "processor")
+    with pytest.raises(InputError) as caught:
+        make("qwen_image", cache, str(folder))
+    assert str(caught.value) == (
+        f"model.path {folder}: no processor/preprocessor_config.json; the text encoder of Qwen/Qwen-Image-Edit-2509 "
+        "sees images that it prepares; download the folder again"
+    )
 
 
 def test_a_tokenizer_whose_token_of_images_is_another_is_refused(edit, cache, tmp_path):

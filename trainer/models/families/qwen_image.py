@@ -42,6 +42,7 @@ from trainer.models.parts.image.seeing import (
     TINY_SEEING,
     VISION,
     SeeingEncoder,
+    check_processor,
     load_seeing_encoder,
     seen_states,
     size_of_area,
@@ -157,11 +158,13 @@ class QwenImage(FlowTransformer):
         super().__init__(model, objective, cache)
         self._vae = self._folder.config("vae", self.autoencoder.name)
         self._language_model = language_model_config(self._folder, "qwen2_5_vl")
-        self._edits = kind_of(model, self._folder.path) is not None
+        edits = kind_of(model, self._folder.path)
+        self._edits = edits is not None
         self._template, self._template_tokens = TEMPLATES[self._edits]
-        if self._edits:
-            self.encoder_folders = (*self.encoder_folders, "processor")
         self._max_tokens = max_tokens(model, self._folder, "tokenizer", MAX_TOKENS[self._edits])
+        if edits:
+            self.encoder_folders = (*self.encoder_folders, "processor")
+            check_processor(self._folder, edits.model)
         config = self._architecture
         own = Architecture(config.num_layers, config.num_attention_heads, self._edits, config.zero_cond_t)
         check_architecture(model, self._folder, ARCHITECTURES, own)

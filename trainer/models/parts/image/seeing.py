@@ -28,6 +28,10 @@ from trainer.system.errors import InputError
 IMAGE = "<|image_pad|>"
 """The token that stands for a part of an image, as often as the vision tower gives states."""
 VISION = "<|vision_start|>{}<|vision_end|>"
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""The file with the settings of the processor of images, of transformers 4 and 5."""
+MAX_ASPECT = 200
+"""Aspect ratio above which Qwen's processors refuse an image."""
 TINY_SEEING = (*TINY_SPECIAL, "<|vision_start|>", "<|vision_end|>", IMAGE)
 """The special tokens of a tiny tokenizer, numbered from 0."""
 
@@ -47,6 +51,15 @@ class PilImageProcessor:
 
     def from_pretrained(self, folder: Any, **options: Any) -> Any:
         return self._automatic.from_pretrained(folder, backend="pil", **options)
+
+
+def check_processor(folder: ModelFolder, model: str) -> None:
+    """Raise InputError if the folder has no processor of images. model: the published model, for the message."""
+    if not any((folder.path / "processor" / name).is_file() for name in PROCESSORS):
+        raise InputError(
+            f"{folder.field} {folder.path}: no processor/{PROCESSORS[0]}; the text encoder of {model} sees images that "
+            "it prepares; download the folder again"
+        )
 
 
 def load_seeing_encoder(
@@ -109,10 +122,12 @@ def seen_states(
         merged = encoder.processor.merge_size**2
         counts = [int(grid.prod()) // merged for grid in seen["image_grid_thw"]]
     pictures = "".join(picture.format(number, IMAGE * count) for number, count in enumerate(counts, 1))
+    # A caption's own token of images would announce one that there is not. Removing one may join the halves of another.
+    while IMAGE in caption:
+        caption = caption.replace(IMAGE, "")
     shown = encoder.tokenizer(pictures, add_special_tokens=False).input_ids
     tokens = encoder.tokenizer(
-        # A caption's own token of images would announce one that there is not.
-        template.format(pictures + caption.replace(IMAGE, "")),
+        template.format(pictures + caption),
         return_tensors="pt",
         truncation=True,
         max_length=max_length + len(shown),
@@ -128,9 +143,11 @@ def seen_states(
 
 
 def size_of_area(size: Size, pixels: int, multiple: int = 32) -> Size:
-    """The size of about `pixels` pixels in the aspect ratio of `size`, its sides multiples of `multiple`."""
-    width = math.sqrt(pixels * size.width / size.height)
-    height = width * size.height / size.width
+    """The size of about `pixels` pixels in the aspect ratio of `size`, up to MAX_ASPECT, its sides multiples of
+    `multiple`."""
+    aspect = min(max(size.width / size.height, 1 / MAX_ASPECT), MAX_ASPECT)
+    width = math.sqrt(pixels * aspect)
+    height = width / aspect
     return Size(*(round(side / multiple) * multiple for side in (width, height)))
 
 
