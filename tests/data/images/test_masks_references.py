@@ -191,6 +191,18 @@ def test_references_of_a_set_lie_in_numbered_folders(photos: Path, tmp_path: Pat
     assert names(found["b"].references) == ["b_0.png"]
 
 
+def test_a_gap_in_numbered_folders_is_named(photos: Path, tmp_path: Path) -> None:
+    """The reference behind it becomes the first picture that the model reads, in place of the second."""
+    before = tmp_path / "before"
+    for name in ("1/a.png", "2/a.png", "2/sub/b.png"):
+        add_picture(before / name)
+    found = scan(data(photos, references=str(before)))
+    assert found.warnings == (
+        "data.references: 1 of 2 images are in a numbered folder but not in all before it, and those behind the gap "
+        f"move up: first {photos}/sub/b.jpg, without {before}/1/sub/b.png",
+    )
+
+
 def test_both_images_of_a_pair_may_lie_in_the_folder_of_the_data(tmp_path: Path) -> None:
     photos = tmp_path / "photos"
     for name in ("a_A.png", "a_B.jpg", "sub/b_A.webp", "sub/b_B.png"):
@@ -208,6 +220,25 @@ def test_both_images_of_a_pair_may_lie_in_the_folder_of_the_data(tmp_path: Path)
     assert problems_of(data(photos, pair_suffixes=["_A", "_B"])) == [
         f"data.path: 1 of 5 images are in no pair of names that end with _A and _B: first {photos}/c_B.png; add the "
         "other one, or remove it"
+    ]
+
+
+def test_wrong_endings_of_pairs_are_named_alone(photos: Path) -> None:
+    """Not with captions, which belong to the pairs."""
+    (photos / "a.txt").unlink()
+    assert problems_of(data(photos, pair_suffixes=["_A", "_B"])) == [
+        f"data.path: 2 of 2 images are in no pair of names that end with _A and _B: first {photos}/a.png; add the "
+        "other one, or remove it"
+    ]
+
+
+def test_images_of_rows_are_in_no_pairs(photos: Path, tmp_path: Path) -> None:
+    """Else all of them, those before the edit too, would be trained without references."""
+    table = tmp_path / "rows.csv"
+    table.write_text("image,text\nphotos/a.png,make it red\n", encoding="utf-8")
+    assert problems_of(data(table, pair_suffixes=["_A", "_B"])) == [
+        f"data.path: {table}: data.pair_suffixes pairs the image files of a folder, not those of rows; name the column "
+        "of the image before the edit in data.reference_columns, or unpack the file"
     ]
 
 

@@ -344,13 +344,21 @@ class _Scanner:
         files = self._files(source)
         tables = self._tables(source, files)
         if tables:
+            if self.cfg.pair_suffixes and source.is_own:
+                self.findings.problems.append(
+                    f"{source.field}: {tables[0]}: data.pair_suffixes pairs the image files of a folder, not those of "
+                    "rows; name the column of the image before the edit in data.reference_columns, or unpack the file"
+                )
+                return []
             others = set(files).difference(tables)
             self.findings.warnings += unread_files.of_tables(source.field, [file for file in files if file in others])
             return self._of_tables(source, tables)
         paths = self._paths(source, files)
         self._texts |= _text_files(files)
-        before = self._pairs(source, paths) if self.cfg.pair_suffixes and source.is_own else {}
-        paths = list(before) or paths
+        before: dict[Path, Path] = {}
+        if self.cfg.pair_suffixes and source.is_own:
+            before = self._pairs(source, paths)
+            paths = list(before)
         # Rows of images that are left out are no mistakes.
         left_out = [file for file in files if file.suffix.lower() in OTHER_IMAGE_SUFFIXES]
         listed = self._metadata([file for file in files if file.name in METADATA], by_name([*left_out, *paths]))

@@ -125,6 +125,7 @@ class References(_Companions):
         found = map(NUMBERED.fullmatch, {name.partition("/")[0] for name in self.files if "/" in name})
         numbered = sorted((int(match[1]), match[0]) for match in found if match)
         self._folders = [folder for _, folder in numbered]
+        self._shifted: list[tuple[Path, str]] = []
 
     def of(self, name: str, image: ImageFile) -> tuple[ImageFile, ...]:
         """The image called `name`, else those called `name_0`, `name_1` and so on, else those called `name` in numbered
@@ -132,7 +133,10 @@ class References(_Companions):
         if name in self.files:
             return self.claim([name], name, image.path)
         numbered = list(takewhile(self.files.__contains__, (f"{name}_{number}" for number in count())))
-        in_folders = [f"{folder}/{name}" for folder in self._folders if f"{folder}/{name}" in self.files]
+        places = [f"{folder}/{name}" for folder in self._folders]
+        in_folders = [place for place in places if place in self.files]
+        if not numbered and in_folders != places[: len(in_folders)]:
+            self._shifted.append((image.path, next(place for place in places if place not in self.files)))
         return self.claim(numbered or in_folders, name, image.path)
 
     def finish(self) -> None:
@@ -141,6 +145,12 @@ class References(_Companions):
         if self.alone:
             name, _ = self.alone[0]
             self.miss("reference", f"{self.folder / name}.png, or {name}_0.png, {name}_1.png and so on")
+        if self._shifted:
+            image, place = self._shifted[0]
+            self.findings.warnings.append(
+                f"{self.field}: {len(self._shifted)} of {self.num_images} images are in a numbered folder but not in "
+                f"all before it, and those behind the gap move up: first {image}, without {self.folder / place}.png"
+            )
 
 
 class Rejected(_Companions):
