@@ -10,7 +10,7 @@ from trainer.config import families, yaml12
 from trainer.config.foreign.table import Given, Tool, plain
 from trainer.config.models import PublishedModel, published_models
 from trainer.config.presets import find_presets
-from trainer.config.sections import HUB_ID, MODEL_WORDS, WEIGHT_FILES, ModelConfig
+from trainer.config.sections import HUB_ID, MODEL_WORDS, WEIGHT_FILES, ModelConfig, family_names
 from trainer.system.installation import PRESETS
 
 OTHERS = ("kontext", "edit", "inpaint", "fill", "redux", "refiner", "controlnet", "video", "turbo", "distill")
@@ -28,6 +28,8 @@ def found(tool: Tool, given: Given) -> tuple[str, dict[str, Any], str]:
     """
     key = next((key for key in tool.model.path if given.get(key)), "")
     path = str(given.get(key) or "")
+    if edit := _edit(path):
+        return key, edit, ""
     known = _by_id(path) or _by_words(path, [plain(word) for word in tool.model.kinds(given) if word])
     if known is None:
         return key, {}, ""
@@ -55,6 +57,20 @@ def nearest_preset(model: ModelConfig) -> str:
         name for name, path in of_family if path in published_models().keys() - edits and path not in MODEL_WORDS
     ]
     return next(iter([*same, *published]), "")
+
+
+def _edit(path: str) -> dict[str, Any]:
+    """The fields of the model that edits images under this hub id; there is not a preset of each."""
+    return next(
+        (
+            {"model.family": family, "model.path": kind.model, "model.options.architecture": kind.architecture}
+            for family in family_names()
+            if (known := families.of(family))
+            for kind in known.edits
+            if kind.model.lower() == path.lower()
+        ),
+        {},
+    )
 
 
 def _by_id(path: str) -> PublishedModel | None:
