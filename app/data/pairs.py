@@ -9,9 +9,9 @@ from itertools import islice
 from pathlib import Path
 
 from app.data.scans import ScanResult
-from trainer.config import families
 from trainer.config.schema import RunConfig
 from trainer.data.images.image_io import IMAGE_SUFFIXES, files_below, same_name
+from trainer.launcher import preflight
 from trainer.system.errors import InputError
 
 NAMES = (
@@ -47,8 +47,8 @@ def suggested(config: RunConfig, found: ScanResult) -> Pairs | None:
         config: The draft's config.
         found: The complete scan of its images.
     """
-    data, known = config.data, families.of(config.model.family)
-    if data.has_references or data.path is None or known is None or not known.reads("data.references"):
+    data = config.data
+    if data.has_references or data.path is None or not preflight.reads_references(config.model):
         return None
     root = Path(os.path.abspath(Path(data.path).expanduser()))
     names = {_name(image, root) for image in found.images if image.is_relative_to(root)}

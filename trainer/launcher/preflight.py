@@ -257,6 +257,14 @@ def has_model(model: ModelConfig) -> bool:
         return False
 
 
+def reads_references(model: ModelConfig) -> bool:
+    """Whether the model takes reference images; of a family with some that do, whether it is known as one of those."""
+    known = families.of(model.family)
+    if known is None or not known.reads("data.references"):
+        return False
+    return not known.edits or editing.kind_of(model) is not None
+
+
 def advice(cfg: RunConfig) -> tuple[str, ...]:
     """Return what to read about a run's model before the start. It does not prevent the start."""
     return (*distilled.warnings(cfg), *editing.warnings(cfg))

@@ -170,6 +170,9 @@ def test_the_images_before_an_edit_are_found_next_to_the_data(tmp_path: Path):
     assert suggested(edits, found) is None
     assert found.framed[folder / "03.png"].references == (before / "03_0.png",)
     assert suggested(config_of(folder, data__validation=0, model__family="sdxl"), found) is None
+    for architecture, pair in (("dev", None), ("kontext", Pairs(before, 4, 4))):
+        options = {"model__family": "flux1", "model__options__architecture": architecture}
+        assert suggested(config_of(folder, data__validation=0, **options), found) == pair
     for name in ("00", "01", "02"):
         (before / f"{name}.png").rename(before / f"x{name}.png")
     assert suggested(config, scanned(config)) is None, "one of four is chance"
