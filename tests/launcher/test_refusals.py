@@ -253,6 +253,17 @@ def test_an_adapter_to_start_from_that_is_not_a_safetensors_file_is_refused(
     preflight.check_machine(load("flux2", {"adapter.start": str(start)}, pictures), is_new=False)
 
 
+def test_a_reference_of_a_sample_that_is_not_an_image_is_refused(pictures: Path, tmp_path: Path) -> None:
+    file = tmp_path / "reference.png"
+    file.write_text("not an image", encoding="utf-8")
+    references = {"sample.prompts": ["a fox"], "sample.references": [str(file)]}
+    with pytest.raises(InputError) as caught:
+        preflight.check(load("flux2", references, pictures))
+    assert str(caught.value) == (
+        f"sample.references[0]: {file}: cannot be read (not an image of a known format); replace or remove it"
+    )
+
+
 # The model, built without weights
 
 

@@ -29,7 +29,7 @@ from trainer.config.sections import (
     RankAdapter,
     SampleConfig,
 )
-from trainer.data.images import image_files
+from trainer.data.images import image_files, image_io
 from trainer.data.images.image_tables import TABLES
 from trainer.data.images.scan_memory import Keep, checked
 from trainer.data.mixed import question_files
@@ -373,6 +373,12 @@ def _check_data(cfg: RunConfig, cache: Path | None) -> Keep:
         else:
             image_files.scan(cfg.data)
         question_files.of_config(cfg.data)
+        for field, named in (("references", cfg.sample.references), ("images", cfg.sample.images)):
+            for index, file in enumerate(named):
+                try:
+                    image_io.read_header(Path(file))
+                except InputError as error:
+                    raise InputError(f"sample.{field}[{index}]: {error}") from error
     else:
         files, held_out = text_files.of_config(cfg.data)
         text_files.check_preferences((*files, *held_out), cfg.objective.compares_pairs)
