@@ -72,7 +72,9 @@ class Chroma(FlowTransformer):
     network = ChromaTransformer2DModel
     lora_loader = "FluxLoraLoaderMixin"
     has_separate_alphas = True
-    shard = ShardSpec(blocks=("ChromaTransformerBlock", "ChromaSingleTransformerBlock"))
+    shard = ShardSpec(
+        blocks=("ChromaTransformerBlock", "ChromaSingleTransformerBlock"), returns_views=("ChromaTransformer2DModel",)
+    )
     adapter_targets: Mapping[str, tuple[str, ...]] = {"transformer": flux_blocks.TARGETS}
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
