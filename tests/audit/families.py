@@ -322,7 +322,7 @@ class ImagesAlone(Qwen2_5_VLProcessor):
 
 
 class QwenImage(FlowReference):
-    """The text encoder of Edit is told which tokens are images, as the model was trained: its pipeline forgets it."""
+    """The text encoder of Edit gets the types of the tokens, as in training: its pipeline leaves them out."""
 
     def read(self, folder: Path) -> Any:
         if QwenImageEditPlusPipeline.__name__ not in (folder / "model_index.json").read_text():

@@ -214,17 +214,19 @@ def simulate_forward(
 def least(model_pass: ModelPass, sharding: Sharding) -> Memory:
     """Return bounds that `simulate` is not below, at a small part of its cost.
 
-    Each block is gathered once per pass, and once more where it is freed after forward. The peak leaves out gathered
-    blocks and gradients that are kept.
+    Each block is gathered once per pass, and once more where it is freed after forward and has a backward. The peak
+    leaves out gathered blocks and gradients that are kept.
     """
     memory = Memory(flops=sharding.passes * sum(mark.flops for mark in model_pass.marks))
     sizes = _sizes_of_units(model_pass, sharding)
     if not sharding.offload:
-        away = [sizes[unit].frozen for unit in _offloaded(model_pass, sharding.offload_blocks)]
+        offloaded = _offloaded(model_pass, sharding.offload_blocks)
+        away = [sizes[unit].frozen for unit in offloaded]
         if len({mark.unit for mark in model_pass.marks if mark.moment == "forward"}) == len(sizes):
             is_kept = sharding.gathers_frozen and sharding.reshard is not True
-            again = 1 if is_kept else 2  # of all but the block that stays
-            memory.copied = float(sharding.passes * again * (sum(away) - max(away, default=0)))
+            again = set() if is_kept else {mark.unit for mark in model_pass.marks if mark.moment == "backward"}
+            copies = [sizes[unit].frozen * (1 + (unit in again)) for unit in offloaded]
+            memory.copied = float(sharding.passes * (sum(copies) - max(copies, default=0)))  # one block stays
         allocated = sum(size.shard for size in sizes) - sum(away)
         memory.peak = allocated + sharding.optimizer_bytes * sum(size.trained for size in sizes)
     memory.peak += model_pass.buffers + model_pass.most_activations

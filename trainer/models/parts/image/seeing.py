@@ -104,8 +104,8 @@ def seen_states(
 ) -> Tensor:
     """Encode a caption with images: the normalised last hidden states, (1, L, D).
 
-    The positions of an image's tokens are its rows and columns. transformers 5 computes them only where it is told
-    which tokens are images, which diffusers' pipelines of Qwen-Image-Edit forget (its issue 14194, still so in 0.42.1).
+    The positions of an image's tokens are its rows and columns. transformers 5 computes them only from the types of the
+    tokens, which diffusers' pipelines of Qwen-Image-Edit leave out (its issue 14194, still so in 0.42.1).
 
     Args:
         encoder: The encoder.
