@@ -75,7 +75,7 @@ class EncodedMemory:
             head, *lines = content.split(b"\n")
             num_train, state, warnings = _HEAD.validate_json(head)
             images = (*dataset.train, *dataset.validation)
-            found = tuple(EncodedImage(images[number], *fields) for number, *fields in map(_ROW.validate_json, lines))
+            found = tuple(EncodedImage(images[number], *rest) for number, *rest in map(_ROW.validate_json, lines))
             if self._state(found) == state:
                 self._index.touch(KIND, self._key)
                 return Encoded(found[:num_train], found[num_train:], warnings)

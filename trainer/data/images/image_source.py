@@ -59,7 +59,8 @@ class EncodedImage:
         texts: Cache keys of its captions' embeddings.
         mirrored: What is made of it with left and right exchanged; None where it never is.
         reference_sizes: Size of each reference.
-        empty: Cache key of the empty caption with its references; None where the text encoder sees none.
+        empty: Cache key of the empty caption with its references; None where the text encoder sees none, or no caption
+            is dropped.
         texts_alone: `texts` without the references, for occurrences that are trained without them; empty where the
             text encoder sees none.
     """
