@@ -75,6 +75,15 @@ def test_rows_one_sample_after_the_other_drop_what_items_drop() -> None:
         dropout(torch.ones(99, 40))
 
 
+def test_tokens_first_with_items_behind_drop_what_items_first_drop() -> None:
+    dropout = SampleDropout(0.25, "layer")
+    items = masks(dropout, (4, 9))
+    dropout.set_samples(7, (4, 9), Rows.of(torch.arange(2).expand(50, 2), 2))
+    assert torch.equal(dropout(torch.ones(50, 2, 40)), items.transpose(0, 1))
+    with pytest.raises(RuntimeError, match="layer: dropout of 98 rows, but the samples have 100"):
+        dropout(torch.ones(49, 2, 40))
+
+
 def test_compiled_dropout_is_one_graph_for_all_seeds() -> None:
     dropout = SampleDropout(0.25, "layer")
     compiled = torch.compile(dropout, backend="eager", fullgraph=True)

@@ -14,27 +14,30 @@ from trainer.system.pinned import send
 
 @dataclass(frozen=True)
 class Rows:
-    """Positions of the samples' rows in a matrix that holds the rows of all samples.
+    """Positions of the samples' rows in a tensor that holds the rows of all samples.
 
     Attributes:
         counts: (samples,) number of rows of each sample, on the CPU.
-        order: (rows,) index of each row of the matrix when the rows are sorted by sample.
+        order: (rows,) index of each row of the tensor when the rows are sorted by sample.
+        dims: Dimensions of the tensor in front of its features; 1 for a matrix.
     """
 
     counts: Tensor
     order: Tensor
+    dims: int = 1
 
     @classmethod
     def of(cls, owners: Tensor, count: int, device: torch.device | str = "cpu") -> Rows:
         """Compute the positions from the sample of each row.
 
         Args:
-            owners: (rows,) number of the sample of each row, on the CPU.
+            owners: Number of the sample of each row, in the shape of the tensor without its features, on the CPU.
             count: Number of samples.
             device: Device of `order`.
         """
-        order = owners.argsort(stable=True).argsort()
-        return cls(owners.bincount(minlength=count), send(order, device))
+        rows = owners.flatten()
+        order = rows.argsort(stable=True).argsort()
+        return cls(rows.bincount(minlength=count), send(order, device), owners.dim())
 
 
 class SampleDropout(nn.Module):
@@ -57,7 +60,7 @@ class SampleDropout(nn.Module):
         Args:
             seed: The run's seed.
             indices: Global index of each sample, in the order of the batch.
-            rows: The samples' rows, if the layer receives a matrix with the rows of all samples.
+            rows: The samples' rows, if the layer receives a tensor with the rows of all samples.
         """
         self._seeds = torch.tensor([derived_seed(seed, index, "dropout", self.name) for index in indices])
         self._ones = torch.ones_like(self._seeds)  # here: inside a compiled block it would be a kernel of its own
@@ -65,11 +68,12 @@ class SampleDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop numbers of x: (B * n, ...), n items of a sample after those of the one before, as windows of a text are,
-        or (rows, features) with the rows of all samples.
+        or (rows, ..., features) with the rows of all samples in the shape of `Rows`.
         """
         if not self.training:
             return x
-        draws = self._by_item(x) if self._rows is None or x.dim() != 2 else self._by_row(x, self._rows)
+        rows = self._rows
+        draws = self._by_item(x) if rows is None or x.dim() != rows.dims + 1 else self._by_row(x, rows)
         return x * (draws >= self.p).to(x.dtype) / (1 - self.p)
 
     def _by_item(self, x: Tensor) -> Tensor:
@@ -81,10 +85,11 @@ class SampleDropout(nn.Module):
         return draws
 
     def _by_row(self, x: Tensor, rows: Rows) -> Tensor:
-        if len(rows.order) != x.shape[0]:
-            raise RuntimeError(f"{self.name}: dropout of {x.shape[0]} rows, but the samples have {len(rows.order)}")
-        draws: Tensor = uniform(x.detach(), self._seeds, rows.counts)
-        return draws[rows.order]
+        flat = x.detach().flatten(0, -2)
+        if len(rows.order) != len(flat):
+            raise RuntimeError(f"{self.name}: dropout of {len(flat)} rows, but the samples have {len(rows.order)}")
+        draws: Tensor = uniform(flat, self._seeds, rows.counts)
+        return draws[rows.order].view(x.shape)
 
 
 @torch.library.custom_op("shardstudio::uniform", mutates_args=())

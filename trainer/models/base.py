@@ -368,14 +368,15 @@ class ModelFamily(ABC):
         return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
 
     def sample_rows(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Which item each row belongs to, for layers whose input is one matrix with the rows of all items.
+        """Which item each row belongs to, for layers whose input has the rows of all items, not items first.
 
         Args:
             batch: A batch on the CPU.
 
         Returns:
-            {pattern of layers: (rows,) index of the item}; other layers get one entry per item, or as many of each,
-            all of an item before those of the next.
+            {pattern of layers: index of the item of each row, in the shape of the input without its features: (rows,)
+            for a matrix}; other layers get one entry per item, or as many of each, all of an item before those of the
+            next.
         """
         return {}
 
