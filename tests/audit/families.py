@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from diffusers import (
     ChromaPipeline,
     ClassifierFreeGuidance,
     DDPMScheduler,
+    ErnieImagePipeline,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Pipeline,
@@ -148,6 +150,49 @@ class Chroma(Flux1):
             texts |= {f"{prefix}prompt_attention_mask": torch.ones(words.shape[:2], dtype=torch.bool)}
         rest = {name: value for name, value in call.items() if "prompt" not in name}
         return super().picture(noise, width, height, rest | texts)
+
+
+class ErnieImage(FlowReference):
+    def read(self, folder: Path) -> Any:
+        return ErnieImagePipeline.from_pretrained(folder, local_files_only=True)
+
+    def latents(self, image: Image.Image) -> Tensor:
+        """As its pipeline decodes them: with an epsilon that is not the one in the autoencoder's config."""
+        vae = self.pipeline.vae
+        patches = ErnieImagePipeline._patchify_latents(posterior_mean(vae, image))
+        mean, variance = (value.view(1, -1, 1, 1) for value in (vae.bn.running_mean, vae.bn.running_var))
+        latents: Tensor = (patches - mean) / torch.sqrt(variance + 1e-5)
+        return latents[0]
+
+    @torch.no_grad()
+    def text(self, caption: str) -> Text:
+        """The pipeline reads as many tokens as the tokenizer allows."""
+        tokenizer = self.pipeline.tokenizer
+        with pytest.MonkeyPatch.context() as patched:
+            length = self.settings.get("max_sequence_length", tokenizer.model_max_length)
+            patched.setattr(tokenizer, "model_max_length", length)
+            return {"prompt_embeds": self.pipeline.encode_prompt(caption, "cpu")[0]}
+
+    def shift(self, num_tokens: int) -> float:
+        shift: float = self.pipeline.scheduler.config.shift
+        return shift
+
+    def num_tokens(self, latents: Tensor) -> int:
+        return latents.shape[-2] * latents.shape[-1]
+
+    def velocity(self, noisy: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        predicted: Tensor = self.pipeline.transformer(
+            hidden_states=noisy,
+            timestep=sigma * 1000,
+            text_bth=text["prompt_embeds"][None],
+            text_lens=torch.tensor([len(text["prompt_embeds"])]),
+        ).sample
+        return predicted
+
+    def picture(self, noise: Tensor, width: int, height: int, call: Mapping[str, Any]) -> Image.Image:
+        with warnings.catch_warnings():  # its noise levels are a tensor, which numpy takes with a warning
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return super().picture(noise, width, height, call)
 
 
 class Flux2(FlowReference):
@@ -483,6 +528,7 @@ def guidance_of(reference: Reference) -> Tensor | None:
 
 REFERENCES: Mapping[str, type[Reference]] = {
     "chroma": Chroma,
+    "ernie_image": ErnieImage,
     "flux1": Flux1,
     "flux2": Flux2,
     "flux3": Flux3,
@@ -497,6 +543,7 @@ ZERO_TERMINAL = VELOCITY | {"rescale_betas_zero_snr": True, "timestep_spacing": 
 SCHEDULER = "scheduler/scheduler_config.json"
 MODELS = (
     Model("chroma", "chroma"),
+    Model("ernie_image", "ernie_image"),
     Model("flux1 dev", "flux1", "dev"),
     Model("flux1 dev, guidance 3.5", "flux1", "dev", {"guidance": 3.5}),
     Model("flux1 schnell", "flux1", "schnell"),
@@ -517,6 +564,7 @@ MODELS = (
 )
 QUICK = (
     "chroma",
+    "ernie_image",
     "flux1 dev, guidance 3.5",
     "flux2 dev",
     "flux2 klein",

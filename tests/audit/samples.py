@@ -51,6 +51,7 @@ DISTILLED = {"model_index.json": {"is_distilled": True}}
 
 DRAWINGS = (
     Drawing(Model("chroma", "chroma"), SIX, GUIDED),
+    Drawing(Model("ernie_image", "ernie_image"), SIX, GUIDED),
     # Models with guidance embedding, or distilled from guidance, read no negative prompt.
     Drawing(Model("flux1 dev", "flux1", "dev"), SIX, STEPS | {"guidance_scale": 4.5}),
     Drawing(

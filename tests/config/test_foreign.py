@@ -186,6 +186,8 @@ def test_the_folders_of_kohyas_layout_have_the_repeats_of_their_names(tmp_path: 
         ("/m/sd3.5_large.safetensors", "sd3", "stabilityai/stable-diffusion-3.5-large"),
         ("Qwen/Qwen-Image", "qwen_image", None),
         ("Qwen/Qwen-Image-Edit-2509", "qwen_image", None),
+        ("baidu/ERNIE-Image", "ernie_image", None),
+        ("/m/ernie-image.safetensors", "ernie_image", "baidu/ERNIE-Image"),
         ("krea/Krea-2-Raw", "krea2", None),
         ("/m/krea2_raw_bf16.safetensors", "krea2", "krea/Krea-2-Raw"),
     ],

@@ -74,6 +74,7 @@ def _unet(config: Any) -> dict[str, Any]:
 
 COMFY_MODELS = {
     "chroma": ComfyModel("Chroma", _flux),
+    "ernie_image": ComfyModel("ErnieImage", lambda config: {}),
     "flux1": ComfyModel("Flux", _flux),
     "flux2": ComfyModel("Flux", _flux),
     "krea2": ComfyModel("Krea2", lambda config: {}),

@@ -26,6 +26,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], Mapping[str, dict[str, Any]], int, 
     "z-image-turbo": ("z_image", {"architecture": "z-image-turbo"}, {}, 8, PLAIN),
     "sd35-large-turbo": ("sd3", {"architecture": "sd35-large", "distilled": True}, {}, 4, PLAIN),
     "sdxl-turbo": ("sdxl", {}, TURBO, 4, PLAIN),
+    "ernie-image-turbo": ("ernie_image", {"distilled": True}, {}, 8, {"guidance_scale": 1.0}),
     "krea-2-turbo": ("krea2", {}, {"model_index.json": {"is_distilled": True}}, 8, PLAIN),
     "qwen-image-lightning": ("qwen_image", {"distilled": True}, {}, 8, {"true_cfg_scale": 1.0}),
 }

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import (
+    ErnieImageTransformer2DModel,
     Flux2Transformer2DModel,
     Flux3Transformer2DModel,
     Krea2Transformer2DModel,
@@ -98,6 +99,7 @@ MODELS = {
     model.name: model
     for model in (
         Model("chroma chroma1", (4, 8), 0, ("", 0)),
+        Model("ernie_image ernie-image", (16, 16), 0, ("", 0)),
         Model("flux1 dev", (4, 8), 0, (MODULATION, 4), embedded, (1e-6, 1e-6)),
         Model("flux1 kontext", (4, 8), 0, (MODULATION, 4), embedded, (1e-6, 1e-6)),
         Model("flux1 schnell", (4, 8), 0, (MODULATION, 4), embedded, (1e-6, 1e-6)),
@@ -311,6 +313,8 @@ def test_loss_with_references_is_the_error_of_the_velocity_of_the_noisy_tokens_a
     ("name", "argument", "size", "levels"),
     [
         # Shifted by e^0.5 at 256 tokens.
+        # Shifted by 4.
+        ("ernie_image ernie-image", "timestep", 32, [1000.0, 923.0769, 800.0, 571.42859]),
         ("flux1 dev", "timestep", 256, [1.0, 0.83182, 0.62246, 0.35466]),
         ("flux1 schnell", "timestep", 256, [1.0, 0.75, 0.5, 0.25]),
         ("flux3 flux3", "timestep", 32, [1.0, 0.95411, 0.87390, 0.69789]),
@@ -376,7 +380,9 @@ def test_every_weight_gets_a_gradient_but_those_that_are_never_trained(model: Mo
     assert len(silent) == model.silent
 
 
-@pytest.mark.parametrize("name", ["chroma chroma1", "krea2 raw", "qwen_image qwen-image", "z_image z-image"])
+@pytest.mark.parametrize(
+    "name", ["chroma chroma1", "ernie_image ernie-image", "krea2 raw", "qwen_image qwen-image", "z_image z-image"]
+)
 def test_captions_of_any_length_share_a_batch_and_cost_what_they_cost_alone(name: str, cache: Path) -> None:
     assert_captions_of_any_length_share_a_batch(MODELS[name].make(cache))
 
@@ -412,6 +418,7 @@ def test_adapters_change_all_linear_layers_of_the_blocks_but_their_modulation(mo
 @pytest.mark.parametrize(
     ("name", "network"),
     [
+        ("ernie_image ernie-image", ErnieImageTransformer2DModel),
         ("flux2 dev", Flux2Transformer2DModel),
         ("flux2 klein-4b", Flux2Transformer2DModel),
         ("flux3 flux3", Flux3Transformer2DModel),
@@ -474,6 +481,7 @@ def test_a_model_of_another_family_is_refused(one: Model, cache: Path, copied: P
 
 HAS = {
     "chroma chroma1": ("chroma1", "19 + 38 blocks", "1 + 2 blocks"),
+    "ernie_image ernie-image": ("ernie-image", "36 blocks of width 4096", "2 blocks of width 64"),
     "flux1 dev": ("schnell", "19 + 38 blocks without guidance embedding", "1 + 2 blocks with guidance embedding"),
     "flux2 dev": ("klein-4b", "5 + 20 blocks without guidance embedding", "1 + 2 blocks with guidance embedding"),
     "flux3 flux3": ("flux3", "5 + 28 blocks of 24 heads", "1 + 2 blocks of 2 heads"),
@@ -502,6 +510,7 @@ TWO = (*FILES, "text_encoder_2/config.json", "tokenizer_2/tokenizer_config.json"
 SCHEDULER = "scheduler/scheduler_config.json"
 READ = {
     "chroma chroma1": (*FILES, SCHEDULER),
+    "ernie_image ernie-image": (*FILES, SCHEDULER),
     "flux1 dev": (*TWO, SCHEDULER),
     "flux2 dev": (*FILES, SCHEDULER),
     "flux3 flux3": FILES,
@@ -526,6 +535,7 @@ def test_a_folder_that_lacks_a_file_is_refused_before_anything_is_loaded(one: Mo
 
 KINDS = {
     "chroma chroma1": {"text_encoder": "t5"},
+    "ernie_image ernie-image": {"text_encoder": "mistral"},
     "flux1 dev": {"text_encoder": "clip_text_model", "text_encoder_2": "t5"},
     "flux2 dev": {"text_encoder": "mistral or qwen3"},
     "flux3 flux3": {"text_encoder": "qwen3_vl"},
@@ -551,6 +561,13 @@ def test_a_text_encoder_of_another_kind_is_refused(one: Model, cache: Path, copi
 @pytest.mark.parametrize(
     ("one", "file", "changes", "message"),
     [
+        (
+            "ernie_image ernie-image",
+            "vae/config.json",
+            {"latent_channels": 8},
+            "the transformer reads 16 latent channels and 32 text features, but vae and text_encoder give 32 and 32; "
+            "download the folder again",
+        ),
         (
             "flux1 dev",
             "transformer/config.json",

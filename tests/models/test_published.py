@@ -39,6 +39,7 @@ COUNTS = {
     "bagel 7b-mot": [14.607, VAE],
     **{f"causal_lm {name}": [count / 1e9] for name, count in LANGUAGE_MODELS.items()},
     "chroma chroma1": [8.9, T5, VAE],
+    "ernie_image ernie-image": [8.033, 3.429, VAE],
     "flux1 dev": [11.901, CLIP_L, T5, VAE],
     "flux1 kontext": [11.901, CLIP_L, T5, VAE],
     "flux1 schnell": [11.891, CLIP_L, T5, VAE],

@@ -202,6 +202,7 @@ def test_layers_compute_in_bf16_while_masters_and_gradients_stay_fp32(pictures: 
 @pytest.mark.parametrize(
     ("family", "embedding"),
     [
+        pytest.param("ernie_image", "time_proj", marks=pytest.mark.slow),
         pytest.param("sd3", "time_text_embed.time_proj", marks=pytest.mark.slow),
         pytest.param("sdxl", "time_proj", marks=pytest.mark.slow),
         pytest.param("krea2", "time_embed", marks=pytest.mark.slow),

@@ -105,7 +105,19 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "lora with dropout": {"type": "lora", "rank": 4, "dropout": 0.1},
     "dense loha": {"type": "loha", "rank": 24},
 }
-FAMILIES = ("flux2", "sdxl", "flux1", "sd3", "qwen_image", "z_image", "chroma", "krea2", "bagel", "causal_lm")
+FAMILIES = (
+    "flux2",
+    "sdxl",
+    "flux1",
+    "sd3",
+    "qwen_image",
+    "z_image",
+    "chroma",
+    "ernie_image",
+    "krea2",
+    "bagel",
+    "causal_lm",
+)
 BASES = {"none": 0, "nf4": 3, "int8": 4}
 """{base: the family with which its first adapter is trained}: SDXL meets no loha or lokr here, whose own convolutions
 have the shape of the base's and are computed again."""

@@ -57,7 +57,7 @@ class WeightFiles:
         denoiser = {key: entry for key, entry in self.entries.items() if key.startswith(ORIGINAL_PREFIX)}
         stored = {key.removeprefix(ORIGINAL_PREFIX): entry for key, entry in (denoiser or self.entries).items()}
         if not stored.keys() & (renamed.keys() - shapes.keys()):
-            return self
+            return WeightFiles(stored) if denoiser else self
         entries = {name: entry for name, entry in stored.items() if name not in renamed}
         for name in stored.keys() & renamed.keys():
             entries |= _parts(renamed[name], stored[name], shapes)

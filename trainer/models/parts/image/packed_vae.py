@@ -27,23 +27,27 @@ def build_packed_vae(config: Mapping[str, Any]) -> AutoencoderKLFlux2:
         return AutoencoderKLFlux2.from_config(dict(config))
 
 
-def encode_packed(vae: Any, image: Image.Image) -> Tensor:
-    """Encode an RGB image to normalised latents (1, 4C, H/16, W/16), the mean of the posterior, not a sample."""
+def encode_packed(vae: Any, image: Image.Image, eps: float | None = None) -> Tensor:
+    """Encode an RGB image to normalised latents (1, 4C, H/16, W/16), the mean of the posterior, not a sample. eps: as
+    for `latent_statistics`."""
     latents = patchify(vae.encode(pixels_of(image, device_of(vae))).latent_dist.mode())
-    mean, std = latent_statistics(vae)
+    mean, std = latent_statistics(vae, eps)
     return (latents - mean) / std
 
 
-def decode_packed(vae: Any, latents: Tensor) -> Image.Image:
-    """Decode normalised latents (1, 4C, h, w) to an image."""
-    mean, std = latent_statistics(vae)
+def decode_packed(vae: Any, latents: Tensor, eps: float | None = None) -> Image.Image:
+    """Decode normalised latents (1, 4C, h, w) to an image. eps: as for `latent_statistics`."""
+    mean, std = latent_statistics(vae, eps)
     return image_of(vae.decode(unpatchify(latents * std + mean), return_dict=False)[0])
 
 
-def latent_statistics(vae: Any) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the patchified latents, each (1, 4C, 1, 1): the VAE's batch-norm statistics."""
+def latent_statistics(vae: Any, eps: float | None = None) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the patchified latents, each (1, 4C, 1, 1): the VAE's batch-norm statistics.
+
+    eps: added to the variances; None takes that of the VAE's config.
+    """
     mean, variance = (value.view(1, -1, 1, 1) for value in (vae.bn.running_mean, vae.bn.running_var))
-    return mean, torch.sqrt(variance + vae.config.batch_norm_eps)
+    return mean, torch.sqrt(variance + (vae.config.batch_norm_eps if eps is None else eps))
 
 
 PACKED_VAE = {
