@@ -89,6 +89,24 @@ def test_fp8_with_a_scale_is_read_by_diffusers_names_with_or_without_fused_layer
     assert parts["k.weight"].scale(OpenFiles()) == pytest.approx(0.02)
 
 
+@pytest.mark.parametrize("dims", [1, 2])
+def test_fp8_with_a_scale_per_row_is_read_whole_in_parts_and_with_halves_swapped(tmp_path: Path, dims: int) -> None:
+    codes, scales = torch.randn(48, 16).to(torch.float8_e4m3fn), torch.rand(48) + 0.5
+    decoded = codes.float() * scales[:, None]
+    stored = {"qk.weight": codes, "qk.weight_scale": scales if dims == 1 else scales[:, None]}
+    save_file(stored, tmp_path / "model.safetensors")
+    files = WeightFiles.read([tmp_path / "model.safetensors"])
+    assert torch.equal(read_tensor(files.entries["qk.weight"]), decoded)
+    shapes = {"q.weight": (16, 16), "k.weight": (32, 16), "swapped.weight": (48, 16)}
+    parts = files.by_our_names((Fused("qk.weight", ("q.weight", "k.weight")),), shapes).entries
+    assert torch.equal(read_tensor(parts["k.weight"]), decoded[16:])
+    assert torch.equal(parts["k.weight"].rows(OpenFiles(), 3, 7), decoded[19:23])
+    swapped = files.by_our_names((Fused("qk.weight", ("swapped.weight",), halves_swapped=True),), shapes).entries
+    assert torch.equal(read_tensor(swapped["swapped.weight"]), torch.cat([decoded[24:], decoded[:24]]))
+    # Codes with several scales are not those of our format.
+    assert parts["k.weight"].scale(OpenFiles()) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_fp8_without_a_scale_is_read_as_its_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
     weight = torch.randn(*SHAPE).to(dtype)
@@ -114,15 +132,15 @@ def test_what_is_stored_in_a_way_that_is_not_known_is_refused_with_the_way_out(t
         "/model.safetensors: 'a.SCB' belongs to weights in bitsandbytes' 8 bits, which are not read here; "
         "name the original model, or one in 4 bits (nf4)"
     )
-    by_block = {"a.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(2, 1)}
+    by_block = {"a.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(2, 2)}
     assert error_of(tmp_path, by_block) == (
-        "/model.safetensors: 'a.weight_scale' [2, 1] scales 'a.weight' (F8_E4M3 [2, 2]); only 8-bit floats with one "
-        "scale per layer are read: name the original model, or a file in fp8"
+        "/model.safetensors: 'a.weight_scale' [2, 2] scales 'a.weight' (F8_E4M3 [2, 2]); only 8-bit floats with one "
+        "scale per layer or row are read: name the original model, or a file in fp8"
     )
     encoder = {"a.weight": by_block["a.weight"], "a.weight_scale_inv": torch.ones(1, 1)}
     assert error_of(tmp_path, encoder) == (
         "/model.safetensors: 'a.weight_scale_inv' [1, 1] scales 8-bit floats in a way that is not read here; name the "
-        "original model, or a file in fp8 with one scale per layer"
+        "original model, or a file in fp8 with one scale per layer or row"
     )
     torn = stored("small", "a")
     del torn["a.weight.absmax"]

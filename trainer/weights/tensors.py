@@ -173,6 +173,20 @@ class ScaledEntry(TensorEntry):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowScaledEntry(TensorEntry):
+    """A matrix of 8-bit floats with a scale for each row: a tensor of its own, (rows,) or (rows, 1)."""
+
+    scale_entry: TensorEntry
+
+    def _stored_rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
+        scales: Tensor = files.slice(self.scale_entry.file, self.scale_entry.key)[begin:end]
+        return super()._stored_rows(files, begin, end).float() * scales.float().view(-1, 1)
+
+    def scale(self, files: OpenFiles) -> float | None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class FourBitEntry(TensorEntry):
     """A weight as bitsandbytes stores it: 4-bit codes of all its numbers in one sequence, and a scale per block.
 
@@ -327,7 +341,7 @@ def without_codings(stored: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]
         elif _is_unknown_scale(key, stored):
             raise InputError(
                 f"{entry.file}: '{key}' {list(entry.shape)} scales 8-bit floats in a way that is not read here; name "
-                "the original model, or a file in fp8 with one scale per layer"
+                "the original model, or a file in fp8 with one scale per layer or row"
             )
         elif key.endswith((".SCB", ".weight_format")):
             raise InputError(
@@ -346,13 +360,16 @@ def _is_unknown_scale(key: str, stored: Mapping[str, TensorEntry]) -> bool:
 
 def _scaled(stored: Mapping[str, TensorEntry], weight: str, scale: TensorEntry) -> TensorEntry:
     entry = stored.get(weight)
-    if entry is None or entry.dtype not in _FP8 or scale.shape not in ((), (1,)):
-        kind = f"{entry.dtype} {list(entry.shape)}" if entry else "missing"
-        raise InputError(
-            f"{scale.file}: '{scale.key}' {list(scale.shape)} scales '{weight}' ({kind}); only 8-bit floats with one "
-            "scale per layer are read: name the original model, or a file in fp8"
-        )
-    return ScaledEntry(**vars(entry), scale_entry=scale)
+    if entry is not None and entry.dtype in _FP8:
+        if scale.shape in ((), (1,)):
+            return ScaledEntry(**vars(entry), scale_entry=scale)
+        if len(entry.shape) == 2 and scale.shape in (entry.shape[:1], (entry.shape[0], 1)):
+            return RowScaledEntry(**vars(entry), scale_entry=scale)
+    kind = f"{entry.dtype} {list(entry.shape)}" if entry else "missing"
+    raise InputError(
+        f"{scale.file}: '{scale.key}' {list(scale.shape)} scales '{weight}' ({kind}); only 8-bit floats with one "
+        "scale per layer or row are read: name the original model, or a file in fp8"
+    )
 
 
 class _State(BaseModel):
