@@ -62,11 +62,13 @@ def refusal(name: str, cache: Path, *args: Any, **options: Any) -> str:
 
 
 def model_of(family: ModelFamily) -> nn.ModuleDict:
-    """The live components with their weights."""
+    """The live components with their weights, and those that guide samples."""
     model = nn.ModuleDict({name: load(family.build(name), family.weights(name), ()) for name in family.live})
     for name, component in model.items():
         for buffer, values in family.computed_buffers(name).items():
             component.get_buffer(buffer).copy_(values)
+    if isinstance(family, ImageFamily):
+        model.update(family.guides(load))
     return model
 
 

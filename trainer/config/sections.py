@@ -467,7 +467,8 @@ class QuantizeConfig(Section):
     formats: dict[str, BaseFormat] = option({}, title="Quantization per layer", keywords="precision")
     """A different format for some layers of the blocks, including modulation: {name or regular expression: format}."""
     encoders: bool = option(False, title="Quantize text encoders", keywords="vram memory t5")
-    """Also quantize the text encoders while captions are encoded; small ones are not quantized."""
+    """Also quantize the text encoders while captions are encoded, except small ones, and a second transformer that
+    guides samples."""
     cache: bool = option(False, title="Cache quantized base")
     """Keep the quantized base model on disk, in the cache folder, so that later runs load it without converting."""
 

@@ -452,6 +452,11 @@ class ImageFamily(ModelFamily):
     def image_encoder(self, load: LoadModule) -> Any:
         """Load the autoencoder, for `encode_image` and `sample`. It is replicated: ranks do not wait for each other."""
 
+    def guides(self, load: LoadModule) -> Mapping[str, nn.Module]:
+        """Load the frozen components that predict what samples with guidance are pushed away from, by name, for models
+        that have some in place of a negative prompt. Only samples use them. Collective when `load` shards."""
+        return {}
+
     @abstractmethod
     def encode_text(self, encoder: Any, caption: str) -> Example:
         """Encode one caption, on the CPU, without batch dim: embeddings of frozen encoders, token ids for live ones.
@@ -519,7 +524,7 @@ class ImageFamily(ModelFamily):
         """Generate one image. The number of calls of the model depends only on `cfg`.
 
         Args:
-            model: The live components by name.
+            model: The live components by name, and with guidance those of `guides`.
             encoder: The result of `image_encoder`.
             text: The result of `encode_text`; may also hold references, as in a training example.
             negative: The result of `encode_text` for the negative prompt.

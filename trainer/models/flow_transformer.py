@@ -87,6 +87,10 @@ class FlowTransformer(ImageFamily):
             guidance: For transformers that embed it.
         """
 
+    def predict_away(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor) -> list[Tensor]:
+        """The prediction that guidance pushes samples away from, of a component of `guides`; none for other models."""
+        return []
+
     @abstractmethod
     def blank_text(self, num_tokens: int, dtype: torch.dtype) -> Example:
         """Zeros in the shapes and types of the result of `encode_text`. Arguments as for `blank_example`."""
@@ -150,6 +154,8 @@ class FlowTransformer(ImageFamily):
 
         def predict(latents: Tensor, sigma: Tensor) -> Tensor:
             predictions = [self.predict(model, latents, sigma, batch, cfg.guidance) for batch in batches]
+            if cfg.guidance > 1:
+                predictions += self.predict_away(model, latents, sigma)
             return self.guided(predictions, cfg.guidance)
 
         # Whole tokens, however many latents are in one.

@@ -273,11 +273,14 @@ class ImageSampler(Sampler):
 
     def prepare(self) -> Generate:
         autoencoder = self._family.image_encoder(self._load)
+        is_guided = self._family.complete_sample(self._sample).guidance > 1
+        guides = self._family.guides(self._load) if is_guided else {}
 
         def generate(model: nn.ModuleDict, index: int, rng: SampleRng) -> Sample:
+            components = nn.ModuleDict({**model, **guides}) if guides else model
             prompt = self._data.prompts[index]
             text, negative = self._data.prompt(index) | self._inputs(prompt), self._data.cache.read(prompt.negative)
-            image = self._family.sample(model, autoencoder, text, negative, self._sample, rng)
+            image = self._family.sample(components, autoencoder, text, negative, self._sample, rng)
             return Sample(IMAGE, png(image))
 
         return generate

@@ -53,7 +53,8 @@ def trace_encoders(cfg: RunConfig, family: ModelFamily, device: torch.device) ->
         text = ModelPass(units, tuple(marks), tracer.buffers())
         whole = tracer.whole()
     image, encoding, decoding, latents = _EncoderTracer(cfg, family, device).image(sides_of(cfg))
-    return Encoders(text, whole, _size(caption), image, sides_of(cfg), encoding, decoding, latents)
+    guides = _EncoderTracer(cfg, family, device).guides()
+    return Encoders(text, whole, _size(caption), image, sides_of(cfg), encoding, decoding, latents, guides)
 
 
 def trace_captions(cfg: RunConfig, family: ImageFamily, device: torch.device) -> int:
@@ -98,6 +99,12 @@ class _EncoderTracer:
     def whole(self) -> int:
         """Return the bytes of encoders that are not sharded."""
         return sum(_bytes_of(module, self.device) for module, blocks in self.loaded if not blocks)
+
+    def guides(self) -> int:
+        """Return the bytes of the components that guide samples."""
+        return sum(
+            parameter.nbytes for guide in self.family.guides(self.load).values() for parameter in guide.parameters()
+        )
 
     def image(self, sides: Sequence[int]) -> tuple[int, tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
         """Return the bytes of the autoencoder; and for each side those of encoding, of decoding, and of the latents."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from trainer.config.schema import RunConfig
+from trainer.models.distilled import complete_sample
 from trainer.parallel.strategy import stays_gathered
 from trainer.plan.simulate.sizes import rank_of, sample_input_of
 from trainer.plan.simulate.steps import ModelPass
@@ -79,10 +80,11 @@ class Phase:
     when: str
 
 
-AUTOENCODER = "autoencoder"
+AUTOENCODER, GUIDES = "autoencoder", "guiding transformer"
 _SENTENCES = {
     "weights": "the base and what is trained, {share}",
     "text encoders": "which make embeddings of captions, {share}",
+    GUIDES: "a second one, which only samples use, spread over all ranks",
     AUTOENCODER: "which turns images into latents and back, unsharded on each rank in fp32",
     "optimizer": "what the optimizer remembers of each trained weight, {share}",
     "averaged weights": "the trained weights put aside while their average is used",
@@ -97,6 +99,7 @@ _KINDS: Mapping[str, str] = {
     "weights": "weights",
     "text encoders": "weights",
     AUTOENCODER: "weights",
+    GUIDES: "weights",
     "optimizer": "optimizer",
     "averaged weights": "optimizer",
     "gradients": "optimizer",
@@ -172,9 +175,16 @@ def sampling(cfg: RunConfig, model: Model, model_pass: ModelPass, sharding: Shar
     encoders = model.encoders
     drawing = model.table.sampling(sample_input_of(cfg), rank_of(cfg))
     autoencoder = {AUTOENCODER: encoders.image} if encoders.image else {}
-    constant = {**autoencoder, **_averaged(cfg, model_pass, sharding)}
+    constant = {**autoencoder, **_guides(cfg, encoders), **_averaged(cfg, model_pass, sharding)}
     decoding = encoders.of_image(encoders.decoding, cfg.sample.full_size.pixels)
     return simulate_forward(drawing, while_sampling(cfg, drawing, sharding), constant, decoding)
+
+
+def _guides(cfg: RunConfig, encoders: Encoders) -> dict[str, float]:
+    """Return the components that guide samples, which are spread as encoders are: over all ranks, or in host memory."""
+    if not encoders.guides or complete_sample(cfg.model, cfg.sample).guidance <= 1:
+        return {}
+    return {GUIDES: 0.0 if cfg.parallel.cpu_offload else encoders.guides / over_all(cfg).ranks}
 
 
 def while_sampling(cfg: RunConfig, drawing: ModelPass, sharding: Sharding) -> Sharding:

@@ -293,6 +293,7 @@ class Encoders:
         encoding: Most bytes of activations while an image is encoded, for each side.
         decoding: Most bytes of activations while an image is decoded, for each side.
         latents: Bytes of an encoded image, for each side.
+        guides: Bytes of the components that guide samples.
     """
 
     text: ModelPass
@@ -303,6 +304,7 @@ class Encoders:
     encoding: tuple[float, ...]
     decoding: tuple[float, ...]
     latents: tuple[float, ...]
+    guides: int = 0
 
     def of_image(self, values: Sequence[float], pixels: int) -> float:
         """Return one of `encoding`, `decoding` and `latents` for an image of another size."""
@@ -352,7 +354,8 @@ def _text(value: Any) -> str:
 
 def _encoders_to_json(encoders: Encoders) -> dict[str, Any]:
     text = encoders.text
-    return vars(encoders) | {
+    given = {name: value for name, value in vars(encoders).items() if name != "guides" or value}
+    return given | {
         "text": {
             "units": _units_to_json(text.units),
             "marks": [astuple(mark) for mark in text.marks],
