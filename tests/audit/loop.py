@@ -391,7 +391,19 @@ LIMITS_OF = {"krea2": LIMITS | {"losses": 2e-6}, "z_image": LIMITS | {"weights":
 losses of the tiny Krea 2 are 5 to 8, whose last bit is 5e-7."""
 QUICK = (("flux2", 3),)
 """Families and passes that are compared in `make test`."""
-FAMILIES = ("chroma", "ernie_image", "flux1", "flux2", "flux3", "krea2", "qwen_image", "sd3", "sdxl", "z_image")
+FAMILIES = (
+    "chroma",
+    "ernie_image",
+    "flux1",
+    "flux2",
+    "flux3",
+    "ideogram4",
+    "krea2",
+    "qwen_image",
+    "sd3",
+    "sdxl",
+    "z_image",
+)
 
 
 def checks_of(

@@ -63,6 +63,8 @@ DRAWINGS = (
     Drawing(Model("flux2 klein", "flux2", "klein-4b"), SIX, GUIDED, is_quick=True),
     Drawing(Model("flux2 klein, distilled", "flux2", "klein-4b", edits=DISTILLED), {}, {"num_inference_steps": 4}),
     Drawing(Model("flux3", "flux3"), SIX, GUIDED),
+    # A second transformer is in place of the negative prompt.
+    Drawing(Model("ideogram4", "ideogram4"), SIX, STEPS | {"guidance_scale": 4.5}),
     # Its pipeline counts guidance from 0.
     Drawing(Model("krea2", "krea2"), SIX, NEGATED | {"guidance_scale": 3.5}),
     Drawing(Model("krea2, distilled", "krea2", edits=DISTILLED), {}, {"num_inference_steps": 8, "guidance_scale": 0.0}),

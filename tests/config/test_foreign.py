@@ -188,6 +188,8 @@ def test_the_folders_of_kohyas_layout_have_the_repeats_of_their_names(tmp_path: 
         ("Qwen/Qwen-Image-Edit-2509", "qwen_image", None),
         ("baidu/ERNIE-Image", "ernie_image", None),
         ("/m/ernie-image.safetensors", "ernie_image", "baidu/ERNIE-Image"),
+        ("ideogram-ai/ideogram-4-fp8", "ideogram4", None),
+        ("/m/ideogram4_fp8_scaled.safetensors", "ideogram4", "ideogram-ai/ideogram-4-fp8"),
         ("krea/Krea-2-Raw", "krea2", None),
         ("/m/krea2_raw_bf16.safetensors", "krea2", "krea/Krea-2-Raw"),
     ],

@@ -77,6 +77,7 @@ COMFY_MODELS = {
     "ernie_image": ComfyModel("ErnieImage", lambda config: {}),
     "flux1": ComfyModel("Flux", _flux),
     "flux2": ComfyModel("Flux", _flux),
+    "ideogram4": ComfyModel("Ideogram4", lambda config: {}),
     "krea2": ComfyModel("Krea2", lambda config: {}),
     # ComfyUI takes 64 times the depth for the width, as it is in all published models.
     "sd3": ComfyModel("SD3", lambda config: {"depth": _width(config) / 64, "num_blocks": config.num_layers}),

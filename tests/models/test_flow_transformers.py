@@ -106,6 +106,7 @@ MODELS = {
         Model("flux2 dev", (16, 16), 0, ("", 0), embedded, (1e-6, 1e-6)),
         Model("flux2 klein-4b", (16, 16), 0, ("", 0), decoded=(1e-6, 1e-6)),
         Model("flux3 flux3", (16, 16), 11, (r".*image_cond.*", 6)),
+        Model("ideogram4 ideogram-4", (16, 16), 0, (r".+\.adaln_modulation", 2), embedded),
         # Its pipeline counts guidance from 0.
         Model(
             "krea2 raw",
@@ -318,6 +319,9 @@ def test_loss_with_references_is_the_error_of_the_velocity_of_the_noisy_tokens_a
         ("flux1 dev", "timestep", 256, [1.0, 0.83182, 0.62246, 0.35466]),
         ("flux1 schnell", "timestep", 256, [1.0, 0.75, 0.5, 0.25]),
         ("flux3 flux3", "timestep", 32, [1.0, 0.95411, 0.87390, 0.69789]),
+        # The time runs from noise to data: 1 - sigmoid of 9, at which logits end, then of 1.5 times 0.6745, 0 and
+        # -0.6745 above ln(32 / 512).
+        ("ideogram4 ideogram-4", "timestep", 32, [0.00012, 0.85332, 0.94118, 0.97778]),
         # Of an image of 256 tokens, as for FLUX.1; the line ends at 6400 tokens.
         ("krea2 raw", "timestep", 256, [1.0, 0.83182, 0.62246, 0.35466]),
         # 0.35466 at the end of four steps is stretched to the terminal level, 0.02; a single step has none.
@@ -381,7 +385,15 @@ def test_every_weight_gets_a_gradient_but_those_that_are_never_trained(model: Mo
 
 
 @pytest.mark.parametrize(
-    "name", ["chroma chroma1", "ernie_image ernie-image", "krea2 raw", "qwen_image qwen-image", "z_image z-image"]
+    "name",
+    [
+        "chroma chroma1",
+        "ernie_image ernie-image",
+        "ideogram4 ideogram-4",
+        "krea2 raw",
+        "qwen_image qwen-image",
+        "z_image z-image",
+    ],
 )
 def test_captions_of_any_length_share_a_batch_and_cost_what_they_cost_alone(name: str, cache: Path) -> None:
     assert_captions_of_any_length_share_a_batch(MODELS[name].make(cache))
@@ -455,9 +467,8 @@ def test_the_fingerprint_follows_the_encoders_and_their_use_but_not_the_transfor
     uses: dict[str, Json] = {"flux2": {"text_layers": (1, 2, 4)}, "flux3": {"text_layers": (2, 1)}}
     uses["sd3"] = {"without": ("text_encoder_3",)}
     found = [first, fingerprint(max_tokens=72), *([fingerprint(**uses[name])] if name in uses else ())]
-    folders = [
-        path for path in sorted(copied.iterdir()) if path.is_dir() and path.name not in ("transformer", "scheduler")
-    ]
+    unread = ("transformer", "unconditional_transformer", "scheduler")
+    folders = [path for path in sorted(copied.iterdir()) if path.is_dir() and path.name not in unread]
     assert len(folders) >= 3
     for folder in folders:
         config = next(folder.glob("*config.json"))
@@ -485,6 +496,7 @@ HAS = {
     "flux1 dev": ("schnell", "19 + 38 blocks without guidance embedding", "1 + 2 blocks with guidance embedding"),
     "flux2 dev": ("klein-4b", "5 + 20 blocks without guidance embedding", "1 + 2 blocks with guidance embedding"),
     "flux3 flux3": ("flux3", "5 + 28 blocks of 24 heads", "1 + 2 blocks of 2 heads"),
+    "ideogram4 ideogram-4": ("ideogram-4", "34 blocks of 18 heads", "2 blocks of 4 heads"),
     "krea2 raw": ("raw", "28 blocks of 48 heads", "2 blocks of 4 heads"),
     "qwen_image qwen-image": ("qwen-image", "60 blocks of 24 heads", "2 blocks of 2 heads"),
     "sd3 sd3-medium": (
@@ -514,6 +526,7 @@ READ = {
     "flux1 dev": (*TWO, SCHEDULER),
     "flux2 dev": (*FILES, SCHEDULER),
     "flux3 flux3": FILES,
+    "ideogram4 ideogram-4": (*FILES, SCHEDULER, "unconditional_transformer/config.json"),
     "krea2 raw": (*FILES, SCHEDULER, "model_index.json"),
     "qwen_image qwen-image": (*FILES, SCHEDULER),
     "sd3 sd3-medium": (*TWO, "text_encoder_3/config.json", "tokenizer_3/tokenizer_config.json", SCHEDULER),
@@ -539,6 +552,7 @@ KINDS = {
     "flux1 dev": {"text_encoder": "clip_text_model", "text_encoder_2": "t5"},
     "flux2 dev": {"text_encoder": "mistral or qwen3"},
     "flux3 flux3": {"text_encoder": "qwen3_vl"},
+    "ideogram4 ideogram-4": {"text_encoder": "qwen3_vl"},
     "krea2 raw": {"text_encoder": "qwen3_vl"},
     "qwen_image qwen-image": {"text_encoder": "qwen2_5_vl"},
     "sd3 sd3-medium": {"text_encoder": "clip_text_model", "text_encoder_2": "clip_text_model", "text_encoder_3": "t5"},
@@ -593,6 +607,13 @@ def test_a_text_encoder_of_another_kind_is_refused(one: Model, cache: Path, copi
             "vae/config.json",
             {"z_dim": 8},
             "the transformer reads 16 latent channels and 32 text features, but vae and text_encoder give 32 and 32; "
+            "download the folder again",
+        ),
+        (
+            "ideogram4 ideogram-4",
+            "text_encoder/config.json",
+            {"text_config": {"model_type": "qwen3_vl_text", "hidden_size": 64, "num_hidden_layers": 4}},
+            "the transformer reads 16 latent channels and 96 text features, but vae and text_encoder give 16 and 64; "
             "download the folder again",
         ),
         (

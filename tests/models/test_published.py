@@ -47,6 +47,7 @@ COUNTS = {
     "flux2 klein-4b": [3.876, 3.215, VAE],
     "flux2 klein-9b": [9.079, 6.025, VAE],
     "flux3 flux3": [5.538, 3.720, VAE],
+    "ideogram4 ideogram-4": [9.279, 7.57, VAE],
     "krea2 raw": [12.82, 4.022, 0.127],
     "qwen_image qwen-image": [20.43, 7.071, 0.127],
     "qwen_image qwen-image-edit-2509": [20.43, 7.747, 0.127],

@@ -149,7 +149,9 @@ def test_the_blocks_of_sdxl_are_all_compiled(pictures: Path, checkpointing: str)
 @pytest.mark.parametrize(
     "model",
     [
+        {"family": "ernie_image"},
         {"family": "flux1"},
+        {"family": "ideogram4"},
         {"family": "krea2"},
         {"family": "qwen_image"},
         {"family": "sd3"},
@@ -205,6 +207,7 @@ def test_layers_compute_in_bf16_while_masters_and_gradients_stay_fp32(pictures: 
         pytest.param("ernie_image", "time_proj", marks=pytest.mark.slow),
         pytest.param("sd3", "time_text_embed.time_proj", marks=pytest.mark.slow),
         pytest.param("sdxl", "time_proj", marks=pytest.mark.slow),
+        pytest.param("ideogram4", "t_embedding", marks=pytest.mark.slow),
         pytest.param("krea2", "time_embed", marks=pytest.mark.slow),
         pytest.param("z_image", "t_embedder", marks=pytest.mark.slow),
     ],

@@ -114,6 +114,7 @@ FAMILIES = (
     "z_image",
     "chroma",
     "ernie_image",
+    "ideogram4",
     "krea2",
     "bagel",
     "causal_lm",

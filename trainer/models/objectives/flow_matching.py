@@ -41,10 +41,13 @@ class Shift:
     Attributes:
         line: The line that `objective.shift: linear` follows.
         constant: The factor that `auto` uses; None lets `auto` follow `line`.
+        unshifted: Tokens per image at which the factor of `auto` is 1, where it grows with their square root, as the
+            side of the image does.
     """
 
     line: ShiftLine = ShiftLine()
     constant: float | None = None
+    unshifted: int | None = None
 
 
 def draw_sigma(cfg: ObjectiveConfig, shift: Shift, num_tokens: int, rng: SampleRng) -> Tensor:
@@ -92,6 +95,8 @@ def shift_factor(cfg: ObjectiveConfig, shift: Shift, num_tokens: int) -> float:
     match cfg.shift:
         case "auto" if shift.constant is not None:
             return shift.constant
+        case "auto" if shift.unshifted is not None:
+            return math.sqrt(num_tokens / shift.unshifted)
         case "auto" | "linear":
             return math.exp(shift.line.mu(num_tokens))
         case "empirical":

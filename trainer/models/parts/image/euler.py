@@ -47,6 +47,15 @@ def spaced_sigmas(num_steps: int) -> Any:
     return np.linspace(1.0, 1 / num_steps, num_steps)
 
 
+def logit_normal_sigmas(num_steps: int, mean: float, std: float) -> Any:
+    """Noise levels at equally spaced quantiles of a logit-normal distribution, from the highest: a numpy array
+    (num_steps,). Their logits are clamped to -7.5 and 9, which are log SNRs of 15 and -18.
+    """
+    quantiles = torch.linspace(1.0, 0.0, num_steps + 1, dtype=torch.float64)[:-1]
+    logits = mean + std * torch.special.ndtri(quantiles)
+    return torch.sigmoid(logits.clamp(-7.5, 9.0)).numpy()
+
+
 def denoise(scheduler: Any, noise: Tensor, predict: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Denoise to latents step by step. predict: (latents (1, ...), sigma (1,)) -> velocity, shaped like latents."""
     latents = noise

@@ -171,7 +171,9 @@ def load_language_model(
     return TextEncoder(model, load_tokenizer(folder, "tokenizer"))
 
 
-def hidden_states(model: Any, tokens: Mapping[str, Tensor], layers: Sequence[int]) -> list[Tensor]:
+def hidden_states(
+    model: Any, tokens: Mapping[str, Tensor], layers: Sequence[int], norm_last: bool = True
+) -> list[Tensor]:
     """Hidden states of a language model, each (1, L, D): 0 is the embeddings, the last one is normalised.
 
     Hooks on the layers take the states: transformers' own hooks depend on the model's class, which sharding replaces.
@@ -180,6 +182,7 @@ def hidden_states(model: Any, tokens: Mapping[str, Tensor], layers: Sequence[int
         model: The language model.
         tokens: "input_ids", "attention_mask" and optionally "position_ids", each (1, L).
         layers: Numbers of the hidden states.
+        norm_last: Whether the last one is normalised; else it is what the last layer gives.
 
     See DECISIONS 17.
     """
@@ -197,7 +200,8 @@ def hidden_states(model: Any, tokens: Mapping[str, Tensor], layers: Sequence[int
     finally:
         for hook in hooks:
             hook.remove()
-    outputs[len(model.layers)] = last
+    if norm_last:
+        outputs[len(model.layers)] = last
     return [outputs[layer] for layer in layers]
 
 
@@ -271,14 +275,9 @@ QWEN3_4B: dict[str, Any] = {
     "head_dim": 128,
 }
 QWEN3_8B = QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288}
-QWEN3_VL_4B = QWEN3_4B | {
-    "rope_parameters": {
-        "mrope_interleaved": True,
-        "mrope_section": [24, 20, 20],
-        "rope_theta": 5e6,
-        "rope_type": "default",
-    }
-}
+_QWEN3_VL_ROPE = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_theta": 5e6, "rope_type": "default"}
+QWEN3_VL_4B = QWEN3_4B | {"rope_parameters": _QWEN3_VL_ROPE}
+QWEN3_VL_8B = QWEN3_8B | {"rope_parameters": _QWEN3_VL_ROPE}
 """Sizes of published language models. Qwen3's layers are of one type, which follows from NO_LAYER_TYPES."""
 NO_LAYER_TYPES = {"layer_types": None}
 
