@@ -91,6 +91,25 @@ def test_larger_samples_need_more_and_say_when() -> None:
     assert found[-1].fullest.name == SAMPLING
 
 
+def guides(*fields: str) -> float:
+    """Bytes of the components that guide samples, on each rank while samples are generated."""
+    found = planned("ideogram4 ideogram-4", *SAMPLES, *fields)
+    parts = {phase.name: sizes(phase.items).get("guiding transformer", 0) for phase in found.phases}
+    assert {name for name, size in parts.items() if size} <= {SAMPLING}
+    return parts[SAMPLING]
+
+
+def test_a_second_transformer_that_guides_samples_takes_memory_then_and_only_with_guidance() -> None:
+    whole = 9.279288448e9 * 2  # parameters in bf16
+    assert guides("parallel.devices=1", "parallel.strategy=none") == whole
+    assert guides("parallel.devices=4") == whole / 4
+    assert guides("parallel.devices=4", "parallel.cpu_offload=true") == 0
+    assert guides("sample.guidance=1") == 0
+    nf4 = ("parallel.devices=1", "parallel.strategy=none", "quantize.format=nf4")
+    assert guides(*nf4) == whole
+    assert guides(*nf4, "quantize.encoders=true") < 0.4 * whole
+
+
 def test_the_samples_of_a_schedule_free_run_put_the_trained_weights_aside() -> None:
     usual, free = (planned("flux2 klein-4b", *SAMPLES, f"optim.type={name}") for name in ("adamw", "schedulefree"))
     aside = [sizes(phase.items).get("averaged weights", 0) for phase in free.phases if phase.name == SAMPLING]
