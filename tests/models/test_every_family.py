@@ -138,7 +138,9 @@ def test_fsdp2_can_follow_every_call_of_the_model_in_training(family: Any) -> No
         assert weight_problems(component, units, lambda: whole.loss(model, batch, SampleRng(0, [0]))) == []
 
 
-def test_a_token_is_size_multiple_pixels_high_and_wide(image_family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_has_as_many_pixels_a_side_as_the_family_says(
+    image_family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is shown of a config's shift (`trainer.data.timesteps`) rests on it."""
     seen: list[int] = []
 
@@ -148,7 +150,8 @@ def test_a_token_is_size_multiple_pixels_high_and_wide(image_family: Any, monkey
 
     monkeypatch.setattr(flow_matching, "draw_sigma", draw)
     image_family.loss(model_of(image_family), batch_of(image_family, examples(image_family, 1)), SampleRng(0, [0]))
-    num_tokens = (64 // image_family.size_multiple) * (32 // image_family.size_multiple)
+    side = image_family.token_side or image_family.size_multiple
+    num_tokens = (64 // side) * (32 // side)
     assert seen == [num_tokens] * (image_family.objective_fields >= FLOW_FIELDS)
 
 

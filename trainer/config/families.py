@@ -61,6 +61,7 @@ class Edits:
         sees: Whether its text encoder sees them, with the caption.
         marks: {JSON file of its folder: {key: value}} that no other model of the family has; a missing key counts as
             false.
+        draws: Whether it is also made to draw from captions alone.
     """
 
     model: str
@@ -68,6 +69,7 @@ class Edits:
     references: int
     sees: bool
     marks: Mapping[str, Mapping[str, Any]]
+    draws: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class FamilyFacts:
     options_read: tuple[str, ...]
     data_fields: tuple[str, ...]
     sample_fields: tuple[str, ...]
+    sample_guidance: float
     reads_references: bool
     size_multiple: int
     in_buckets: bool

@@ -955,7 +955,8 @@ class SampleConfig(Section):
     steps: Whole | None = option(None, title="Denoising steps", ge=1, le=1000)
     """Denoising steps. Empty: 28, or the number a distilled model was made for."""
     guidance: Number | None = option(None, ge=0, le=100, keywords="cfg scale")
-    """Guidance scale of the samples. Empty: 4. A distilled model is always sampled without guidance."""
+    """Guidance scale of the samples. Empty: 4, or 1 (none) for a model that is made to be sampled without. A distilled
+    model is always sampled without guidance."""
     image_guidance: Number | None = option(None, title="Image guidance", ge=0, le=100, keywords="cfg_img_scale by")
     """Scale of the second guidance, away from the prediction without the source image, for a model that generates
     images and text. Empty: as published, 2 with an image of `sample.references`, and 1.5 without one, where it

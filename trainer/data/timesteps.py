@@ -50,7 +50,7 @@ class BucketTimesteps:
 def bucket_timesteps(cfg: RunConfig) -> list[BucketTimesteps]:
     """Return a row per bucket that has images; none for families that train on text.
 
-    A token is `size_multiple` pixels high and wide. Discrete diffusion samples its timesteps evenly.
+    Discrete diffusion samples its timesteps evenly.
 
     Raises:
         InputError: The images or the family are wrong.
@@ -65,7 +65,8 @@ def bucket_timesteps(cfg: RunConfig) -> list[BucketTimesteps]:
     even = (torch.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
     rows = []
     for size, num_images in counts.items():
-        num_tokens = (size.width // family.size_multiple) * (size.height // family.size_multiple)
+        side = family.token_side or family.size_multiple
+        num_tokens = (size.width // side) * (size.height // side)
         shift = shift_factor(cfg.objective, family.shift, num_tokens) if is_flow else 1.0
         sigma = shift_sigma(sigma_at(cfg.objective, even), shift) if is_flow else even
         shares = torch.histc(sigma, NUM_BINS, 0, 1) / NUM_QUANTILES

@@ -32,6 +32,7 @@ def facts(family: str) -> FamilyFacts:
         options_read=tuple(sorted(kind.options_read)),
         data_fields=tuple(sorted(kind.data_fields)),
         sample_fields=tuple(sorted(kind.sample_fields)),
+        sample_guidance=kind.sample_guidance,
         reads_references=kind.reads_references,
         size_multiple=kind.size_multiple,
         in_buckets=kind.in_buckets,

@@ -126,12 +126,16 @@ class ModelFamily(ABC):
     """Fields of the section `data` that the family reads; the others must keep their defaults."""
     sample_fields: ClassVar[frozenset[str]]
     """Fields of the section `sample` that the family reads; the others must keep their defaults."""
+    sample_guidance: ClassVar[float] = distilled.GUIDANCE
+    """Guidance of samples where the config has none, as the models' publisher recommends."""
     reads_references: ClassVar[bool] = False
     """Whether models of the family can take reference images (`data.references`) as input."""
     edits: ClassVar[tuple[Edits, ...]] = ()
     """Published models that edit images, where the family's other models read no reference images."""
     size_multiple: ClassVar[int] = 1
     """Width and height of images are multiples of this many pixels."""
+    token_side: ClassVar[int | None] = None
+    """Pixels along a side of a latent token; None for `size_multiple`."""
     in_buckets: ClassVar[bool] = True
     """Whether images are cropped to the buckets of `data.resolution`; else `ImageFamily.drawn_size` scales each."""
     longest_side: int | None = None

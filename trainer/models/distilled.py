@@ -50,8 +50,9 @@ def matches(model: ModelConfig, folder: Path | None = None) -> tuple[Distilled, 
 def complete_sample(model: ModelConfig, sample: SampleConfig, folder: Path | None = None) -> CompleteSample:
     """Complete the section `sample`: the model's own steps and guidance where they are empty, no guidance if it is
     distilled. folder: as for `matches`."""
-    kinds = matches(model, folder)
-    guidance = GUIDANCE if sample.guidance is None else sample.guidance
+    kinds, known = matches(model, folder), families.of(model.family)
+    usual = known.sample_guidance if known else GUIDANCE
+    guidance = usual if sample.guidance is None else sample.guidance
     own = {
         "steps": sample.steps or (kinds[0].steps if kinds else STEPS),
         "guidance": NO_GUIDANCE if kinds else guidance,

@@ -60,9 +60,9 @@ def refused(cfg: RunConfig, folder: Path | None = None) -> Iterator[Problem]:
 
 
 def warnings(cfg: RunConfig, folder: Path | None = None) -> tuple[str, ...]:
-    """Say that an edit model is trained without reference images. Arguments as for `kind_of`."""
+    """Say that a model which only edits is trained without reference images. Arguments as for `kind_of`."""
     kind = kind_of(cfg.model, folder)
-    if kind is None or cfg.data.has_references:
+    if kind is None or kind.draws or cfg.data.has_references:
         return ()
     return (
         f"model.path {cfg.model.path}: the model edits images, and data.references is empty: it is trained from "

@@ -42,7 +42,7 @@ Index = tuple[str, Mapping[str, tuple[str, str]]]
 
 
 class FlowTransformer(ImageFamily):
-    """A transformer that predicts the velocity from data to noise. A token is `size_multiple` pixels high and wide.
+    """A transformer that predicts the velocity from data to noise.
 
     Raises:
         InputError: `model.path` has no such transformer, or lacks the config of autoencoder or scheduler.
@@ -159,7 +159,8 @@ class FlowTransformer(ImageFamily):
             return self.guided(predictions, cfg.guidance)
 
         # Whole tokens, however many latents are in one.
-        width, height = (side // self.size_multiple * self._token_side for side in cfg.size)
+        whole = self.size_multiple // self.autoencoder.pixels
+        width, height = (side // self.size_multiple * whole for side in cfg.size)
         noise = rng.normal("sample", (self.latent_channels, height, width)).to(device)
         scheduler = self.sampler(self._num_tokens(noise), cfg.steps, device)
         return self.autoencoder.decode(encoder, denoise(scheduler, noise, predict))
@@ -189,14 +190,10 @@ class FlowTransformer(ImageFamily):
         height, width = (side // self.autoencoder.pixels for side in (size.height, size.width))
         return {"latents": torch.zeros(self.latent_channels, height, width), **self.blank_text(text_tokens, dtype)}
 
-    @property
-    def _token_side(self) -> int:
-        """Latents along a side of a token."""
-        return self.size_multiple // self.autoencoder.pixels
-
     def _num_tokens(self, latents: Tensor) -> int:
         """Tokens per image. latents: (..., h, w)."""
-        return latents.shape[-2] * latents.shape[-1] // self._token_side**2
+        side = (self.token_side or self.size_multiple) // self.autoencoder.pixels
+        return latents.shape[-2] * latents.shape[-1] // side**2
 
     def _write_tiny(self) -> Path:
         architecture = self.config.options.architecture or self.default_architecture

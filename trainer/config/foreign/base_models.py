@@ -48,7 +48,7 @@ def found(tool: Tool, given: Given) -> tuple[str, dict[str, Any], str]:
 def nearest_preset(model: ModelConfig) -> str:
     """Return the name of a preset of the model, else of one of its family; "" where there is none."""
     known = families.of(model.family)
-    edits = {kind.model for kind in known.edits} if known else set()
+    edits = {kind.model for kind in known.edits if not kind.draws} if known else set()
     of_family = [
         (name, own["model.path"]) for name, own in _of_presets().items() if own["model.family"] == model.family
     ]

@@ -27,7 +27,7 @@ from trainer.models.flow_transformer import FlowTransformer, Index, masked_capti
 from trainer.models.objectives.base import Batch, Example
 from trainer.models.objectives.flow_matching import Shift, ShiftLine
 from trainer.models.parts.folder import check_architecture, check_inputs, write_random
-from trainer.models.parts.image.euler import euler_scheduler, guided, linear_mu_of, spaced_sigmas
+from trainer.models.parts.image.euler import guided
 from trainer.models.parts.image.images import pack, patchify, unpack, unpatchify
 from trainer.models.parts.image.qwen import (
     AFTER_CAPTION,
@@ -38,13 +38,14 @@ from trainer.models.parts.image.qwen import (
     published_qwen_vae,
 )
 from trainer.models.parts.image.seeing import (
-    IMAGE,
     TINY_SEEING,
+    TINY_SEEING_IDS,
     VISION,
     SeeingEncoder,
     check_processor,
     load_seeing_encoder,
     seen_states,
+    seen_tokens,
     size_of_area,
 )
 from trainer.models.parts.image.text_encoder import (
@@ -235,8 +236,8 @@ class QwenImage(FlowTransformer):
 
     @torch.no_grad()
     def encode_edit(self, encoder: SeeingEncoder, caption: str, images: Sequence[Image.Image]) -> Example:
-        states = seen_states(encoder, self._template, caption, images, PICTURE, self._max_length)
-        return {"prompt_embeds": states[0, self._template_tokens :].cpu()}
+        inputs = seen_tokens(encoder, self._template, caption, images, PICTURE, self._max_length)
+        return {"prompt_embeds": seen_states(encoder, inputs)[0, self._template_tokens :].cpu()}
 
     def seen_size(self, size: Size) -> Size:
         return size_of_area(size, SEEN_PIXELS)
@@ -369,12 +370,6 @@ class QwenImage(FlowTransformer):
         given = (4 * self._vae["z_dim"], self._language_model["hidden_size"])
         check_inputs(self._folder, (config.in_channels, config.joint_attention_dim), given)
 
-    def sampler(self, num_tokens: int, num_steps: int, device: torch.device) -> Any:
-        # A single step starts at pure noise: stretching to the scheduler's last level would compute 0 / 0.
-        config = {**self._scheduler, **({"shift_terminal": None} if num_steps == 1 else {})}
-        mu = linear_mu_of(self._scheduler, num_tokens)
-        return euler_scheduler(config, num_steps, device, mu, sigmas=spaced_sigmas(num_steps))
-
 
 FAMILY = QwenImage
 
@@ -384,16 +379,6 @@ FAMILY = QwenImage
 TINY_TOKENS = 48
 TINY_WIDTH = 32
 TINY_VOCABULARY = 512
-
-
-TINY_SEEING_IDS = {
-    name: TINY_SEEING.index(token)
-    for name, token in (
-        ("vision_start_token_id", "<|vision_start|>"),
-        ("vision_end_token_id", "<|vision_end|>"),
-        ("image_token_id", IMAGE),
-    )
-}
 
 
 def _tiny_transformer() -> dict[str, Any]:

@@ -30,7 +30,9 @@ def euler_scheduler(
     """
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-    scheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(config))
+    # A single step starts at pure noise: stretching to the scheduler's last level would compute 0 / 0.
+    ends = {"shift_terminal": None} if num_steps == 1 else {}
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config({**config, **ends})
     scheduler.set_timesteps(num_steps, mu=mu, device=device, **sigmas)
     scheduler.set_begin_index(0)
     return scheduler

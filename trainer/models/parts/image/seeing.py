@@ -1,4 +1,4 @@
-"""Text encoders of Qwen2.5-VL's kind that see reference images with the caption."""
+"""Text encoders of the kinds of Qwen2.5-VL and Qwen3-VL, which see reference images with the caption."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ MAX_ASPECT = 200
 """Aspect ratio above which Qwen's processors refuse an image."""
 TINY_SEEING = (*TINY_SPECIAL, "<|vision_start|>", "<|vision_end|>", IMAGE)
 """The special tokens of a tiny tokenizer, numbered from 0."""
+TINY_SEEING_IDS = {
+    name: TINY_SEEING.index(token)
+    for name, token in (
+        ("vision_start_token_id", "<|vision_start|>"),
+        ("vision_end_token_id", "<|vision_end|>"),
+        ("image_token_id", IMAGE),
+    )
+}
+"""Their numbers in the config of a tiny encoder."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,11 @@ def check_processor(folder: ModelFolder, model: str) -> None:
 
 
 def load_seeing_encoder(
-    load: LoadModule, folder: ModelFolder, classes: tuple[Any, Any], config: Mapping[str, Any]
+    load: LoadModule,
+    folder: ModelFolder,
+    classes: tuple[Any, Any],
+    config: Mapping[str, Any],
+    tokenizer_folder: str = "tokenizer",
 ) -> SeeingEncoder:
     """Load `text_encoder` with its vision tower, frozen and sharded layer by layer.
 
@@ -72,6 +85,7 @@ def load_seeing_encoder(
         folder: The model's folder, whose `processor` prepares the images.
         classes: Classes of config and model, as (Qwen2_5_VLConfig, Qwen2_5_VLModel).
         config: text_encoder/config.json.
+        tokenizer_folder: The subfolder with the tokenizer.
 
     Raises:
         InputError: The tokenizer's token of images is another than the model's.
@@ -87,11 +101,11 @@ def load_seeing_encoder(
     text, visual, device = model.language_model, model.visual, device_of(model)
     text.rotary_emb = type(text.rotary_emb)(text.config).to(device)
     visual.rotary_pos_emb = type(visual.rotary_pos_emb)(visual.config).to(device)
-    tokenizer = load_tokenizer(folder, "tokenizer")
+    tokenizer = load_tokenizer(folder, tokenizer_folder)
     token = tokenizer.convert_tokens_to_ids(IMAGE)
     if token != model.config.image_token_id:
         raise InputError(
-            f"{folder.field} {folder.path}: {IMAGE} is token {token} of tokenizer, but "
+            f"{folder.field} {folder.path}: {IMAGE} is token {token} of {tokenizer_folder}, but "
             f"{model.config.image_token_id} of text_encoder; download the folder again"
         )
     return SeeingEncoder(
@@ -99,10 +113,18 @@ def load_seeing_encoder(
     )
 
 
-def seen_states(
-    encoder: SeeingEncoder, template: str, caption: str, images: Sequence[Image.Image], picture: str, max_length: int
-) -> Tensor:
-    """Encode a caption with images: the normalised last hidden states, (1, L, D).
+def seen_tokens(
+    encoder: SeeingEncoder,
+    template: str,
+    caption: str,
+    images: Sequence[Image.Image],
+    picture: str,
+    max_length: int,
+    *,
+    between: str = "",
+    is_scaled: bool = True,
+) -> Mapping[str, Tensor]:
+    """The inputs of an encoder for a caption with images, on the CPU.
 
     The positions of an image's tokens are its rows and columns. transformers 5 computes them only from the types of the
     tokens, which diffusers' pipelines of Qwen-Image-Edit leave out (its issue 14194, still so in 0.42.1).
@@ -114,14 +136,16 @@ def seen_states(
         images: RGB, in the size that is seen.
         picture: The text of an image, with places for its number from 1 and its tokens.
         max_length: Most tokens of template and caption. Those of images do not count.
+        between: The text between images.
+        is_scaled: Whether the processor scales images to its own limits; else sides are multiples of its tokens'.
     """
     seen: Mapping[str, Tensor] = {}
     counts: list[int] = []
     if images:
-        seen = dict(encoder.processor(images=list(images), return_tensors="pt"))
+        seen = dict(encoder.processor(images=list(images), do_resize=is_scaled, return_tensors="pt"))
         merged = encoder.processor.merge_size**2
         counts = [int(grid.prod()) // merged for grid in seen["image_grid_thw"]]
-    pictures = "".join(picture.format(number, IMAGE * count) for number, count in enumerate(counts, 1))
+    pictures = between.join(picture.format(number, IMAGE * count) for number, count in enumerate(counts, 1))
     # A caption's own token of images would announce one that there is not. Removing one may join the halves of another.
     while IMAGE in caption:
         caption = caption.replace(IMAGE, "")
@@ -132,13 +156,23 @@ def seen_states(
         truncation=True,
         max_length=max_length + len(shown),
     )
-    device, ids = device_of(encoder.model), tokens["input_ids"]
+    ids = tokens["input_ids"]
     inputs = {"input_ids": ids, "attention_mask": tokens["attention_mask"], **seen}
     if images:
         inputs["mm_token_type_ids"] = (ids == encoder.model.config.image_token_id).int()
-    states: Tensor = encoder.model(
-        **{name: tensor.to(device) for name, tensor in inputs.items()}, use_cache=False
-    ).last_hidden_state
+    return inputs
+
+
+def seen_states(encoder: SeeingEncoder, inputs: Mapping[str, Tensor], is_normalised: bool = True) -> Tensor:
+    """The last hidden states, (1, L, D), of the result of `seen_tokens`, before or after the model's last norm."""
+    before: list[Tensor] = []
+    hook = encoder.model.language_model.norm.register_forward_pre_hook(lambda _, given: before.append(given[0]))
+    try:
+        device = device_of(encoder.model)
+        outputs = encoder.model(**{name: tensor.to(device) for name, tensor in inputs.items()}, use_cache=False)
+    finally:
+        hook.remove()
+    states: Tensor = outputs.last_hidden_state if is_normalised else before[0]
     return states
 
 

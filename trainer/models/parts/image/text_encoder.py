@@ -32,7 +32,9 @@ class TextEncoder:
 
 
 def load_tokenizer(folder: ModelFolder, name: str, kind: Any = None) -> Any:
-    """Load the tokenizer in the subfolder `name`. kind: its class of transformers; None takes the folder's.
+    """Load the tokenizer in the subfolder `name`, for example `tokenizer_2`, or `processor` with that of images.
+
+    kind: its class of transformers; None takes the folder's.
 
     Raises:
         InputError: It has tokens that its encoder has no row for.
@@ -40,7 +42,7 @@ def load_tokenizer(folder: ModelFolder, name: str, kind: Any = None) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = from_folder(kind or AutoTokenizer, folder.path / name)
-    encoder = name.replace("tokenizer", "text_encoder")
+    encoder = name.replace("tokenizer", "text_encoder").replace("processor", "text_encoder")
     if (folder.path / encoder / "config.json").is_file():
         config = folder.read(f"{encoder}/config.json")
         check_rows(folder, name, tokenizer, config.get("text_config", config).get("vocab_size"))
