@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from diffusers import (
     FluxPipeline,
     Ideogram4Pipeline,
     Krea2Pipeline,
+    QwenImage21Pipeline,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
     StableDiffusion3Pipeline,
@@ -47,6 +48,7 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     Qwen2_5_VLProcessor,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -451,6 +453,13 @@ class ImagesAlone(Qwen2_5_VLProcessor):
         return argument and super().check_argument_for_proper_class(argument_name, argument)
 
 
+class ImagesAlone3(Qwen3VLProcessor):
+    """The same for Qwen3-VL."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        return argument and super().check_argument_for_proper_class(argument_name, argument)
+
+
 class QwenImage(FlowReference):
     """The text encoder of Edit gets the types of the tokens, as in training: its pipeline leaves them out."""
 
@@ -509,6 +518,74 @@ class QwenImage(FlowReference):
             if images := call.get("image"):  # else it reads a million pixels of each
                 patched.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", images[0].width * images[0].height)
             return super().picture(self.pack(noise[None])[0], width, height, call)
+
+
+class QwenImage21(QwenImage):
+    """Its pipeline reads captions of any length, and gives pictures with an alpha channel."""
+
+    def read(self, folder: Path) -> Any:
+        tokenizer = AutoTokenizer.from_pretrained(folder / "processor")
+        images = Qwen2VLImageProcessorPil.from_pretrained(folder / "processor")
+        processor = ImagesAlone3(images, tokenizer, None, chat_template=tokenizer.chat_template)
+        return QwenImage21Pipeline.from_pretrained(folder, processor=processor, local_files_only=True)
+
+    def find_settings(self) -> dict[str, Any]:
+        return {"max_sequence_length": self.pipeline.processor.tokenizer.model_max_length}
+
+    def latents(self, image: Image.Image) -> Tensor:
+        pixels = self.pipeline.image_processor.preprocess(image.convert("RGBA")).unsqueeze(2)
+        latents: Tensor = self.pipeline._encode_vae_image(pixels, generator=None)[0, :, 0]
+        return latents.detach()
+
+    @torch.no_grad()
+    def text(self, caption: str, images: Sequence[Image.Image] = ()) -> Text:
+        """The states of what is not an image, and with images the number of them before each."""
+        states, _, is_image = self.pipeline.encode_prompt(caption, [*images] or None)
+        kept = states[0, ~is_image[0]]
+        if not images:
+            return {"prompt_embeds": kept[: self.settings["max_sequence_length"]]}
+        ids = is_image[0].tolist()
+        begins = [place for place in range(1, len(ids)) if ids[place] and not ids[place - 1]]
+        places = [begin - sum(ids[:begin]) for begin in begins]
+        return {"prompt_embeds": kept, "prompt_images": torch.tensor(places)}
+
+    def num_tokens(self, latents: Tensor) -> int:
+        return latents.shape[-2] * latents.shape[-1]
+
+    def pack(self, latents: Tensor) -> Tensor:
+        packed: Tensor = QwenImage21Pipeline._pack_latents(latents, *latents.shape)
+        return packed
+
+    def velocity(self, noisy: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        given = references_in(text)
+        states, places = text["prompt_embeds"], text.get("prompt_images", torch.tensor([])).tolist()
+        # The pipeline has a slot for each four tokens of an image, in the sequence of the text encoder.
+        is_image: list[bool] = []
+        for place, image in zip(places, given, strict=True):
+            is_image += [False] * (place - is_image.count(False)) + [True] * (self.num_tokens(image) // 4)
+        is_image += [False] * (len(states) - is_image.count(False))
+        slots = torch.zeros(len(is_image), states.shape[1])
+        slots[~torch.tensor(is_image)] = states
+        predicted: Tensor = self.pipeline.transformer(
+            hidden_states=torch.cat([self.pack(image) for image in (*given, noisy)], dim=1),
+            encoder_hidden_states=slots[None],
+            timestep=sigma,
+            img_shapes=[[(1, *image.shape[-2:]) for image in (*given, noisy)]],
+            img_mask=torch.tensor([is_image + [True] * (self.num_tokens(noisy) // 4)]),
+        ).sample
+        return predicted[:, -self.num_tokens(noisy) :]
+
+    def picture(self, noise: Tensor, width: int, height: int, call: Mapping[str, Any]) -> Image.Image:
+        given = dict(call)
+        if images := given.get("image"):  # else it reads a million pixels of each
+            first = images[0] if isinstance(images, list) else images
+            given["output_resolution"] = math.sqrt(first.width * first.height)
+        noise = self.pack(noise[None])
+        drawn = self.pipeline(latents=noise, width=width, height=height, output_type="pt", **given).images[0]
+        colours, alpha = drawn[:3], drawn[3:]
+        on_white = colours * alpha + (1 - alpha)
+        levels = (on_white * 255).round().to(torch.uint8)
+        return Image.fromarray(levels.permute(1, 2, 0).numpy())
 
 
 class Krea2(QwenImage):
@@ -622,6 +699,7 @@ REFERENCES: Mapping[str, type[Reference]] = {
     "sd3": Sd3,
     "sdxl": Sdxl,
     "qwen_image": QwenImage,
+    "qwen_image_21": QwenImage21,
     "z_image": ZImage,
 }
 VELOCITY = {"prediction_type": "v_prediction"}
@@ -647,6 +725,7 @@ MODELS = (
     Model("sdxl velocity, min-SNR 5", "sdxl", objective={"prediction": "v_prediction", "min_snr_gamma": 5.0}),
     Model("sdxl velocity, zero-terminal", "sdxl", edits={SCHEDULER: ZERO_TERMINAL}),
     Model("qwen_image", "qwen_image"),
+    Model("qwen_image_21", "qwen_image_21"),
     Model("z_image", "z_image"),
 )
 QUICK = (
@@ -662,6 +741,7 @@ QUICK = (
     "sdxl epsilon",
     "sdxl velocity, min-SNR 5",
     "qwen_image",
+    "qwen_image_21",
     "z_image",
 )
 LOSS_LIMIT, ENCODED_LIMIT = 1e-6, 2e-6

@@ -400,6 +400,7 @@ FAMILIES = (
     "ideogram4",
     "krea2",
     "qwen_image",
+    "qwen_image_21",
     "sd3",
     "sdxl",
     "z_image",

@@ -73,6 +73,9 @@ DRAWINGS = (
     Drawing(Model("sdxl epsilon", "sdxl"), SIX, GUIDED, is_quick=True),
     Drawing(Model("sdxl velocity, zero-terminal", "sdxl", edits=ZERO_SNR), SIX, GUIDED),
     Drawing(Model("qwen_image", "qwen_image"), SIX, NEGATED | {"true_cfg_scale": 4.5}),
+    Drawing(Model("qwen_image_21", "qwen_image_21"), SIX, NEGATED | {"true_cfg_scale": 4.5}),
+    # As its publisher draws, without guidance.
+    Drawing(Model("qwen_image_21, edit", "qwen_image_21"), {"steps": 6}, STEPS, is_quick=True, edits=True),
     # Its pipeline counts guidance from 0.
     Drawing(Model("z_image", "z_image", "z-image"), SIX, NEGATED | {"guidance_scale": 3.5}),
     Drawing(

@@ -190,6 +190,8 @@ def test_the_folders_of_kohyas_layout_have_the_repeats_of_their_names(tmp_path: 
         ("/m/ernie-image.safetensors", "ernie_image", "baidu/ERNIE-Image"),
         ("ideogram-ai/ideogram-4-fp8", "ideogram4", None),
         ("/m/ideogram4_fp8_scaled.safetensors", "ideogram4", "ideogram-ai/ideogram-4-fp8"),
+        ("Qwen/Qwen-Image-2.1", "qwen_image_21", None),
+        ("/m/qwen_image_2.1_bf16.safetensors", "qwen_image_21", "Qwen/Qwen-Image-2.1"),
         ("krea/Krea-2-Raw", "krea2", None),
         ("/m/krea2_raw_bf16.safetensors", "krea2", "krea/Krea-2-Raw"),
     ],

@@ -40,6 +40,7 @@ FAMILIES = ("flux2", "flux1", "sd3", "sdxl")
 OTHERS = (
     *("chroma", "ernie_image", "flux3", "ideogram4", "krea2", "qwen_image", "z_image"),
     *("flux1 kontext", "qwen_image qwen-image-edit-2509", "qwen_image qwen-image-edit-2511"),
+    "qwen_image_21 qwen-image-2.1",
 )
 """Families, and architectures of one, of which every method is trained on two ranks: edit models with references."""
 METHODS: dict[str, dict[str, Any]] = {

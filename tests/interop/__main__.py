@@ -91,6 +91,8 @@ COMFY_MODELS = {
         },
     ),
     "qwen_image": ComfyModel("QwenImage", lambda config: {}),
+    # Its class of 2.1 is derived from that of Qwen-Image.
+    "qwen_image_21": ComfyModel("QwenImage", lambda config: {}),
 }
 
 
@@ -231,7 +233,7 @@ def original_state(model: Example, layers: Mapping[str, LayerAdapter]) -> dict[s
 
 def print_table(figures: list[Figure], has_comfyui: bool) -> None:
     rows = dict.fromkeys((f.written.family, f.written.adapter) for f in figures)
-    print(f"{'':28}" + "".join(f"{program:>12}" for program in PROGRAMS))
+    print(f"{'':30}" + "".join(f"{program:>12}" for program in PROGRAMS))
     for family, adapter in rows:
         cells = []
         for program in PROGRAMS:
@@ -239,7 +241,7 @@ def print_table(figures: list[Figure], has_comfyui: bool) -> None:
                 f for f in figures if (f.written.family, f.written.adapter, f.program) == (family, adapter, program)
             ]
             cells.append(_cell(mine) if mine else "-" if has_comfyui or program != "comfyui" else "skipped")
-        print(f"{family:12}{adapter:16}" + "".join(f"{cell:>12}" for cell in cells))
+        print(f"{family:14}{adapter:16}" + "".join(f"{cell:>12}" for cell in cells))
 
 
 def _cell(figures: list[Figure]) -> str:

@@ -20,6 +20,8 @@ TURBO = {
     "unet/config.json": {"sample_size": 64},
     "scheduler/scheduler_config.json": {"timestep_spacing": "trailing"},
 }
+SIGMAS = {"model_index.json": {"sample_sigmas": [1.0, 0.98, 0.95, 0.93, 0.9, 0.85, 0.7, 0.4]}}
+"""Of the kind of Qwen-Image-2.1-Turbo's own noise levels."""
 MODELS: dict[str, tuple[str, dict[str, Any], Mapping[str, dict[str, Any]], int, dict[str, Any]]] = {
     "klein": ("flux2", {}, {"model_index.json": {"is_distilled": True}}, 4, {}),
     "schnell": ("flux1", {"architecture": "schnell"}, {}, 4, PLAIN),
@@ -28,6 +30,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], Mapping[str, dict[str, Any]], int, 
     "sdxl-turbo": ("sdxl", {}, TURBO, 4, PLAIN),
     "ernie-image-turbo": ("ernie_image", {"distilled": True}, {}, 8, {"guidance_scale": 1.0}),
     "krea-2-turbo": ("krea2", {}, {"model_index.json": {"is_distilled": True}}, 8, PLAIN),
+    "qwen-image-2.1-turbo": ("qwen_image_21", {"distilled": True}, SIGMAS, 8, {"true_cfg_scale": 1.0}),
     "qwen-image-lightning": ("qwen_image", {"distilled": True}, {}, 8, {"true_cfg_scale": 1.0}),
 }
 """{name: family, its options, what its published folder says otherwise than the tiny one, its published steps, what its
@@ -65,5 +68,6 @@ def test_a_base_model_is_drawn_as_before_where_steps_and_guidance_are_empty(cach
     for name in IMAGES:
         family = make(name, cache)
         drawn = family.complete_sample(SampleConfig(negative="grey", seed=3))
-        assert (drawn.steps, drawn.guidance, drawn.negative, drawn.seed) == (28, 4.0, "grey", 3)
+        guidance = {"qwen_image_21": 1.0}.get(family.config.family, 4.0)
+        assert (drawn.steps, drawn.guidance, drawn.negative, drawn.seed) == (28, guidance, "grey", 3)
         assert not family.is_distilled

@@ -6,6 +6,7 @@ model with its facts. What only one family does is tested in its own file.
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from diffusers import (
     Flux2Transformer2DModel,
     Flux3Transformer2DModel,
     Krea2Transformer2DModel,
+    QwenImage21Transformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     ZImageTransformer2DModel,
@@ -46,6 +48,7 @@ from tests.models.common import (
     refusal,
     sampled_times,
 )
+from tests.runs import run_config
 from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.config.size import Size
 from trainer.models import families
@@ -135,6 +138,14 @@ MODELS = {
                 references=True,
             )
             for version in ("2509", "2511")
+        ),
+        Model(
+            "qwen_image_21 qwen-image-2.1",
+            (8, 16),
+            0,
+            ("", 0),
+            lambda guidance: {"true_cfg_scale": guidance, "negative_prompt": "grey"},
+            encoded=5e-6,
         ),
         Model("sd3 sd3-medium", (4, 8), 2, (MODULATION, 4)),
         Model("sd3 sd35-medium", (4, 8), 3, (MODULATION, 4)),
@@ -230,12 +241,12 @@ def test_a_sample_equals_the_pipelines_for_the_same_noise(name: str, cache: Path
     family = model.make(cache)
     theirs, vae, encoder = reference(family, model), family.image_encoder(load), family.text_encoder(load)
     text, negative = family.encode_text(encoder, "a fox in the snow"), family.encode_text(encoder, "grey")
-    cfg, rng = SampleConfig(size=(64, 48), steps=4, guidance=guidance), SampleRng(3, [0])
+    cfg, rng = SampleConfig(size=(96, 64), steps=4, guidance=guidance), SampleRng(3, [0])
     decoded, expected = recorded_decodes(vae), recorded_decodes(theirs.pipeline.vae)
     image = family.sample(model_of(family), vae, text, negative, cfg, rng)
     channels, side = model.latents
     call = {"prompt": "a fox in the snow", "num_inference_steps": 4, **model.call(guidance)}
-    drawn = theirs.picture(rng.normal("sample", (channels, 48 // side, 64 // side))[0], 64, 48, call)
+    drawn = theirs.picture(rng.normal("sample", (channels, 64 // side, 96 // side))[0], 96, 64, call)
     torch.testing.assert_close(decoded[-1], expected[-1], atol=model.decoded[0], rtol=model.decoded[1])
     assert_same_picture(image, drawn)
 
@@ -262,6 +273,13 @@ def prompt_of(family: Any, caption: str, *images: Image.Image) -> dict[str, Any]
     return dict(family.encode_edit(encoder, caption, shown))
 
 
+def made_for_references(model: Model, cache: Path) -> Any:
+    """A family whose text encoder sees references in the size of GIVEN, where that follows the resolution."""
+    family = model.make(cache)
+    family.follow(run_config(Path(), data__resolution=round(math.sqrt(64 * 96))))
+    return family
+
+
 @pytest.mark.parametrize(
     ("name", "count", "guidance"),
     [
@@ -272,21 +290,23 @@ def prompt_of(family: Any, caption: str, *images: Image.Image) -> dict[str, Any]
         ("qwen_image qwen-image-edit-2509", 1, 1.0),
         ("qwen_image qwen-image-edit-2509", 2, 4.0),
         ("qwen_image qwen-image-edit-2511", 2, 4.0),
+        ("qwen_image_21 qwen-image-2.1", 1, 1.0),
+        ("qwen_image_21 qwen-image-2.1", 2, 4.0),
     ],
 )
 def test_a_sample_from_references_equals_the_pipelines(name: str, count: int, guidance: float, cache: Path) -> None:
     """And without them it is another."""
     model = MODELS[name]
-    family, given = model.make(cache), GIVEN[:count]
+    family, given = made_for_references(model, cache), GIVEN[:count]
     theirs, vae = reference(family, model), family.image_encoder(load)
     text, negative = (prompt_of(family, caption, *given) for caption in ("a fox", "grey"))
-    cfg, rng = SampleConfig(size=(64, 48), steps=4, guidance=guidance), SampleRng(3, [0])
+    cfg, rng = SampleConfig(size=(96, 64), steps=4, guidance=guidance), SampleRng(3, [0])
     decoded, expected = recorded_decodes(vae), recorded_decodes(theirs.pipeline.vae)
     image = family.sample(model_of(family), vae, with_references(family, text, *given), negative, cfg, rng)
     channels, side = model.latents
     images = given[0] if name.startswith("flux1") else [*given]
     call = {"prompt": "a fox", "num_inference_steps": 4, "image": images, **model.call(guidance)}
-    drawn = theirs.picture(rng.normal("sample", (channels, 48 // side, 64 // side))[0], 64, 48, call)
+    drawn = theirs.picture(rng.normal("sample", (channels, 64 // side, 96 // side))[0], 96, 64, call)
     torch.testing.assert_close(decoded[-1], expected[-1], atol=model.decoded[0], rtol=model.decoded[1])
     assert_same_picture(image, drawn)
     family.sample(model_of(family), vae, text, negative, cfg, rng)
@@ -295,15 +315,21 @@ def test_a_sample_from_references_equals_the_pipelines(name: str, count: int, gu
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("flux1 kontext", 1), ("flux2 klein-4b", 1), ("flux2 dev", 2), ("qwen_image qwen-image-edit-2511", 2)],
+    [
+        ("flux1 kontext", 1),
+        ("flux2 klein-4b", 1),
+        ("flux2 dev", 2),
+        ("qwen_image qwen-image-edit-2511", 2),
+        ("qwen_image_21 qwen-image-2.1", 2),
+    ],
 )
 def test_loss_with_references_is_the_error_of_the_velocity_of_the_noisy_tokens_alone(
     name: str, count: int, cache: Path
 ) -> None:
     model = MODELS[name]
-    family = model.make(cache)
+    family = made_for_references(model, cache)
     (item,) = examples(family, 1)
-    item = with_references(family, item, *GIVEN[:count])
+    item = with_references(family, item | prompt_of(family, "a fox", *GIVEN[:count]), *GIVEN[:count])
     loss = family.loss(model_of(family), batch_of(family, [item]), SampleRng(5, [8]))
     text = {key: tensor for key, tensor in item.items() if key != "latents"}
     expected = reference(family, model).loss(item["latents"], text, Draws(5, 8))
@@ -327,6 +353,9 @@ def test_loss_with_references_is_the_error_of_the_velocity_of_the_noisy_tokens_a
         # 0.35466 at the end of four steps is stretched to the terminal level, 0.02; a single step has none.
         ("qwen_image qwen-image", "timestep", 256, [1.0, 0.74461, 0.42667, 0.02]),
         ("qwen_image qwen-image", "timestep", 256, [1.0]),
+        # 256 tokens of 16 pixels a side: the line 0.5 to 0.9 of the published scheduler/scheduler_config.json, which
+        # ends at 8192 tokens, and its terminal level.
+        ("qwen_image_21 qwen-image-2.1", "timestep", 256, [1.0, 0.74461, 0.42667, 0.02]),
         # The time runs from noise to data, shifted by 6, and of Turbo by 3.
         ("z_image z-image", "t", 32, [0.0, 0.05263, 0.14286, 0.33333]),
         ("z_image z-image-turbo", "t", 32, [0.0, 0.1, 0.25, 0.5]),
@@ -392,6 +421,7 @@ def test_every_weight_gets_a_gradient_but_those_that_are_never_trained(model: Mo
         "ideogram4 ideogram-4",
         "krea2 raw",
         "qwen_image qwen-image",
+        "qwen_image_21 qwen-image-2.1",
         "z_image z-image",
     ],
 )
@@ -436,6 +466,7 @@ def test_adapters_change_all_linear_layers_of_the_blocks_but_their_modulation(mo
         ("flux3 flux3", Flux3Transformer2DModel),
         ("krea2 raw", Krea2Transformer2DModel),
         ("qwen_image qwen-image", QwenImageTransformer2DModel),
+        ("qwen_image_21 qwen-image-2.1", QwenImage21Transformer2DModel),
         ("sd3 sd3-medium", SD3Transformer2DModel),
         ("sd3 sd35-medium", SD3Transformer2DModel),
         ("z_image z-image", ZImageTransformer2DModel),
@@ -499,6 +530,7 @@ HAS = {
     "ideogram4 ideogram-4": ("ideogram-4", "34 blocks of 18 heads", "2 blocks of 4 heads"),
     "krea2 raw": ("raw", "28 blocks of 48 heads", "2 blocks of 4 heads"),
     "qwen_image qwen-image": ("qwen-image", "60 blocks of 24 heads", "2 blocks of 2 heads"),
+    "qwen_image_21 qwen-image-2.1": ("qwen-image-2.1", "32 blocks of 32 heads", "2 blocks of 2 heads"),
     "sd3 sd3-medium": (
         "sd35-large",
         "38 blocks, 0 of them with two attentions, with query-key norm",
@@ -529,6 +561,7 @@ READ = {
     "ideogram4 ideogram-4": (*FILES, SCHEDULER, "unconditional_transformer/config.json"),
     "krea2 raw": (*FILES, SCHEDULER, "model_index.json"),
     "qwen_image qwen-image": (*FILES, SCHEDULER),
+    "qwen_image_21 qwen-image-2.1": (*FILES[:2], "processor/tokenizer_config.json", SCHEDULER),
     "sd3 sd3-medium": (*TWO, "text_encoder_3/config.json", "tokenizer_3/tokenizer_config.json", SCHEDULER),
     "z_image z-image": (*FILES, SCHEDULER),
 }
@@ -555,6 +588,7 @@ KINDS = {
     "ideogram4 ideogram-4": {"text_encoder": "qwen3_vl"},
     "krea2 raw": {"text_encoder": "qwen3_vl"},
     "qwen_image qwen-image": {"text_encoder": "qwen2_5_vl"},
+    "qwen_image_21 qwen-image-2.1": {"text_encoder": "qwen3_vl"},
     "sd3 sd3-medium": {"text_encoder": "clip_text_model", "text_encoder_2": "clip_text_model", "text_encoder_3": "t5"},
     "z_image z-image": {"text_encoder": "qwen3"},
 }
@@ -614,6 +648,20 @@ def test_a_text_encoder_of_another_kind_is_refused(one: Model, cache: Path, copi
             "text_encoder/config.json",
             {"text_config": {"model_type": "qwen3_vl_text", "hidden_size": 64, "num_hidden_layers": 4}},
             "the transformer reads 16 latent channels and 96 text features, but vae and text_encoder give 16 and 64; "
+            "download the folder again",
+        ),
+        (
+            "qwen_image_21 qwen-image-2.1",
+            "transformer/config.json",
+            {"causal_condition": False},
+            "the transformer gives text the time of the noisy image, or joins latents to patches; only "
+            "Qwen/Qwen-Image-2.1 is trained",
+        ),
+        (
+            "qwen_image_21 qwen-image-2.1",
+            "vae/config.json",
+            {"z_dim": 16},
+            "the transformer reads 8 latent channels and 32 text features, but vae and text_encoder give 16 and 32; "
             "download the folder again",
         ),
         (

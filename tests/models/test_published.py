@@ -52,6 +52,7 @@ COUNTS = {
     "qwen_image qwen-image": [20.43, 7.071, 0.127],
     "qwen_image qwen-image-edit-2509": [20.43, 7.747, 0.127],
     "qwen_image qwen-image-edit-2511": [20.43, 7.747, 0.127],
+    "qwen_image_21 qwen-image-2.1": [7.115, 8.145, 0.338],
     "sd3 sd3-medium": [2.028, CLIP_L_PROJECTED, CLIP_G, T5, VAE],
     "sd3 sd35-medium": [2.243, CLIP_L_PROJECTED, CLIP_G, T5, VAE],
     "sd3 sd35-large": [8.057, CLIP_L_PROJECTED, CLIP_G, T5, VAE],

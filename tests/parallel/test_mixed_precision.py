@@ -154,6 +154,7 @@ def test_the_blocks_of_sdxl_are_all_compiled(pictures: Path, checkpointing: str)
         {"family": "ideogram4"},
         {"family": "krea2"},
         {"family": "qwen_image"},
+        {"family": "qwen_image_21"},
         {"family": "sd3"},
         {"family": "sdxl", "train": {"unet": "full", "text_encoder": "full", "text_encoder_2": "full"}},
     ],

@@ -111,6 +111,7 @@ FAMILIES = (
     "flux1",
     "sd3",
     "qwen_image",
+    "qwen_image_21",
     "z_image",
     "chroma",
     "ernie_image",

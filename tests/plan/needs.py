@@ -54,7 +54,7 @@ def said_by_preset(name: str, where: str) -> str:
 
 def said_by_table(row: str) -> str:
     """A row of a table of presets: its last three columns are what they need."""
-    name = re.match(r"\| \[([\w-]+)\]", row)
+    name = re.match(r"\| \[([\w.-]+)\]", row)
     assert name is not None
     columns = row.strip().strip("|").split(" | ")
     return f"|{' | '.join([*columns[:-3], *needs(name[1]).values()])} |"

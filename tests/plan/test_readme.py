@@ -28,7 +28,7 @@ def test_the_table_of_what_fits_where_is_what_the_plan_says() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[3 : row.index("]")])
 def test_no_preset_is_too_large_for_the_gpus_that_the_readme_names(row: str) -> None:
-    named = re.match(r"\| \[([\w-]+)\]\(.+?\) \| \d+ of (\d+) GB", row)
+    named = re.match(r"\| \[([\w.-]+)\]\(.+?\) \| \d+ of (\d+) GB", row)
     assert named is not None
     found = planned(load_config(ROOT / "presets" / f"{named[1]}.yaml").config, CARDS[f"{named[2]}gb"], NOWHERE)
     assert found is not None

@@ -1,4 +1,4 @@
-"""The autoencoder and the prompt of Qwen's image model, which other models share."""
+"""The autoencoders and the prompt of Qwen's image models, which other models share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import AutoencoderKLQwenImage21
 from PIL import Image
 from torch import Tensor, nn
 
@@ -71,6 +72,45 @@ def published_qwen_vae() -> dict[str, Any]:
     return {name: published[name].default for name in names}
 
 
+def _build_rgba(config: Mapping[str, Any]) -> nn.Module:
+    with torch.device("meta"):
+        vae: nn.Module = AutoencoderKLQwenImage21.from_config(dict(config))
+    return vae
+
+
+def _encode_rgba(vae: Any, image: Image.Image) -> Tensor:
+    pixels = pixels_of(image, device_of(vae))
+    opaque = torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1)
+    mean, std = _latent_statistics(vae)
+    latents: Tensor = (vae.encode(opaque.unsqueeze(2)).latent_dist.mode().squeeze(2) - mean) / std
+    return latents
+
+
+def _decode_rgba(vae: Any, latents: Tensor) -> Image.Image:
+    """Decode to an image on white, as images with transparent pixels are trained."""
+    mean, std = _latent_statistics(vae)
+    pixels = vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0].squeeze(2)
+    alpha = (pixels[:, 3:] / 2 + 0.5).clamp(0, 1)
+    return image_of(pixels[:, :3].clamp(-1, 1) * alpha + (1 - alpha))
+
+
+def _write_tiny_rgba(folder: Path, config: Mapping[str, Any]) -> None:
+    write_random(folder, lambda: AutoencoderKLQwenImage21(**config))
+
+
+QWEN_RGBA_AUTOENCODER = Autoencoder(
+    AutoencoderKLQwenImage21.__name__, 16, _build_rgba, _encode_rgba, _decode_rgba, write_tiny=_write_tiny_rgba
+)
+"""It has 16 pixels per latent and reads and gives a fourth channel, which is opaque for an RGB image."""
+
+
+def published_rgba_vae() -> dict[str, Any]:
+    """Sizes of the published one, which are the defaults of its class."""
+    published = inspect.signature(AutoencoderKLQwenImage21.__init__).parameters
+    names = ("base_dim", "decoder_base_dim", "z_dim", "dim_mult", "num_res_blocks", "latents_mean", "latents_std")
+    return {name: published[name].default for name in names}
+
+
 TINY_QWEN_VAE = {
     "base_dim": 8,
     "z_dim": 4,
@@ -78,4 +118,11 @@ TINY_QWEN_VAE = {
     "num_res_blocks": 1,
     "latents_mean": [-0.1, 0.0, 0.1, 0.2],
     "latents_std": [0.12, 0.14, 0.16, 0.18],
+}
+TINY_RGBA_VAE = TINY_QWEN_VAE | {
+    "decoder_base_dim": 8,
+    "z_dim": 8,
+    "dim_mult": [1, 1, 1, 1, 1],
+    "latents_mean": [-0.1, 0.0, 0.1, 0.2, -0.2, 0.3, 0.05, -0.05],
+    "latents_std": [0.12, 0.14, 0.16, 0.18, 0.13, 0.15, 0.17, 0.19],
 }
