@@ -75,9 +75,10 @@ TAKEN_BY = {
     "auth_file": (),
 }
 """{option: the modes that accept it}; () for options of the page only."""
-TAKE_OVERRIDES = ("headless", "plan", "fit", "import", "resume", "join")
+TAKE_OVERRIDES = ("headless", "certify", "plan", "fit", "import", "resume", "join")
 MODES_WITH_VALUE = {
     "headless": "PRESET",
+    "certify": "PRESET",
     "plan": "PRESET",
     "fit": "PRESET",
     "import": "FILE",
@@ -234,6 +235,13 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
         help="train a preset, by its name or a file, export at the end",
     )
     modes.add_argument(
+        "--certify",
+        nargs="?",
+        const="",
+        metavar="PRESET",
+        help="load the model of a preset, let it draw, and look for faults of its wiring; nothing is trained",
+    )
+    modes.add_argument(
         "--plan", nargs="?", const="", metavar="PRESET", help="memory of a preset per GPU, and whether it fits"
     )
     modes.add_argument(
@@ -357,6 +365,11 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         preset = preset_file(options.plan, options.runs / "presets")
         as_json, exactly = bool(options.json), bool(options.exactly)
         return plan_command.show(preset, options.overrides, options.runs, options.gpus, as_json, exactly, options.html)
+    if options.certify is not None:
+        from app import certify_command
+
+        preset = preset_file(options.certify, options.runs / "presets")
+        return certify_command.certify(load_config(preset, options.overrides), options.runs)
     if options.fit is not None:
         return _fit(options)
     if options.rename is not None:

@@ -135,7 +135,7 @@ class FlowTransformer(ImageFamily):
         def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
             return self.predict(model, noisy, sigma, batch, self.objective.guidance)
 
-        return flow_loss(self.objective, self.shift, batch, self._num_tokens(batch["latents"]), rng, predict)
+        return flow_loss(self.objective, self.shift, batch, self.num_tokens(batch["latents"]), rng, predict)
 
     @torch.no_grad()
     def draw(
@@ -162,7 +162,7 @@ class FlowTransformer(ImageFamily):
         whole = self.size_multiple // self.autoencoder.pixels
         width, height = (side // self.size_multiple * whole for side in cfg.size)
         noise = rng.normal("sample", (self.latent_channels, height, width)).to(device)
-        scheduler = self.sampler(self._num_tokens(noise), cfg.steps, device)
+        scheduler = self.sampler(self.num_tokens(noise), cfg.steps, device)
         return self.autoencoder.decode(encoder, denoise(scheduler, noise, predict))
 
     def guided(self, predictions: Sequence[Tensor], guidance: float) -> Tensor:
@@ -190,7 +190,7 @@ class FlowTransformer(ImageFamily):
         height, width = (side // self.autoencoder.pixels for side in (size.height, size.width))
         return {"latents": torch.zeros(self.latent_channels, height, width), **self.blank_text(text_tokens, dtype)}
 
-    def _num_tokens(self, latents: Tensor) -> int:
+    def num_tokens(self, latents: Tensor) -> int:
         """Tokens per image. latents: (..., h, w)."""
         side = (self.token_side or self.size_multiple) // self.autoencoder.pixels
         return latents.shape[-2] * latents.shape[-1] // side**2

@@ -231,6 +231,11 @@ class RunDir:
         return os.path.lexists(self.rehearsed_file)
 
     @property
+    def certify_file(self) -> Path:
+        """Mark of a run that ends after its certificate, before the first step."""
+        return self.path / "certify-only"
+
+    @property
     def settings_file(self) -> Path:
         """The config to begin another run with: that of the run that was rehearsed, else the run's own."""
         return self.rehearsed_file if self.is_rehearsal else self.config_file

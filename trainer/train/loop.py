@@ -6,7 +6,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from trainer.run.events import Emit, State, ValidationEvent
 from trainer.run.folder import Request, RunDir
 from trainer.run.manifest import Progress, validation_losses
 from trainer.run.preemption import Preemption
+from trainer.train.certificate import certify
 from trainer.train.numbers import NON_FINITE, WEIGHT, LateRead
 from trainer.train.setup import length_event, set_up, stop_requested, train_state
 from trainer.train.step_log import LaunchedStep, StepLog, StepNumbers
@@ -138,7 +139,11 @@ class Trainer:
     def _train(self) -> State:
         cfg = self.cfg
         if self._due(cfg.sample.every) and self.step < self.num_steps and self.sample_schedule.are_missing(self.step):
-            self.generate_samples()
+            drawn = self.generate_samples()
+            if self.step == 0:
+                self._certify(drawn)
+        if self.run.certify_file.exists():
+            return "finished"
         self.log.enter("training", self.step)
         self._began, self._began_at = time.monotonic(), self.step
         while self.step < self.num_steps:
@@ -346,6 +351,18 @@ class Trainer:
             paths = self.sample_schedule.generate(self.model, generate, self.step)
         self.log.enter("training", self.step)
         return paths
+
+    def _certify(self, drawn: Sequence[Path]) -> None:
+        """Examine the base with the samples that it drew, on rank 0: see `trainer.view.certificate`."""
+        with self._evaluating():
+            where = (self.cfg, self.run, self.family, self.sampler, self.model, self.world)
+            found = certify(*where, drawn, self.num_steps)
+        if found is not None:
+            for line in found.lines():
+                if found.is_green:
+                    self.log.note("sampling", line)
+                else:
+                    self.log.warn(line)
 
     def save(self) -> None:
         """Begin a checkpoint; it is written while training goes on."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -268,11 +269,20 @@ class ImageSampler(Sampler):
         self._data = replace(self._data, prompts=tuple(encoded))
         self.prompts = tuple(texts)
 
+    @property
+    def data(self) -> EncodedData:
+        """The encoded prompts, with what is trained on."""
+        return self._data
+
+    def load_autoencoder(self) -> Any:
+        """The result of `ImageFamily.image_encoder`. Collective."""
+        return self._family.image_encoder(self._load)
+
     def kind(self, index: int) -> SampleKind:
         return kind_of_size(self._sample.full_size)
 
     def prepare(self) -> Generate:
-        autoencoder = self._family.image_encoder(self._load)
+        autoencoder = self.load_autoencoder()
         is_guided = self._family.complete_sample(self._sample).guidance > 1
         guides = self._family.guides(self._load) if is_guided else {}
 

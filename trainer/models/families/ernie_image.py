@@ -154,7 +154,7 @@ class ErnieImage(FlowTransformer):
 
     def sample_rows(self, batch: Batch) -> Mapping[str, Tensor]:
         # These layers get all tokens of the first place, one of each item, then those of the second.
-        num_tokens = self._num_tokens(batch["latents"]) + batch["prompt_embeds"].shape[1]
+        num_tokens = self.num_tokens(batch["latents"]) + batch["prompt_embeds"].shape[1]
         return {r"layers\.\d+\.mlp\..+|final_linear": torch.arange(len(batch["latents"])).expand(num_tokens, -1)}
 
     def blank_text(self, num_tokens: int, dtype: torch.dtype) -> Example:

@@ -1,0 +1,57 @@
+"""`--certify PRESET`: examines the base of a run before it starts (`trainer.view.certificate`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.config import families
+from trainer.config.load import ConfigFile
+from trainer.config.sections import SampleConfig
+from trainer.launcher import commands, preflight, torchrun
+from trainer.run.events import EventReader
+from trainer.system import files
+from trainer.system.errors import InputError
+from trainer.system.terminal import complain, say
+from trainer.view import certificate
+
+
+def certify(loaded: ConfigFile, runs: Path) -> int:
+    """Load the model on the ranks of the run, let it draw eight prompts, and examine it. Nothing is trained.
+
+    Args:
+        loaded: The config of the run that is to come.
+        runs: Folder of the runs.
+
+    Returns:
+        The exit code: 0 without a fault, 1 with one; else as `commands.train`.
+
+    Raises:
+        InputError: As `preflight.new_run`, or the model does not train on images.
+    """
+    cfg = loaded.config
+    if cfg.stages:
+        raise InputError("stages: a run in stages is certified by its own first stage, when it starts")
+    if (
+        (known := families.of(cfg.model.family)) is None
+        or known.trains_on != "images"
+        or "questions" in known.data_fields
+    ):
+        raise InputError(f"model.family: {cfg.model.family} is not certified; models that draw images alone are")
+    given = {"prompts": certificate.PROMPTS, "seed": 0, "every": cfg.sample.every or 1, "references": ()}
+    if cfg.data.has_references:
+        given["references"] = (str(certificate.PICTURE),) * len(certificate.PROMPTS)
+    sample = SampleConfig.model_validate(cfg.sample.model_dump() | given)
+    export = cfg.export.model_copy(update={"what": "none"})
+    changed = cfg.model_copy(update={"sample": sample, "name": f"{cfg.name}-certificate", "export": export})
+    run = preflight.new_run(replace(loaded, config=changed), runs)
+    files.replace(run.certify_file, "")
+    handle = torchrun.start(changed, run)
+    code = commands.watch(changed, run, EventReader(run.events_file))
+    handle.process.wait()
+    if code:
+        return code
+    found = certificate.read(run.path / certificate.FILE)
+    for line in found.lines():
+        say(line) if found.is_green else complain(line)
+    return 0 if found.is_green else 1

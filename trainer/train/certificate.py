@@ -1,0 +1,482 @@
+"""Measures a base before the first step, and finds what is wired wrongly: see `trainer.view.certificate`.
+
+The base's own pictures are encoded back, and its loss is taken at several noise levels. A model that is connected as
+it was trained predicts what it drew itself.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
+
+from trainer import adapters
+from trainer.config.schema import RunConfig
+from trainer.config.sections import MODEL_WORDS
+from trainer.data.images.image_io import WHOLE, load_resized, load_rgb, read_header
+from trainer.data.images.image_source import EncodedData, ImageSampler
+from trainer.data.loader import ImageItem
+from trainer.data.source import Sampler
+from trainer.distributed.world import World
+from trainer.models import distilled
+from trainer.models.base import FLOW_FIELDS, ImageFamily, ModelFamily, references_of
+from trainer.models.flow_transformer import FlowTransformer
+from trainer.models.objectives.base import Example
+from trainer.models.objectives.flow_matching import shift_factor
+from trainer.models.recognition import json_of
+from trainer.rng import Draw, SampleRng, generator
+from trainer.run.folder import RunDir
+from trainer.system.errors import InputError
+from trainer.view.certificate import PICTURE, Certificate, Finding, Numbers, compared, known, write
+
+SIGMAS = (0.2, 0.4, 0.6, 0.8)
+EFFECT_AT = 0.6
+"""Noise level at which captions are exchanged and references replaced."""
+MOST_PICTURES = 8
+MOST_SHARE = 0.02
+"""Largest part of a run, in forward passes, that its certificate may take."""
+PASSES_OF_A_STEP = 3
+"""Forward passes that a forward and a backward take as long as."""
+LEAST_EFFECT = 1e-6
+"""Relative change of the loss that is none."""
+UNPREDICTED = 0.9
+"""Loss, relative to that of a model that predicts 0, from which on a base does not know its own pictures."""
+SCALES = 2.0
+"""Factor between the latents of the data and of the base's pictures from which on they are of other scales."""
+MOST_SHIFT = 1.5
+"""Factor between the shift of `objective` and the base's own that is worth a sentence."""
+LEAST_REACHED = 0.5
+"""Part of the linear weights of the recipe below which an adapter misses most of the model."""
+MOST_TRIGGER_TOKENS = 4
+GOLDEN = 2.399963
+"""The golden angle: cosines of its multiples do not repeat, so that a sum weighted by them changes with the order."""
+MOST_COMPARED = 4
+"""Training images that are encoded again."""
+SAME, SAME_SIZE = 0.995, 1.05
+"""Cosine from which on latents are of one picture, and factor between the sizes of latents of one scale."""
+SHIFT_FIELDS = ("shift", "use_dynamic_shifting", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
+"""Fields of a scheduler's config that decide the shift."""
+
+
+def certify(
+    cfg: RunConfig,
+    run: RunDir,
+    family: ModelFamily,
+    sampler: Sampler,
+    model: nn.ModuleDict,
+    world: World,
+    drawn: Sequence[Path],
+    steps: int,
+) -> Certificate | None:
+    """Examine the base of a run before its first step, and write its certificate. Collective.
+
+    A model that is none is examined only on request, and no run spends more than `MOST_SHARE` on it.
+
+    Args:
+        model: The live components in evaluation, whose adapter changes nothing yet.
+        drawn: The samples of the base, on rank 0.
+        steps: Optimizer steps of the run.
+
+    Returns:
+        The certificate; None where the model is not examined.
+    """
+    if not isinstance(family, ImageFamily) or type(sampler) is not ImageSampler:
+        return None
+    passes = math.ceil(cfg.train.batch_size / (cfg.train.micro_batch * world.data_size))
+    count = pictures_within(steps, passes, cfg.data.has_references)
+    if run.certify_file.exists():
+        count = MOST_PICTURES
+    elif cfg.model.path in MODEL_WORDS or not count:
+        return None
+    count = min(count, world.gather(len(drawn))[0])  # fewer on a full disk
+    if not count:
+        return None
+    headers = [read_header(path) for path in drawn[:count]]
+    images = [load_rgb(header, header.size.frame) for header in headers]
+    examiner = Examiner(cfg, family, model, sampler.load_autoencoder(), world)
+    found = examiner.certificate(sampler.data, images, count)
+    if world.rank == 0:
+        found = compared(found, list(known(run.path.parent)))
+        with suppress(OSError):  # a full disk is said elsewhere
+            write(run, found)
+    everyone: list[Certificate] = world.gather(found)
+    return everyone[0]
+
+
+def pictures_within(steps: int, passes: int, has_references: bool) -> int:
+    """The number of pictures that a run can be certified with in `MOST_SHARE` of its time; 0 for a short run.
+
+    Args:
+        steps: Optimizer steps.
+        passes: Passes of a step on a rank.
+    """
+    each = len(SIGMAS) + 2 + has_references
+    allowed = int(MOST_SHARE * PASSES_OF_A_STEP * steps * passes) - len(SIGMAS) - 1
+    return max(0, min(MOST_PICTURES, allowed // each))
+
+
+class Examiner:
+    """Measures a loaded base on all ranks. Every public method is collective.
+
+    Args:
+        model: The live components, whose adapter changes nothing yet.
+        encoder: The result of `ImageFamily.image_encoder`.
+        seed: Of the noise. Certificates are compared at one seed.
+    """
+
+    def __init__(
+        self, cfg: RunConfig, family: ImageFamily, model: nn.ModuleDict, encoder: Any, world: World, seed: int = 0
+    ) -> None:
+        self._cfg, self._family, self._model, self._encoder, self._world = cfg, family, model, encoder, world
+        self._seed = seed
+        self._sample = family.complete_sample(cfg.sample)
+
+    def certificate(self, data: EncodedData, drawn: Sequence[Image.Image], count: int) -> Certificate:
+        """Examine the base.
+
+        Args:
+            data: What is trained on, and the prompts.
+            drawn: What the base drew of these, on rank 0.
+            count: Number of prompts to examine it with.
+        """
+        began = time.perf_counter()
+        texts = [data.prompt(number) for number in range(len(data.prompts))][:count]
+        encode, is_first = partial(self._family.encode_image, self._encoder), self._world.rank == 0
+        picture = self._of_rank_0(
+            encode(load_resized(read_header(PICTURE), self._sample.full_size.frame)) if is_first else None
+        )
+        own = [text | self._of_rank_0(encode(drawn[number]) if is_first else None) for number, text in enumerate(texts)]
+        standard, reached = texts[0] | picture, reached_by(self._family, self._model)
+        losses = self._losses([standard])
+        stages = {
+            "schedule": self._schedule(picture["latents"]),
+            "text": self._texts(texts),
+            "autoencoder": summary("latents", picture["latents"]),
+            "inputs": self._inputs(standard),
+            "targets": {"share": reached.share},
+            "losses": losses,
+            "drawn": self._losses(own),
+        }
+        effects = self._effects(own)
+        findings = [
+            *static_findings(self._cfg, self._family),
+            *_of_targets(self._cfg, reached),
+            *(self._of_data(data) if is_first else ()),
+            *_of_effects(effects),
+            *self._of_drawn(own, stages["drawn"]),
+        ]
+        model, size = self._cfg.model, self._sample.full_size
+        conditions = {
+            "prompts": "; ".join(prompt.text for prompt in data.prompts[:count]),
+            "size": "x".join(map(str, size.values)),
+            "steps": str(self._sample.steps),
+            "guidance": f"{self._sample.guidance:g}",
+            "seed": f"{self._cfg.sample.seed} {self._seed}",
+            "references": str(len(references_of(texts[0]))),
+        }
+        named = model.options.architecture or (self._family.default_architecture if model.path == "tiny" else "")
+        return Certificate(
+            base=" ".join(filter(None, (model.family, named, str(model.path)))),
+            conditions=conditions,
+            stored=self._cfg.quantize.format,
+            stages={
+                stage: {name: float(f"{value:.6g}") for name, value in numbers.items()}
+                for stage, numbers in stages.items()
+            },
+            effects={what: float(f"{change:.6g}") for what, change in effects.items()},
+            findings=tuple(findings),
+            seconds=round(time.perf_counter() - began, 1),
+            versions={name: version(name) for name in ("torch", "diffusers", "transformers")},
+        )
+
+    def _of_rank_0(self, example: Example | None) -> Example:
+        """Rank 0's example, on every rank: machines and their GPUs round differently."""
+        found: Example = self._world.gather(example if self._world.rank == 0 else None)[0]
+        return found
+
+    def _loss(self, example: Example, sigma: float, number: int, seed: int) -> float:
+        """The loss of one example at a noise level. number: of its noise."""
+        family, device = self._family, self._world.device
+        batch = {**family.collate([example]), "weight": torch.ones(1)}
+        timestep = {Draw("timestep"): torch.tensor([sigma])}
+        rng = SampleRng(seed, (number,), device, drawn=timestep)
+        on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+        return float(family.loss(self._model, on_device, rng).total)
+
+    def _means(self, work: Sequence[tuple[Example, float, int]], seed: int | None = None) -> list[float]:
+        """The loss of each (example, sigma, number of its noise); the ranks share the work."""
+        world, mine = self._world, []
+        seed = self._seed if seed is None else seed
+        # The drawn number is the noise level itself.
+        evenly = self._cfg.objective.model_copy(update={"density": "uniform", "shift": "none"})
+        before, self._family.objective = self._family.objective, evenly
+        try:
+            for first in range(0, len(work), world.data_size):
+                # A rank without work repeats some: every rank calls a sharded model equally often.
+                index = (first + world.data_rank) % len(work)
+                mine.append(self._loss(*work[index], seed))
+        finally:
+            self._family.objective = before
+        everyone = world.gather((world.data_rank, mine))
+        by_rank = dict(everyone)
+        return [by_rank[index % world.data_size][index // world.data_size] for index in range(len(work))]
+
+    def _losses(self, examples: Sequence[Example]) -> dict[str, float]:
+        """{noise level: mean loss of the examples}."""
+        work = [(example, sigma, number) for sigma in SIGMAS for number, example in enumerate(examples)]
+        found, count = self._means(work), len(examples)
+        return {
+            f"sigma {sigma:g}": sum(found[at * count : (at + 1) * count]) / count for at, sigma in enumerate(SIGMAS)
+        }
+
+    def _effects(self, own: Sequence[Example]) -> dict[str, float]:
+        """Relative changes of the loss by other captions, and by noise in place of references."""
+        base = self._means([(example, EFFECT_AT, number) for number, example in enumerate(own)])
+        changed: dict[str, list[Example]] = {}
+        texts = [{name: value for name, value in one.items() if not _is_picture(name)} for one in own]
+        if len(own) > 1:
+            pictures = [{name: value for name, value in one.items() if _is_picture(name)} for one in own]
+            changed["other captions"] = [a | b for a, b in zip(pictures, texts[1:] + texts[:1], strict=True)]
+        if references_of(own[0]):
+            changed["noise as references"] = [_with_noise(one, self._seed) for one in own]
+        effects = {}
+        for what, examples in changed.items():
+            found = self._means([(example, EFFECT_AT, number) for number, example in enumerate(examples)])
+            differences = [abs(a - b) for a, b in zip(found, base, strict=True)]
+            effects[what] = sum(differences) / max(sum(base), 1e-12)
+        return effects
+
+    def _inputs(self, example: Example) -> dict[str, float]:
+        """Numbers of all that the transformer is called with for one example."""
+        seen: dict[str, float] = {}
+
+        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for name, value in {**{f"argument_{n}": v for n, v in enumerate(args)}, **kwargs}.items():
+                seen.update(summary(name, value))
+
+        hook = self._model[self._family.components[0]].register_forward_pre_hook(look, with_kwargs=True)
+        try:
+            self._means([(example, EFFECT_AT, 0)] * self._world.data_size, seed=0)
+        finally:
+            hook.remove()
+        return seen
+
+    def _texts(self, texts: Sequence[Example]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for number, text in enumerate(texts):
+            for name, value in text.items():
+                if not name.startswith("reference_"):
+                    found |= summary(f"{name} of prompt {number + 1}", value)
+        return found
+
+    def _schedule(self, latents: Tensor) -> dict[str, float]:
+        """The shift in training, and the noise levels of four steps."""
+        family = self._family
+        if not isinstance(family, FlowTransformer):
+            return {}
+        tokens = family.num_tokens(latents)
+        sigmas = family.sampler(tokens, 4, torch.device("cpu")).sigmas.tolist()
+        factor = shift_factor(self._cfg.objective, family.shift, tokens)
+        return {"shift": factor, **{f"sampler's level {at + 1}": sigma for at, sigma in enumerate(sigmas)}}
+
+    def _of_data(self, data: EncodedData) -> Iterator[Finding]:
+        """Encode the first images and their references again: each must be nearest to what the cache has of it."""
+        fresh: dict[tuple[int, str], Tensor] = {}
+        cached: dict[tuple[int, str], Tensor] = {}
+        for number, one in enumerate(data.train[:MOST_COMPARED]):
+            example = data.example(ImageItem(number, dropped=False))
+            sizes = (one.size, *one.reference_sizes)
+            names = ["latents", *(f"reference_{place}" for place in range(len(references_of(example))))]
+            for name, file, size in zip(names, (one.image, *one.image.references), sizes, strict=False):
+                try:
+                    pixels = load_rgb(file, size.frame, WHOLE)
+                except (InputError, OSError):  # it was changed or moved since it was encoded
+                    return
+                fresh[number, name] = self._family.encode_image(self._encoder, pixels)["latents"]
+                cached[number, name] = example[name]
+        for place, mine in fresh.items():
+            others = {other: values for other, values in cached.items() if values.shape == mine.shape}
+            near = {
+                other: float(cosine_similarity(mine.flatten(), values.flatten(), dim=0))
+                for other, values in others.items()
+            }
+            best = max(near, key=lambda other: near[other], default=place)
+            if near.get(place, 0.0) < SAME <= near.get(best, 0.0):
+                image = data.train[place[0]].image.path
+                yield Finding(
+                    "references" if place[1] != "latents" else "cache",
+                    f"{place[1]} of {image.name} is what {data.train[best[0]].image.path.name} has as {best[1]}; "
+                    "remove the cache, and if it stays so, report it as a fault",
+                )
+                return
+            factor = _rms(cached[place]) / max(_rms(mine), 1e-12)
+            if near.get(place, 0.0) >= SAME and not 1 / SAME_SIZE < factor < SAME_SIZE:
+                yield Finding(
+                    "cache",
+                    f"the cached {place[1]} are {factor:.3g} times as large as the autoencoder gives; remove the cache",
+                )
+                return
+
+    def _of_drawn(self, own: Sequence[Example], losses: Numbers) -> Iterator[Finding]:
+        """What only a trained base shows."""
+        model, flow = self._cfg.model, self._family.objective_fields >= FLOW_FIELDS
+        if model.path in ("tiny", "random"):
+            return
+        size = _rms(torch.cat([example["latents"].flatten() for example in own]))
+        share = sum(losses.values()) / len(losses) / (1 + size**2 if flow else 1.0)
+        if share > UNPREDICTED:
+            yield Finding(
+                "drawn",
+                f"the base predicts {max(0.0, 1 - share):.0%} of the pictures that it drew itself, and a trained one "
+                f"most of them: the weights of model.path ({model.path}), quantize.format "
+                f"({self._cfg.quantize.format}) and autoencoder do not belong together; load the model again, or try "
+                "quantize.format: none",
+            )
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Shares of the blocks' linear weights that adapters change, and that those of the family's recipe would; and the
+    largest layer of the recipe that is left out, "" for none."""
+
+    share: float
+    recipe: float
+    missed: str
+
+
+def reached_by(family: ImageFamily, model: nn.ModuleDict) -> Reached:
+    """What the adapters of a model reach."""
+    blocks = [
+        name for name, module in model.named_modules() if type(module).__name__.removeprefix("FSDP") in family.blocks
+    ]
+    changed = adapters.adapted_layers(model)
+    sizes: dict[str, int] = {}
+    for block in blocks:
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
+            layer = name.removesuffix(".base_layer")
+            is_own = any(layer.startswith(f"{other}.") for other in changed)  # of the adapter
+            if isinstance(module, nn.Linear) and not is_own:
+                sizes[layer] = module.out_features * module.in_features
+    whole = sum(sizes.values()) or 1
+    recipe = [name for name in sizes if family.is_target(name)]
+    missed = sorted((name for name in recipe if name not in changed), key=lambda name: -sizes[name])
+    reached = sum(size for name, size in sizes.items() if name in changed)
+    return Reached(reached / whole, sum(sizes[name] for name in recipe) / whole, missed[0] if missed else "")
+
+
+def _of_targets(cfg: RunConfig, found: Reached) -> Iterator[Finding]:
+    if cfg.adapter.type != "none" and found.missed and found.share < LEAST_REACHED * found.recipe:
+        yield Finding(
+            "targets",
+            f"adapter.targets reach {found.share:.0%} of the linear weights in the blocks, and the model's recipe "
+            f"{found.recipe:.0%}; the largest that is left out is {found.missed}; leave adapter.targets empty for all",
+        )
+
+
+def _of_effects(effects: Mapping[str, float]) -> Iterator[Finding]:
+    for what, change in effects.items():
+        if change < LEAST_EFFECT:
+            kind = "captions" if "captions" in what else "references"
+            yield Finding(
+                kind, f"{what} change the loss by nothing: {kind} do not reach the transformer; report it as a fault"
+            )
+
+
+def static_findings(cfg: RunConfig, family: ImageFamily) -> Iterator[Finding]:
+    """What the config and the folder's files tell."""
+    for sentence in distilled.warnings(cfg, family.folder)[:1]:
+        yield Finding("distilled", sentence)
+    if isinstance(family, FlowTransformer) and cfg.model.path != "demo":  # which was trained in its own way
+        yield from _of_scheduler(family)
+        yield from _of_shift(cfg, family)
+    trigger = cfg.data.trigger
+    if trigger:
+        lengths = [family.text_lengths([text])[0] for text in (f"{trigger}, a", ", a")]
+        count = min((a.needed - b.needed for a, b in zip(*lengths, strict=True)), default=1)
+        if count > MOST_TRIGGER_TOKENS:
+            yield Finding(
+                "trigger",
+                f"data.trigger '{trigger}' is {count} tokens for this text encoder, which learns it less well; a short "
+                "word of letters alone is fewer",
+            )
+
+
+def _of_scheduler(family: FlowTransformer) -> Iterator[Finding]:
+    """Compare the folder's scheduler with the published one: that of a distilled twin samples at other levels."""
+    own, file = json_of(family.folder, "scheduler/scheduler_config.json"), "scheduler/scheduler_config.json"
+    published = family.tiny(family.config.options.architecture).get("scheduler")
+    if not own or published is None or family.is_distilled:
+        return
+    defaults = FlowMatchEulerDiscreteScheduler().config
+    have, expected = ({name: one.get(name, defaults[name]) for name in SHIFT_FIELDS} for one in (own, published))
+    if expected["use_dynamic_shifting"] and have["use_dynamic_shifting"]:
+        have, expected = ({**one, "shift": None} for one in (have, expected))  # a line in its place
+    for name in SHIFT_FIELDS:
+        if have[name] != expected[name]:
+            yield Finding(
+                "scheduler",
+                f"{family.folder / file}: {name} is {have[name]}, and {expected[name]} in the base that this family "
+                "trains, as where a distilled model's scheduler was copied; take the file of the base",
+            )
+            return
+
+
+def _of_shift(cfg: RunConfig, family: FlowTransformer) -> Iterator[Finding]:
+    size = family.complete_sample(cfg.sample).full_size
+    side = family.token_side or family.size_multiple
+    tokens = (size.width // side) * (size.height // side)
+    auto = cfg.objective.model_copy(update={"shift": "auto"})
+    mine, own = (shift_factor(one, family.shift, tokens) for one in (cfg.objective, auto))
+    if max(mine / own, own / mine) > MOST_SHIFT:
+        yield Finding(
+            "shift",
+            f"objective.shift: {cfg.objective.shift} is a factor of {mine:.3g} at {size.width} x {size.height}, and "
+            f"the base was trained at {own:.3g}; set objective.shift: auto",
+        )
+
+
+def _is_picture(name: str) -> bool:
+    return name in ("latents", "mask", "original_size") or name.startswith("reference_")
+
+
+def _with_noise(example: Example, seed: int) -> Example:
+    """An example with standard normal numbers for the latents of its references."""
+    source = generator(seed, "references")
+    return {
+        name: torch.randn(value.shape, generator=source) if name.startswith("reference_") else value
+        for name, value in example.items()
+    }
+
+
+def _rms(values: Tensor) -> float:
+    return math.sqrt(float(values.float().square().mean())) if values.numel() else 0.0
+
+
+def summary(name: str, value: Any) -> dict[str, float]:
+    """Numbers that tell a value from others: length, mean, size and how it is ordered."""
+    if isinstance(value, Tensor):
+        flat = value.detach().float().cpu().flatten()
+        if not flat.numel():
+            return {f"{name} count": 0.0}
+        order = torch.cos(GOLDEN * torch.arange(flat.numel(), dtype=torch.float64)).float()
+        return {
+            f"{name} count": float(flat.numel()),
+            f"{name} mean": float(flat.mean()),
+            f"{name} size": _rms(flat),
+            f"{name} order": float((flat * order).mean()),
+        }
+    if isinstance(value, (list, tuple)):
+        return {key: number for at, one in enumerate(value) for key, number in summary(f"{name} {at}", one).items()}
+    return {name: float(value)} if isinstance(value, (int, float)) else {}
