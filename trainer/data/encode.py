@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,15 +92,35 @@ def encode_data(
         StopRequested: A stop was requested; raised on every rank.
         InputError: An image cannot be decoded and `data.bad_image` is not warn.
     """
-    return _DataEncoder(family, load, context, ExampleCache(context.cache / "examples")).encode(others)
+    references = [(file,) for file in context.cfg.sample.references]
+    return _DataEncoder(family, load, context, ExampleCache(context.cache / "examples"), references).encode(others)
+
+
+def encode_samples(
+    family: ImageFamily, load: LoadModule, context: RankContext, references: Sequence[Sequence[str]]
+) -> EncodedData:
+    """Encode what the prompts of `sample` need that is not cached yet, and no data. Collective.
+
+    Args:
+        family: As for `encode_data`, as are `load` and `context`.
+        references: Reference images of each prompt, in the order of `sample.prompts`; they replace `sample.references`.
+
+    Raises:
+        InputError: A reference image cannot be read.
+    """
+    encoder = _DataEncoder(family, load, context, ExampleCache(context.cache / "examples"), references)
+    return encoder.with_prompts((), (), ())
 
 
 @dataclass(frozen=True)
 class _DataEncoder:
+    """references: files of each sample prompt; empty where no prompt has any."""
+
     family: ImageFamily
     load: LoadModule
     context: RankContext
     cache: ExampleCache
+    references: Sequence[Sequence[str]]
 
     @cached_property
     def _rank_group(self) -> RankGroup:
@@ -120,14 +141,21 @@ class _DataEncoder:
             self._warn(encoded.warnings)
         else:
             encoded = self._encode_dataset(dataset, memory)
+        return self.with_prompts(encoded.train, encoded.validation, others)
+
+    def with_prompts(
+        self, train: tuple[EncodedImage, ...], validation: tuple[EncodedImage, ...], others: Sequence[ImageFile]
+    ) -> EncodedData:
+        """Encode the sample prompts, their references and `others`, and return them with the encoded images."""
         known = map(Prompt, ("", self.context.cfg.sample.negative))
         texts = self._encode_texts([*known, *self._sample_prompts])
-        alone = {image.path: self._picture(image, self._largest) for image in (*self._samples, *others)}
+        shown = chain.from_iterable(self._samples)
+        alone = {image.path: self._picture(image, self._largest) for image in (*shown, *others)}
         latents, _ = self._encode_images(list(alone.values()))
         return EncodedData(
             self.cache,
-            encoded.train,
-            encoded.validation,
+            train,
+            validation,
             self._encoded_prompts(texts, {file: latents.get(picture) for file, picture in alone.items()}),
             texts[Prompt("")],
             self.family.dropped_text,
@@ -236,8 +264,10 @@ class _DataEncoder:
         return origin_of(self.context.cfg, self.family)
 
     @cached_property
-    def _samples(self) -> list[ImageFile]:
-        return [self._known.header(Path(file)) for file in self.context.cfg.sample.references]
+    def _samples(self) -> list[tuple[ImageFile, ...]]:
+        """The references of each sample prompt."""
+        given = self.references or [()] * len(self.context.cfg.sample.prompts)
+        return [tuple(self._known.header(Path(file)) for file in files) for files in given]
 
     @cached_property
     def _sample_prompts(self) -> tuple[Prompt, ...]:
@@ -245,21 +275,23 @@ class _DataEncoder:
         Collective."""
         cfg = self.context.cfg
         texts = with_trigger(cfg.sample.prompts, cfg.data)
-        seen = self._seen([(sample,) for sample in self._samples]) or [()] * len(texts)
+        seen = self._seen(self._samples)
         return (*map(Prompt, texts, seen), *(Prompt(cfg.sample.negative, one) for one in seen))
 
     def _encoded_prompts(
         self, texts: Mapping[Prompt, str], latents: Mapping[Path, str | None]
     ) -> tuple[EncodedPrompt, ...]:
-        lost = [sample.path for sample in self._samples if latents[sample.path] is None]
-        if lost:
-            raise InputError(f"sample.references: {lost[0]} cannot be read; replace it")
+        keys: list[tuple[str, ...]] = []
+        for files in self._samples:
+            found = [(file, latents[file.path]) for file in files]
+            if lost := [file.path for file, key in found if key is None]:
+                raise InputError(f"sample.references: {lost[0]} cannot be read; replace it")
+            keys.append(tuple(key for _, key in found if key is not None))
         count = len(self._sample_prompts) // 2
         prompts, negative = self._sample_prompts[:count], self._sample_prompts[count:]
-        files: Sequence[ImageFile | None] = self._samples or [None] * count
         return tuple(
-            EncodedPrompt(one.text, texts[one], texts[other], latents[file.path] if file else None, file, one.seen)
-            for one, other, file in zip(prompts, negative, files, strict=True)
+            EncodedPrompt(one.text, texts[one], texts[other], references, files, one.seen)
+            for one, other, references, files in zip(prompts, negative, keys, self._samples, strict=True)
         )
 
     def _seen(self, references: Sequence[Sequence[ImageFile]]) -> list[tuple[Seen, ...]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -110,6 +111,10 @@ class Sampler(ABC):
     def groups(self) -> tuple[range, ...]:
         """All samples, in groups that call the model equally often: ranks may generate those of a group in parallel."""
         return (range(len(self.prompts)),)
+
+    def references(self, index: int) -> tuple[Path, ...]:
+        """The reference images of a sample."""
+        return ()
 
     @abstractmethod
     def kind(self, index: int) -> SampleKind:

@@ -265,7 +265,8 @@ def sentence(event: MessageEvent) -> str:
             return f"step {event.step}: validation loss {event.loss:.4f}{measured}"
         case SampleEvent():
             text = f": {' '.join(event.text.split())}" if event.kind.is_text else ""
-            return f"step {event.step}: sample {event.path}{text}"
+            shown = f", of {' and '.join(event.references)}" if event.references else ""
+            return f"step {event.step}: sample {event.path}{shown}{text}"
         case PromptsEvent():
             prompts = "; ".join(" ".join(prompt.split()) for prompt in event.prompts)
             return f"step {event.step}: samples from other prompts: {prompts}"

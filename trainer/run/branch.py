@@ -39,7 +39,7 @@ def branch(run: RunDir, wanted: manifest.Wanted) -> RunDir:
     new = RunDir.create(run.path.parent, cfg)
     try:
         for sample in (event for event in events if isinstance(event, SampleEvent)):
-            for path in {sample.path, sample.picture} - {""}:
+            for path in {sample.path, sample.picture, *sample.references} - {""}:
                 if run.own_file(path).is_relative_to(run.samples.resolve()):  # an event of a stranger names any file
                     _copy(run, path, new)
         _copy(run, INITIAL_ADAPTER, new)

@@ -158,12 +158,14 @@ class SampleEvent(Event):
         index: Position of the prompt among those that samples were generated from.
         path: The file.
         text: Beginning of a text sample; empty for other kinds.
+        references: The copies in the run folder of the reference images that the model was shown.
     """
 
     prompt: str
     index: Count
     path: str
     text: str = ""
+    references: tuple[str, ...] = ()
     type: Literal["sample"] = "sample"
 
     @property

@@ -22,6 +22,8 @@ from trainer.system.errors import InputError
 
 SHOWN_TEXT = 4000
 """Characters of a text that its event holds; the file holds all."""
+MOST_STEM, MOST_SUFFIX = 40, 8
+"""Characters that the copy of a reference image keeps of its name."""
 FILM_RECORD = "film.json"
 FILM_NAME = re.compile(r"prompt-[1-9]\d{0,5}(-[0-9a-f]{6})?\.(webp|mp4|jpg)")
 MOST_FILM_BYTES = 2**26
@@ -71,6 +73,12 @@ def kind_of(path: str) -> SampleKind:
 def kind_of_size(size: Size) -> SampleKind:
     """Return the kind of a sample of this size."""
     return IMAGE if size.frames == 1 else CLIP
+
+
+def reference_name(file: Path, mark: str) -> str:
+    """Return the name of the copy of a reference image in a run folder. mark: tells it from others of its name."""
+    safe = Path(re.sub(r"[^\w.-]+", "_", file.name))
+    return f"reference-{safe.stem[:MOST_STEM]}-{mark}{safe.suffix[:MOST_SUFFIX].lower()}"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from torch import nn
@@ -15,7 +16,8 @@ from trainer.rng import SampleRng
 from trainer.run.events import AnyEvent, PromptsEvent, SampleEvent
 from trainer.run.folder import RunDir
 from trainer.run.prompts import check_prompts, clear_prompts, prompts_in_force, requested_prompts
-from trainer.run.samples import Sample
+from trainer.run.samples import Sample, reference_name
+from trainer.system import files
 from trainer.system.errors import InputError
 from trainer.train.log import RunLog
 
@@ -42,6 +44,29 @@ class SampleSchedule:
         self._sampler, self._seed, self._run, self._world, self._log = sampler, seed, run, world, log
         self._before = before
         self._prompts = {event.path: event.prompt for event in events if isinstance(event, SampleEvent)}
+        self._copies = self._copy_references() if world.rank == 0 else {}
+
+    def _copy_references(self) -> dict[Path, str]:
+        """Copy the reference images of the samples into the run folder, by which they are shown next to the samples.
+
+        Returns:
+            {file: path of its copy in the run folder}; without those that cannot be copied, which is a warning.
+        """
+        copies: dict[Path, str] = {}
+        for file in dict.fromkeys(
+            chain.from_iterable(map(self._sampler.references, range(len(self._sampler.prompts))))
+        ):
+            try:
+                content = file.read_bytes()
+                # The digest tells it from another image that had this name in an earlier start.
+                copy = self._run.samples / reference_name(file, hashlib.blake2b(content, digest_size=4).hexdigest())
+                if not copy.exists():
+                    files.replace(copy, content)
+            except OSError as error:
+                self._log.warn(f"sample.references: {file}: cannot be copied ({error}); samples are shown without it")
+            else:
+                copies[file] = str(copy.relative_to(self._run.path))
+        return copies
 
     def are_missing(self, step: int) -> bool:
         """Whether samples of this step are missing: before the first step, or where a run was killed after saving."""
@@ -78,7 +103,10 @@ class SampleSchedule:
                 paths.append(path)
                 name = str(path.relative_to(self._run.path))
                 prompt = self._prompts[name] = self._sampler.prompts[index]
-                self._log.emit(SampleEvent(step=step, prompt=prompt, index=index, path=name, text=sample.text))
+                shown = tuple(self._copies[file] for file in self._sampler.references(index) if file in self._copies)
+                self._log.emit(
+                    SampleEvent(step=step, prompt=prompt, index=index, path=name, text=sample.text, references=shown)
+                )
         except OSError as error:
             self._log.warn(f"samples could not be written ({error}); free disk space", step)
         return paths

@@ -90,16 +90,16 @@ class EncodedPrompt:
         text: With its trigger filled in.
         key: Cache key of its embeddings.
         negative: Cache key of those of the negative prompt.
-        reference: Cache key of its reference's latents.
-        file: Its reference.
-        seen: Its reference as the text encoder sees it, if it does.
+        references: Cache keys of its references' latents.
+        files: Its references.
+        seen: Its references as the text encoder sees them, if it does.
     """
 
     text: str
     key: str
     negative: str
-    reference: str | None = None
-    file: ImageFile | None = None
+    references: tuple[str, ...] = ()
+    files: tuple[ImageFile, ...] = ()
     seen: tuple[Seen, ...] = ()
 
 
@@ -142,10 +142,9 @@ class EncodedData:
         return self._joined(self.validation[index], ImageItem(index, dropped=False), self.cache.read)
 
     def prompt(self, index: int) -> Example:
-        """The inputs of a sample: the embeddings of its prompt, and the latents of its reference."""
+        """The inputs of a sample: the embeddings of its prompt, and the latents of its references."""
         prompt = self.prompts[index]
-        references = () if prompt.reference is None else (prompt.reference,)
-        return self.cache.read(prompt.key) | _reference_latents(references, self.cache.read)
+        return self.cache.read(prompt.key) | _reference_latents(prompt.references, self.cache.read)
 
     @property
     def digest(self) -> str:
@@ -264,8 +263,8 @@ class ImageSampler(Sampler):
         keys = self._encoder.encode([*(prompt for prompt, _ in named), *negative])
         encoded = []
         for (prompt, old), other in zip(named, negative, strict=True):
-            reference = (old.reference, old.file) if old else (None, None)
-            encoded.append(EncodedPrompt(prompt.text, keys[prompt], keys[other], *reference, prompt.seen))
+            shown = (old.references, old.files) if old else ((), ())
+            encoded.append(EncodedPrompt(prompt.text, keys[prompt], keys[other], *shown, prompt.seen))
         self._data = replace(self._data, prompts=tuple(encoded))
         self.prompts = tuple(texts)
 
@@ -277,6 +276,9 @@ class ImageSampler(Sampler):
     def load_autoencoder(self) -> Any:
         """The result of `ImageFamily.image_encoder`. Collective."""
         return self._family.image_encoder(self._load)
+
+    def references(self, index: int) -> tuple[Path, ...]:
+        return tuple(file.path for file in self._data.prompts[index].files)
 
     def kind(self, index: int) -> SampleKind:
         return kind_of_size(self._sample.full_size)

@@ -298,12 +298,11 @@ class EditSampler(ImageSampler):
         self._run, self._multimodal = cfg, family
 
     def _inputs(self, prompt: EncodedPrompt) -> Example:
-        if prompt.file is None:
-            return {}
         return {
-            "conditioning_0": self._multimodal.encode_conditioning(
-                load_conditioning(prompt.file, self._multimodal, self._run)
+            f"conditioning_{number}": self._multimodal.encode_conditioning(
+                load_conditioning(file, self._multimodal, self._run)
             )
+            for number, file in enumerate(prompt.files)
         }
 
 
@@ -331,6 +330,9 @@ class MixedSampler(Sampler):
     def groups(self) -> tuple[range, ...]:
         groups = (range(self._num_images), range(self._num_images, len(self.prompts)))
         return tuple(group for group in groups if group)
+
+    def references(self, index: int) -> tuple[Path, ...]:
+        return self._images.references(index) if index < self._num_images else ()
 
     def kind(self, index: int) -> SampleKind:
         return self._images.kind(index) if index < self._num_images else TEXT
