@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
@@ -16,15 +17,17 @@ import pytest
 from PIL import Image
 
 from tests.runs import alone, make_pictures, make_run, make_text, run_config, text_config, train
+from trainer.config.load import dump_config
 from trainer.config.schema import RunConfig
 from trainer.export.export import export
 from trainer.launcher import commands
+from trainer.launcher.console import sentence
 from trainer.run.drawings import Drawing, DrawingRequest, Picture, check_request, drawings, new_folder, progress
-from trainer.run.events import EventWriter, ExportEvent
+from trainer.run.events import EventReader, EventWriter, ExportEvent, SampleEvent
 from trainer.run.folder import RunDir
 from trainer.run.samples import TEXT
 from trainer.system.errors import InputError
-from trainer.train.draw import draw, on_one_device
+from trainer.train.draw import _parser, asked, draw, on_one_device
 
 SAMPLES: dict[str, Any] = {
     "sample__every": 100,
@@ -56,7 +59,10 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained_run(root: Path, cfg: RunConfig) -> RunDir:
     """A run that drew samples before its first and after its last step."""
     run = make_run(root, cfg, "run")
-    train(alone(), cfg, run)
+    outcome = train(alone(), cfg, run)
+    with EventWriter(run.events_file) as events:
+        for event in outcome.events:
+            events.write(event)
     return run
 
 
@@ -248,3 +254,154 @@ def test_the_page_starts_a_drawing_and_reads_how_it_ended(pictures: Path, tmp_pa
     assert drawing.prompt == "--a 'fox'"
     assert json.loads((Path(output) / "drawing.json").read_text(encoding="utf-8"))["seed"] == 1
     assert sorted(os.listdir(output)) == ["0.png", "1.png", "drawing.json"]
+
+
+EDIT: dict[str, dict[str, Any]] = {
+    "flux2": {},
+    # Its text encoder sees the references.
+    "qwen_image": {"model": {"family": "qwen_image", "options": {"architecture": "qwen-image-edit-2509"}}},
+    "bagel": {"model": {"family": "bagel"}},
+}
+
+
+@pytest.fixture(scope="module")
+def before(pictures: Path) -> Path:
+    """Images before the edit, one of each of `pictures`."""
+    folder = pictures.parent / "before"
+    folder.mkdir()
+    for number, file in enumerate(sorted(pictures.glob("*.png"))):
+        with Image.open(file) as image:
+            Image.new("RGB", image.size, (60 * number, 90, 255 - 60 * number)).save(folder / file.name)
+    return folder
+
+
+def edit_run(root: Path, pictures: Path, before: Path, **changes: Any) -> RunDir:
+    files = tuple(str(file) for file in sorted(before.glob("*.png"))[:2])
+    references = {"data__references": str(before), "sample__references": files}
+    return trained_run(root, run_config(pictures, **SAMPLES | references | changes))
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if k == "bagel" else ()) for k in EDIT])
+def test_an_edit_is_drawn_from_the_references_of_the_sample_from_others_and_from_none(
+    pictures: Path, before: Path, tmp_path: Path, kind: str
+) -> None:
+    run = edit_run(tmp_path, pictures, before, **EDIT[kind])
+    first, last = run.samples / "step-000000-1.png", run.samples / "step-000003-1.png"
+    (own, other), none = sorted(before.glob("*.png"))[1:3], ()
+    drawn_of = {
+        given: drawn(run, "a [trigger]", references=given) for given in (None, (str(own),), (str(other),), none)
+    }
+    for given in (None, (str(own),)):
+        assert distance(with_it(run, drawn_of[given]), last) <= 1
+        assert distance(without(run, drawn_of[given]), first) <= 1
+        (copy,) = drawn_of[given].references
+        assert (run.path / copy).read_bytes() == own.read_bytes()
+        assert (run.path / copy).parent == with_it(run, drawn_of[given]).parent
+    for given in ((str(other),), none):
+        assert with_it(run, drawn_of[given]).read_bytes() != last.read_bytes()
+    assert drawn_of[none].references == ()
+
+
+def test_a_drawing_shows_several_references_with_each_prompt(pictures: Path, before: Path, tmp_path: Path) -> None:
+    run = edit_run(tmp_path, pictures, before, **EDIT["qwen_image"])
+    files = tuple(str(file) for file in sorted(before.glob("*.png"))[:2])
+    both, reverse = drawn(run, "a", "b", references=files), drawn(run, "b", references=files[::-1])
+    assert [Path(path).name for path in both.references] == ["reference-00-1.png", "reference-01-2.png"]
+    assert next(one for one in drawings(run) if one.prompt == "a").references != both.references
+    assert with_it(run, both).read_bytes() != with_it(run, reverse).read_bytes()
+
+
+def test_samples_name_the_copies_of_their_references_in_the_run_folder(
+    pictures: Path, before: Path, tmp_path: Path
+) -> None:
+    theirs = Path(shutil.copytree(before, tmp_path / "before"))
+    odd = theirs / "01.png"
+    odd = odd.rename(theirs / f"a fox\t{'x' * 60}.PNG")
+    files = (str(theirs / "00.png"), str(odd))
+    cfg = run_config(pictures, **SAMPLES | {"sample__references": files, "train__steps": 1})
+    run = trained_run(tmp_path, cfg)
+    content = [Path(file).read_bytes() for file in files]
+    shutil.rmtree(theirs)
+    events = [event for event in EventReader(run.events_file).read() if isinstance(event, SampleEvent)]
+    assert len(events) == 4
+    for event in events:
+        (copy,) = event.references
+        assert (run.path / copy).read_bytes() == content[event.index]
+    digests = [hashlib.blake2b(one, digest_size=4).hexdigest() for one in content]
+    named = f"reference-a_fox_{'x' * 34}"
+    assert sorted(file.name for file in run.samples.glob("reference-*")) == [
+        f"reference-00-{digests[0]}.png", f"{named}-{digests[1]}.png"
+    ]  # fmt: skip
+    said = sentence(SampleEvent(step=1, prompt="a", index=0, path="samples/1.png", references=("samples/r.png",)))
+    assert said == "step 1: sample samples/1.png, of samples/r.png"
+    # Its files are gone, and it still draws as the samples.
+    drawing = drawn(run, "a [trigger]")
+    assert distance(with_it(run, drawing), run.samples / "step-000001-1.png") <= 1
+
+
+REFUSED_REFERENCES = {
+    "none read": (
+        {"model": {"family": "sd3"}},
+        1,
+        "reference: {0}: models of family sd3 read no reference images; leave it out",
+    ),
+    "other model": (
+        {"model": {"family": "flux1"}},
+        1,
+        "reference: {0}: tiny reads no reference images, as black-forest-labs/FLUX.1-Kontext-dev does; leave it out",
+    ),
+    "too many": (
+        {"model": {"family": "flux1", "options": {"architecture": "kontext"}}},
+        2,
+        "reference: 2 files, but black-forest-labs/FLUX.1-Kontext-dev reads 1 image; give fewer",
+    ),
+    "far too many": ({}, 11, "reference: 11 files, but a drawing reads 10 images; give fewer"),
+}
+
+
+def test_references_that_cannot_be_shown_are_refused_before_a_process_is_started(
+    pictures: Path, before: Path, tmp_path: Path
+) -> None:
+    (file, *_) = files = tuple(map(str, sorted(before.glob("*.png"))[:1] * 11))
+    run = trained_run(tmp_path, run_config(pictures, **SAMPLES | {"sample__every": 0}))
+    for changes, count, message in REFUSED_REFERENCES.values():
+        run.config_file.write_text(dump_config(run_config(pictures, **SAMPLES | changes)))
+        with pytest.raises(InputError) as error:
+            commands.begin_drawing(run, DrawingRequest(("a",), references=files[:count]))
+        assert str(error.value) == message.format(file)
+    text = tmp_path / "text.png"
+    text.write_text("a fox")
+    for path, reason in (
+        (f"{file[:-1]}", f"no file '{file[:-1]}'; did you mean '{file}'?"),
+        (str(before), f"'{before}' is a folder; name an image"),
+        (str(text), f"{text}: cannot be read (not an image of a known format); replace or remove it"),
+    ):
+        with pytest.raises(InputError) as error:
+            commands.begin_drawing(run, DrawingRequest(("a",), references=(path,)))
+        assert str(error.value) == f"reference: {reason}"
+    assert not (run.path / "drawings").exists()
+
+
+def test_a_run_of_a_stranger_has_a_drawing_read_no_file_outside_of_it(
+    pictures: Path, before: Path, tmp_path: Path
+) -> None:
+    run = trained_run(tmp_path, run_config(pictures, **SAMPLES | {"sample__references": [str(before / "00.png")] * 2}))
+    with EventWriter(run.events_file) as events:
+        path = "samples/step-000000-0.png"
+        events.write(SampleEvent(prompt="a", index=0, path=path, references=(str(before / "00.png"),)))
+    with pytest.raises(InputError, match=f"{before}/00.png: not a file of run"):
+        commands.begin_drawing(run, DrawingRequest(("first",)))
+    # What the user names is read, whatever the run says.
+    assert drawn(run, "first", references=(str(before / "01.png"),)).references
+
+
+def test_a_drawing_asked_for_on_the_command_line_takes_references() -> None:
+    parsed: dict[tuple[str, ...] | None, list[str]] = {
+        None: [],
+        (): ["--without-references"],
+        ("a.png", "-b.png"): ["--reference=a.png", "--reference=-b.png"],
+    }
+    for references, options in parsed.items():
+        request = DrawingRequest(("a",), references=references)
+        assert request.arguments() == ["--prompt=a", "--strength=1.0", *options]
+        assert asked(_parser().parse_args(["run", *request.arguments()])) == request

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from trainer.data.encode import encode_data, require_same
+from collections.abc import Sequence
+
+from trainer.data.encode import encode_data, encode_samples, require_same
 from trainer.data.images.image_source import ImageSampler, ImageSource
 from trainer.data.mixed import question_files
 from trainer.data.mixed.mixed_source import EditSampler, MixedSampler, MixedSource
@@ -45,3 +47,26 @@ def open_data(family: ModelFamily, load: LoadModule, context: RankContext) -> tu
             require_same(context.world, source.digest)
             return source, ImageSampler(cfg, family, load, data, encoder)
     raise TypeError(f"{type(family).__name__} is neither a text, an image nor a multimodal family")
+
+
+def open_samples(
+    family: ModelFamily, load: LoadModule, context: RankContext, references: Sequence[Sequence[str]]
+) -> Sampler:
+    """Open the prompts of `sample` without the run's data. They and their references are encoded first.
+
+    Args:
+        family: As for `open_data`, as are `load` and `context`.
+        references: Reference images of each prompt, which replace `sample.references`.
+
+    Raises:
+        InputError: A reference image cannot be read.
+    """
+    if isinstance(family, TextFamily):
+        return TextSampler(context.cfg, family)
+    if not isinstance(family, ImageFamily):
+        raise TypeError(f"{type(family).__name__} is neither a text nor an image family")
+    data = encode_samples(family, load, context, references)
+    encoder = PromptEncoder(family, context, data.cache, data.origin)
+    if isinstance(family, MultimodalFamily):
+        return EditSampler(context.cfg, family, load, data, encoder)
+    return ImageSampler(context.cfg, family, load, data, encoder)

@@ -15,6 +15,7 @@ from trainer.config import families
 from trainer.config.load import ConfigFile, load_config, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig, family_names
+from trainer.data.drawn_references import check_drawing
 from trainer.launcher import capacity, network, preflight, schedulers, torchrun
 from trainer.launcher.console import MessageEvent, ProgressDisplay, progress_display
 from trainer.launcher.jobs import side_process
@@ -22,7 +23,7 @@ from trainer.launcher.remedy import with_remedy
 from trainer.launcher.schedulers import Scheduler
 from trainer.launcher.torchrun import RunHandle
 from trainer.run import failure, manifest, process
-from trainer.run.drawings import DrawingRequest, check_request
+from trainer.run.drawings import DrawingRequest
 from trainer.run.events import (
     ErrorEvent,
     EventReader,
@@ -271,7 +272,7 @@ def begin_drawing(run: RunDir, request: DrawingRequest, device: str | None = Non
         InputError: Nothing was trained yet, or the request cannot be sampled.
     """
     run.guard()
-    run.complete_folders(check_request(run, request))
+    run.complete_folders(check_drawing(run, request))
     argv = [sys.executable, "-m", "trainer.train.draw", str(run.path), *request.arguments()]
     argv += [f"--device={device}"] if device else []
     return side_process.begin(run, "draw", argv)

@@ -20,7 +20,7 @@ from trainer.config import families
 from trainer.config.schema import RunConfig
 from trainer.config.sections import SampleConfig, fill_trigger, has_trigger_place
 from trainer.run import manifest, stages
-from trainer.run.events import EventReader, ExportEvent
+from trainer.run.events import EventReader, ExportEvent, SampleEvent
 from trainer.run.folder import RunDir
 from trainer.run.prompts import check_prompt, prompts_in_force
 from trainer.run.samples import SampleKind, kind_of
@@ -44,6 +44,8 @@ class DrawingRequest:
         size: Width and height in pixels.
         checkpoints: Steps of the checkpoints to draw with, of the run's current stage; () is the newest.
         strengths: Factors of what was trained: 0 would be the base, which is always drawn, and 1 is all of it.
+        references: Reference images that are shown with every prompt; () shows none. None shows with each prompt those
+            of the run's sample that starts from the same noise.
     """
 
     prompts: tuple[str, ...]
@@ -53,6 +55,7 @@ class DrawingRequest:
     size: tuple[int, int] | None = None
     checkpoints: tuple[int, ...] = ()
     strengths: tuple[float, ...] = (1.0,)
+    references: tuple[str, ...] | None = None
 
     @property
     def num_pictures(self) -> int:
@@ -65,7 +68,9 @@ class DrawingRequest:
         given = {"seed": self.seed, "steps": self.steps, "guidance": self.guidance}
         options = [f"--{name}={value}" for name, value in given.items() if value is not None]
         many = {"prompt": self.prompts, "checkpoint": self.checkpoints, "strength": self.strengths}
+        many["reference"] = self.references or ()
         options += [f"--{name}={value}" for name, values in many.items() for value in values]
+        options += ["--without-references"] if self.references == () else []
         return [*options, *(["--size", *size] if size else [])]
 
     def check_strengths(self, cfg: RunConfig) -> None:
@@ -154,6 +159,7 @@ class Drawing:
         size: `Size.values` of an image or clip; None for a text.
         steps, guidance: Settings of an image or clip; None for a text.
         time: When its last picture was finished, Unix seconds.
+        references: The copies of its reference images, relative to the run folder.
     """
 
     prompt: str
@@ -165,6 +171,7 @@ class Drawing:
     steps: int | None
     guidance: float | None
     time: float
+    references: tuple[str, ...] = ()
 
 
 def _of_two_pictures(values: Any) -> Any:
@@ -272,18 +279,30 @@ def number_of(run: RunDir, prompt: str) -> int:
     return 0
 
 
+def references_of(run: RunDir, request: DrawingRequest, cfg: RunConfig) -> list[tuple[Path, ...]]:
+    """Return the reference images of each prompt. Those of the run's own samples are its copies in the run folder.
+
+    Raises:
+        InputError: A sample's event names a file outside the run folder.
+    """
+    if request.references is not None:
+        return [tuple(map(Path, request.references))] * len(request.prompts)
+    events = EventReader(run.events_file).read()
+    shown = {event.index: event.references for event in events if isinstance(event, SampleEvent)}
+    own = {index: tuple(run.own_file(path) for path in paths) for index, paths in shown.items()}
+    texts = [fill_trigger(prompt, cfg.data.trigger) for prompt in request.prompts]
+    return [own.get(number_of(run, text), ()) for text in texts]
+
+
 def check_request(run: RunDir, request: DrawingRequest) -> RunConfig:
     """Return the config to draw with: that of the run's current stage, with the samples that were requested.
+
+    The reference images are checked by `data.drawn_references`, which can read them.
 
     Raises:
         InputError: Nothing was trained yet, or the request cannot be drawn.
     """
     cfg = stages.current(run, run.config()).config
-    if cfg.data.has_references:
-        raise InputError(
-            f"{run.path.name}: was trained to change reference images, which drawings do not have; "
-            "request samples of the run instead"
-        )
     sample = request.sample(cfg)
     request.check_strengths(cfg)
     sources(run, request)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,15 +20,12 @@ from trainer import adapters
 from trainer.checkpoint.restore import StoredWeights
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
-from trainer.data.cache import ExampleCache
-from trainer.data.images.image_source import EncodedData, EncodedPrompt, ImageSampler, with_trigger
-from trainer.data.prompts import Prompt, PromptEncoder, encode_prompts, origin_of, prompt_keys
-from trainer.data.source import Sampler
-from trainer.data.text.text_source import TextSampler
+from trainer.data.drawn_references import check_drawing
+from trainer.data.open import open_samples
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World, connect
 from trainer.models import families
-from trainer.models.base import ImageFamily, ModelFamily, TextFamily
+from trainer.models.base import ImageFamily, ModelFamily
 from trainer.models.build import LoadedModel, build_model, encoder_loader, load_model
 from trainer.models.parts.progress import reporting_to
 from trainer.models.pissa import initial_file, read_factors
@@ -38,15 +37,15 @@ from trainer.run.drawings import (
     Drawing,
     DrawingRequest,
     Picture,
-    check_request,
     new_folder,
     number_of,
+    references_of,
     write_progress,
     write_record,
 )
 from trainer.run.drawings import sources as drawn_from
 from trainer.run.folder import RunDir, guard_cache, shared_cache
-from trainer.run.samples import Sample
+from trainer.run.samples import Sample, reference_name
 from trainer.system.errors import InputError
 from trainer.system.process_exit import run_and_exit
 from trainer.system.terminal import say
@@ -57,21 +56,12 @@ PROGRESS_EVERY_S = 0.5
 def main() -> int:
     """Exit code 0: drawn, the last line of the output is the folder; 2: the user's mistake, which is the output."""
     arguments = _parser().parse_args()
-    size = None if arguments.size is None else tuple(arguments.size)
-    request = DrawingRequest(
-        prompts=tuple(arguments.prompt),
-        seed=arguments.seed,
-        steps=arguments.steps,
-        guidance=arguments.guidance,
-        size=size,
-        checkpoints=tuple(arguments.checkpoint),
-        strengths=tuple(arguments.strength or (1.0,)),
-    )
+    request = asked(arguments)
     # The launcher gives each process one thread, as ranks share the cores. This process is alone.
     torch.set_num_threads(os.cpu_count() or 1)
     try:
         run = RunDir.open(arguments.run_dir)
-        cfg = on_one_device(run, check_request(run, request), arguments.device, arguments.offload)
+        cfg = on_one_device(run, check_drawing(run, request), arguments.device, arguments.offload)
         with connect(cfg.parallel) as world:
             say(draw(run, cfg, world, request)[-1])
     except InputError as error:
@@ -82,6 +72,20 @@ def main() -> int:
         say(f"the model does not fit on one GPU ({first}); add --offload, which keeps its weights in host memory")
         return 2
     return 0
+
+
+def asked(arguments: argparse.Namespace) -> DrawingRequest:
+    """Return the request of a command line."""
+    return DrawingRequest(
+        prompts=tuple(arguments.prompt),
+        seed=arguments.seed,
+        steps=arguments.steps,
+        guidance=arguments.guidance,
+        size=None if arguments.size is None else tuple(arguments.size),
+        checkpoints=tuple(arguments.checkpoint),
+        strengths=tuple(arguments.strength or (1.0,)),
+        references=() if arguments.without_references else tuple(arguments.reference) or None,
+    )
 
 
 def on_one_device(run: RunDir, cfg: RunConfig, device: str | None = None, offload: bool = False) -> RunConfig:
@@ -118,16 +122,19 @@ def draw(run: RunDir, cfg: RunConfig, world: World, request: DrawingRequest) -> 
     """
     began, cache = time.perf_counter(), shared_cache(cfg, run.path.parent)
     guard_cache(cache)
-    sources = drawn_from(run, request)
+    sources, references = drawn_from(run, request), references_of(run, request, cfg)
     write_progress(run, None)
     family = families.make(cfg, cache)
     built = build_model(cfg, family)
-    sampler = _sampler(cfg, family, world, cache)
+    context, load = RankContext(cfg, world, cache, lambda event: None), encoder_loader(cfg, world, cache)
+    sampler = open_samples(family, load, context, [list(map(str, files)) for files in references])
     read_factors(cfg, initial_file(run))
     loaded = load_model(built, cfg, family, world, cache, initial=initial_file(run))
     for dropout in adapters.dropouts(loaded.module):
         dropout.eval()
-    pages = [_Page(run, cfg, family, prompt, began) for prompt in sampler.prompts]
+    pages = [
+        _Page(run, cfg, family, prompt, files, began) for prompt, files in zip(sampler.prompts, references, strict=True)
+    ]
     progress = _Progress(run, request.num_pictures)
     with torch.no_grad():
         generate = sampler.prepare()
@@ -168,8 +175,13 @@ def _trained_whole(loaded: LoadedModel) -> list[torch.Tensor]:
 class _Page:
     """The folder of a prompt: its pictures and their record, which is written again with each."""
 
-    def __init__(self, run: RunDir, cfg: RunConfig, family: ModelFamily, prompt: str, began: float) -> None:
+    def __init__(
+        self, run: RunDir, cfg: RunConfig, family: ModelFamily, prompt: str, references: Sequence[Path], began: float
+    ) -> None:
         self.folder = new_folder(run)
+        copies = [self.folder / reference_name(file, str(at)) for at, file in enumerate(references, 1)]
+        for file, copy in zip(references, copies, strict=True):
+            shutil.copyfile(file, copy)
         self.number = number_of(run, prompt)
         self._run, self._began = run, began
         self._drawing = Drawing(
@@ -182,6 +194,7 @@ class _Page:
             steps=None,
             guidance=None,
             time=0.0,
+            references=tuple(str(copy.relative_to(run.path)) for copy in copies),
         )
         if isinstance(family, ImageFamily):
             sample = family.complete_sample(cfg.sample)
@@ -219,26 +232,6 @@ class _Progress:
         self._done += 1
 
 
-def _sampler(cfg: RunConfig, family: ModelFamily, world: World, cache: Path) -> Sampler:
-    """Return the sampler of the config's prompts. For an image model it encodes them first, on the device."""
-    if isinstance(family, TextFamily):
-        return TextSampler(cfg, family)
-    if not isinstance(family, ImageFamily):
-        raise TypeError(f"{type(family).__name__} is neither a text nor an image family")
-    texts = with_trigger(cfg.sample.prompts, cfg.data)
-    examples, origin = ExampleCache(cache / "examples"), origin_of(cfg, family)
-    keys = prompt_keys(cfg, origin, map(Prompt, [*texts, cfg.sample.negative, ""]))
-    missing = {prompt: key for prompt, key in keys.items() if not examples.has(key)}
-    load = encoder_loader(cfg, world, cache)
-    if missing:
-        encode_prompts(family, load, examples, missing)
-    negative, empty = keys[Prompt(cfg.sample.negative)], keys[Prompt("")]
-    prompts = tuple(EncodedPrompt(text, keys[Prompt(text)], negative) for text in texts)
-    data = EncodedData(examples, (), (), prompts, empty, family.dropped_text, origin)
-    context = RankContext(cfg, world, cache, lambda event: None)
-    return ImageSampler(cfg, family, load, data, PromptEncoder(family, context, examples, origin))
-
-
 def _take_trained_weights(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily, source: Path) -> None:
     """Fill the trained parameters from a checkpoint, or from an exported adapter."""
     if not (source / manifest.MANIFEST).is_file():
@@ -267,6 +260,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--strength", type=float, action="append", help="factor of what was trained; may be repeated; default: 1"
     )
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument(
+        "--reference",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="image that the model changes; may be repeated; without it those of the run's own sample",
+    )
+    shown.add_argument("--without-references", action="store_true", help="show the model no reference image")
     parser.add_argument("--seed", type=int, help="seed of the noise; the run's own without it")
     parser.add_argument("--steps", type=int, help="denoising steps")
     parser.add_argument("--guidance", type=float, help="guidance scale")
