@@ -10,13 +10,10 @@ from trainer.config.load import similar_name
 from trainer.config.schema import RunConfig
 from trainer.data.images.image_io import read_header
 from trainer.models import editing
-from trainer.run.drawings import DrawingRequest, check_request, references_of
+from trainer.run.drawings import MOST_REFERENCES, DrawingRequest, check_request, references_of
 from trainer.run.folder import RunDir
 from trainer.system.amounts import counted
 from trainer.system.errors import InputError
-
-MOST_REFERENCES = 10
-"""Most reference images of a drawing, for a model that names no number: FLUX.2 [dev] is published for up to 10."""
 
 
 def check_drawing(run: RunDir, request: DrawingRequest) -> RunConfig:

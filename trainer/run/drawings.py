@@ -32,6 +32,8 @@ PROGRESS = "draw-progress.json"
 """Name of the file in the run's logs with the share of a drawing that is done."""
 MOST_STRENGTH = 2.0
 MOST_PICTURES = 100
+MOST_REFERENCES = 10
+"""Most reference images of a drawing, for a model that names no number: FLUX.2 [dev] is published for up to 10."""
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,14 @@ export const sample = (answer, alt) => answer.text !== undefined ? h('pre.writte
   : h('div.missing.none', { title: alt }, answer.file);
 
 /**
+ * Reference images, small and named as such, next to what was made of them; null for none.
+ * @param {string[]} [images] Their addresses; "" for one that cannot be shown.
+ */
+export const references = images => images?.length ? h('div.references', {}, images.map(src => h('figure', {},
+  src ? h('img.image', { src, alt: 'reference', loading: 'lazy' }) : h('div.missing', {}, 'missing'),
+  h('figcaption', {}, 'reference')))) : null;
+
+/**
  * What the lightbox plays of a sample; undefined for one without a duration.
  * @param {string} run
  * @param {import('./types.d.ts').Answer} answer

@@ -2,6 +2,7 @@
 // @ts-check
 import * as studio from './core.js';
 import { h, call, fill } from './core.js';
+import { chooser } from './results-references.js';
 
 const AGAIN_MS = 1000;
 
@@ -70,6 +71,7 @@ function drawing(found) {
     ? sources.map(source => [base, ...others.filter(one => one.source === source)]) : [found.pictures];
   return h('li', {}, h('p', {}, h('b', {}, found.prompt),
     h('span.dim.sm', {}, ` seed ${found.seed}, ${studio.duration(found.seconds)}, ${studio.when(found.time)}`)),
+    studio.references(found.references),
     rows.map(row => h('div.pictures', { style: { '--columns': Math.min(row.length, 4) } },
       row.map(one => picture(one, found.prompt, isPair)))));
 }
@@ -129,6 +131,7 @@ export async function draw(run, isText, steps = []) {
   const sizeField = h('div', {}, h('label.sm', { htmlFor: 'draw-size' }, 'Size'), size);
   const boxes = h('div.boxes'),
     boxesField = h('fieldset#draw-checkpoints', {}, h('legend.sm', {}, 'Checkpoints'), boxes);
+  const shown = chooser();
   const place = h('div'), state = h('div#draw-state', { role: 'status' }), list = h('ul.drawings#drawings');
   const show = found => {
     fill(state, found.state,
@@ -146,7 +149,7 @@ export async function draw(run, isText, steps = []) {
       seed: whole(seed.value, 'Seed: write a whole number, or leave it empty for that of the samples.'),
       size: sides(size.value), strengths: shares(strength.value),
       checkpoints: [...boxes.querySelectorAll('input:checked')].map(box => Number(box.value))
-        .sort((a, b) => a - b) };
+        .sort((a, b) => a - b), ...shown.values() };
     if (boxes.childElementCount && !values.checkpoints.length)
       throw new studio.Refused('Checkpoints: choose at least one.');
     const refused = await call('result_draw', { run, ...values }).then(() => null, error => error);
@@ -155,7 +158,8 @@ export async function draw(run, isText, steps = []) {
   const form = h('form', { onsubmit: event => {
     event.preventDefault();
     if (!button.disabled) draw();
-  } }, h('label.sm', { htmlFor: 'draw-prompt' }, isText ? 'Prompt' : 'Prompts, one a line'), prompt, boxesField,
+  } }, h('label.sm', { htmlFor: 'draw-prompt' }, isText ? 'Prompt' : 'Prompts, one a line'), prompt, shown.element,
+    boxesField,
     h('div.fields', {},
       h('div', {}, h('label.sm', { htmlFor: 'draw-strength' }, 'Strength in %, such as 50, 100, 150'), strength),
       h('div', {}, h('label.sm', { htmlFor: 'draw-seed' }, 'Seed'), seed), sizeField), place, state,
@@ -169,6 +173,7 @@ export async function draw(run, isText, steps = []) {
     sizeField.hidden = found.is_text;
     boxesField.hidden = checkpoints.length < 2;
     boxes.append(...checkpointBoxes(checkpoints, steps));
+    shown.offer(found);
     if (found.size) size.placeholder = found.size.join(' x ');
     show(found);
     if (found.state.is_running) await watch();

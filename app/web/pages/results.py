@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import base64
+import binascii
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import MaxLen
 
 from app.data.thumbnails import FULL
+from app.data.upload.given_references import MOST_SENT, GivenReferences
 from app.runs import exports
 from app.runs.results import Kind, Results
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import address
 from trainer.config.families import trains_on
+from trainer.launcher import preflight
 from trainer.launcher.fit_command import check_price
 from trainer.launcher.jobs import uploads
 from trainer.run import manifest
-from trainer.run.drawings import Drawing, DrawingRequest, Picture, progress
+from trainer.run.drawings import MOST_REFERENCES, Drawing, DrawingRequest, Picture, progress
 from trainer.run.folder import RunDir
 from trainer.run.samples import IMAGE, Film, FilmedPrompt, film_of
 from trainer.system.errors import InputError
 
 MOST_DRAWINGS = 12
 MOST_SHOWN_TEXT = 20_000
+MOST_OFFERED = 24
+"""References of a run's samples that a drawing can be given."""
+Sent = Annotated[str, MaxLen(MOST_SENT * 4 // 3 + 4)]
 
 
 def calls(studio: Studio) -> Calls:
     """Return the functions of the script."""
+    given = GivenReferences(studio.runs / "drafts" / "references")
     functions: list[Callable[..., Any]] = [
-        draw,
         drawings,
         checkpoints,
         make_film,
@@ -41,22 +50,61 @@ def calls(studio: Studio) -> Calls:
         stop,
     ]
     calls = {f"result_{function.__name__}": partial(function, studio, studio.results) for function in functions}
+    calls |= {"result_draw": partial(draw, studio, studio.results, given)}
+    calls |= {"result_add_reference": partial(add_reference, studio, given)}
     return calls | {"result_upload_question": partial(upload_question, studio)}
 
 
 def draw(
     studio: Studio,
     results: Results,
+    given: GivenReferences,
     run: str,
     prompts: list[str],
     seed: int | None = None,
     size: tuple[int, int] | None = None,
     checkpoints: tuple[int, ...] = (),
     strengths: tuple[float, ...] = (1.0,),
+    references: Annotated[list[str], MaxLen(MOST_REFERENCES)] | None = None,
 ) -> None:
-    """Start to sample prompts without and with what the run has trained."""
-    request = DrawingRequest(tuple(prompts), seed, size=size, checkpoints=checkpoints, strengths=strengths)
-    results.draw(studio.run(run), request)
+    """Start to sample prompts without and with what the run has trained.
+
+    references: Of those that `drawings` and `add_reference` return, by their names; no path of the machine is read.
+    """
+    found = studio.run(run)
+    own = _own_references(studio, found)
+    files = [str(own[name] if name in own else given.file(name)) for name in references or ()]
+    request = DrawingRequest(
+        tuple(prompts),
+        seed,
+        size=size,
+        checkpoints=checkpoints,
+        strengths=strengths,
+        references=None if references is None else tuple(files),
+    )
+    results.draw(found, request)
+
+
+def add_reference(studio: Studio, given: GivenReferences, content: Sent) -> dict[str, str]:
+    """Keep an image, in base64, for drawings. Returns its name for `draw`, and the address at which it is shown."""
+    if closed := studio.uploads.closed or studio.unwritable:
+        raise InputError(closed)
+    try:
+        id = given.add(base64.b64decode(content, validate=True))
+    except binascii.Error as error:
+        raise InputError("reference: it did not arrive whole; choose its file again") from error
+    return {"name": id, "image": address(studio.thumbnails.of(given.file(id)))}
+
+
+def _own_references(studio: Studio, run: RunDir) -> dict[str, Path]:
+    """{name: copy in the run folder} of the references of the run's samples, those of the first prompt first."""
+    found: dict[str, Path] = {}
+    for sample in sorted(studio.follower(run).view().samples, key=lambda sample: (sample.index, -sample.step)):
+        for path in sample.references:
+            with suppress(InputError, OSError, ValueError):  # a stranger's event names any file
+                if path not in found and (file := run.own_file(path)).is_file():
+                    found[path] = file
+    return found
 
 
 def stop(studio: Studio, results: Results, run: str, kind: Kind) -> None:
@@ -71,7 +119,10 @@ def drawings(studio: Studio, results: Results, run: str) -> dict[str, Any]:
     config = found.config()
     is_text = trains_on(config) == "text"
     state = results.drawing(found)
+    reads_references = not is_text and preflight.reads_references(config.model)
     return {
+        "reads_references": reads_references,
+        "references": _offered(studio, found) if reads_references else [],
         "state": asdict(state) | {"share": progress(found) if state.is_running else None},
         "drawings": finished,
         "seed": config.sample.seed,
@@ -79,6 +130,18 @@ def drawings(studio: Studio, results: Results, run: str) -> dict[str, Any]:
         "size": None if is_text else config.sample.size,
         "prompts": [prompt.replace("[trigger]", config.data.trigger) for prompt in config.sample.prompts],
     }
+
+
+def _offered(studio: Studio, run: RunDir) -> list[dict[str, Any]]:
+    """Return the references that the run's samples have; those of its first prompt are chosen at first."""
+    samples = studio.follower(run).view().samples
+    first = min(samples, key=lambda sample: (sample.index, -sample.step), default=None)
+    shown = []
+    for name, file in list(_own_references(studio, run).items())[:MOST_OFFERED]:
+        with suppress(InputError):
+            image = address(studio.thumbnails.of(file))
+            shown.append({"name": name, "image": image, "is_chosen": first is not None and name in first.references})
+    return shown
 
 
 def checkpoints(studio: Studio, results: Results, run: str) -> list[dict[str, Any]]:
@@ -96,8 +159,20 @@ def _drawing(studio: Studio, run: RunDir, drawing: Drawing) -> dict[str, Any]:
         "seed": drawing.seed,
         "seconds": drawing.seconds,
         "time": drawing.time,
+        "references": references_shown(studio, run, drawing.references),
         "pictures": [_picture(studio, run, picture) for picture in drawing.pictures],
     }
+
+
+def references_shown(studio: Studio, run: RunDir, paths: Sequence[str]) -> list[str]:
+    """Return the addresses of reference images in the run folder; "" where one cannot be shown."""
+    shown = []
+    for path in paths[:MOST_REFERENCES]:
+        try:
+            shown.append(address(studio.thumbnails.of(run.own_file(path))))
+        except (InputError, OSError, ValueError):
+            shown.append("")
+    return shown
 
 
 def _picture(studio: Studio, run: RunDir, picture: Picture) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import re
 import shutil
 import threading
@@ -14,6 +15,7 @@ import pytest
 from PIL import Image, ImageChops, ImageStat
 from playwright.sync_api import Browser, Locator, Page
 
+from app.data.upload.given_references import MOST_SENT
 from tests.app.browser import (
     TRAINED_WITHIN_S,
     Server,
@@ -92,6 +94,71 @@ def open_dialog(page: Page, kind: str) -> Locator:
 
 
 # "Draw with it"
+
+
+@pytest.fixture(scope="module")
+def edit(shared: Site, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run whose prompts change an image: a red one and a green one."""
+    folder = tmp_path_factory.mktemp("edit")
+    pictures = make_pictures(folder / "pictures", count=2)
+    for number, file in enumerate(sorted(pictures.glob("*.png"))):
+        (folder / "before").mkdir(exist_ok=True)
+        Image.new("RGB", (96, 64), ("red", "green")[number]).save(folder / "before" / file.name)
+    config = run_config(
+        pictures,
+        name="edit",
+        model={"family": "flux2", "path": "demo"},
+        data__references=str(folder / "before"),
+        train__steps=1,
+        sample={
+            "prompts": ["as a fox", "as a cat"],
+            "references": [str(file) for file in sorted((folder / "before").glob("*.png"))],
+            **{"size": [64, 64], "steps": 2, "every": 1},
+        },
+    )
+    handle = torchrun.start(config, RunDir.create(shared.server.runs, config, at=shared.server.runs / "edit"))
+    assert handle.process.wait(TRAINED_WITHIN_S) == 0
+    shutil.rmtree(folder / "before")  # what is shown is the run's own
+    return handle.run
+
+
+def test_a_drawing_is_given_the_references_of_the_samples_or_a_file(
+    page: Page, site: Site, edit: RunDir, tmp_path: Path
+):
+    watch(page, edit.path.name)
+    state_is(page, "finished")
+    dialog = open_dialog(page, "draw")
+    dialog.locator("#draw:enabled").wait_for()
+    boxes = dialog.locator("#draw-references input[type=checkbox]")
+    assert boxes.evaluate_all("all => all.map(one => one.checked)") == [True, False]
+    text = tmp_path / "notes.png"
+    text.write_text("no image")
+    dialog.locator("#draw-reference").set_input_files(text)
+    dialog.get_by_role("alert").filter(has_text="reference: cannot be read (not an image of a known format)").wait_for()
+    large = tmp_path / "blue.png"  # more bytes than are sent: it is scaled down by the browser
+    Image.frombytes("RGB", (1200, 1200), random.Random(0).randbytes(1200 * 1200 * 3)).save(large)
+    assert large.stat().st_size > MOST_SENT
+    dialog.locator("#draw-reference").set_input_files(large)
+    until_so(page, lambda: boxes.count() == 3)
+    assert dialog.get_by_role("alert").count() == 0
+    boxes.nth(0).uncheck()
+    boxes.nth(1).check()
+    dialog.locator("#draw-prompt").fill("as a dog")
+    dialog.locator("#draw").click()
+    first = dialog.locator("#drawings li", has_text="as a dog").first
+    first.get_by_alt_text("with, step 1: as a dog", exact=True).wait_for(timeout=DRAWN_WITHIN_MS)
+    shown = first.get_by_alt_text("reference", exact=True)
+    until_so(page, lambda: shown.evaluate_all("all => all.map(one => one.naturalWidth)") == [96, 256])
+    dialog.locator("#draw:enabled").wait_for(timeout=DRAWN_WITHIN_MS)
+    made = next(drawings(edit))
+    with Image.open(edit.path / made.references[0]) as image:
+        assert image.convert("RGB").getpixel((5, 5)) == (0, 128, 0)
+    for box in (1, 2):
+        boxes.nth(box).uncheck()
+    dialog.locator("#draw").click()
+    until_so(page, lambda: len(list(drawings(edit))) == 2)
+    assert next(drawings(edit)).references == ()
+    dialog.locator("#draw:enabled").wait_for(timeout=DRAWN_WITHIN_MS)
 
 
 def start_drawing(page: Page, prompt: str, **fields: str) -> Locator:
