@@ -9,7 +9,9 @@ import base64
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import ipywidgets as widgets
 from IPython.display import DisplayHandle, display
@@ -19,6 +21,7 @@ from app.data.thumbnails import Thumbnails
 from app.notebook import panels
 from app.notebook.panels import TEMPLATES
 from app.runs.monitor import Follower, RunView
+from trainer.run.drawings import MOST_REFERENCES
 from trainer.run.events import ENDS, SampleEvent, WarningEvent
 from trainer.run.folder import Request, RunDir
 from trainer.system.errors import InputError
@@ -34,6 +37,7 @@ BUTTONS: Mapping[Request, tuple[str, str]] = {
 """{request: label and tooltip of its button}"""
 NUM_SAMPLES = 8
 NUM_WARNINGS = 5
+REFERENCE_SIDE = 48
 SIDE = 96
 """Longer side of a sample in pixels; small, because samples are saved in the notebook's file."""
 
@@ -131,7 +135,7 @@ class Dashboard:
             self._curves = view.curves
         if view.samples != self._samples:
             newest = sorted(view.samples, key=lambda sample: (-sample.step, sample.index))[:NUM_SAMPLES]
-            self._fill(self.samples, panels.newest((sample, *self._small(sample)) for sample in newest))
+            self._fill(self.samples, panels.newest(map(self._with_pictures, newest)))
             self._samples = view.samples
         warnings = [event for event in self._follower.events() if isinstance(event, WarningEvent)]
         lines = dict.fromkeys(f"Warning, step {event.step}: {event.message}" for event in reversed(warnings))
@@ -143,15 +147,23 @@ class Dashboard:
         self._content[place] = content
         place.value = content
 
-    def _small(self, sample: SampleEvent) -> tuple[str, str]:
-        """Return (its picture as base64, why it cannot be shown), each "" where there is none."""
-        if not sample.picture:
-            return "", ""
-        try:
-            small = self._thumbnails.of(self.run.path / sample.picture, SIDE)
-        except InputError as error:
-            return "", str(error)
-        return base64.b64encode(small.read_bytes()).decode(), ""
+    def _with_pictures(self, sample: SampleEvent) -> tuple[SampleEvent, str, str, list[str]]:
+        """Return (sample, its picture as base64, why it cannot be shown, its references as base64); "" for none."""
+        references, problem = [], ""
+        for path in sample.references[:MOST_REFERENCES]:
+            with suppress(InputError, OSError, ValueError):  # a stranger's event names any file
+                references.append(self._small(self.run.own_file(path), REFERENCE_SIDE))
+        picture = ""
+        if sample.picture:
+            try:
+                picture = self._small(self.run.path / sample.picture, SIDE)
+            except InputError as error:
+                problem = str(error)
+        return sample, picture, problem, references
+
+    def _small(self, file: Path, side: int) -> str:
+        """Return an image of at most this side as base64. Raises InputError if it cannot be shown."""
+        return base64.b64encode(self._thumbnails.of(file, side).read_bytes()).decode()
 
     def _static_output(self) -> dict[str, str]:
         """Everything that is shown, as an output that works without a kernel."""

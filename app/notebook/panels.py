@@ -69,11 +69,11 @@ def ranks(view: RunView) -> Markup:
     return TEMPLATES.part("panels.html", "ranks", view, SILENT_S) if view.ranks else Markup()
 
 
-def newest(samples: Iterable[tuple[SampleEvent, str, str]]) -> Markup:
+def newest(samples: Iterable[tuple[SampleEvent, str, str, list[str]]]) -> Markup:
     """Return the newest samples.
 
     Args:
-        samples: (sample, its picture as base64 or "", why it cannot be shown or "").
+        samples: (sample, its picture as base64 or "", why it cannot be shown or "", its references as base64).
     """
     return TEMPLATES.part("panels.html", "newest", list(samples))
 

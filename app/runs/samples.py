@@ -35,6 +35,7 @@ class SampleRow:
         kind: Name of the kind of the samples.
         steps: Steps at which it was generated, ascending.
         missing: Those of the steps whose picture is not in the run folder.
+        references: Copies in the run folder of the reference images that the model was shown.
     """
 
     index: int
@@ -42,6 +43,7 @@ class SampleRow:
     kind: str
     steps: tuple[int, ...]
     missing: tuple[int, ...]
+    references: tuple[str, ...] = ()
 
 
 def rows(run: RunDir, samples: Iterable[SampleEvent]) -> list[SampleRow]:
@@ -54,7 +56,8 @@ def rows(run: RunDir, samples: Iterable[SampleEvent]) -> list[SampleRow]:
     for (index, prompt), at in sorted(found.items(), key=lambda item: (item[0][0], min(item[1]))):
         steps = sorted(at)
         missing = tuple(step for step in steps if not _is_present(run, at[step], present))
-        made.append(SampleRow(index, prompt, at[steps[-1]].kind.name, tuple(steps), missing))
+        newest = at[steps[-1]]
+        made.append(SampleRow(index, prompt, newest.kind.name, tuple(steps), missing, newest.references))
     return made
 
 

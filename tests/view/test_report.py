@@ -254,6 +254,18 @@ def test_samples_are_a_matrix_of_prompts_and_at_most_eight_steps(run):
     ]
 
 
+def test_references_of_a_prompt_are_shown_at_its_samples_and_nothing_from_outside_the_run(run, tmp_path):
+    (tmp_path / "private.png").write_bytes(PIXEL)
+    (run.samples / "reference-fox.png").write_bytes(PIXEL)
+    (run.samples / "0.png").write_bytes(PIXEL)
+    references = ("samples/reference-fox.png", "samples/gone.png", str(tmp_path / "private.png"), "../private.png")
+    record(run, SampleEvent(step=0, prompt="a fox", index=0, path="samples/0.png", references=references))
+    (row,) = page(run).iterfind(".//table[@class='samples']/tr/th[@scope='row']")
+    assert [image.get("alt") for image in row.iterfind(".//img")] == ["reference"]
+    names = ["reference", "reference gone.png", "reference private.png", "reference private.png"]
+    assert [text_of(one) for one in row.iterfind(".//figcaption")] == names
+
+
 def test_a_prompt_that_was_changed_has_a_row_of_its_own(run):
     for step, prompt in ((0, "old"), (10, "old"), (20, "new")):
         (run.samples / f"{step}.png").write_bytes(PIXEL)

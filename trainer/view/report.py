@@ -21,6 +21,7 @@ from markupsafe import Markup
 from trainer.config.fields import label_with_unit
 from trainer.config.schema import RunConfig
 from trainer.config.titles import METHODS, method_title, model_title
+from trainer.run.drawings import MOST_REFERENCES
 from trainer.run.events import (
     AnyEvent,
     ErrorEvent,
@@ -54,6 +55,10 @@ MOST_SHEETS = 8
 MOST_FILES = 20_000
 """Files of a folder that are counted: storage may be slow."""
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
+SHOWN_AS = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
+"""{suffix of a reference image: its media type}"""
+MOST_REFERENCE_BYTES = 2 * 2**20
+"""Size of a reference image that is embedded."""
 AddRemedy = Callable[[RunDir, ErrorEvent], ErrorEvent]
 
 
@@ -234,7 +239,16 @@ class _Samples:
 
     shown: str
     steps: list[int]
-    rows: list[tuple[str, list[_Cell | None]]]
+    rows: list[tuple[str, list[_Reference], list[_Cell | None]]]
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A reference image of a prompt. data: in base64; "" for one that is missing or large, which is named."""
+
+    name: str
+    mime: str
+    data: str
 
 
 @dataclass(frozen=True)
@@ -256,8 +270,23 @@ def _samples(run: RunDir, events: Iterable[AnyEvent]) -> _Samples | None:
     all_steps = sorted({step for row in samples.values() for step in row})
     steps = spread(all_steps, SAMPLE_COLUMNS)
     shown = f"{len(steps)} of {len(all_steps)} steps with samples" if len(steps) < len(all_steps) else ""
-    rows = [(prompt, [_cell(run, row.get(step)) for step in steps]) for (_, prompt), row in samples.items()]
+    rows = [
+        (prompt, _references(run, row[max(row)]), [_cell(run, row.get(step)) for step in steps])
+        for (_, prompt), row in samples.items()
+    ]
     return _Samples(shown, steps, rows)
+
+
+def _references(run: RunDir, event: SampleEvent) -> list[_Reference]:
+    found = []
+    for path in event.references[:MOST_REFERENCES]:
+        suffix, data = path.rpartition(".")[2].lower(), ""
+        with suppress(InputError, OSError, ValueError):  # a stranger's event names any file
+            file = run.own_file(path)
+            if suffix in SHOWN_AS and file.is_file() and file.stat().st_size <= MOST_REFERENCE_BYTES:
+                data = base64.b64encode(file.read_bytes()).decode()
+        found.append(_Reference(path.rpartition("/")[2], SHOWN_AS.get(suffix, ""), data))
+    return found
 
 
 def _cell(run: RunDir, event: SampleEvent | None) -> _Cell | None:

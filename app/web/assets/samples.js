@@ -145,7 +145,8 @@ function cardOf(row) {
   const card = { isVisible: false, figures: new Map(), note: h('p.sm.dim'), strip: h('div.strip'),
     save: h('a.btn.s', { hidden: true, download: '' }) };
   card.element = h('section.card.sample-row', { data: { key }, 'aria-label': `Samples of ${row.prompt}` },
-    h('div.about', {}, h('h3', {}, row.prompt || '(no prompt)'), card.note, card.save), card.strip);
+    h('div.about', {}, h('h3', {}, row.prompt || '(no prompt)'), card.note, studio.references(row.references),
+      card.save), card.strip);
   cards.set(key, card);
   parts.watcher.observe(card.element);
   return card;

@@ -11,6 +11,7 @@ from app.data.thumbnails import FULL, SMALL
 from app.runs import samples
 from app.studio import Studio
 from app.web.answers import Calls
+from app.web.pages.results import references_shown
 from app.web.served_files import address
 from trainer.run.events import SampleEvent
 from trainer.run.folder import RunDir
@@ -40,7 +41,7 @@ def calls(studio: Studio) -> Calls:
         rows = samples.rows(run, view.samples)
         return {
             "version": version,
-            "rows": [asdict(row) for row in rows],
+            "rows": [asdict(row) | {"references": references_shown(studio, run, row.references)} for row in rows],
             "num_steps": view.num_steps,
             "length": view.length,
             "is_running": view.is_running,

@@ -358,6 +358,17 @@ def test_a_sample_whose_file_is_gone_is_a_small_mark(runs: Path, shown: Shown):
     assert page.count(">missing</span>") == 4
 
 
+def test_references_are_shown_with_their_samples(runs: Path, shown: Shown):
+    run = recorded(runs, "one")
+    Image.new("RGB", (200, 100), "red").save(run.samples / "reference-fox.png")
+    Image.new("RGB", (64, 64), "blue").save(run.samples / "edited.png")
+    references = ("samples/reference-fox.png", "../outside.png")
+    write(run, SampleEvent(step=99, prompt="a fox", path="samples/edited.png", index=0, references=references))
+    Dashboard(run, "one")._ipython_display_()
+    page = shown.outputs[0]["text/html"]
+    assert page.count('alt="reference"') == 1
+
+
 @pytest.mark.parametrize(("found", "device"), [(0, "cpu"), (1, "cpu"), (2, "cuda"), (8, "cuda")])
 def test_two_ranks_take_gpus_where_each_can_have_one(found, device, monkeypatch):
     monkeypatch.setattr(support, "installed", lambda: Build("2.13.0+cu130", cuda="13.0"))

@@ -161,6 +161,14 @@ def test_a_drawing_is_given_the_references_of_the_samples_or_a_file(
     dialog.locator("#draw:enabled").wait_for(timeout=DRAWN_WITHIN_MS)
 
 
+def test_samples_are_shown_with_what_went_in(page: Page, edit: RunDir):
+    page.evaluate(f"location.hash = '#/runs/{edit.path.name}/samples'")
+    shown = page.locator("#samples-rows .sample-row .references img")
+    until_so(page, lambda: shown.evaluate_all("all => all.map(one => one.naturalWidth)") == [96, 96])
+    captions = page.locator("#samples-rows .references figcaption").all_inner_texts()
+    assert captions == ["reference", "reference"]
+
+
 def start_drawing(page: Page, prompt: str, **fields: str) -> Locator:
     dialog = open_dialog(page, "draw")
     prompts = dialog.locator("#draw-prompt")
