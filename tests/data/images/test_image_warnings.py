@@ -107,11 +107,25 @@ def test_files_that_differ_in_the_middle_only_are_no_copies(tmp_path: Path) -> N
     ]
 
 
-def test_masks_and_references_may_be_copies_of_their_photos(tmp_path: Path) -> None:
-    for folder in ("photos", "masks", "before"):
+def test_masks_may_be_copies_of_their_photos(tmp_path: Path) -> None:
+    for folder in ("photos", "masks"):
         add_image(tmp_path / folder / "a.png")
-    cfg = data(tmp_path / "photos", masks=str(tmp_path / "masks"), references=str(tmp_path / "before"))
-    assert scan(cfg).warnings == ()
+    assert scan(data(tmp_path / "photos", masks=str(tmp_path / "masks"))).warnings == ()
+
+
+def test_references_that_are_their_images_are_named(tmp_path: Path) -> None:
+    photos, before = tmp_path / "photos", tmp_path / "before"
+    for folder in (photos, before):
+        add_image(folder / "a.png")
+    ending = (
+        f"the same file as a reference, which teaches to change nothing: first {photos}/a.png and {before}/a.png; "
+        "name the folder of the images before the edit, or replace those"
+    )
+    cfg = data(photos, references=str(before))
+    assert scan(cfg).warnings == (f"data.references: every image is {ending}",)
+    add_image(photos / "b.png", size=(60, 20))
+    add_image(before / "b.png", size=(20, 40))
+    assert scan(cfg).warnings == (f"data.references: 1 image is {ending}",)
 
 
 def test_a_caption_of_two_images_is_named_with_both(tmp_path: Path) -> None:

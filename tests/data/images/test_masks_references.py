@@ -195,7 +195,7 @@ def test_a_gap_in_numbered_folders_is_named(photos: Path, tmp_path: Path) -> Non
     """The reference behind it becomes the first picture that the model reads, in place of the second."""
     before = tmp_path / "before"
     for name in ("1/a.png", "2/a.png", "2/sub/b.png"):
-        add_picture(before / name)
+        add_picture(before / name, size=(20, 10))
     found = scan(data(photos, references=str(before)))
     assert found.warnings == (
         "data.references: 1 of 2 images are in a numbered folder but not in all before it, and those behind the gap "
@@ -276,7 +276,7 @@ def test_regularization_images_have_no_trigger_and_nothing_goes_with_them(photos
     add_image(others / "a.png", caption="a dog", size=(80, 40))
     add_image(others / "b.png", caption="a [trigger] dog", size=(40, 80))
     for name in ("a.png", "sub/b.png"):
-        add_picture(tmp_path / "beside" / name)
+        add_picture(tmp_path / "beside" / name, size=(20, 10))
     beside = str(tmp_path / "beside")
     found = scan(data(photos, trigger="ohwx", regularization=str(others), masks=beside, references=beside))
     assert [photo.caption for photo in found.train] == ["ohwx, a cat", "ohwx, a cat", "a dog", "a [trigger] dog"]

@@ -218,7 +218,9 @@ def scan(cfg: DataConfig, watcher: Watcher | None = None, known: KnownFiles | No
     # A folder may be listed twice, with other settings.
     paths = map(Path, dict.fromkeys(image.location for image in (*images, *held_out)))
     copies = image_warnings.of_copies(paths, known.digest)
-    return replace(dataset, warnings=(*dataset.warnings, *image_warnings.of_files(dataset.images), *copies))
+    edits = {image.path: [one.path for one in image.references] for image in (*images, *held_out) if image.references}
+    own = (*image_warnings.of_files(dataset.images), *image_warnings.of_unchanged(edits))
+    return replace(dataset, warnings=(*dataset.warnings, *own, *copies))
 
 
 @dataclass(frozen=True)

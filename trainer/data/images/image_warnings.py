@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainer.config.size import Size
@@ -56,6 +56,28 @@ def of_copies(files: Iterable[Path], digest: Callable[[Path], str | None] = lamb
             f"{count} the same bytes as another one: first {copy} as {first}; remove copies, or give their folder a "
             "weight in data.folders"
         )
+
+
+def of_unchanged(edits: Mapping[Path, Sequence[Path]]) -> Iterator[str]:
+    """Warn of images that are, byte for byte, one of their references: they teach the model to change nothing.
+
+    Args:
+        edits: {image: its references, at least one}. Images inside other files are not compared.
+    """
+    same: dict[Path, Path] = {}
+    for image, references in edits.items():
+        for reference in references:
+            pair = [file for file in (image, reference) if not is_member(file)]
+            if any(_parted(group, _content) for group in _parted(pair, _length)):
+                same[image] = reference
+    if not same:
+        return
+    image, reference = next(iter(same.items()))
+    count = "every image is" if len(same) == len(edits) else counted(len(same), "image is", "images are")
+    yield (
+        f"data.references: {count} the same file as a reference, which teaches to change nothing: first {image} and "
+        f"{reference}; name the folder of the images before the edit, or replace those"
+    )
 
 
 def of_buckets(images: Iterable[tuple[ImageFile, Size]], is_padded: bool = False) -> Iterator[str]:
