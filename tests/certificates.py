@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.audit.run import Model, started, write_picture
-from trainer.system import files
 from trainer.system.terminal import say
 from trainer.train.loop import Trainer
 from trainer.view.certificate import FILE, PICTURE, PROMPTS, RECORDED, Certificate, read
@@ -60,7 +59,7 @@ STEPS = 6
 def examined(base: Base, root: Path, **sections: Mapping[str, Any]) -> Iterator[tuple[Trainer, Certificate]]:
     """A trainer that has examined its base and trained nothing, and the certificate."""
     with ready(base, root, **sections) as trainer:
-        files.replace(trainer.run.certify_file, "")
+        trainer._is_certified_only = True
         trainer.train()
         yield trainer, read(trainer.run.path / FILE)
 

@@ -42,6 +42,7 @@ def test_two_ranks_certify_what_one_process_certified(tmp_path, capsys):
     assert not steps and not list((folder / "checkpoints").glob("*"))
 
 
+@pytest.mark.slow
 def test_a_fault_is_told_and_ends_with_1(tmp_path, capsys):
     file = preset(tmp_path, "{family: flux2, path: tiny}")
     argv = ["--certify", str(file), "--runs", str(tmp_path / "runs"), "parallel.devices=1"]

@@ -120,7 +120,7 @@ def test_what_cannot_be_done_is_said_with_exit_code_2(argv, message, capsys):
         (["--resume"], "--resume needs RUN_DIR"),
         (
             ["--doctor", "train.steps=3"],
-            "train.steps=3: only --headless, --plan, --fit, --import, --resume and --join take key=value",
+            "train.steps=3: only --headless, --certify, --plan, --fit, --import, --resume and --join take key=value",
         ),
         (["--fit"], "--fit needs PRESET"),
         (["--plan", "p", "--price", "2"], "--price goes with --fit or --film only; leave it out"),

@@ -34,7 +34,9 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what torch looks at while it traces
-@pytest.mark.parametrize("name", ["flux2 klein-4b", "qwen_image qwen-image-edit-2511"])
+@pytest.mark.parametrize(
+    "name", ["flux2 klein-4b", pytest.param("qwen_image qwen-image-edit-2511", marks=pytest.mark.slow)]
+)
 def test_six_ratios_and_three_numbers_of_references_take_two_graphs_of_each_block(name: str, tmp_path: Path) -> None:
     family_name, architecture = name.split()
     model = {"family": family_name, "path": "tiny", "options": {"architecture": architecture}}

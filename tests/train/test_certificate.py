@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -89,16 +90,16 @@ def swaps_references(patch: Patch) -> None:
     patch.setattr(EncodedData, "example", wrong)
 
 
-def spoils_weights(patch: Patch) -> None:
-    """A layer of the transformer is empty, as of a file that was cut."""
+def spoils_weights(value: float) -> Callable[[Patch], None]:
+    """A layer of the transformer holds one number: 0, as of a file that was cut, or none."""
     right = Examiner.certificate
 
     def wrong(self: Examiner, *args: Any) -> Any:
         with torch.no_grad():
-            self._model["transformer"].single_transformer_blocks[1].attn.to_out.weight.zero_()
+            self._model["transformer"].single_transformer_blocks[1].attn.to_out.weight.fill_(value)
         return right(self, *args)
 
-    patch.setattr(Examiner, "certificate", wrong)
+    return lambda patch: patch.setattr(Examiner, "certificate", wrong)
 
 
 def without_references(batch: Batch) -> Batch:
@@ -179,7 +180,8 @@ FAULTS = (
             flux2.Flux2, lambda x, s, b, g: (x, s, b | {"prompt_embeds": torch.zeros_like(b["prompt_embeds"])}, g)
         ),
     ),
-    Fault("weights", DEMO, "losses", spoils_weights),
+    Fault("weights", DEMO, "losses", spoils_weights(0.0)),
+    Fault("weights that are no numbers", DEMO, "drawn", spoils_weights(math.nan)),
     Fault(
         "quantization",
         DEMO,

@@ -281,7 +281,7 @@ def edit_run(root: Path, pictures: Path, before: Path, **changes: Any) -> RunDir
     return trained_run(root, run_config(pictures, **SAMPLES | references | changes))
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if k == "bagel" else ()) for k in EDIT])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if k != "flux2" else ()) for k in EDIT])
 def test_an_edit_is_drawn_from_the_references_of_the_sample_from_others_and_from_none(
     pictures: Path, before: Path, tmp_path: Path, kind: str
 ) -> None:

@@ -6,6 +6,7 @@ it was trained predicts what it drew itself.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from trainer.models.recognition import json_of
 from trainer.rng import Draw, SampleRng, generator
 from trainer.run.folder import RunDir
 from trainer.system.errors import InputError
-from trainer.view.certificate import PICTURE, Certificate, Finding, Numbers, compared, known, write
+from trainer.view.certificate import PICTURE, Certificate, Finding, Numbers, compared, earlier, recorded, write
 
 SIGMAS = (0.2, 0.4, 0.6, 0.8)
 EFFECT_AT = 0.6
@@ -64,8 +65,9 @@ GOLDEN = 2.399963
 """The golden angle: cosines of its multiples do not repeat, so that a sum weighted by them changes with the order."""
 MOST_COMPARED = 4
 """Training images that are encoded again."""
-SAME, SAME_SIZE = 0.995, 1.05
-"""Cosine from which on latents are of one picture, and factor between the sizes of latents of one scale."""
+SAME, OTHER, SAME_SIZE = 0.995, 0.9, 1.05
+"""Cosine from which on latents are of one picture, and below which of another one, however it was cropped; factor
+between the sizes of latents of one scale."""
 SHIFT_FIELDS = ("shift", "use_dynamic_shifting", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
 """Fields of a scheduler's config that decide the shift."""
 
@@ -79,6 +81,7 @@ def certify(
     world: World,
     drawn: Sequence[Path],
     steps: int,
+    is_requested: bool,
 ) -> Certificate | None:
     """Examine the base of a run before its first step, and write its certificate. Collective.
 
@@ -88,6 +91,7 @@ def certify(
         model: The live components in evaluation, whose adapter changes nothing yet.
         drawn: The samples of the base, on rank 0.
         steps: Optimizer steps of the run.
+        is_requested: Whether the run is there for its certificate alone.
 
     Returns:
         The certificate; None where the model is not examined.
@@ -96,7 +100,7 @@ def certify(
         return None
     passes = math.ceil(cfg.train.batch_size / (cfg.train.micro_batch * world.data_size))
     count = pictures_within(steps, passes, cfg.data.has_references)
-    if run.certify_file.exists():
+    if is_requested:
         count = MOST_PICTURES
     elif cfg.model.path in MODEL_WORDS or not count:
         return None
@@ -108,7 +112,7 @@ def certify(
     examiner = Examiner(cfg, family, model, sampler.load_autoencoder(), world)
     found = examiner.certificate(sampler.data, images, count)
     if world.rank == 0:
-        found = compared(found, list(known(run.path.parent)))
+        found = compared(found, recorded(), list(earlier(run.path.parent)))
         with suppress(OSError):  # a full disk is said elsewhere
             write(run, found)
     everyone: list[Certificate] = world.gather(found)
@@ -191,15 +195,21 @@ class Examiner:
             base=" ".join(filter(None, (model.family, named, str(model.path)))),
             conditions=conditions,
             stored=self._cfg.quantize.format,
-            stages={
-                stage: {name: float(f"{value:.6g}") for name, value in numbers.items()}
-                for stage, numbers in stages.items()
-            },
-            effects={what: float(f"{change:.6g}") for what, change in effects.items()},
+            settings=self._settings,
+            stages={stage: _rounded(numbers) for stage, numbers in stages.items()},
+            effects=_rounded(effects),
             findings=tuple(findings),
             seconds=round(time.perf_counter() - began, 1),
             versions={name: version(name) for name in ("torch", "diffusers", "transformers")},
         )
+
+    @property
+    def _settings(self) -> str:
+        """What changes the numbers and is no fault."""
+        cfg, adapter = self._cfg, self._cfg.adapter.model_dump(mode="json")
+        others = (cfg.model.options.model_dump(mode="json"), cfg.model.train, cfg.objective.guidance)
+        parts = (*others, cfg.quantize.encoders, cfg.train.precision, adapter.get("start"), adapter.get("init"))
+        return json.dumps(parts, sort_keys=True)
 
     def _of_rank_0(self, example: Example | None) -> Example:
         """Rank 0's example, on every rank: machines and their GPUs round differently."""
@@ -246,7 +256,9 @@ class Examiner:
         base = self._means([(example, EFFECT_AT, number) for number, example in enumerate(own)])
         changed: dict[str, list[Example]] = {}
         texts = [{name: value for name, value in one.items() if not _is_picture(name)} for one in own]
-        if len(own) > 1:
+        first = texts[0]
+        # Prompts that are all one, as with other references each, cannot be exchanged.
+        if any(text.keys() != first.keys() or any(not torch.equal(text[k], first[k]) for k in text) for text in texts):
             pictures = [{name: value for name, value in one.items() if _is_picture(name)} for one in own]
             changed["other captions"] = [a | b for a, b in zip(pictures, texts[1:] + texts[:1], strict=True)]
         if references_of(own[0]):
@@ -313,7 +325,7 @@ class Examiner:
                 for other, values in others.items()
             }
             best = max(near, key=lambda other: near[other], default=place)
-            if near.get(place, 0.0) < SAME <= near.get(best, 0.0):
+            if near.get(place, 0.0) < OTHER and near.get(best, 0.0) >= SAME:
                 image = data.train[place[0]].image.path
                 yield Finding(
                     "references" if place[1] != "latents" else "cache",
@@ -332,6 +344,13 @@ class Examiner:
     def _of_drawn(self, own: Sequence[Example], losses: Numbers) -> Iterator[Finding]:
         """What only a trained base shows."""
         model, flow = self._cfg.model, self._family.objective_fields >= FLOW_FIELDS
+        if not all(map(math.isfinite, losses.values())):
+            yield Finding(
+                "drawn",
+                f"the loss of the base's own pictures is not a number: the weights of model.path ({model.path}) are "
+                "damaged, or overflow; load the model again, or set train.precision: fp32",
+            )
+            return
         if model.path in ("tiny", "random"):
             return
         size = _rms(torch.cat([example["latents"].flatten() for example in own]))
@@ -445,6 +464,11 @@ def _of_shift(cfg: RunConfig, family: FlowTransformer) -> Iterator[Finding]:
             f"objective.shift: {cfg.objective.shift} is a factor of {mine:.3g} at {size.width} x {size.height}, and "
             f"the base was trained at {own:.3g}; set objective.shift: auto",
         )
+
+
+def _rounded(numbers: Numbers) -> dict[str, float]:
+    """Six digits of each number. JSON has none for those that are not finite, which are left out."""
+    return {name: float(f"{value:.6g}") for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _is_picture(name: str) -> bool:

@@ -109,6 +109,8 @@ class Trainer:
         self.step_log = StepLog(ready, world, saved.skipped if saved else 0)
         checkpoint = self.cfg.checkpoint
         self.checkpointer = Checkpointer(run.checkpoints, world, checkpoint.keep, checkpoint.keep_best)
+        self._is_first_stage = before == 0
+        self._is_certified_only = world.gather(run.certify_file.exists())[0]  # other machines may have other folders
         self.stragglers = Stragglers(world.gather(socket.gethostname()))
         self._inside = ExitStack()  # until the run ends
         dtype, note = COMPUTE_DTYPE[self.cfg.train.precision], partial(self.log.note, "loading")
@@ -140,9 +142,9 @@ class Trainer:
         cfg = self.cfg
         if self._due(cfg.sample.every) and self.step < self.num_steps and self.sample_schedule.are_missing(self.step):
             drawn = self.generate_samples()
-            if self.step == 0:
+            if self.step == 0 and self._is_first_stage:
                 self._certify(drawn)
-        if self.run.certify_file.exists():
+        if self._is_certified_only:
             return "finished"
         self.log.enter("training", self.step)
         self._began, self._began_at = time.monotonic(), self.step
@@ -356,7 +358,7 @@ class Trainer:
         """Examine the base with the samples that it drew, on rank 0: see `trainer.view.certificate`."""
         with self._evaluating():
             where = (self.cfg, self.run, self.family, self.sampler, self.model, self.world)
-            found = certify(*where, drawn, self.num_steps)
+            found = certify(*where, drawn, self.num_steps, self._is_certified_only)
         if found is not None:
             for line in found.lines():
                 if found.is_green:

@@ -51,7 +51,9 @@ STAGES = {
     "losses": "what the base predicts: its weights, or how they are quantized",
     "drawn": "what the base predicts of its own pictures: the sampler, the weights, or how they are quantized",
 }
-"""{stage: what is wrong where its numbers differ}, each before those that follow from it."""
+"""{stage: what to look at where its numbers differ}, each before those that follow from it."""
+ALL = tuple(STAGES)
+OF_THE_BASE = tuple(stage for stage in STAGES if stage not in ("schedule", "targets"))
 Numbers = Mapping[str, float]
 
 
@@ -71,6 +73,8 @@ class Certificate:
         base: The model, as `model.path` and its family name it.
         conditions: All else that decides the numbers: prompts, size, steps, seed. Certificates with equal base and
             conditions can be compared.
+        settings: Settings of a run that change the numbers and are no fault: a run is only compared with those that
+            have the same.
         stored: `quantize.format` of the base.
         stages: {one of STAGES: {name: number}}.
         effects: {what was changed: relative change of the loss}: captions exchanged, references replaced by noise.
@@ -87,6 +91,7 @@ class Certificate:
     findings: tuple[Finding, ...] = ()
     seconds: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
+    settings: str = ""
 
     @property
     def is_green(self) -> bool:
@@ -121,26 +126,32 @@ def recorded() -> tuple[Certificate, ...]:
     return files.read_json(RECORDED, _CERTIFICATES)
 
 
-def known(runs: Path) -> Iterator[Certificate]:
-    """Yield the certificates without a fault that come with the program or lie in a folder of runs; damaged ones are
-    left out."""
-    yield from recorded()
+def earlier(runs: Path) -> Iterator[Certificate]:
+    """Yield the certificates without a fault in a folder of runs; those of strangers' folders and damaged ones are left
+    out."""
     for file in sorted(runs.glob(f"*/{FILE}")):
+        run = RunDir(file.parent)
         try:
-            if not file.is_symlink() and (found := read(file)).is_green:
+            with run.boundary():
+                found = read(run.own_file(FILE))
+            if found.is_green:
                 yield found
         except (InputError, OSError):
             continue
 
 
-def compared(mine: Certificate, others: Sequence[Certificate]) -> Certificate:
+def compared(mine: Certificate, recorded: Sequence[Certificate], earlier: Sequence[Certificate] = ()) -> Certificate:
     """Return a certificate with the finding of a comparison with the first one of equal base and conditions.
 
     Only the first stage that differs is named: the later ones follow from it.
+
+    Args:
+        recorded: Of models whose settings are known. earlier: Of other runs; shift and targets are theirs to choose.
     """
-    for other in others:
+    own = [other for other in earlier if other.settings == mine.settings]
+    for other, stages in (*((one, ALL) for one in recorded), *((one, OF_THE_BASE) for one in own)):
         if other.base == mine.base and other.conditions == mine.conditions:
-            found = _difference(mine, other)
+            found = _difference(mine, other, stages)
             if found is not None:
                 # A base that does not know its own pictures follows from what differs.
                 findings = [finding for finding in mine.findings if finding.kind != "drawn"]
@@ -149,9 +160,10 @@ def compared(mine: Certificate, others: Sequence[Certificate]) -> Certificate:
     return mine
 
 
-def _difference(mine: Certificate, other: Certificate) -> Finding | None:
+def _difference(mine: Certificate, other: Certificate, stages: Sequence[str]) -> Finding | None:
     quantized = "none" not in {mine.stored, other.stored} or mine.stored != other.stored
-    for stage, meaning in STAGES.items():
+    for stage in stages:
+        meaning = STAGES[stage]
         have, expected = mine.stages.get(stage, {}), other.stages.get(stage, {})
         if not have or not expected:
             continue
@@ -163,14 +175,14 @@ def _difference(mine: Certificate, other: Certificate) -> Finding | None:
             # Of an argument, its name alone: "img_ids" of "img_ids rms".
             kind = name.partition(" ")[0] if stage == "inputs" else stage
             numbers = f"{_shown(have.get(name))} where a certificate of this base has {_shown(expected.get(name))}"
-            return Finding(kind, f"{meaning} differ: {name} is {numbers}")
+            return Finding(kind, f"{name} is {numbers}; look at {meaning}")
     return None
 
 
 def _close(name: str, have: Numbers, expected: Numbers, share: float) -> bool:
     """Whether a number is the expected one. A mean of many numbers is compared with their size, as it may be near 0."""
     one, other = have.get(name), expected.get(name)
-    if one is None or other is None or not math.isfinite(one):
+    if one is None or other is None or not (math.isfinite(one) and math.isfinite(other)):
         return False
     of, _, kind = name.rpartition(" ")
     size, count = expected.get(f"{of} size", 0.0), expected.get(f"{of} count", 1.0)
