@@ -15,6 +15,9 @@ from trainer.system.errors import InputError
 from trainer.system.terminal import complain, say
 from trainer.view import certificate
 
+MOST_NAME = 52
+"""Letters of the preset's name in that of the run, which has at most 64."""
+
 
 def certify(loaded: ConfigFile, runs: Path) -> int:
     """Load the model on the ranks of the run, let it draw eight prompts, and examine it. Nothing is trained.
@@ -43,7 +46,7 @@ def certify(loaded: ConfigFile, runs: Path) -> int:
         given["references"] = (str(certificate.PICTURE),) * len(certificate.PROMPTS)
     sample = SampleConfig.model_validate(cfg.sample.model_dump() | given)
     export = cfg.export.model_copy(update={"what": "none"})
-    changed = cfg.model_copy(update={"sample": sample, "name": f"{cfg.name}-certificate", "export": export})
+    changed = cfg.model_copy(update={"sample": sample, "name": f"{cfg.name[:MOST_NAME]}-certificate", "export": export})
     run = preflight.new_run(replace(loaded, config=changed), runs)
     files.replace(run.certify_file, "")
     handle = torchrun.start(changed, run)

@@ -46,7 +46,7 @@ def test_two_ranks_certify_what_one_process_certified(tmp_path, capsys):
 def test_a_fault_is_told_and_ends_with_1(tmp_path, capsys):
     file = preset(tmp_path, "{family: flux2, path: tiny}")
     argv = ["--certify", str(file), "--runs", str(tmp_path / "runs"), "parallel.devices=1"]
-    assert launch.main([*argv, "objective.shift=constant", "objective.shift_factor=9"]) == 1
+    assert launch.main([*argv, "objective.shift=constant", "objective.shift_factor=9", f"name={'e' * 64}"]) == 1
     assert "certificate, shift: objective.shift: constant is a factor of 9 at 64 x 64" in capsys.readouterr().err
 
 
