@@ -54,7 +54,10 @@ def certify(loaded: ConfigFile, runs: Path) -> int:
     handle.process.wait()
     if code:
         return code
-    found = certificate.read(run.path / certificate.FILE)
+    try:
+        found = certificate.read(run.path / certificate.FILE)
+    except FileNotFoundError as error:
+        raise InputError(f"{run.path}: no sample was drawn, so that nothing was examined; free disk space") from error
     for line in found.lines():
         say(line) if found.is_green else complain(line)
     return 0 if found.is_green else 1

@@ -54,8 +54,6 @@ LEAST_EFFECT = 1e-6
 """Relative change of the loss that is none."""
 UNPREDICTED = 0.9
 """Loss, relative to that of a model that predicts 0, from which on a base does not know its own pictures."""
-SCALES = 2.0
-"""Factor between the latents of the data and of the base's pictures from which on they are of other scales."""
 MOST_SHIFT = 1.5
 """Factor between the shift of `objective` and the base's own that is worth a sentence."""
 LEAST_REACHED = 0.5
@@ -195,7 +193,7 @@ class Examiner:
             base=" ".join(filter(None, (model.family, named, str(model.path)))),
             conditions=conditions,
             stored=self._cfg.quantize.format,
-            settings=self._settings,
+            settings=f"{self._settings} {[prompt.references for prompt in data.prompts[:count]]}",
             stages={stage: _rounded(numbers) for stage, numbers in stages.items()},
             effects=_rounded(effects),
             findings=tuple(findings),
@@ -207,7 +205,7 @@ class Examiner:
     def _settings(self) -> str:
         """What changes the numbers and is no fault."""
         cfg, adapter = self._cfg, self._cfg.adapter.model_dump(mode="json")
-        others = (cfg.model.options.model_dump(mode="json"), cfg.model.train, cfg.objective.guidance)
+        others = (cfg.model.options.model_dump(mode="json"), cfg.model.train, cfg.objective.model_dump(mode="json"))
         parts = (*others, cfg.quantize.encoders, cfg.train.precision, adapter.get("start"), adapter.get("init"))
         return json.dumps(parts, sort_keys=True)
 
@@ -230,7 +228,7 @@ class Examiner:
         world, mine = self._world, []
         seed = self._seed if seed is None else seed
         # The drawn number is the noise level itself.
-        evenly = self._cfg.objective.model_copy(update={"density": "uniform", "shift": "none"})
+        evenly = self._cfg.objective.model_copy(update={"density": "uniform", "shift": "none", "min_snr_gamma": None})
         before, self._family.objective = self._family.objective, evenly
         try:
             for first in range(0, len(work), world.data_size):

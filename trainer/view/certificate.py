@@ -36,6 +36,8 @@ PROMPTS = (
 """Prompts of `--certify`, so that certificates of one base can be compared."""
 EXACT = 0.03
 """Relative difference of numbers that hold no noise; types of numbers and machines change them by less."""
+MOST_BYTES, MOST_EARLIER, MOST_LETTERS = 2**18, 200, 80
+"""Size of a certificate's file, number of those of earlier runs that are read, and letters of a name in it."""
 LEAST = 1e-4
 """Difference that is none, for numbers around 0."""
 MOST_REORDERED = 0.15
@@ -117,8 +119,8 @@ def write(run: RunDir, certificate: Certificate) -> None:
 
 
 def read(path: Path) -> Certificate:
-    """Read a certificate. Raises InputError if the file is missing or holds something else."""
-    return files.read_json(path, _CERTIFICATE)
+    """Read a certificate. Raises OSError if the file is missing, InputError if it holds something else."""
+    return files.read_json(path, _CERTIFICATE, at_most=MOST_BYTES)
 
 
 def recorded() -> tuple[Certificate, ...]:
@@ -129,8 +131,10 @@ def recorded() -> tuple[Certificate, ...]:
 def earlier(runs: Path) -> Iterator[Certificate]:
     """Yield the certificates without a fault in a folder of runs; those of strangers' folders and damaged ones are left
     out."""
-    for file in sorted(runs.glob(f"*/{FILE}")):
+    for file in sorted(runs.glob(f"*/{FILE}"))[-MOST_EARLIER:]:
         run = RunDir(file.parent)
+        if run.path.is_symlink():
+            continue
         try:
             with run.boundary():
                 found = read(run.own_file(FILE))
@@ -171,7 +175,7 @@ def _difference(mine: Certificate, other: Certificate, stages: Sequence[str]) ->
         share = (QUANTIZED_BAND if quantized else BAND) if is_loss else EXACT
         names = [name for name in sorted({*have, *expected}) if not _close(name, have, expected, share)]
         if names:
-            name = names[0]
+            name = names[0][:MOST_LETTERS]  # of a stranger's file
             # Of an argument, its name alone: "img_ids" of "img_ids rms".
             kind = name.partition(" ")[0] if stage == "inputs" else stage
             numbers = f"{_shown(have.get(name))} where a certificate of this base has {_shown(expected.get(name))}"
