@@ -20,6 +20,7 @@ from trainer.config.sections import ModelConfig, ModelOptions, ObjectiveConfig, 
 from trainer.models import families
 from trainer.models.base import ImageFamily, ModelFamily, MultimodalFamily, SequencePart, TextFamily
 from trainer.models.families import get, names
+from trainer.models.flow_transformer import FlowTransformer
 from trainer.models.objectives.base import Batch, Example
 from trainer.rng import SampleRng, generator
 from trainer.system.errors import InputError
@@ -173,6 +174,13 @@ def assert_captions_of_any_length_share_a_batch(family: ModelFamily) -> None:
         {"latents": item["latents"], **family.encode_text(encoder, caption)}
         for item, caption in zip(examples(family, 3), captions, strict=True)
     ]
+    assert_they_cost_together_what_they_cost_alone(family, model, items)
+
+
+def assert_they_cost_together_what_they_cost_alone(
+    family: ModelFamily, model: nn.ModuleDict, items: Sequence[Example]
+) -> None:
+    """items: three, with captions of three lengths."""
     assert len({len(item["prompt_embeds"]) for item in items}) == 3
     assert len({family.batch_key(item) for item in items}) == 1
     together = family.loss(model, batch_of(family, items), SampleRng(0, [4, 5, 6])).total
@@ -181,6 +189,30 @@ def assert_captions_of_any_length_share_a_batch(family: ModelFamily) -> None:
         for index, item in zip((4, 5, 6), items, strict=True)
     ]
     torch.testing.assert_close(together, torch.stack(alone).sum(), atol=1e-5, rtol=0)
+
+
+def assert_padding_is_read_by_no_token(
+    family: FlowTransformer, model: nn.ModuleDict, shape: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, Batch, Tensor]:
+    """Two captions of other lengths: what stands behind the shorter one changes nothing.
+
+    shape: of the latents.  Returns (noisy latents, sigma, batch with other padding, prediction).
+    """
+    encoder = family.text_encoder(load)
+    items = [
+        {"latents": torch.zeros(shape), **family.encode_text(encoder, caption)}
+        for caption in ("fox", "a red fox in the snow of a long winter")
+    ]
+    batch = family.collate(items)
+    noisy, sigma = torch.randn(2, *shape), torch.tensor([0.3, 0.8])
+    before = family.predict(model, noisy, sigma, batch, 1.0)
+    batch["prompt_embeds"][0, len(items[0]["prompt_embeds"]) :] = 1e3
+    after = family.predict(model, noisy, sigma, batch, 1.0)
+    assert torch.isfinite(before).all()
+    torch.testing.assert_close(after, before, atol=1e-6, rtol=0)
+    alone = family.predict(model, noisy[:1], sigma[:1], family.collate(items[:1]), 1.0)
+    torch.testing.assert_close(after[:1], alone, atol=1e-5, rtol=0)
+    return noisy, sigma, batch, after
 
 
 def sampled_times(family: ModelFamily, argument: str, size: int, steps: int) -> list[float]:

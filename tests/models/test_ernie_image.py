@@ -11,7 +11,15 @@ from diffusers import AutoencoderKLFlux2
 from safetensors.torch import load_file, save_file
 
 from tests.audit.families import REFERENCES
-from tests.models.common import edit_json, load, make, model_of, picture, recorded_decodes
+from tests.models.common import (
+    assert_padding_is_read_by_no_token,
+    edit_json,
+    load,
+    make,
+    model_of,
+    picture,
+    recorded_decodes,
+)
 from trainer.config.sections import SampleConfig
 from trainer.models.objectives.flow_matching import shift_factor
 from trainer.rng import SampleRng
@@ -47,19 +55,8 @@ def test_captions_of_unequal_length_are_drawn_as_the_pipeline_draws_them_in_one_
 
 def test_padding_to_the_longest_caption_of_a_batch_is_read_by_no_token_and_moves_no_image(cache: Path) -> None:
     family = make("ernie_image", cache)
-    encoder, model = family.text_encoder(load), model_of(family)
-    items = [
-        {"latents": torch.zeros(16, 4, 4), **family.encode_text(encoder, caption)}
-        for caption in ("fox", "a red fox in the snow of a long winter")
-    ]
-    batch = family.collate(items)
-    noisy, sigma = torch.randn(2, 16, 4, 4), torch.tensor([0.3, 0.8])
-    before = family.predict(model, noisy, sigma, batch, 1.0)
-    batch["prompt_embeds"][0, len(items[0]["prompt_embeds"]) :] = 1e3
-    after = family.predict(model, noisy, sigma, batch, 1.0)
-    torch.testing.assert_close(after, before, atol=1e-6, rtol=0)
-    alone = family.predict(model, noisy[:1], sigma[:1], family.collate(items[:1]), 1.0)
-    torch.testing.assert_close(after[:1], alone, atol=1e-5, rtol=0)
+    model = model_of(family)
+    noisy, sigma, batch, after = assert_padding_is_read_by_no_token(family, model, (16, 4, 4))
     # The image's first position is the length of its caption: one token more in front changes the prediction.
     batch["prompt_tokens"][0] += 1
     assert (family.predict(model, noisy, sigma, batch, 1.0)[0] - after[0]).abs().max() > 1e-3

@@ -13,7 +13,14 @@ from diffusers.pipelines.ideogram4 import pipeline_ideogram4
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.models.common import load, make, model_of, refusal, write_original
+from tests.models.common import (
+    assert_padding_is_read_by_no_token,
+    load,
+    make,
+    model_of,
+    refusal,
+    write_original,
+)
 from tests.runs import alone, make_pictures, make_run, run_config
 from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.models.objectives.flow_matching import shift_factor, shift_sigma, sigma_at
@@ -150,19 +157,7 @@ def test_the_published_folder_in_8_bit_floats_with_a_scale_per_row_and_joined_at
 
 def test_padding_to_the_longest_caption_of_a_batch_is_read_by_no_token_and_makes_nothing_nan(cache: Path) -> None:
     family = make("ideogram4", cache)
-    encoder, model = family.text_encoder(load), model_of(family)
-    items = [
-        {"latents": torch.zeros(16, 4, 4), **family.encode_text(encoder, caption)}
-        for caption in ("fox", "a red fox in the snow of a long winter")
-    ]
-    batch = family.collate(items)
-    noisy, sigma = torch.randn(2, 16, 4, 4), torch.tensor([0.3, 0.8])
-    before = family.predict(model, noisy, sigma, batch, 1.0)
-    assert torch.isfinite(before).all()
-    batch["prompt_embeds"][0, len(items[0]["prompt_embeds"]) :] = 1e3
-    torch.testing.assert_close(family.predict(model, noisy, sigma, batch, 1.0), before, atol=1e-6, rtol=0)
-    by_itself = family.predict(model, noisy[:1], sigma[:1], family.collate(items[:1]), 1.0)
-    torch.testing.assert_close(before[:1], by_itself, atol=1e-5, rtol=0)
+    assert_padding_is_read_by_no_token(family, model_of(family), (16, 4, 4))
 
 
 def test_a_folder_without_the_second_transformer_is_refused_before_anything_is_loaded(

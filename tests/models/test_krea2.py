@@ -11,7 +11,15 @@ import torch
 from diffusers.models.transformers.transformer_krea2 import Krea2RMSNorm
 from safetensors.torch import load_file, save_file
 
-from tests.models.common import edit_json, load, make, model_of, refusal, sampled_times
+from tests.models.common import (
+    assert_padding_is_read_by_no_token,
+    edit_json,
+    load,
+    make,
+    model_of,
+    refusal,
+    sampled_times,
+)
 from trainer.models.objectives.flow_matching import shift_factor
 
 INDEX = "model_index.json"
@@ -54,19 +62,7 @@ def test_a_caption_keeps_the_end_of_the_template_however_long_it_is(cache: Path)
 
 def test_padding_to_the_longest_caption_of_a_batch_is_read_by_no_token(cache: Path) -> None:
     family = make("krea2", cache)
-    encoder, model = family.text_encoder(load), model_of(family)
-    items = [
-        {"latents": torch.zeros(4, 8, 8), **family.encode_text(encoder, caption)}
-        for caption in ("fox", "a red fox in the snow of a long winter")
-    ]
-    batch = family.collate(items)
-    noisy, sigma = torch.randn(2, 4, 8, 8), torch.tensor([0.3, 0.8])
-    before = family.predict(model, noisy, sigma, batch, 1.0)
-    batch["prompt_embeds"][0, len(items[0]["prompt_embeds"]) :] = 1e3
-    after = family.predict(model, noisy, sigma, batch, 1.0)
-    torch.testing.assert_close(after, before, atol=1e-6, rtol=0)
-    alone = family.predict(model, noisy[:1], sigma[:1], family.collate(items[:1]), 1.0)
-    torch.testing.assert_close(after[:1], alone, atol=1e-5, rtol=0)
+    assert_padding_is_read_by_no_token(family, model_of(family), (4, 8, 8))
 
 
 @pytest.mark.parametrize("prefix", ["model.", ""])

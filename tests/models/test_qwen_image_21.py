@@ -11,7 +11,16 @@ import torch
 from diffusers.pipelines.qwenimage21.pipeline_qwenimage21 import calculate_dimensions
 
 from tests.audit.families import QwenImage21 as Reference
-from tests.models.common import batch_of, examples, load, make, model_of, picture, refusal
+from tests.models.common import (
+    assert_they_cost_together_what_they_cost_alone,
+    batch_of,
+    examples,
+    load,
+    make,
+    model_of,
+    picture,
+    refusal,
+)
 from tests.runs import run_config
 from trainer.config.sections import ObjectiveConfig, ParallelConfig, SampleConfig, TrainConfig
 from trainer.config.size import Size
@@ -89,14 +98,7 @@ def test_edits_with_captions_of_any_length_share_a_batch_and_cost_what_they_cost
     """diffusers' pipeline gives the images of a batch one position, behind the longest caption."""
     model = model_of(family)
     items = [edit(family, caption, seed) for seed, caption in enumerate(("fox", "a red fox in the deep snow", ""))]
-    assert len({len(item["prompt_embeds"]) for item in items}) == 3
-    assert len({family.batch_key(item) for item in items}) == 1
-    together = family.loss(model, batch_of(family, items), SampleRng(0, [4, 5, 6])).total
-    alone = [
-        family.loss(model, batch_of(family, [item]), SampleRng(0, [index])).total
-        for index, item in zip((4, 5, 6), items, strict=True)
-    ]
-    torch.testing.assert_close(together, torch.stack(alone).sum(), atol=1e-5, rtol=0)
+    assert_they_cost_together_what_they_cost_alone(family, model, items)
 
 
 def test_padding_is_read_by_no_token(family: QwenImage21) -> None:
