@@ -65,8 +65,7 @@ def bucket_timesteps(cfg: RunConfig) -> list[BucketTimesteps]:
     even = (torch.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
     rows = []
     for size, num_images in counts.items():
-        side = family.token_side or family.size_multiple
-        num_tokens = (size.width // side) * (size.height // side)
+        num_tokens = family.tokens_of(size)
         shift = shift_factor(cfg.objective, family.shift, num_tokens) if is_flow else 1.0
         sigma = shift_sigma(sigma_at(cfg.objective, even), shift) if is_flow else even
         shares = torch.histc(sigma, NUM_BINS, 0, 1) / NUM_QUANTILES

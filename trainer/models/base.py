@@ -431,6 +431,12 @@ class ImageFamily(ModelFamily):
         frozenset(SampleConfig.model_fields) - TEXT_SAMPLE - QUESTION_SAMPLE - DIFFUSION_SAMPLE - CHAT_SAMPLE
     )
 
+    @classmethod
+    def tokens_of(cls, size: Size) -> int:
+        """Number of latent tokens of an image of this size."""
+        side = cls.token_side or cls.size_multiple
+        return (size.width // side) * (size.height // side)
+
     @property
     def is_distilled(self) -> bool:
         """Whether the model was distilled to sample in few steps without guidance, by its folder or the config."""

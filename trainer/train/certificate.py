@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from trainer.view.certificate import PICTURE, Certificate, Finding, Numbers, com
 
 SIGMAS = (0.2, 0.4, 0.6, 0.8)
 EFFECT_AT = 0.6
-"""Noise level at which captions are exchanged and references replaced."""
+"""One of SIGMAS, at which captions are exchanged and references replaced."""
 MOST_PICTURES = 8
 MOST_SHARE = 0.02
 """Largest part of a run, in forward passes, that its certificate may take."""
@@ -124,7 +123,7 @@ def pictures_within(steps: int, passes: int, has_references: bool) -> int:
         steps: Optimizer steps.
         passes: Passes of a step on a rank.
     """
-    each = len(SIGMAS) + 2 + has_references
+    each = len(SIGMAS) + 2 + has_references  # another caption, and its encoding, which takes about as long
     allowed = int(MOST_SHARE * PASSES_OF_A_STEP * steps * passes) - len(SIGMAS) - 1
     return max(0, min(MOST_PICTURES, allowed // each))
 
@@ -154,24 +153,21 @@ class Examiner:
             count: Number of prompts to examine it with.
         """
         began = time.perf_counter()
-        texts = [data.prompt(number) for number in range(len(data.prompts))][:count]
-        encode, is_first = partial(self._family.encode_image, self._encoder), self._world.rank == 0
-        picture = self._of_rank_0(
-            encode(load_resized(read_header(PICTURE), self._sample.full_size.frame)) if is_first else None
-        )
-        own = [text | self._of_rank_0(encode(drawn[number]) if is_first else None) for number, text in enumerate(texts)]
+        texts, is_first = [data.prompt(number) for number in range(count)], self._world.rank == 0
+        picture = self._encoded(load_resized(read_header(PICTURE), self._sample.full_size.frame))
+        own = [text | self._encoded(drawn[number] if is_first else None) for number, text in enumerate(texts)]
         standard, reached = texts[0] | picture, reached_by(self._family, self._model)
-        losses = self._losses([standard])
+        of_own = self._losses(own)
         stages = {
             "schedule": self._schedule(picture["latents"]),
             "text": self._texts(texts),
             "autoencoder": summary("latents", picture["latents"]),
             "inputs": self._inputs(standard),
             "targets": {"share": reached.share},
-            "losses": losses,
-            "drawn": self._losses(own),
+            "losses": _means(self._losses([standard])),
+            "drawn": _means(of_own),
         }
-        effects = self._effects(own)
+        effects = self._effects(own, of_own[EFFECT_AT])
         findings = [
             *static_findings(self._cfg, self._family),
             *_of_targets(self._cfg, reached),
@@ -203,15 +199,16 @@ class Examiner:
 
     @property
     def _settings(self) -> str:
-        """What changes the numbers and is no fault."""
+        """The settings that change the numbers without being a fault."""
         cfg, adapter = self._cfg, self._cfg.adapter.model_dump(mode="json")
         others = (cfg.model.options.model_dump(mode="json"), cfg.model.train, cfg.objective.model_dump(mode="json"))
         parts = (*others, cfg.quantize.encoders, cfg.train.precision, adapter.get("start"), adapter.get("init"))
         return json.dumps(parts, sort_keys=True)
 
-    def _of_rank_0(self, example: Example | None) -> Example:
-        """Rank 0's example, on every rank: machines and their GPUs round differently."""
-        found: Example = self._world.gather(example if self._world.rank == 0 else None)[0]
+    def _encoded(self, image: Image.Image | None) -> Example:
+        """Rank 0's encoding of its image, on every rank: machines and their GPUs round differently."""
+        mine = self._family.encode_image(self._encoder, image) if image and self._world.rank == 0 else None
+        found: Example = self._world.gather(mine)[0]
         return found
 
     def _loss(self, example: Example, sigma: float, number: int, seed: int) -> float:
@@ -223,7 +220,7 @@ class Examiner:
         on_device = {name: tensor.to(device) for name, tensor in batch.items()}
         return float(family.loss(self._model, on_device, rng).total)
 
-    def _means(self, work: Sequence[tuple[Example, float, int]], seed: int | None = None) -> list[float]:
+    def _share(self, work: Sequence[tuple[Example, float, int]], seed: int | None = None) -> list[float]:
         """The loss of each (example, sigma, number of its noise); the ranks share the work."""
         world, mine = self._world, []
         seed = self._seed if seed is None else seed
@@ -241,17 +238,17 @@ class Examiner:
         by_rank = dict(everyone)
         return [by_rank[index % world.data_size][index // world.data_size] for index in range(len(work))]
 
-    def _losses(self, examples: Sequence[Example]) -> dict[str, float]:
-        """{noise level: mean loss of the examples}."""
-        work = [(example, sigma, number) for sigma in SIGMAS for number, example in enumerate(examples)]
-        found, count = self._means(work), len(examples)
-        return {
-            f"sigma {sigma:g}": sum(found[at * count : (at + 1) * count]) / count for at, sigma in enumerate(SIGMAS)
-        }
+    def _losses(self, examples: Sequence[Example], sigmas: Sequence[float] = SIGMAS) -> dict[float, list[float]]:
+        """{noise level: loss of each example}."""
+        work = [(example, sigma, number) for sigma in sigmas for number, example in enumerate(examples)]
+        found, count = self._share(work), len(examples)
+        return {sigma: found[at * count : (at + 1) * count] for at, sigma in enumerate(sigmas)}
 
-    def _effects(self, own: Sequence[Example]) -> dict[str, float]:
-        """Relative changes of the loss by other captions, and by noise in place of references."""
-        base = self._means([(example, EFFECT_AT, number) for number, example in enumerate(own)])
+    def _effects(self, own: Sequence[Example], base: Sequence[float]) -> dict[str, float]:
+        """Relative changes of the loss by other captions, and by noise in place of references.
+
+        base: loss of each of `own` at EFFECT_AT.
+        """
         changed: dict[str, list[Example]] = {}
         texts = [{name: value for name, value in one.items() if not _is_picture(name)} for one in own]
         first = texts[0]
@@ -263,7 +260,7 @@ class Examiner:
             changed["noise as references"] = [_with_noise(one, self._seed) for one in own]
         effects = {}
         for what, examples in changed.items():
-            found = self._means([(example, EFFECT_AT, number) for number, example in enumerate(examples)])
+            found = self._losses(examples, [EFFECT_AT])[EFFECT_AT]
             differences = [abs(a - b) for a, b in zip(found, base, strict=True)]
             effects[what] = sum(differences) / max(sum(base), 1e-12)
         return effects
@@ -278,7 +275,7 @@ class Examiner:
 
         hook = self._model[self._family.components[0]].register_forward_pre_hook(look, with_kwargs=True)
         try:
-            self._means([(example, EFFECT_AT, 0)] * self._world.data_size, seed=0)
+            self._share([(example, EFFECT_AT, 0)] * self._world.data_size, seed=0)
         finally:
             hook.remove()
         return seen
@@ -452,8 +449,7 @@ def _of_scheduler(family: FlowTransformer) -> Iterator[Finding]:
 
 def _of_shift(cfg: RunConfig, family: FlowTransformer) -> Iterator[Finding]:
     size = family.complete_sample(cfg.sample).full_size
-    side = family.token_side or family.size_multiple
-    tokens = (size.width // side) * (size.height // side)
+    tokens = family.tokens_of(size)
     auto = cfg.objective.model_copy(update={"shift": "auto"})
     mine, own = (shift_factor(one, family.shift, tokens) for one in (cfg.objective, auto))
     if max(mine / own, own / mine) > MOST_SHIFT:
@@ -462,6 +458,11 @@ def _of_shift(cfg: RunConfig, family: FlowTransformer) -> Iterator[Finding]:
             f"objective.shift: {cfg.objective.shift} is a factor of {mine:.3g} at {size.width} x {size.height}, and "
             f"the base was trained at {own:.3g}; set objective.shift: auto",
         )
+
+
+def _means(losses: Mapping[float, Sequence[float]]) -> dict[str, float]:
+    """{name of a noise level: mean loss}. losses: {noise level: loss of each example}."""
+    return {f"sigma {sigma:g}": sum(each) / len(each) for sigma, each in losses.items()}
 
 
 def _rounded(numbers: Numbers) -> dict[str, float]:

@@ -54,9 +54,8 @@ MOST_SHEETS = 8
 """Sheets of the film that are embedded, of some 300 kB each."""
 MOST_FILES = 20_000
 """Files of a folder that are counted: storage may be slow."""
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
-SHOWN_AS = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
-"""{suffix of a reference image: its media type}"""
+IMAGE_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
+"""{suffix of an image: its media type}"""
 MOST_REFERENCE_BYTES = 2 * 2**20
 """Size of a reference image that is embedded."""
 AddRemedy = Callable[[RunDir, ErrorEvent], ErrorEvent]
@@ -113,7 +112,7 @@ def _data(cfg: RunConfig) -> str:
     """Return the number of images as they are now, of the first MOST_FILES of each folder, and the trigger."""
     folders = list(filter(None, [cfg.data.path, *(folder.path for folder in cfg.data.folders)]))
     found = [list(islice(Path(folder).rglob("*"), MOST_FILES)) for folder in folders]
-    count = sum(file.suffix.lower() in IMAGE_SUFFIXES for files_there in found for file in files_there)
+    count = sum(file.suffix.lower() in IMAGE_TYPES for files_there in found for file in files_there)
     at_least = "at least " if any(len(files_there) == MOST_FILES for files_there in found) else ""
     names = ", ".join(Path(folder).name for folder in folders)
     counted = f"{at_least}{count:,} images of {names}" if count else names or "no data"
@@ -280,12 +279,12 @@ def _samples(run: RunDir, events: Iterable[AnyEvent]) -> _Samples | None:
 def _references(run: RunDir, event: SampleEvent) -> list[_Reference]:
     found = []
     for path in event.references[:MOST_REFERENCES]:
-        suffix, data = path.rpartition(".")[2].lower(), ""
+        suffix, data = Path(path).suffix.lower(), ""
         with suppress(InputError, OSError, ValueError):  # a stranger's event names any file
             file = run.own_file(path)
-            if suffix in SHOWN_AS and file.is_file() and file.stat().st_size <= MOST_REFERENCE_BYTES:
+            if suffix in IMAGE_TYPES and file.is_file() and file.stat().st_size <= MOST_REFERENCE_BYTES:
                 data = base64.b64encode(file.read_bytes()).decode()
-        found.append(_Reference(path.rpartition("/")[2], SHOWN_AS.get(suffix, ""), data))
+        found.append(_Reference(path.rpartition("/")[2], IMAGE_TYPES.get(suffix, ""), data))
     return found
 
 
