@@ -11,6 +11,7 @@ from pathlib import Path
 from app.data.scans import ScanResult
 from trainer.config.schema import RunConfig
 from trainer.data.images.image_io import IMAGE_SUFFIXES, files_below, same_name
+from trainer.data.images.masks_references import ReferenceNames
 from trainer.launcher import preflight
 from trainer.system.errors import InputError
 
@@ -67,13 +68,13 @@ def _siblings(root: Path) -> Iterator[Path]:
 
 
 def _matched(folder: Path, names: set[str]) -> Pairs | None:
-    """The folder, if enough of the names have an image in it, alone or as `name_0`."""
+    """The folder, if enough of the names have references in it."""
     try:
         files = list(islice(files_below(folder, frozenset()), MOST_FILES))
     except (OSError, InputError):
         return None
-    others = {_name(file, folder) for file in files if file.suffix.lower() in IMAGE_SUFFIXES}
-    count = sum(name in others or f"{name}_0" in others for name in names)
+    references = ReferenceNames({_name(file, folder) for file in files if file.suffix.lower() in IMAGE_SUFFIXES})
+    count = sum(bool(references.of(name)) for name in names)
     return Pairs(folder, count, len(names)) if names and count >= LEAST_MATCHED * len(names) else None
 
 

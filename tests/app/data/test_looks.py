@@ -176,3 +176,16 @@ def test_the_images_before_an_edit_are_found_next_to_the_data(tmp_path: Path):
     for name in ("00", "01", "02"):
         (before / f"{name}.png").rename(before / f"x{name}.png")
     assert suggested(config, scanned(config)) is None, "one of four is chance"
+
+
+def test_sets_of_images_before_an_edit_are_found_in_numbered_folders(tmp_path: Path):
+    folder = make_pictures(tmp_path / "target", 4)
+    sets = tmp_path / "controls"
+    make_pictures(sets / "control_1", 3)
+    make_pictures(sets / "control_2", 4)
+    config = config_of(folder, data__validation=0)
+    assert suggested(config, scanned(config)) == Pairs(sets, 4, 4)
+    found = scanned(config_of(folder, data__validation=0, data__references=str(sets)))
+    assert [file.parent.name for file in found.framed[folder / "00.png"].references] == ["control_1", "control_2"]
+    (sets / "control_2").rename(sets / "other")
+    assert suggested(config, scanned(config)) == Pairs(sets, 3, 4), "a folder without a number is not a set's"

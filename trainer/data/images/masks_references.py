@@ -4,7 +4,7 @@ that are rejected in preference training. See DECISIONS 77."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
@@ -117,27 +117,45 @@ class Masks(_Companions):
         )
 
 
+class ReferenceNames:
+    """Finds the references of an image in a folder by their names.
+
+    Args:
+        names: Paths of the folder's images below it, without suffix, as `same_name` has them.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        found = map(NUMBERED.fullmatch, {name.partition("/")[0] for name in names if "/" in name})
+        self._folders = [folder for _, folder in sorted((int(match[1]), match[0]) for match in found if match)]
+        self._names = names
+
+    def of(self, name: str) -> list[str]:
+        """The image called `name`, else those called `name_0`, `name_1` and so on, else those called `name` in numbered
+        folders, by their numbers."""
+        if name in self._names:
+            return [name]
+        numbered = list(takewhile(self._names.__contains__, (f"{name}_{number}" for number in count())))
+        return numbered or [place for place in self.places(name) if place in self._names]
+
+    def places(self, name: str) -> list[str]:
+        """The name in each numbered folder, by their numbers, whether an image is there or not."""
+        return [f"{folder}/{name}" for folder in self._folders]
+
+
 class References(_Companions):
     """Reference images by name. Each image of the data needs one."""
 
     def __init__(self, field: str, folder: Path, files: Iterable[Path], findings: Findings, known: KnownFiles) -> None:
         super().__init__(field, folder, files, findings, known)
-        found = map(NUMBERED.fullmatch, {name.partition("/")[0] for name in self.files if "/" in name})
-        numbered = sorted((int(match[1]), match[0]) for match in found if match)
-        self._folders = [folder for _, folder in numbered]
+        self._names = ReferenceNames(self.files)
         self._shifted: list[tuple[Path, str]] = []
 
     def of(self, name: str, image: ImageFile) -> tuple[ImageFile, ...]:
-        """The image called `name`, else those called `name_0`, `name_1` and so on, else those called `name` in numbered
-        folders, by their numbers. Raises as `Masks.of`."""
-        if name in self.files:
-            return self.claim([name], name, image.path)
-        numbered = list(takewhile(self.files.__contains__, (f"{name}_{number}" for number in count())))
-        places = [f"{folder}/{name}" for folder in self._folders]
-        in_folders = [place for place in places if place in self.files]
-        if not numbered and in_folders != places[: len(in_folders)]:
+        """The references of the image called `name`, as `ReferenceNames` finds them. Raises as `Masks.of`."""
+        found, places = self._names.of(name), self._names.places(name)
+        if found and found[0] in places and found != places[: len(found)]:
             self._shifted.append((image.path, next(place for place in places if place not in self.files)))
-        return self.claim(numbered or in_folders, name, image.path)
+        return self.claim(found, name, image.path)
 
     def finish(self) -> None:
         """Collect messages about references and images that do not match. To be called after the last image."""
