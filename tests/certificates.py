@@ -83,7 +83,7 @@ def ready(base: Base, root: Path, **sections: Mapping[str, Any]) -> Iterator[Tra
     model = Model(base.name, base.family, base.architecture, given.get("objective", {}))
     path = given.pop("path", {}).get("is", base.path)
     options = {"architecture": base.architecture if path == base.path else None}
-    given["model"] = {"family": base.family, "path": path, "options": options}
+    given["model"] = {"family": base.family, "path": path, "options": options, **given.get("model", {})}
     with started(model, Path(path), root, given) as trainer:
         yield trainer
 

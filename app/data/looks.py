@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,7 +37,7 @@ class Group:
     Attributes:
         images: In the order of the data, the first one with what it is compared to.
         mirrored: Those that are mirrored copies of the first.
-        leaks: Whether one is held out and another is trained on: the validation loss then measures memory.
+        leaks: As `looks.Copies.leak` has it.
     """
 
     images: tuple[Path, ...]
@@ -194,7 +194,15 @@ class _Pass:
         """Find the groups and what differs from the others, in the images that were looked at."""
         images, found = list(measured), list(measured.values())
         copies = looks.copies(found, self._is_stopped.is_set)
-        groups = [self._group(images, copy) for copy in copies]
+        held_out = {index for index, image in enumerate(images) if image in self._found.held_out}
+        groups = [
+            Group(
+                tuple(images[index] for index in copy.members),
+                frozenset(images[index] for index in copy.mirrored),
+                copy.leak(held_out),
+            )
+            for copy in copies
+        ]
         blurred = sorted(looks.blurred(found), key=lambda index: found[index].sharpness)
         flat = sorted(looks.flat(found), key=lambda index: found[index].contrast)
         self.result = replace(
@@ -203,9 +211,3 @@ class _Pass:
             blurred=tuple(images[index] for index in blurred),
             flat=tuple(images[index] for index in flat),
         )
-
-    def _group(self, images: Sequence[Path], copies: looks.Copies) -> Group:
-        members = tuple(images[index] for index in copies.members)
-        num_held_out = sum(image in self._found.held_out for image in members)
-        mirrored = frozenset(images[index] for index in copies.mirrored)
-        return Group(members, mirrored, 0 < num_held_out < len(members))

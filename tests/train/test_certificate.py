@@ -13,13 +13,15 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from tests.audit.run import Model
-from tests.certificates import BASES, Base, examined, ready
+from tests.audit.run import Model, write_picture
+from tests.certificates import BASES, SIZE, Base, examined, ready
+from trainer.config.schema import RunConfig
+from trainer.config.sections import DataConfig, ModelConfig, ObjectiveConfig
 from trainer.data.images.image_source import EncodedData, ImageSampler
 from trainer.models.families import flux1, flux2, qwen_image
 from trainer.models.flow_transformer import FlowTransformer
 from trainer.models.objectives.base import Batch, Example
-from trainer.train.certificate import MOST_PICTURES, Examiner, pictures_within
+from trainer.train.certificate import MOST_PICTURES, Examiner, pictures_within, static_findings
 from trainer.view.certificate import FILE, compared, recorded
 from trainer.weights import quantization
 
@@ -219,6 +221,39 @@ def test_a_right_model_is_green_and_as_recorded(base: Base, tmp_path: Path) -> N
     same = [one for one in recorded() if (one.base, one.conditions) == (certificate.base, certificate.conditions)]
     assert len(same) == 1
     assert certificate.lines()[0].startswith("certificate: no fault found")
+
+
+def test_a_held_out_near_copy_of_a_training_image_is_named(tmp_path: Path) -> None:
+    for number, seed in enumerate((0, 5, 6)):
+        write_picture(tmp_path / "unseen" / f"{number}.png", SIZE, "a square", seed)
+    held_out = {"validation": str(tmp_path / "unseen")}
+    with examined(BY_NAME["flux2 klein-4b tiny"], tmp_path, data=held_out) as (_, certificate):
+        assert [finding.kind for finding in certificate.findings] == ["held-out"]
+        assert certificate.findings[0].sentence == (
+            "1 of 3 images held out (data.validation) have near copies among the training images, first "
+            f"{tmp_path}/unseen/0.png in {tmp_path}/data/0.png: the validation loss then measures what was memorized; "
+            "remove one of each, or hold out others"
+        )
+        (tmp_path / "unseen" / "0.png").unlink()
+    with examined(BY_NAME["flux2 klein-4b tiny"], tmp_path / "again", data=held_out) as (_, certificate):
+        assert certificate.is_green, certificate.findings
+
+
+def test_the_scheduler_of_a_folder_is_compared_with_that_of_its_own_sizes(tmp_path: Path) -> None:
+    """The folder is not of the family's default architecture, and none is named."""
+    schnell = Model("flux1 schnell", "flux1", "schnell")
+    for edits, kinds in (({}, []), ({"scheduler/scheduler_config.json": {"shift": 3.0}}, ["scheduler"])):
+        path = replace(schnell, edits=edits).write(tmp_path / f"folder {kinds}")
+        config = ModelConfig(family="flux1", path=str(path), options={"distilled": False})
+        cfg = RunConfig(model=config, data=DataConfig(path=str(tmp_path)))
+        family = flux1.Flux1(config, ObjectiveConfig(), tmp_path)
+        assert [finding.kind for finding in static_findings(cfg, family)] == kinds
+
+
+def test_a_run_that_trains_a_text_encoder_alone_misses_no_layers(tmp_path: Path) -> None:
+    parts = {"train": {"unet": "frozen", "text_encoder": "adapter"}}
+    with examined(BY_NAME["sdxl tiny"], tmp_path, model=parts) as (_, certificate):
+        assert certificate.is_green, certificate.findings
 
 
 @pytest.mark.slow

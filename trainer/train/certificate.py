@@ -25,6 +25,7 @@ from torch.nn.functional import cosine_similarity
 from trainer import adapters
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS
+from trainer.data.images import looks
 from trainer.data.images.image_io import WHOLE, load_resized, load_rgb, read_header
 from trainer.data.images.image_source import EncodedData, ImageSampler
 from trainer.data.loader import ImageItem
@@ -62,6 +63,8 @@ GOLDEN = 2.399963
 """The golden angle: cosines of its multiples do not repeat, so that a sum weighted by them changes with the order."""
 MOST_COMPARED = 4
 """Training images that are encoded again."""
+LOOK_S = 20.0
+"""Seconds in which images are compared with those held out. What was measured is remembered for the next time."""
 SAME, OTHER, SAME_SIZE = 0.995, 0.9, 1.05
 """Cosine from which on latents are of one picture, and below which of another one, however it was cropped; factor
 between the sizes of latents of one scale."""
@@ -109,7 +112,8 @@ def certify(
     examiner = Examiner(cfg, family, model, sampler.load_autoencoder(), world)
     found = examiner.certificate(sampler.data, images, count)
     if world.rank == 0:
-        found = compared(found, recorded(), list(earlier(run.path.parent)))
+        # Those recorded train the denoiser alone; a trained text encoder is called with tokens.
+        found = compared(found, () if cfg.model.train else recorded(), list(earlier(run.path.parent)))
         with suppress(OSError):  # a full disk is said elsewhere
             write(run, found)
     everyone: list[Certificate] = world.gather(found)
@@ -156,22 +160,22 @@ class Examiner:
         texts, is_first = [data.prompt(number) for number in range(count)], self._world.rank == 0
         picture = self._encoded(load_resized(read_header(PICTURE), self._sample.full_size.frame))
         own = [text | self._encoded(drawn[number] if is_first else None) for number, text in enumerate(texts)]
-        standard, reached = texts[0] | picture, reached_by(self._family, self._model)
+        standard, reached = texts[0] | picture, reached_by(self._cfg, self._family, self._model)
         of_own = self._losses(own)
         stages = {
             "schedule": self._schedule(picture["latents"]),
             "text": self._texts(texts),
             "autoencoder": summary("latents", picture["latents"]),
             "inputs": self._inputs(standard),
-            "targets": {"share": reached.share},
+            "targets": {"share": reached.share} if reached.recipe else {},
             "losses": _means(self._losses([standard])),
             "drawn": _means(of_own),
         }
         effects = self._effects(own, of_own[EFFECT_AT])
         findings = [
             *static_findings(self._cfg, self._family),
-            *_of_targets(self._cfg, reached),
-            *(self._of_data(data) if is_first else ()),
+            *_of_targets(reached),
+            *((*self._of_data(data), *_of_held_out(data, self._family.cache)) if is_first else ()),
             *_of_effects(effects),
             *self._of_drawn(own, stages["drawn"]),
         ]
@@ -362,18 +366,20 @@ class Examiner:
 
 @dataclass(frozen=True)
 class Reached:
-    """Shares of the blocks' linear weights that adapters change, and that those of the family's recipe would; and the
-    largest layer of the recipe that is left out, "" for none."""
+    """Shares of the linear weights that adapters change, and that those of the family's recipe would, in the blocks of
+    the components that adapters train; and the largest layer of the recipe that is left out, "" for none."""
 
     share: float
     recipe: float
     missed: str
 
 
-def reached_by(family: ImageFamily, model: nn.ModuleDict) -> Reached:
+def reached_by(cfg: RunConfig, family: ImageFamily, model: nn.ModuleDict) -> Reached:
     """What the adapters of a model reach."""
     blocks = [
-        name for name, module in model.named_modules() if type(module).__name__.removeprefix("FSDP") in family.blocks
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__.removeprefix("FSDP") in family.blocks and family.mode(cfg, name) == "adapter"
     ]
     changed = adapters.adapted_layers(model)
     sizes: dict[str, int] = {}
@@ -390,12 +396,38 @@ def reached_by(family: ImageFamily, model: nn.ModuleDict) -> Reached:
     return Reached(reached / whole, sum(sizes[name] for name in recipe) / whole, missed[0] if missed else "")
 
 
-def _of_targets(cfg: RunConfig, found: Reached) -> Iterator[Finding]:
-    if cfg.adapter.type != "none" and found.missed and found.share < LEAST_REACHED * found.recipe:
+def _of_targets(found: Reached) -> Iterator[Finding]:
+    if found.missed and found.share < LEAST_REACHED * found.recipe:
         yield Finding(
             "targets",
             f"adapter.targets reach {found.share:.0%} of the linear weights in the blocks, and the model's recipe "
             f"{found.recipe:.0%}; the largest that is left out is {found.missed}; leave adapter.targets empty for all",
+        )
+
+
+def _of_held_out(data: EncodedData, cache: Path) -> Iterator[Finding]:
+    """Held-out images that are near copies of training images, as the screen Data finds them."""
+    held_out = dict.fromkeys(one.image.path for one in data.validation)
+    if not held_out:
+        return
+    known, measured, until = looks.known_looks(cache), {}, time.monotonic() + LOOK_S
+    for path in dict.fromkeys((*held_out, *(one.image.path for one in data.train))):
+        if time.monotonic() > until:
+            break
+        with suppress(InputError, OSError):  # it was moved since it was encoded
+            measured[path] = known.read(path).value
+    known.save()
+    paths = list(measured)
+    places = {place for place, path in enumerate(paths) if path in held_out}
+    leaks = [group for group in looks.copies(list(measured.values())) if group.leak(places)]
+    if leaks:
+        count = sum(place in places for group in leaks for place in group.members)
+        members = leaks[0].members  # those held out come first
+        yield Finding(
+            "held-out",
+            f"{count} of {len(held_out)} images held out (data.validation) have near copies among the training images, "
+            f"first {paths[members[0]]} in {paths[members[-1]]}: the validation loss then measures what was memorized; "
+            "remove one of each, or hold out others",
         )
 
 
@@ -429,22 +461,38 @@ def static_findings(cfg: RunConfig, family: ImageFamily) -> Iterator[Finding]:
 
 def _of_scheduler(family: FlowTransformer) -> Iterator[Finding]:
     """Compare the folder's scheduler with the published one: that of a distilled twin samples at other levels."""
-    own, file = json_of(family.folder, "scheduler/scheduler_config.json"), "scheduler/scheduler_config.json"
-    published = family.tiny(family.config.options.architecture).get("scheduler")
-    if not own or published is None or family.is_distilled:
+    file = "scheduler/scheduler_config.json"
+    own, named = json_of(family.folder, file), family.config.options.architecture
+    published = [family.tiny(name).get("scheduler") for name in ([named] if named else _alike(family))]
+    if not own or family.is_distilled:
         return
     defaults = FlowMatchEulerDiscreteScheduler().config
-    have, expected = ({name: one.get(name, defaults[name]) for name in SHIFT_FIELDS} for one in (own, published))
-    if expected["use_dynamic_shifting"] and have["use_dynamic_shifting"]:
-        have, expected = ({**one, "shift": None} for one in (have, expected))  # a line in its place
-    for name in SHIFT_FIELDS:
-        if have[name] != expected[name]:
-            yield Finding(
-                "scheduler",
-                f"{family.folder / file}: {name} is {have[name]}, and {expected[name]} in the base that this family "
-                "trains, as where a distilled model's scheduler was copied; take the file of the base",
-            )
+    wrong = []
+    for one in published:
+        if one is None:
             return
+        have, expected = ({name: each.get(name, defaults[name]) for name in SHIFT_FIELDS} for each in (own, one))
+        if expected["use_dynamic_shifting"] and have["use_dynamic_shifting"]:
+            have["shift"] = expected["shift"]  # a line in its place
+        wrong.append([(name, have[name], expected[name]) for name in SHIFT_FIELDS if have[name] != expected[name]])
+    if wrong and all(wrong):
+        name, found, right = wrong[0][0]
+        yield Finding(
+            "scheduler",
+            f"{family.folder / file}: {name} is {found}, and {right} in the base that this family trains, as where a "
+            "distilled model's scheduler was copied; take the file of the base",
+        )
+
+
+def _alike(family: FlowTransformer) -> Iterator[str]:
+    """The published models that the folder may be by its transformer's sizes, or by those of the tiny models."""
+    own = json_of(family.folder, "transformer/config.json")
+    for name in family.architectures:
+        tiny = family.tiny(name)["transformer"]
+        for sizes in (tiny | family.published(name)["transformer"], tiny):
+            if all(own.get(field, value) == value for field, value in json.loads(json.dumps(sizes)).items()):
+                yield name
+                break
 
 
 def _of_shift(cfg: RunConfig, family: FlowTransformer) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ import base64
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -97,6 +97,10 @@ class Copies:
 
     members: tuple[int, ...]
     mirrored: frozenset[int]
+
+    def leak(self, held_out: Collection[int]) -> bool:
+        """Whether one is held out and another is trained on: the validation loss then measures memory."""
+        return 0 < sum(member in held_out for member in self.members) < len(self.members)
 
 
 def measure(path: Path) -> Look:
