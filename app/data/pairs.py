@@ -1,4 +1,4 @@
-"""Finds the folder with the images before an edit, next to the folder of a draft's images, by its name."""
+"""Pairs of edit training: the folder with the images before an edit, found by its name, and the pairs held out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from app.data import dataset
 from app.data.scans import ScanResult
 from trainer.config.schema import RunConfig
+from trainer.data.images.image_files import with_trigger
 from trainer.data.images.image_io import IMAGE_SUFFIXES, files_below, same_name
+from trainer.data.images.image_members import is_member
 from trainer.data.images.masks_references import ReferenceNames
 from trainer.launcher import preflight
 from trainer.system.errors import InputError
@@ -39,6 +42,39 @@ class Pairs:
     folder: Path
     num_matched: int
     num_images: int
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A pair that a run is not trained on.
+
+    Attributes:
+        caption: Its caption in one line, with the trigger as in training.
+        references: Its images before the edit.
+    """
+
+    caption: str
+    references: tuple[Path, ...]
+
+
+def held_out(config: RunConfig, found: ScanResult, most: int) -> list[HeldOut]:
+    """Return the first pairs that are held out, without those inside files.
+
+    Args:
+        config: A run's config.
+        found: The complete scan of its images.
+        most: The number of pairs.
+    """
+    framed = {image: found.framed[image].references for image in found.images if image in found.framed}
+    images = [
+        image
+        for image, references in framed.items()
+        if references and image in found.held_out and not any(map(is_member, references))
+    ]
+    return [
+        HeldOut(" ".join(with_trigger(item.caption, config.data.trigger).split()), framed[item.image])
+        for item in dataset.items(images[:most], found)
+    ]
 
 
 def suggested(config: RunConfig, found: ScanResult) -> Pairs | None:

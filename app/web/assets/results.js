@@ -131,7 +131,7 @@ export async function draw(run, isText, steps = []) {
   const sizeField = h('div', {}, h('label.sm', { htmlFor: 'draw-size' }, 'Size'), size);
   const boxes = h('div.boxes'),
     boxesField = h('fieldset#draw-checkpoints', {}, h('legend.sm', {}, 'Checkpoints'), boxes);
-  const shown = chooser();
+  const shown = chooser(run, caption => { prompt.value = caption; });
   const place = h('div'), state = h('div#draw-state', { role: 'status' }), list = h('ul.drawings#drawings');
   const show = found => {
     fill(state, found.state,

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from annotated_types import MaxLen
 
+from app.data import pairs
 from app.data.thumbnails import FULL
 from app.data.upload.given_references import MOST_SENT, GivenReferences
 from app.runs import exports
@@ -21,6 +22,7 @@ from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import address
 from trainer.config.families import trains_on
+from trainer.config.schema import RunConfig
 from trainer.launcher import preflight
 from trainer.launcher.fit_command import check_price
 from trainer.launcher.jobs import uploads
@@ -33,7 +35,7 @@ from trainer.system.errors import InputError
 MOST_DRAWINGS = 12
 MOST_SHOWN_TEXT = 20_000
 MOST_OFFERED = 24
-"""References of a run's samples that a drawing can be given."""
+"""References of a run's samples, and pairs held out, that a drawing can be given."""
 Sent = Annotated[str, MaxLen(MOST_SENT * 4 // 3 + 4)]
 
 
@@ -42,6 +44,7 @@ def calls(studio: Studio) -> Calls:
     given = GivenReferences(studio.runs / "drafts" / "references")
     functions: list[Callable[..., Any]] = [
         drawings,
+        held_out,
         checkpoints,
         make_film,
         show_film,
@@ -69,11 +72,14 @@ def draw(
 ) -> None:
     """Start to sample prompts without and with what the run has trained.
 
-    references: Of those that `drawings` and `add_reference` return, by their names; no path of the machine is read.
+    references: Of those that `drawings`, `held_out` and `add_reference` return, by their names; no other path of the
+        machine is read.
     """
     found = studio.run(run)
-    own = _own_references(studio, found)
-    files = [str(own[name] if name in own else given.file(name)) for name in references or ()]
+    known = _own_references(studio, found)
+    if any(Path(name).is_absolute() for name in references or ()):
+        known |= {str(file): file for pair in _pairs(studio, found.config()) for file in pair.references}
+    files = [str(known[name] if name in known else given.file(name)) for name in references or ()]
     request = DrawingRequest(
         tuple(prompts),
         seed,
@@ -107,6 +113,25 @@ def _own_references(studio: Studio, run: RunDir) -> dict[str, Path]:
     return found
 
 
+def held_out(studio: Studio, results: Results, run: str) -> list[dict[str, Any]]:
+    """Return the pairs that the run is not trained on: captions, and references as `drawings` returns them."""
+    shown = []
+    for pair in _pairs(studio, studio.run(run).config()):
+        with suppress(InputError):  # one that cannot be read is not offered
+            images = [{"name": str(file), "image": address(studio.thumbnails.of(file))} for file in pair.references]
+            shown.append({"caption": pair.caption, "references": images})
+    return shown
+
+
+def _pairs(studio: Studio, config: RunConfig) -> list[pairs.HeldOut]:
+    if not (config.data.has_references and config.data.validation):
+        return []
+    found = studio.scans.of(config)
+    if not found.is_complete:
+        raise InputError("The images of the run's data are still being read; try again when that is done")
+    return pairs.held_out(config, found, MOST_OFFERED)
+
+
 def stop(studio: Studio, results: Results, run: str, kind: Kind) -> None:
     """End the drawing, film or upload that is running."""
     results.stop(kind, studio.run(run))
@@ -123,6 +148,7 @@ def drawings(studio: Studio, results: Results, run: str) -> dict[str, Any]:
     return {
         "reads_references": reads_references,
         "references": _offered(studio, found) if reads_references else [],
+        "has_held_out": reads_references and config.data.has_references and bool(config.data.validation),
         "state": asdict(state) | {"share": progress(found) if state.is_running else None},
         "drawings": finished,
         "seed": config.sample.seed,

@@ -20,6 +20,7 @@ from tests.app.browser import (
     TRAINED_WITHIN_S,
     Server,
     opened,
+    recorded,
     serving,
     state_is,
     until,
@@ -159,6 +160,26 @@ def test_a_drawing_is_given_the_references_of_the_samples_or_a_file(
     until_so(page, lambda: len(list(drawings(edit))) == 2)
     assert next(drawings(edit)).references == ()
     dialog.locator("#draw:enabled").wait_for(timeout=DRAWN_WITHIN_MS)
+
+
+def test_a_drawing_is_given_a_pair_that_is_held_out(page: Page, site: Site, tmp_path: Path):
+    for name, colour in (("target", "gray"), ("before", "purple")):
+        make_pictures(tmp_path / name, count=3)
+        Image.new("RGB", (96, 64), colour).save(tmp_path / name / "02.png")
+    fields = {"validation": 1, "references": str(tmp_path / "before"), "path": str(tmp_path / "target")}
+    run = recorded(site.server.runs, "pairs", **{f"data__{field}": value for field, value in fields.items()})
+    page.evaluate(f"location.hash = '#/runs/{run.path.name}'")
+    state_is(page, "finished")
+    dialog = open_dialog(page, "draw")
+    dialog.locator("#draw:enabled").wait_for()
+    dialog.locator("#draw-held-out summary").click()
+    pair = dialog.locator("#draw-held-out button")
+    pair.click()
+    until_so(page, lambda: dialog.locator("#draw-prompt").input_value() == pair.get_attribute("title"))
+    chosen = dialog.locator("#draw-references input:checked")
+    assert chosen.count() == 1 and Path(chosen.input_value()).parent == tmp_path / "before"
+    pair.click()
+    assert chosen.count() == 1, "it is not given twice"
 
 
 def test_samples_are_shown_with_what_went_in(page: Page, edit: RunDir):

@@ -17,6 +17,7 @@ from app.studio import Studio
 from app.web.answers import answering
 from app.web.pages import results, samples
 from tests.app.browser import recorded
+from tests.runs import make_pictures
 from trainer.run.drawings import DrawingRequest
 from trainer.run.events import EventWriter, SampleEvent
 from trainer.run.folder import RunDir
@@ -32,8 +33,8 @@ def png_of(colour: str, size: tuple[int, int] = (32, 24)) -> bytes:
 class Page:
     """The page's functions about drawings, of a run whose draws are recorded in place of started."""
 
-    def __init__(self, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.run = recorded(runs, "edit", sample__prompts=["as a fox", "as a cat"])
+    def __init__(self, runs: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+        self.run = recorded(runs, "edit", sample__prompts=["as a fox", "as a cat"], **changes)
         self.studio, self.requests = Studio(runs), list[DrawingRequest]()
         monkeypatch.setattr(self.studio.results, "draw", lambda run, request: self.requests.append(request))
         self._functions = answering([results.calls(self.studio)])
@@ -80,6 +81,34 @@ def test_the_references_of_the_samples_are_offered_and_those_of_the_first_prompt
     assert page.ask("draw", run="edit", prompts=["as a dog"]) is None
     files = tuple(str(page.run.path / path) for path in (green, red))
     assert [request.references for request in page.requests] == [files, (), None]
+
+
+def test_pairs_that_are_held_out_are_offered_with_their_captions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, before, unseen = tmp_path / "pictures", tmp_path / "before", tmp_path / "unseen"
+    make_pictures(data, count=2)
+    before.mkdir()
+    unseen.mkdir()
+    for name in ("00", "01", "new_0", "new_1"):
+        (before / f"{name}.png").write_bytes(png_of("red"))
+    (unseen / "new.png").write_bytes(png_of("green"))
+    (unseen / "new.txt").write_text("a hat\nof [trigger]")
+    sections = {"validation": str(unseen), "references": str(before), "trigger": "TOK"}
+    page = Page(tmp_path / "runs", monkeypatch, **{f"data__{name}": value for name, value in sections.items()})
+    assert page.ask("drawings", run="edit")["has_held_out"] is True
+    (pair,) = page.ask("held_out", run="edit")
+    names = [str(before / "new_0.png"), str(before / "new_1.png")]
+    assert (pair["caption"], [one["name"] for one in pair["references"]]) == ("a hat of TOK", names)
+    assert all(Path(one["image"].partition("file=")[2]).is_file() for one in pair["references"])
+    assert page.draw(*names) is None
+    assert page.requests[0].references == tuple(names)
+    assert page.draw(str(before / "00.png")) == "reference: this image is no longer kept; choose its file again"
+
+
+def test_a_run_without_held_out_pairs_offers_none(page: Page) -> None:
+    assert page.ask("drawings", run="edit")["has_held_out"] is False
+    assert page.ask("held_out", run="edit") == []
 
 
 def test_a_sample_is_answered_with_what_went_in_and_nothing_of_elsewhere(page: Page, tmp_path: Path) -> None:

@@ -695,7 +695,7 @@ class _Scanner:
     def _completed(self, caption: str, prefix: str, is_own: bool) -> str:
         """A caption with the folder's prefix, and with the trigger filled in."""
         caption = " ".join(filter(None, (prefix.strip(), caption)))
-        return _with_trigger(caption, self.cfg.trigger) if is_own else caption
+        return with_trigger(caption, self.cfg.trigger) if is_own else caption
 
     def _captions(self, path: Path, row: Row | None, of_folder: str) -> tuple[str, ...] | None:
         """All captions of an image, at least one; None where they have a problem, which is collected.
@@ -980,7 +980,8 @@ def too_long(size: int) -> str:
     return f"{size} bytes are too many for a caption, the limit is {MAX_CAPTION}; shorten or remove it"
 
 
-def _with_trigger(caption: str, trigger: str) -> str:
+def with_trigger(caption: str, trigger: str) -> str:
+    """Return a caption with the trigger in place of [trigger], else in front where it does not hold it."""
     if not trigger:
         return caption
     if has_trigger_place(caption):
