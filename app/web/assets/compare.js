@@ -123,7 +123,7 @@ function samples(runs, rows) {
 
 function sample(cell, run, pair) {
   if (!cell) return h('span.missing', {}, 'no sample');
-  const caption = h('small', {}, `step ${studio.count(cell.step)}`);
+  const caption = [h('small', {}, `step ${studio.count(cell.step)}`), studio.references(cell.references)];
   if (cell.text !== undefined)
     return [h('pre.written', { tabIndex: 0, 'aria-label': `Sample of ${run.label}` }, cell.text), caption];
   if (cell.problem) return [h('span.missing', { title: cell.problem }, 'file is missing'), caption];

@@ -17,6 +17,7 @@ export function drawPair() {
   parts.share.setAttribute('aria-valuetext', `${parts.share.value} % ${stepWord(from)}, the rest ${stepWord(to)}`);
   studio.say(parts.facts,
     `${row.prompt} · ${stepWord(from)} and ${stepWord(to)} · seed ${current.data.seed}, prompt ${row.index + 1}`);
+  studio.fill(parts.references, row.references, () => [studio.references(row.references)]);
   setRange(parts.leftRange, current.left, last(), stepWord(from));
   studio.say(parts.leftLabel, `Left side: ${stepWord(from)}`);
   studio.fill(parts.prompts, current.data.rows.map(rowKey), () => current.data.rows.map((other, at) => h('button', {

@@ -325,7 +325,7 @@ function buildScrub() {
 
 function buildPair() {
   Object.assign(parts, { leftSide: h('div.a'), rightSide: h('div.b'), leftWord: h('em.l'), rightWord: h('em.r'),
-    facts: h('p.sm'), prompts: h('div.prompts'), leftLabel: h('span.l'),
+    facts: h('p.sm'), references: h('div'), prompts: h('div.prompts'), leftLabel: h('span.l'),
     save: h('a.btn#samples-save', { download: '', hidden: true }),
     share: h('input#samples-share',
       { type: 'range', min: 0, max: 100, value: 50, 'aria-label': 'Share of the left sample', oninput: event => {
@@ -337,7 +337,7 @@ function buildPair() {
   parts.slide = h('div.slide', { style: { '--x': '50%' } }, parts.leftSide, parts.rightSide, parts.share, h('u'),
     parts.leftWord, parts.rightWord);
   return h('section.card.pair#samples-pair', { 'aria-label': 'Two steps of one prompt' },
-    h('div', {}, parts.slide, parts.facts),
+    h('div', {}, parts.slide, parts.facts, parts.references),
     h('div.choice', {}, h('label', {}, parts.leftLabel, parts.leftRange), parts.prompts, parts.save));
 }
 

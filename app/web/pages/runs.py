@@ -14,6 +14,7 @@ from app.runs.run_comparison import MOST_COMPARED
 from app.runs.run_table import Summaries
 from app.studio import Studio
 from app.web.answers import Calls
+from app.web.pages.results import references_shown
 from app.web.served_files import address
 from trainer.run.events import SampleEvent
 from trainer.run.folder import RunDir, is_run
@@ -151,6 +152,8 @@ def _cell(studio: Studio, view: RunView, sample: SampleEvent | None) -> dict[str
     if sample is None:
         return None
     facts: dict[str, Any] = {"step": sample.step, "prompt": sample.prompt}
+    if sample.references:
+        facts["references"] = references_shown(studio, RunDir(view.path), sample.references)
     if sample.kind.is_text:
         return facts | {"text": sample.text}
     if not sample.picture:

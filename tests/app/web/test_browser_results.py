@@ -188,6 +188,12 @@ def test_samples_are_shown_with_what_went_in(page: Page, edit: RunDir):
     until_so(page, lambda: shown.evaluate_all("all => all.map(one => one.naturalWidth)") == [96, 96])
     captions = page.locator("#samples-rows .references figcaption").all_inner_texts()
     assert captions == ["reference", "reference"]
+    page.locator("#samples-view button[data-view=pair]").click()
+    pair = page.locator("#samples-pair .references img")
+    until_so(page, lambda: pair.evaluate_all("all => all.map(one => one.naturalWidth)") == [96])
+    first = pair.get_attribute("src")
+    page.locator("#samples-pair .prompts button").nth(1).click()
+    until_so(page, lambda: pair.get_attribute("src") != first)
 
 
 def start_drawing(page: Page, prompt: str, **fields: str) -> Locator:

@@ -15,7 +15,7 @@ from PIL import Image
 from app.data.upload.given_references import KEPT_S, MOST_KEPT, MOST_SENT, GivenReferences
 from app.studio import Studio
 from app.web.answers import answering
-from app.web.pages import results, samples
+from app.web.pages import results, runs, samples
 from tests.app.browser import recorded
 from tests.runs import make_pictures
 from trainer.run.drawings import DrawingRequest
@@ -118,6 +118,14 @@ def test_a_sample_is_answered_with_what_went_in_and_nothing_of_elsewhere(page: P
     rows = answering([samples.calls(page.studio)])["samples_list"]({"name": "edit"})["value"]["rows"]
     shown = {row["prompt"]: [bool(one) for one in row["references"]] for row in rows}
     assert shown == {"a": [True, False, False], "as a fox": [], "as a cat": []}
+
+
+def test_compared_samples_are_answered_with_what_went_into_each(page: Page) -> None:
+    page.sampled(0, copied(page.run, "reference-a-1.png", "red"))
+    recorded(page.studio.runs, "plain", sample__prompts=["a"])
+    compare = answering([runs.calls(page.studio)])["compare_show"]
+    (row,) = compare({"runs": ["edit", "plain"]})["value"]["samples"]
+    assert [list(map(bool, cell.get("references", ()))) for cell in row["cells"]] == [[True], []]
 
 
 def test_a_given_image_is_decoded_and_written_anew(page: Page) -> None:
