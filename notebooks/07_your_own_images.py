@@ -236,7 +236,26 @@ notebook.gallery(notebook.samples(run))
 # ## With a model of your own
 #
 # Everything above is the same for a published model: take its preset, download what it names, and set `data.path` and
-# `data.trigger`. A few dozen images are usual for one subject or one look. Then:
+# `data.trigger`. These are all families of image models. For a model without a preset, take one of its family, and set
+# `model.path` and `model.options.architecture`. Some models make an image from others, their references.
+
+# %%
+from trainer.config import presets
+
+own: dict[str, list[str]] = {}
+for name, file in presets.find_presets(RUNS / "presets").items():
+    own.setdefault(notebook.config(file).config.model.family, []).append(name)
+notebook.Table(
+    ["family", "models", "references", "presets"],
+    [
+        [family, ", ".join(known.architectures), "yes" if known.reads_references else "", ", ".join(names)]
+        for family, names in sorted(own.items())
+        if (known := families.of(family)).trains_on == "images"
+    ],
+)
+
+# %% [markdown]
+# A few dozen images are usual for one subject or one look. Then:
 #
 # - look at the samples of the first few hundred steps, not only at the loss;
 # - if samples copy your images, train shorter, or with a smaller `adapter.rank`, or add images;

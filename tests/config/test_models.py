@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 
 import pytest
 
+from trainer.config.families import FACTS
 from trainer.config.load import load_config
 from trainer.config.models import captioners, downloadable, published_models
 from trainer.config.sections import HUB_ID, MODEL_WORDS
@@ -26,6 +28,11 @@ def test_every_hub_id_that_a_preset_trains_is_known(preset):
 def test_every_known_model_is_trained_by_a_preset():
     trained = {load_config(preset).config.model.path for preset in FILES}
     assert set(published_models()) <= trained
+
+
+def test_every_family_has_a_preset():
+    """Notebook 7 lists the families of images by their presets."""
+    assert {load_config(preset).config.model.family for preset in FILES} == set(json.loads(FACTS.read_text()))
 
 
 @pytest.mark.parametrize("preset", FILES, ids=lambda file: file.stem)

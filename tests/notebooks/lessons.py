@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.notebooks.execution import Answers, execute
+from trainer.config.families import FACTS
 
 MOST_BYTES = 500_000
 """Of a notebook that is saved with its outputs."""
@@ -26,6 +28,11 @@ class Lesson:
 
 
 FINISHED = "The run has finished"
+IMAGE_FAMILIES = [
+    rf"\s{name}\s+{re.escape(', '.join(known['architectures']))}\s"
+    for name, known in json.loads(FACTS.read_text()).items()
+    if known["trains_on"] == "images"
+]
 
 LESSONS = {
     "01_quickstart": Lesson(
@@ -120,6 +127,7 @@ LESSONS = {
             r"all buckets: 48 x 80, 64 x 64, 80 x 48",
             FINISHED,
             r"step 0 .* step 12 ",
+            *IMAGE_FAMILIES,
         ),
     ),
     "08_language_models": Lesson(
