@@ -56,6 +56,43 @@ def test_an_example_of_each_trainer_becomes_this_config_with_this_list(name: str
     assert "\n".join([*lines(found), "", found.text]) == (FOREIGN / name).with_suffix(".expected").read_text()
 
 
+@pytest.mark.parametrize(
+    ("samples", "prompts", "references", "whys"),
+    [
+        (
+            ["a hat --ctrl_img in/a.png --w 512 --seed 3", {"prompt": "a cat -- sits", "ctrl_img_1": "/in/b.png"}],
+            ["a hat", "a cat -- sits"],
+            ["/home/me/in/a.png", "/in/b.png"],
+            ["settings of single prompts are left out, since samples share theirs"],
+        ),
+        (
+            [{"prompt": "a hat", "ctrl_img_1": "1.png", "ctrl_img_2": "2.png"}, {"prompt": ""}],
+            ["a hat"],
+            ["/home/me/1.png"],
+            ["the first image of each prompt"],
+        ),
+        (
+            ["a hat", "a cat --ctrl_img b.png"],
+            ["a hat", "a cat"],
+            None,
+            ["no image to change is taken, since some prompts have none"],
+        ),
+        (["a hat", "a cat"], ["a hat", "a cat"], None, []),
+    ],
+)
+def test_images_behind_prompts_of_ai_toolkit_are_the_references_of_samples(
+    samples: list[object], prompts: list[str], references: list[str] | None, whys: list[str]
+) -> None:
+    model = {"name_or_path": "black-forest-labs/FLUX.1-Kontext-dev", "arch": "flux_kontext"}
+    process = {"network": {"type": "lora"}, "model": model, "sample": {"samples": samples}}
+    job = {"job": "extension", "config": {"name": "edits", "process": [process]}}
+    found = imported({"x.yaml": yaml.safe_dump(job)}, FOLDER)
+    sample = yaml.safe_load(found.text)["sample"]
+    assert (sample["prompts"], sample.get("references")) == (prompts, references)
+    told = [line.partition("; ")[2] for line in lines(found) if "sample.samples -> " in line]
+    assert list(filter(None, told)) == whys
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_what_was_imported_loads_and_passes_every_check_that_needs_no_files(name: str, tmp_path: Path) -> None:
     found = example(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,9 @@ from trainer.config.foreign.table import (
     switch,
     word,
 )
+
+CONTROLS = ("ctrl_img", "ctrl_img_1", "ctrl_img_2", "ctrl_img_3")
+"""Images that a sample is made from."""
 
 
 def _part(tree: Any) -> Part | None:
@@ -97,6 +101,30 @@ def _sample_size(value: Any, given: Given) -> list[Any]:
     return [number(given.get(f"sample.{key}", 512)) for key in ("width", "height")]
 
 
+def _prompts(samples: list[Any], given: Given) -> dict[str, Changed]:
+    """Prompts and the images that they change. Settings stand behind a text, as in `a cat --ctrl_img before.png`."""
+    rows: list[dict[str, Any]] = []
+    for sample in samples:
+        if isinstance(sample, dict):
+            rows.append(sample)
+            continue
+        text, *settings = re.split(r"\s+--(?=\w)", str(sample))
+        named = (one.partition(" ") for one in settings)
+        rows.append({"prompt": text.strip(), **{name: value.strip() for name, _, value in named}})
+    rows = [row for row in rows if row.get("prompt")]
+    images = [[str(row[name]) for name in CONTROLS if row.get(name)] for row in rows]
+    whys = []
+    if any(row.keys() - {"prompt", *CONTROLS} for row in rows):
+        whys.append("settings of single prompts are left out, since samples share theirs")
+    if any(images) and not all(images):
+        whys.append("no image to change is taken, since some prompts have none")
+    found = {"sample.prompts": Changed([str(row["prompt"]) for row in rows], "; ".join(whys))}
+    if rows and all(images):
+        why = "the first image of each prompt" if any(own[1:] for own in images) else ""
+        found["sample.references"] = Changed([first for first, *_ in images], why)
+    return found
+
+
 FIELDS = {
     "name": To("name"),
     "trigger_word": To("data.trigger", empty_is_off),
@@ -146,8 +174,8 @@ FIELDS = {
     "sample.sample_every": To(
         "sample.every", lambda value, given: 0 if is_on(given.get("train.disable_sampling", False)) else number(value)
     ),
-    "sample.prompts": To("sample.prompts", words.prompts),
-    "sample.samples": To("sample.prompts", words.prompts),
+    "sample.prompts": To("sample.prompts", _prompts),
+    "sample.samples": To("sample.prompts", _prompts),
     "sample.neg": To("sample.negative", empty_is_off),
     "sample.width": To("sample.size", _sample_size),
     "sample.seed": To("sample.seed"),

@@ -241,9 +241,11 @@ class Conversion:
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, ZeroDivisionError):
             self._leave(key, f"its value is not one that {self._tool.name} writes")
             return []
-        if isinstance(meant, dict):
-            return [(field, one, "") for field, one in meant.items()]
-        return [(to.field, meant.value, meant.why) if isinstance(meant, Changed) else (to.field, meant, "")]
+        found = meant if isinstance(meant, dict) else {to.field: meant}
+        return [
+            (field, one.value, one.why) if isinstance(one, Changed) else (field, one, "")
+            for field, one in found.items()
+        ]
 
     def _put(self, key: str, field: str, value: Any, before: Any, why: str) -> None:
         if field == "data.resolutions" and len(value) == 1:
