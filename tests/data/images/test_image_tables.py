@@ -246,6 +246,15 @@ def test_a_column_that_is_missing_is_named_with_those_that_exist(tmp_path: Path)
     ]
 
 
+def test_columns_of_references_of_a_folder_of_images_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "0.png").write_bytes(encoded(COLOURS[0]))
+    (tmp_path / "0.txt").write_text("a", encoding="utf-8")
+    assert problems_of(data(tmp_path, reference_columns=["before"])) == [
+        f"data.path: {tmp_path}: a folder of images has no columns, but data.reference_columns names some; name a file "
+        "with these columns, or the images before the edit in data.references"
+    ]
+
+
 def test_a_tar_that_is_cut_short_is_named_wherever_it_is_cut(tmp_path: Path) -> None:
     members = {"a.png": encoded(COLOURS[0]), "a.txt": b"a", "b.png": encoded(COLOURS[1]), "b.txt": b"b"}
     whole = write_tar(tmp_path / "a.tar", members).read_bytes()

@@ -356,6 +356,12 @@ class _Scanner:
             self.findings.warnings += unread_files.of_tables(source.field, [file for file in files if file in others])
             return self._of_tables(source, tables)
         paths = self._paths(source, files)
+        has_others = self._references or self.cfg.pair_suffixes
+        if paths and self.cfg.reference_columns and source.is_own and not has_others:
+            self.findings.problems.append(
+                f"{source.field}: {source.root}: a folder of images has no columns, but data.reference_columns names "
+                "some; name a file with these columns, or the images before the edit in data.references"
+            )
         self._texts |= _text_files(files)
         before: dict[Path, Path] = {}
         if self.cfg.pair_suffixes and source.is_own:
