@@ -15,6 +15,7 @@ from trainer.launcher import preflight
 from trainer.models import families as kinds
 from trainer.models.recognition import refused
 from trainer.system.errors import InputError
+from trainer.weights.forms import READ
 
 IMAGES = [name for name in kinds.names() if kinds.get(name).trains_on == "images"]
 
@@ -88,9 +89,9 @@ def test_a_single_file_of_another_format_is_refused_with_those_that_are_read(suf
     file = tmp_path / f"model{suffix}"
     file.write_bytes(b"")
     for base in (None, str(tmp_path)):
-        assert reasons(family=family, path=str(file), base=base) == [
-            f"model.path: {file}: only .safetensors and .sft are read as single files; convert it, or name a folder"
-        ]
+        reason = "only .safetensors and .sft are read as single files; convert it, or name a folder"
+        expected = f"GGUF is not read; {READ}" if suffix == ".gguf" else reason
+        assert reasons(family=family, path=str(file), base=base) == [f"model.path: {file}: {expected}"]
 
 
 def test_a_file_in_place_of_the_base_folder_is_refused(tmp_path: Path):

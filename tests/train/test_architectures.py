@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from tests.benchmarks.architectures import plain_loss, write_model
 from tests.distributed import run_ranks
-from tests.models.common import batch_of, edit_json, model_of
+from tests.models.common import batch_of, model_of
 from tests.models.test_unknown_networks import folder_of as plain_folder
 from tests.runs import Outcome, alone, difference, make_run, text_config, train
 from trainer.config.schema import RunConfig
@@ -360,21 +360,6 @@ def test_a_model_without_routers_has_no_weight_for_them(root: Path) -> None:
         families.make(config_of(root, "llama", objective__router_weight=0.01), root / "cache")
     assert str(caught.value) == (
         "objective.router_weight: a LlamaForCausalLM has no routers that transformers balances; leave it out"
-    )
-
-
-def test_weights_in_a_coding_that_is_not_read_are_named(root: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(folder_of(root, "llama"), tmp_path / "coded"))
-    edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    stored = load_file(folder / "model.safetensors")
-    name = "model.layers.0.self_attn.q_proj"
-    stored[f"{name}.qweight"] = stored.pop(f"{name}.weight").int()
-    save_file(stored, folder / "model.safetensors")
-    with pytest.raises(InputError) as caught:
-        families.make(config_of(root, "llama", model__path=str(folder)), root / "cache").weights("language_model")
-    assert str(caught.value) == (
-        f"{folder}: the weights are stored in gptq, which is not read here; name the original model, or one in "
-        "bitsandbytes' 4 bits"
     )
 
 

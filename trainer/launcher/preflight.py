@@ -406,7 +406,8 @@ def _check_model(loaded: ConfigFile) -> None:
         chat_template.check_marks(named, tokens | set(model.options.new_tokens))
     loaded.refuse([*recognition.refused(model), *distilled.refused(model)])
     cfg = loaded.config
-    loaded.refuse([*recognition.without_row(model), *recognition.unread(cfg), *editing.refused(cfg)])
+    loaded.refuse([*recognition.unread_weights(model), *recognition.without_row(model)])
+    loaded.refuse([*recognition.unread(cfg), *editing.refused(cfg)])
 
 
 def _linked_companions(folder: Path) -> Iterator[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import DEMO, MODEL_WORDS, ModelConfig
 from trainer.system import files
 from trainer.system.errors import InputError, Problem
+from trainer.weights import forms
+from trainer.weights.headers import StoredTensor, read_header
 from trainer.weights.hub import find_folder
 
 MOST_BYTES = 2**20
 """A config is a few kilobytes; a longer file is left to the loader."""
 MOST_TOKENIZER_BYTES = 2**27
 """The largest published tokenizer.json has 33 MB."""
+_OTHER_FILE = "only .safetensors and .sft are read as single files; convert it, or name a folder"
 
 
 def refused(model: ModelConfig) -> Iterator[Problem]:
@@ -53,10 +56,8 @@ def wrong_files(model: ModelConfig) -> Iterator[Problem]:
             "set model.base to the diffusers folder of the model it was made from",
         )
     elif not model.is_single_file and os.path.isfile(model.path):
-        yield Problem(
-            "model.path",
-            f"{model.path}: only .safetensors and .sft are read as single files; convert it, or name a folder",
-        )
+        kind = "GGUF is not read; " + forms.READ if model.path.lower().endswith(".gguf") else _OTHER_FILE
+        yield Problem("model.path", f"{model.path}: {kind}")
     if model.base and os.path.isfile(model.base):
         yield Problem("model.base", f"{model.base}: a file; name the diffusers folder that model.path was made from")
 
@@ -85,6 +86,44 @@ def unread(cfg: RunConfig, folder: Path | None = None) -> Iterator[Problem]:
     for problem in families.unread("objective", cfg.objective, read):
         if problem.field in known.conditional_fields:
             yield problem
+
+
+def unread_weights(model: ModelConfig) -> Iterator[Problem]:
+    """Yield that a file of the model stores weights in a form that is not read. Reads the files' headers.
+
+    Raises:
+        InputError: A hub id is not on this machine, or a file is not a sound safetensors file.
+    """
+    known = families.of(model.family)
+    if known is None or model.path in MODEL_WORDS:
+        return
+    field, path = ("model.base", model.base) if model.base else ("model.path", model.path)
+    folder = find_folder(field, path)
+    unused = set(model.options.without)
+    if model.base:
+        yield from _unread_form("model.path", model.path, [Path(model.path)], {})
+        unused |= {name.rpartition("/")[0] for name in known.model_files}
+    for config in sorted([*folder.glob("config.json"), *folder.glob("*/config.json")]):
+        part = config.parent
+        if part == folder or part.name not in unused:
+            yield from _unread_form(field, str(part), forms.files_of(part), json_of(part, config.name))
+
+
+def _unread_form(field: str, named: str, paths: Iterable[Path], config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield that weights are in a form that is not read. named: the file or folder, for the message."""
+    tensors: dict[str, StoredTensor] = {}
+    described: dict[str, forms.LayerForm] = {}
+    for path in paths:
+        header = read_header(path)
+        tensors |= header.tensors
+        described |= forms.read_forms(path, header)
+    found = forms.unread(tensors, described)
+    method = forms.method_of(config)
+    if found:
+        key, form = found
+        yield Problem(field, forms.refusal(named, key, f"{form} ({method} by its config.json)" if method else form))
+    elif method and method not in forms.METHODS and (not tensors or forms.has_integers(tensors)):
+        yield Problem(field, f"{named}: the weights are in {method} by config.json, which is not read; {forms.READ}")
 
 
 def _reason(folder: Path, known: FamilyFacts) -> str:

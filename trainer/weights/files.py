@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from trainer.system.errors import InputError
 from trainer.system.files import read
-from trainer.weights.headers import read_header
+from trainer.weights.forms import LayerForm, read_forms, refusal, unread
+from trainer.weights.headers import PREFIXES, Header, read_header
 from trainer.weights.tensors import OpenFiles, TensorEntry, without_codings
 
-ORIGINAL_PREFIX = "model.diffusion_model."
+ORIGINAL_PREFIX = PREFIXES[0]
 """Prefix of the denoiser's names in original files that also hold other parts."""
 
 
@@ -35,12 +36,20 @@ class WeightFiles:
             rename: Key in the file -> name in the module, or None for a tensor that the module does not have.
 
         Raises:
-            InputError: A file is missing, truncated or not a safetensors file.
+            InputError: A file is missing, truncated or not a safetensors file, or stores weights in a form that is not
+                read.
         """
         stored: dict[str, TensorEntry] = {}
+        forms: dict[str, LayerForm] = {}
         for file in files:
-            stored |= {key: TensorEntry(file, key, *found) for key, found in _read_header(file).items()}
-        named = ((rename(key), entry) for key, entry in without_codings(stored).items())
+            header = _read_header(file)
+            stored |= {key: TensorEntry(file, key, *found) for key, found in header.tensors.items()}
+            forms |= read_forms(file, header)
+        refused = unread({key: (entry.shape, entry.dtype) for key, entry in stored.items()}, forms)
+        if refused:
+            key, form = refused
+            raise InputError(refusal(stored[key].file if key in stored else file, key, form))
+        named = ((rename(key), entry) for key, entry in without_codings(stored, forms).items())
         return cls({name: entry for name, entry in named if name is not None})
 
     def by_our_names(self, layout: Iterable[Fused], shapes: Mapping[str, tuple[int, ...]]) -> WeightFiles:
@@ -54,8 +63,9 @@ class WeightFiles:
         """
         renamed = {fused.name.removeprefix(ORIGINAL_PREFIX): fused for fused in layout}
         # Some original files also hold encoders; then only the denoiser's tensors have the prefix.
-        denoiser = {key: entry for key, entry in self.entries.items() if key.startswith(ORIGINAL_PREFIX)}
-        stored = {key.removeprefix(ORIGINAL_PREFIX): entry for key, entry in (denoiser or self.entries).items()}
+        prefix = next((prefix for prefix in PREFIXES if any(key.startswith(prefix) for key in self.entries)), "")
+        denoiser = {key: entry for key, entry in self.entries.items() if prefix and key.startswith(prefix)}
+        stored = {key.removeprefix(prefix): entry for key, entry in (denoiser or self.entries).items()}
         if not stored.keys() & (renamed.keys() - shapes.keys()):
             return WeightFiles(stored) if denoiser else self
         entries = {name: entry for name, entry in stored.items() if name not in renamed}
@@ -201,12 +211,12 @@ def safetensors_in(folder: Path, stem: str) -> list[Path]:
     raise InputError(f"{folder}: neither {stem}.safetensors nor {index.name}; expected the weights of this component")
 
 
-def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Read {key: (shape, dtype)} of a file whose types, shapes and offsets agree, and leave no byte over."""
-    tensors = read_header(file)
+def _read_header(file: Path) -> Header:
+    """Read the header of a file whose types, shapes and offsets agree, and leave no byte over."""
+    header = read_header(file)
     try:
         with safe_open(file, "pt"):
             pass
     except SafetensorError as error:
         raise InputError(f"{file}: not a sound safetensors file ({error}); convert or download it again") from error
-    return tensors
+    return header

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trainer.system.errors import InputError
 from trainer.system.files import first_problem
+from trainer.weights.forms import NOT_READ, SCALES, LayerForm
 
 VERSION = 1
 """Version of the reading: raise it when equal files are to give other numbers."""
@@ -100,8 +101,8 @@ class TensorEntry:
     def rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
         """Read rows `begin` to `end`."""
         if self.transposed:
-            columns: Tensor = files.slice(self.file, self.key)[:, self.start + begin : self.start + end]
-            return columns.T
+            columns = slice(self.start + begin, self.start + end)
+            return self._stored_rows(files, 0, self._num_rows(files))[:, columns].T
         if self.flattened:
             width = math.prod(self.shape[1:])
             first, last = (width * (self.start + row) for row in (begin, end))
@@ -155,35 +156,44 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledEntry(TensorEntry):
-    """8-bit floats with one scale, which is a tensor of its own."""
+    """Codes of 8 bits with one scale, or with one for each row, which is a tensor of its own.
+
+    Attributes:
+        scale_entry: One number, or (rows,) or (rows, 1).
+        rotated: Numbers of a row that were rotated together before they became codes; 1 for none.
+    """
 
     scale_entry: TensorEntry
-
-    def rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
-        return super().rows(files, begin, end).float() * self._factor(files)
+    rotated: int = 1
 
     def rows_of_matrix(self, files: OpenFiles, index: int, begin: int, end: int) -> Tensor:
-        return super().rows_of_matrix(files, index, begin, end).float() * self._factor(files)
+        return super().rows_of_matrix(files, index, begin, end).float() * float(self.scale_entry.whole(files))
 
     def scale(self, files: OpenFiles) -> float | None:
-        return self._factor(files) if self.dtype == "F8_E4M3" else None
-
-    def _factor(self, files: OpenFiles) -> float:
-        return float(self.scale_entry.whole(files))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowScaledEntry(TensorEntry):
-    """A matrix of 8-bit floats with a scale for each row: a tensor of its own, (rows,) or (rows, 1)."""
-
-    scale_entry: TensorEntry
+        is_one = math.prod(self.scale_entry.shape) == 1
+        return float(self.scale_entry.whole(files)) if is_one and self.dtype == "F8_E4M3" else None
 
     def _stored_rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
-        scales: Tensor = files.slice(self.scale_entry.file, self.scale_entry.key)[begin:end]
-        return super()._stored_rows(files, begin, end).float() * scales.float().view(-1, 1)
+        codes = super()._stored_rows(files, begin, end).float()
+        if self.rotated > 1:
+            codes = _unrotated(codes, self.rotated)
+        if math.prod(self.scale_entry.shape) == 1:
+            return codes * float(self.scale_entry.whole(files))
+        return codes * self.scale_entry.rows(files, begin, end).float().view(-1, 1)
 
-    def scale(self, files: OpenFiles) -> float | None:
-        return None
+
+def _unrotated(codes: Tensor, group: int) -> Tensor:
+    """Undo ComfyUI's ConvRot of rows of codes: multiply `group` numbers at a time by a matrix that is its own inverse.
+
+    It is a Kronecker power of [[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]] / 2, by which four numbers
+    become their sum less twice each of them. The sums of codes are exact, with any number of rows at a time.
+    """
+    shape, step = codes.shape, 1
+    while step < group:
+        fours = codes.reshape(-1, 4, step)
+        codes = fours.sum(dim=1, keepdim=True) - 2 * fours.flip(1)
+        step *= 4
+    return codes.reshape(shape) / math.sqrt(group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,19 +324,20 @@ class ReducedEntry(TensorEntry):
 
 
 _ITEM_BYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "BF16": 2, "F16": 2, "F32": 4}
-_FP8 = ("F8_E4M3", "F8_E5M2")
 _BITSANDBYTES = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(?P<kind>nf4|fp4)")
-_SCALES = (".weight_scale", ".scale_weight")
-_NOT_READ = (".input_scale", ".scale_input", ".comfy_quant")
-"""Stored with 8-bit weights: scales of the activations, which are not quantized here, and the name of the format."""
 
 
-def without_codings(stored: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def without_codings(stored: Mapping[str, TensorEntry], forms: Mapping[str, LayerForm]) -> dict[str, TensorEntry]:
     """The tensors of a model, each as it is to be read: scales and tables become part of the entries that they decode.
 
-    Raises InputError for an unknown coding.
+    Args:
+        stored: Tensors of which none is in a form that is not read.
+        forms: ComfyUI's descriptions of some layers.
+
+    Raises:
+        InputError: Weights in bitsandbytes' 4 bits are damaged.
     """
-    parts: set[str] = {key for key in stored if key.endswith(_NOT_READ) or key.rpartition(".")[2] == "scaled_fp8"}
+    parts: set[str] = {key for key in stored if key.endswith(NOT_READ) or key.rpartition(".")[2] == "scaled_fp8"}
     coded: dict[str, TensorEntry] = {}
     for key, entry in stored.items():
         found = _BITSANDBYTES.fullmatch(key)
@@ -334,42 +345,12 @@ def without_codings(stored: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]
             weight = found["weight"]
             coded[weight] = _four_bits(stored, weight, entry)
             parts |= {other for other in stored if other.startswith(f"{weight}.")}
-        elif key.endswith(_SCALES):
-            weight = f"{key.rpartition('.')[0]}.weight"
-            coded[weight] = _scaled(stored, weight, entry)
+        elif key.endswith(SCALES):
+            layer = key.rpartition(".")[0]
+            codes, rotated = stored[f"{layer}.weight"], forms[layer].rotated if layer in forms else 1
+            coded[f"{layer}.weight"] = ScaledEntry(**vars(codes), scale_entry=entry, rotated=rotated)
             parts.add(key)
-        elif _is_unknown_scale(key, stored):
-            raise InputError(
-                f"{entry.file}: '{key}' {list(entry.shape)} scales 8-bit floats in a way that is not read here; name "
-                "the original model, or a file in fp8 with one scale per layer or row"
-            )
-        elif key.endswith((".SCB", ".weight_format")):
-            raise InputError(
-                f"{entry.file}: '{key}' belongs to weights in bitsandbytes' 8 bits, which are not read here; "
-                "name the original model, or one in 4 bits (nf4)"
-            )
     return {key: coded.get(key, entry) for key, entry in stored.items() if key not in parts}
-
-
-def _is_unknown_scale(key: str, stored: Mapping[str, TensorEntry]) -> bool:
-    """Whether it scales a weight in 8-bit floats, which must not be read without it."""
-    layer, _, name = key.rpartition(".")
-    weight = stored.get(f"{layer}.weight")
-    return "scale" in name and not key.endswith(_NOT_READ) and weight is not None and weight.dtype in _FP8
-
-
-def _scaled(stored: Mapping[str, TensorEntry], weight: str, scale: TensorEntry) -> TensorEntry:
-    entry = stored.get(weight)
-    if entry is not None and entry.dtype in _FP8:
-        if scale.shape in ((), (1,)):
-            return ScaledEntry(**vars(entry), scale_entry=scale)
-        if len(entry.shape) == 2 and scale.shape in (entry.shape[:1], (entry.shape[0], 1)):
-            return RowScaledEntry(**vars(entry), scale_entry=scale)
-    kind = f"{entry.dtype} {list(entry.shape)}" if entry else "missing"
-    raise InputError(
-        f"{scale.file}: '{scale.key}' {list(scale.shape)} scales '{weight}' ({kind}); only 8-bit floats with one "
-        "scale per layer or row are read: name the original model, or a file in fp8"
-    )
 
 
 class _State(BaseModel):

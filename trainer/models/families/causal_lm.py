@@ -371,17 +371,7 @@ class CausalLM(TextFamily):
     @cached_property
     def _stored(self) -> StoredNames:
         files = safetensors_in(self.folder, TRANSFORMERS_STEM)
-        try:
-            return read_names(self._empty, files, self._whole, self._transposed)
-        except InputError as error:
-            stored = self._folder.read("config.json").get("quantization_config") or {}
-            coding = str(stored.get("quant_method", "bitsandbytes"))
-            if coding == "bitsandbytes":
-                raise
-            raise InputError(
-                f"{self.folder}: the weights are stored in {coding}, which is not read here; name the original model, "
-                "or one in bitsandbytes' 4 bits"
-            ) from error
+        return read_names(self._empty, files, self._whole, self._transposed)
 
     @cached_property
     def _whole(self) -> Any:
