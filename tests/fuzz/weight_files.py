@@ -1,4 +1,4 @@
-"""safetensors files: adapters of all kinds and a denoiser, damaged in their headers and their bytes."""
+"""safetensors files: adapters of all kinds and layers in 8 bits, damaged in their headers and their bytes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
+from safetensors.torch import save
 
 from tests.adapters.examples import KINDS as ADAPTERS
 from tests.adapters.examples import cached_example
 from tests.fuzz import target
 from tests.fuzz.target import CHANGES, ODD_BYTES, Target, changed, refusals
+from tests.weights.comfy import FORMS, described, description, stored
 from trainer.weights.files import WeightFiles, read_tensor
 
 NUM_LAYERS = 2
@@ -52,6 +55,10 @@ def _prepared(folder: Path) -> Iterator[Callable[[Any], None]]:
             path.parent.mkdir(parents=True, exist_ok=True)
             file.write(path, {"modelspec.title": "x"})
             whole.append(path.read_bytes())
+    for form in FORMS:
+        tensors, _ = stored("diffusion_model.a", torch.linspace(-1, 1, 2048).view(8, 256), form)
+        metadata = {"_quantization_metadata": json.dumps({"layers": {"a": description(form)}})}
+        whole += [save(tensors | described("diffusion_model.a", form)), save(tensors, metadata)]
 
     def answer(value: Any) -> None:
         place, (kind, change) = value

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from trainer.config import families
 from trainer.config.load import load_config_text
@@ -62,6 +64,17 @@ def test_a_folder_of_another_family_is_refused_by_the_preflight_with_the_class_t
     text = f"model: {{family: {family}, path: {tmp_path}}}\ndata: {{path: {tmp_path}}}\n"
     with pytest.raises(InputError, match=r"transformer/config\.json describes a PixArtTransformer2DModel, not a "):
         preflight.check_machine(load_config_text(text, (), tmp_path / "run.yaml"))
+
+
+def test_weights_in_a_form_that_is_not_read_are_refused_by_the_preflight(tmp_path: Path):
+    family = IMAGES[-1]
+    base = kinds.get(family)(ModelConfig(family=family, path="tiny"), ObjectiveConfig(), tmp_path / "cache").folder
+    file = tmp_path / "single.safetensors"
+    save_file({"a.weight": torch.zeros(2, 2).byte(), "a.weight_scale_2": torch.ones(1)}, file)
+    text = f"model: {{family: {family}, path: {file}, base: {base}}}\ndata: {{path: {tmp_path}}}\n"
+    with pytest.raises(InputError) as caught:
+        preflight.check_machine(load_config_text(text, (), tmp_path / "run.yaml"))
+    assert f"model.path: {file}: 'a.weight_scale_2' is stored as nvfp4, which is not read; {READ}" in str(caught.value)
 
 
 @pytest.mark.parametrize("damage", ["", "[", "[]", '{"_class_name": 5}', "[" * 100_000, "\udc80"])

@@ -16,7 +16,7 @@ from trainer.config.sections import ModelConfig
 from trainer.models.recognition import unread_weights
 from trainer.system.errors import InputError
 from trainer.weights.files import Fused, WeightFiles, read_tensor
-from trainer.weights.forms import READ
+from trainer.weights.forms import READ, ROTATIONS
 from trainer.weights.tensors import OpenFiles
 
 INT8 = torch.zeros(4, 16, dtype=torch.int8)
@@ -26,7 +26,7 @@ BYTES = INT8.to(torch.uint8)
 
 @pytest.fixture
 def weight() -> Tensor:
-    return torch.randn(48, 512, generator=torch.Generator().manual_seed(1)) * 0.02
+    return torch.randn(48, 1024, generator=torch.Generator().manual_seed(1)) * 0.02
 
 
 @pytest.mark.parametrize("place", ["tensor", "header", "header without prefix"])
@@ -43,13 +43,13 @@ def test_a_layer_of_comfyui_is_read_as_comfyui_reads_it(tmp_path: Path, weight: 
     files = WeightFiles.read([tmp_path / "model.safetensors"])
     assert sorted(files.entries) == ["model.diffusion_model.norm.weight", "model.diffusion_model.qk.weight"]
     parts = (("q.weight", 16), ("k.weight", 32))
-    shapes = {name: (rows, 512) for name, rows in parts} | {"norm.weight": (48,)}
+    shapes = {name: (rows, 1024) for name, rows in parts} | {"norm.weight": (48,)}
     entries = files.by_our_names([Fused("qk.weight", tuple(name for name, _ in parts))], shapes).entries
     assert torch.equal(torch.cat([read_tensor(entries[name]) for name, _ in parts]), expected)
     assert torch.equal(entries["k.weight"].rows(OpenFiles(), 5, 6), expected[21:22])
 
 
-@pytest.mark.parametrize("group", [4, 16, 64, 256])
+@pytest.mark.parametrize("group", ROTATIONS)
 def test_rows_that_were_rotated_are_near_the_weight_that_they_were_made_of(
     tmp_path: Path, weight: Tensor, group: int
 ) -> None:
@@ -68,7 +68,7 @@ def test_a_weight_whose_rows_are_columns_in_the_file_is_decoded_before_it_is_tur
     tensors, expected = stored("theirs", weight, form)
     save_file(tensors | described("theirs", form), tmp_path / "model.safetensors")
     layout = [Fused("theirs.weight", ("ours.weight",), transposed=True)]
-    files = WeightFiles.read([tmp_path / "model.safetensors"]).by_our_names(layout, {"ours.weight": (512, 48)})
+    files = WeightFiles.read([tmp_path / "model.safetensors"]).by_our_names(layout, {"ours.weight": (1024, 48)})
     assert torch.equal(files.entries["ours.weight"].rows(OpenFiles(), 7, 300), expected.T[7:300])
 
 
@@ -144,13 +144,29 @@ def test_a_form_that_is_not_read_is_named_with_those_that_are(
     assert str(caught.value) == sentence
 
 
+@pytest.mark.slow
+def test_what_bitsandbytes_and_torchao_write_today_is_named(tmp_path: Path) -> None:
+    import bitsandbytes
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    layer = bitsandbytes.nn.Linear8bitLt(64, 32, has_fp16_weights=False).to("cpu")
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    quantize_(plain, Int8WeightOnlyConfig())
+    written = {"bitsandbytes' int8": (layer.state_dict(), {}), "torchao": flatten_tensor_state_dict(plain.state_dict())}
+    for form, (tensors, metadata) in written.items():
+        save_file({f"a.{name}": tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "a", metadata)
+        with pytest.raises(InputError, match=f" is stored as {form}, which is not read; name the original model"):
+            WeightFiles.read([tmp_path / "a"])
+
+
 def test_the_scale_of_a_weight_may_lie_in_another_file_of_the_model(tmp_path: Path, weight: Tensor) -> None:
     tensors, expected = stored("a", weight, "int8-rows")
     paths = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
     save_file({"a.weight": tensors["a.weight"]}, paths[0])
     save_file({"a.weight_scale": tensors["a.weight_scale"]}, paths[1])
     assert torch.equal(read_tensor(WeightFiles.read(paths).entries["a.weight"]), expected)
-    with pytest.raises(InputError, match=r"one\.safetensors: 'a\.weight' is stored as I8 \[48, 512\] without scales"):
+    with pytest.raises(InputError, match=r"one\.safetensors: 'a\.weight' is stored as I8 \[48, 1024\] without scales"):
         WeightFiles.read(paths[:1])
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ MOST_BYTES = 2**20
 """A config is a few kilobytes; a longer file is left to the loader."""
 MOST_TOKENIZER_BYTES = 2**27
 """The largest published tokenizer.json has 33 MB."""
+_COMPONENT_FILE = re.compile(r"(diffusion_pytorch_model|model)(-\d+-of-\d+)?\.safetensors")
+"""The names that diffusers and transformers give the files of a component; others in its folder are not read."""
 _OTHER_FILE = "only .safetensors and .sft are read as single files; convert it, or name a folder"
 
 
@@ -106,7 +109,8 @@ def unread_weights(model: ModelConfig) -> Iterator[Problem]:
     for config in sorted([*folder.glob("config.json"), *folder.glob("*/config.json")]):
         part = config.parent
         if part == folder or part.name not in unused:
-            yield from _unread_form(field, str(part), forms.files_of(part), json_of(part, config.name))
+            paths = [file for file in sorted(part.glob("*.safetensors")) if _COMPONENT_FILE.fullmatch(file.name)]
+            yield from _unread_form(field, str(part), paths, json_of(part, config.name))
 
 
 def _unread_form(field: str, named: str, paths: Iterable[Path], config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -117,8 +121,9 @@ def _unread_form(field: str, named: str, paths: Iterable[Path], config: Mapping[
         header = read_header(path)
         tensors |= header.tensors
         described |= forms.read_forms(path, header)
-    found = forms.unread(tensors, described)
-    method = forms.method_of(config)
+    found = next(forms.unread(tensors, described), None)
+    named_by_config = config.get("quantization_config")
+    method = str(named_by_config.get("quant_method", "")) if isinstance(named_by_config, Mapping) else ""
     if found:
         key, form = found
         yield Problem(field, forms.refusal(named, key, f"{form} ({method} by its config.json)" if method else form))

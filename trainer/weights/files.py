@@ -45,9 +45,7 @@ class WeightFiles:
             header = _read_header(file)
             stored |= {key: TensorEntry(file, key, *found) for key, found in header.tensors.items()}
             forms |= read_forms(file, header)
-        refused = unread({key: (entry.shape, entry.dtype) for key, entry in stored.items()}, forms)
-        if refused:
-            key, form = refused
+        for key, form in unread({key: (entry.shape, entry.dtype) for key, entry in stored.items()}, forms):
             raise InputError(refusal(stored[key].file if key in stored else file, key, form))
         named = ((rename(key), entry) for key, entry in without_codings(stored, forms).items())
         return cls({name: entry for name, entry in named if name is not None})

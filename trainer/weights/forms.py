@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ NOT_READ = (".input_scale", ".scale_input", ".comfy_quant")
 FP8 = ("F8_E4M3", "F8_E5M2")
 PACKED = ("I8", "U8", "I16", "U16", "I32", "U32", "F4", "F8_E8M0", *FP8)
 """Types of codes, which are numbers of the model only together with scales; fp8 may be without."""
+ROTATIONS = (4, 16, 64, 256, 1024)
+"""Numbers that are rotated together: powers of four, of which ComfyUI takes 256."""
 METHODS = ("bitsandbytes", "compressed-tensors")
 """Values of `quant_method` in a config.json, some of whose integers are read."""
 COMFY = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
@@ -102,25 +104,9 @@ def _form(described: Mapping[str, Any]) -> LayerForm:
     return LayerForm.model_validate({**(described.get("params") or {}), **described})
 
 
-def unread(tensors: Mapping[str, StoredTensor], forms: Mapping[str, LayerForm]) -> tuple[str, str] | None:
-    """Find (a tensor, the name of its form) that is not read; None where all are.
-
-    Args:
-        tensors: Those of a component, which may lie in several files.
-        forms: ComfyUI's descriptions of its layers.
-    """
-    return next(_unread(tensors, forms), None)
-
-
 def refusal(file: object, key: str, form: str) -> str:
     """Say that a form is not read, and which are."""
     return f"{file}: '{key}' is stored as {form}, which is not read; {READ}"
-
-
-def method_of(config: Mapping[str, Any]) -> str:
-    """The method of quantization that a component's config.json names; empty if none."""
-    named = config.get("quantization_config")
-    return str(named.get("quant_method", "")) if isinstance(named, Mapping) else ""
 
 
 def has_integers(tensors: Mapping[str, StoredTensor]) -> bool:
@@ -128,7 +114,13 @@ def has_integers(tensors: Mapping[str, StoredTensor]) -> bool:
     return any(len(shape) > 1 and dtype in PACKED and dtype not in FP8 for shape, dtype in tensors.values())
 
 
-def _unread(tensors: Mapping[str, StoredTensor], forms: Mapping[str, LayerForm]) -> Iterator[tuple[str, str]]:
+def unread(tensors: Mapping[str, StoredTensor], forms: Mapping[str, LayerForm]) -> Iterator[tuple[str, str]]:
+    """Yield (a tensor, the name of its form) for tensors that are not read; the first says most.
+
+    Args:
+        tensors: Those of a component, which may lie in several files.
+        forms: ComfyUI's descriptions of its layers.
+    """
     for layer, form in forms.items():
         if form.format not in COMFY:
             yield f"{layer}.weight", f"ComfyUI's {form.format}"
@@ -167,12 +159,4 @@ def _is_read(weight: StoredTensor, scales: StoredTensor, form: LayerForm | None)
     if math.prod(scales[0]) != 1 and scales[0] not in rows:
         return False
     group = form.rotated if form else 1
-    # A power of four, for which the rotation is defined.
-    fits = group.bit_count() == 1 and group.bit_length() % 2 == 1
-    return group == 1 or (fits and len(shape) == 2 and shape[1] % group == 0)
-
-
-def files_of(folder: Path) -> Iterable[Path]:
-    """The safetensors files that a component's folder has under the names of diffusers and transformers."""
-    names = re.compile(r"(diffusion_pytorch_model|model)(-\d+-of-\d+)?\.safetensors")
-    return (file for file in sorted(folder.glob("*.safetensors")) if names.fullmatch(file.name))
+    return group == 1 or (group in ROTATIONS and len(shape) == 2 and shape[1] % group == 0)

@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -176,24 +176,21 @@ class ScaledEntry(TensorEntry):
     def _stored_rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
         codes = super()._stored_rows(files, begin, end).float()
         if self.rotated > 1:
-            codes = _unrotated(codes, self.rotated)
+            turned = codes.view(-1, self.rotated) @ _rotation(self.rotated)
+            codes = turned.view(codes.shape) / math.sqrt(self.rotated)
         if math.prod(self.scale_entry.shape) == 1:
             return codes * float(self.scale_entry.whole(files))
         return codes * self.scale_entry.rows(files, begin, end).float().view(-1, 1)
 
 
-def _unrotated(codes: Tensor, group: int) -> Tensor:
-    """Undo ComfyUI's ConvRot of rows of codes: multiply `group` numbers at a time by a matrix that is its own inverse.
+@cache
+def _rotation(group: int) -> Tensor:
+    """The matrix of ComfyUI's ConvRot times sqrt(group): ones with signs, symmetric, and its own inverse when divided.
 
-    It is a Kronecker power of [[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]] / 2, by which four numbers
-    become their sum less twice each of them. The sums of codes are exact, with any number of rows at a time.
+    Products with codes are sums of integers below 2^24, thus exact in fp32, whatever order a machine adds them in.
     """
-    shape, step = codes.shape, 1
-    while step < group:
-        fours = codes.reshape(-1, 4, step)
-        codes = fours.sum(dim=1, keepdim=True) - 2 * fours.flip(1)
-        step *= 4
-    return codes.reshape(shape) / math.sqrt(group)
+    four = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
+    return four if group == 4 else torch.kron(_rotation(group // 4), four)
 
 
 @dataclass(frozen=True, kw_only=True)
