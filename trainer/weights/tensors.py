@@ -21,7 +21,7 @@ from trainer.system.errors import InputError
 from trainer.system.files import first_problem
 from trainer.weights.forms import NOT_READ, SCALES, LayerForm
 
-VERSION = 1
+VERSION = 2
 """Version of the reading: raise it when equal files are to give other numbers."""
 ALIGNMENT = 8
 PIECE = 1 << 20
