@@ -46,7 +46,7 @@ PASS_DONE = "pass"
 """The line that the traces' process writes after each pass."""
 MOST_DECODED = 8
 """Tables that are kept in memory, at 0.3 to 2 MB each: of the run at work, and of what it is compared with."""
-FORMAT = 2
+FORMAT = 3
 """Part of the names of cached files: raise it when the content of tables changes."""
 
 

@@ -18,15 +18,17 @@ from transformers import LlamaConfig
 from tests.plan.common import MODELS, NOWHERE
 from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
-from trainer.config.sections import ADAPTERS
+from trainer.config.sections import ADAPTERS, family_names
 from trainer.models import families
+from trainer.models.build import build_model
 from trainer.plan.record.make_tables import FORMATS
 from trainer.plan.record.memory_tracker import is_quantized
-from trainer.plan.record.trace import trace_step, traced_ranks
+from trainer.plan.record.trace import PassTraces, make_table, trace_step, traced_ranks, units_of
 from trainer.plan.search.fixes import planned
 from trainer.plan.simulate.sizes import input_of
+from trainer.plan.simulate.steps import Unit
 from trainer.plan.simulate.tables import encode
-from trainer.plan.store import SHIPPED, find_model, known_model, read
+from trainer.plan.store import SHIPPED, find_model, known_model, read, traced_peak
 from trainer.system.errors import InputError
 
 ROOT = Path(__file__).parents[3]
@@ -155,6 +157,45 @@ def test_a_rank_of_the_run_that_is_too_large_is_refused_with_its_own_number(tmp_
     cfg = narrow(tmp_path / "model", "adapter.rank=20")
     with pytest.raises(InputError, match=r"^adapter\.rank: 20 is too large for '.*k_proj', whose weight is 16 x 32"):
         traced_ranks(cfg, tmp_path)
+
+
+@pytest.mark.parametrize("family", family_names())
+def test_parameters_of_a_tiny_model_are_paired_though_they_have_one_shape_at_some_ranks(
+    tmp_path: Path, family: str
+) -> None:
+    def units(rank: int) -> tuple[Unit, ...]:
+        fields = (f"model.family={family}", "model.path=tiny", f"adapter.rank={rank}", "train.precision=fp32")
+        cfg = load_config_text("data: {path: .}", fields, Path("run.yaml")).config
+        made = families.make(cfg, tmp_path)
+        return units_of(build_model(cfg, made).module, made.shard.blocks, torch.float32)
+
+    cfg = load_config_text("data: {path: .}", (f"model.family={family}", "model.path=tiny"), Path("run.yaml")).config
+    ranks = traced_ranks(cfg, tmp_path)
+    traces = [PassTraces(units(rank), (), 0, {"kept": ((),), "drawn": ((),)}, rank) for rank in ranks]
+    table = make_table(cfg, traces)
+    for rank in (1, 4, 16):
+        planned_units = table.sampling(input_of(cfg), rank).units
+        assert [_shapes(unit) for unit in planned_units] == [_shapes(unit) for unit in units(rank)]
+
+
+def _shapes(unit: Unit) -> Counter[tuple[int, int, int, bool]]:
+    """{(rows, numbers per row, bytes of each, whether it is trained): number of such parameters}"""
+    shapes: Counter[tuple[int, int, int, bool]] = Counter()
+    for p in unit.parameters:
+        shapes[p.rows, p.row, p.stored, p.is_trained] += p.count
+    return shapes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["flux2"])
+def test_the_plan_of_a_tiny_model_takes_what_its_whole_step_takes(tmp_path: Path, family: str) -> None:
+    named = (f"model.family={family}", "model.path=tiny", "adapter.rank=4", "data.resolution=64")
+    fields = (*named, "parallel={devices: 1, strategy: none}", "train={batch_size: 4, micro_batch: 4}")
+    cfg = load_config_text("data: {path: .}", fields, Path("run.yaml")).config
+    find_model(cfg, tmp_path)
+    found = planned(cfg, None, tmp_path)
+    assert found is not None
+    assert found.training.peak == pytest.approx(traced_peak(cfg, "none", tmp_path), rel=USUAL)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from trainer.parallel.mesh import device_mesh
 from trainer.parallel.parallelize import COMPUTE_DTYPE
 from trainer.plan.record import fake_device
 from trainer.plan.record.memory_tracker import ACTIVATIONS, MemoryTracker
-from trainer.plan.record.trace import MomentRecorder, bytes_on, units_of, watched_groups
+from trainer.plan.record.trace import MomentRecorder, bytes_on, merge_equal, units_of, watched_groups
 from trainer.plan.simulate.steps import ModelPass, Unit
 from trainer.plan.simulate.tables import Encoders, sides_of
 from trainer.weights.files import WeightFiles
@@ -90,7 +90,7 @@ class _EncoderTracer:
             for (name, module), (_, blocks) in zip(model.items(), sharded, strict=True):
                 units += units_of(nn.ModuleDict({name: module}), blocks, COMPUTE_DTYPE[self.cfg.train.precision])
             run = partial(self.family.encode_text, encoder, CAPTION)
-            yield tracker, moments, tuple(units), run
+            yield tracker, moments, merge_equal([units])[0], run
 
     def buffers(self) -> int:
         """Return the bytes of the buffers of sharded encoders."""

@@ -289,9 +289,9 @@ def make_table(cfg: RunConfig, traces: Sequence[PassTraces]) -> PassTable:
     """Make the table of a model with the adapter's type and the base's format. traces: `trace_rank` of each rank."""
     by_rank = tuple(
         RankTable(
-            of.units, {kind: tuple(map(_moment_figures, zip(*marks, strict=True))) for kind, marks in of.marks.items()}
+            units, {kind: tuple(map(_moment_figures, zip(*marks, strict=True))) for kind, marks in of.marks.items()}
         )
-        for of in traces
+        for units, of in zip(merge_equal([of.units for of in traces]), traces, strict=True)
     )
     first = traces[0]
     moments, drawn = (tuple((mark.moment, mark.unit) for mark in first.marks[kind][0]) for kind in ("kept", "drawn"))
@@ -461,7 +461,7 @@ def batch_of(family: ModelFamily, size: PassInput, dtype: torch.dtype, device: t
 
 
 def units_of(model: nn.ModuleDict, blocks: Sequence[str], dtype: torch.dtype) -> tuple[Unit, ...]:
-    """Return the units of each component.
+    """Return the units of each component, with every parameter by itself (`merge_equal`).
 
     Args:
         model: {component: module}.
@@ -486,12 +486,31 @@ def bytes_on(tensors: Iterable[Tensor], device: torch.device) -> int:
 
 
 def _parameters(parameters: Iterable[nn.Parameter], compute: torch.dtype) -> tuple[Parameter, ...]:
-    found: Counter[Parameter] = Counter()
+    found = []
     for p in parameters:
         gathered = compute if p.dtype.is_floating_point else p.dtype
         rows, *rest = p.shape or (1,)
-        found[Parameter(rows, math.prod(rest), p.dtype.itemsize, gathered.itemsize, p.requires_grad)] += 1
-    return tuple(replace(parameter, count=count) for parameter, count in found.items())
+        found.append(Parameter(rows, math.prod(rest), p.dtype.itemsize, gathered.itemsize, p.requires_grad))
+    return tuple(found)
+
+
+def merge_equal(by_rank: Sequence[Sequence[Unit]]) -> list[tuple[Unit, ...]]:
+    """Merge the parameters of each unit that are equal at all traced ranks of the adapter.
+
+    Matrices of a narrow layer's adapter may have one shape at one rank and two at another. They stay two at both, so
+    that `PassTable` can interpolate parameter by parameter.
+
+    Args:
+        by_rank: The units at each rank, with every parameter by itself.
+    """
+    merged: list[list[Unit]] = [[] for _ in by_rank]
+    for units in zip(*by_rank, strict=True):
+        counts = Counter(zip(*(unit.parameters for unit in units), strict=True))
+        columns = zip(*counts, strict=True) if counts else ((),) * len(units)
+        for found, unit, column in zip(merged, units, columns, strict=True):
+            pairs = zip(column, counts.values(), strict=True)
+            found.append(replace(unit, parameters=tuple(replace(p, count=count) for p, count in pairs)))
+    return [tuple(units) for units in merged]
 
 
 @contextmanager
