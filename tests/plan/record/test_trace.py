@@ -187,7 +187,7 @@ def _shapes(unit: Unit) -> Counter[tuple[int, int, int, bool]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["flux2"])
+@pytest.mark.parametrize("family", ["flux2", "qwen_image"])
 def test_the_plan_of_a_tiny_model_takes_what_its_whole_step_takes(tmp_path: Path, family: str) -> None:
     named = (f"model.family={family}", "model.path=tiny", "adapter.rank=4", "data.resolution=64")
     fields = (*named, "parallel={devices: 1, strategy: none}", "train={batch_size: 4, micro_batch: 4}")

@@ -139,7 +139,7 @@ class PassTraces:
     Attributes:
         units: The shortened model's units.
         runs: Lists of blocks that were shortened.
-        buffers: Bytes of the model's buffers.
+        buffers: Bytes of the model's buffers, and of tensors that its first pass makes and keeps.
         marks: {kind of pass: the marks for each size}.
         rank: Rank of the adapter; meaningless where it has none.
     """
@@ -179,7 +179,8 @@ def trace_passes(
         units = sharded.units()
         sharded.keep_gathered()
         numbers = {unit.name: number for number, unit in enumerate(units)}
-        sharded.draw(sizes[0])  # allocates the tensors that are made only once
+        sharded.draw(sizes[0])  # allocates the tensors that are made only once, and stay as buffers do
+        buffers = sharded.buffers() + sharded.tracker.current[ACTIVATIONS]
 
         def passes(run: Callable[[PassInput], None]) -> tuple[tuple[Mark, ...], ...]:
             marks = []
@@ -197,7 +198,7 @@ def trace_passes(
                 sharded.recompute(RECOMPUTES[kind])
             marks[kind] = passes(sharded.draw if kind == "drawn" else partial(sharded.one_pass, is_last=True))
         kept = tuple(Run(numbers[name], count, KEPT) for name, count in runs.items())
-        return PassTraces(units, kept, sharded.buffers(), marks)
+        return PassTraces(units, kept, buffers, marks)
 
 
 def on_this_machine(cfg: RunConfig, cache: Path) -> RunConfig:
