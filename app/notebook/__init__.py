@@ -31,6 +31,7 @@ from trainer.plan import hardware as hardware_of
 from trainer.plan.memory import MemoryPlan
 from trainer.plan.search.fit import Proposal
 from trainer.plan.search.ladder import Rung, ways_to_fit
+from trainer.plan.store import unread_weights
 from trainer.run import process as processes
 from trainer.run.events import ENDS, EventReader, ExportEvent, SampleEvent, State, StatusEvent
 from trainer.run.folder import RunDir, shared_cache
@@ -99,10 +100,12 @@ def plan(config: ConfigFile, gpus: str | None = None, runs: Path = RUNS) -> Plan
         gpus: For example `4x24gb`; None for this machine's GPUs, if it has any.
 
     Raises:
-        InputError: The model has no recording and is not on this machine.
+        InputError: The model has no recording and is not on this machine, or its weights are in a form that is not
+            read.
     """
     hardware = hardware_of.named(gpus) if gpus else hardware_of.detected()
     cfg = config.config
+    config.refuse(unread_weights(cfg.model))
     if gpus and hardware and hardware.count:
         cfg = cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"devices": hardware.count})})
     cache = shared_cache(cfg, runs)

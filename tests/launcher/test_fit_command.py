@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.launcher.test_plan_command import PRESETS, ROOT, UNKNOWN
 from tests.plan.common import NOWHERE
@@ -20,6 +22,7 @@ from trainer.plan.search.fit import Target, fit
 from trainer.plan.search.fixes import planned
 from trainer.system.amounts import GIB
 from trainer.view.numbers import format_duration
+from trainer.weights.forms import READ
 
 LIMIT_S = 2.0
 """Cold, on a machine with nothing else to do; CPU time of a busy one is up to twice that."""
@@ -148,6 +151,14 @@ def test_wrong_input_is_said_in_a_sentence_before_anything_runs(
 ) -> None:
     done = answer(tmp_path, "presets/flux2-dev-lora-4gpu.yaml", *argv)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
+def test_weights_in_a_form_that_is_not_read_are_named_before_a_search(tmp_path: Path) -> None:
+    save_file({"a.SCB": torch.ones(1)}, file := tmp_path / "model.safetensors")
+    model = (f"model.path={file}", f"model.base={tmp_path}")
+    done = answer(tmp_path, "presets/flux2-klein-4b-lora-1gpu.yaml", *model, "--gpus", "1x24gb")
+    sentence = f"command line: model.path: {file}: 'a.SCB' is stored as bitsandbytes' int8, which is not read; {READ}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
 
 
 def test_a_preset_without_data_or_a_model_is_refused(tmp_path: Path) -> None:

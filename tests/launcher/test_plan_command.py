@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from tests.plan.common import NOWHERE
 from trainer.config.load import load_config
 from trainer.plan.hardware import CARDS, MEMORY
 from trainer.plan.store import known_model
+from trainer.weights.forms import READ
 
 ROOT = Path(__file__).parents[2]
 PRESETS = [preset for preset in sorted((ROOT / "presets").glob("*.yaml")) if preset.stem != "demo-base-cpu"]
@@ -74,6 +76,22 @@ def test_what_a_run_would_refuse_is_not_planned(tmp_path: Path) -> None:
     done = answer("presets/flux2-klein-4b-lora-1gpu.yaml", *fields, "--gpus", "1x24gb")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"command line: model.options.distilled: false, but {tmp_path}/model_index.json says")
+
+
+def test_weights_in_a_form_that_is_not_read_are_named_and_absent_or_damaged_ones_are_not_needed(tmp_path: Path) -> None:
+    preset, file = "presets/flux2-klein-4b-lora-1gpu.yaml", tmp_path / "model.safetensors"
+    fields = (f"model.path={file}", f"model.base={tmp_path}", "--gpus", "1x24gb")
+    for content in (None, b"not yet downloaded"):
+        if content:
+            file.write_bytes(content)
+        done = answer(preset, *fields)
+        assert (done.returncode, done.stderr) == (0, "")
+    header = b'{"a.SCB": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    sentence = f"model.path: {file}: 'a.SCB' is stored as bitsandbytes' int8, which is not read; {READ}\n"
+    for command in ((preset, *fields), (preset, *fields, "--json")):
+        done = answer(*command)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"command line: {sentence}")
 
 
 def test_a_plan_for_programs_is_json_in_bytes() -> None:

@@ -21,7 +21,7 @@ from trainer.plan.search.choices import KEPT, kept_fields
 from trainer.plan.search.decide import TIGHT
 from trainer.plan.search.fit import Fit, Proposal, Target, fit
 from trainer.plan.search.fixes import written
-from trainer.plan.store import find_model
+from trainer.plan.store import find_model, unread_weights
 from trainer.run.folder import shared_cache
 from trainer.system import files
 from trainer.system.amounts import GIB, memory_size
@@ -120,7 +120,9 @@ def search(loaded: ConfigFile, runs: Path, gpus: str | None, keep: Sequence[str]
 
 
 def _check(loaded: ConfigFile, count: int, given: set[str]) -> None:
-    loaded.refuse([problem for part in stage_configs(loaded.config) for problem in distilled.refused(part.model)])
+    models = [part.model for part in stage_configs(loaded.config)]
+    loaded.refuse([problem for model in models for problem in distilled.refused(model)])
+    loaded.refuse([problem for model in models for problem in unread_weights(model)])
     wanted = loaded.config.parallel.devices
     if "parallel.devices" in given and wanted > count:
         raise InputError(

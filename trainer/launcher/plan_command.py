@@ -18,7 +18,7 @@ from trainer.plan.search.compare import decisions
 from trainer.plan.search.fixes import largest
 from trainer.plan.search.ladder import Rung, nothing_left, ways_to_fit
 from trainer.plan.simulate.phases import moment
-from trainer.plan.store import find_model, traced_peak
+from trainer.plan.store import find_model, traced_peak, unread_weights
 from trainer.run.folder import shared_cache
 from trainer.run.length import RunLength
 from trainer.system.amounts import GIB, file_size, memory_size
@@ -69,6 +69,7 @@ def show(
     cache = shared_cache(cfg, runs)
     parts = stage_configs(cfg)
     loaded.refuse([problem for part in parts for problem in distilled.refused(part.model)])
+    loaded.refuse([problem for part in parts for problem in unread_weights(part.model)])
     results = [_plan_part(part, hardware.card if hardware else None, cache, exactly) for part in parts]
     if as_json:
         plans = [

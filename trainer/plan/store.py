@@ -18,7 +18,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from trainer.config.schema import RunConfig
-from trainer.config.sections import RankAdapter
+from trainer.config.sections import ModelConfig, RankAdapter
+from trainer.models import recognition
 from trainer.parallel.strategy import Strategy
 from trainer.plan.simulate.tables import (
     PASS_KINDS,
@@ -35,7 +36,7 @@ from trainer.plan.simulate.tables import (
 )
 from trainer.run.process import worker_environment
 from trainer.system import files
-from trainer.system.errors import InputError
+from trainer.system.errors import InputError, Problem
 from trainer.weights.hub import find_folder
 
 SHIPPED = Path(__file__).parent / "recorded"
@@ -93,6 +94,15 @@ def known_model(cfg: RunConfig, cache: Path) -> Model | None:
     """Return the tables if they exist, in milliseconds, else None. Raises InputError when the model is not known."""
     table, encoders = known_parts(cfg, cache)
     return Model(table, encoders) if table and encoders else None
+
+
+def unread_weights(model: ModelConfig) -> list[Problem]:
+    """Return the weights of a model in a form that is not read, as a run refuses them. A plan needs no weights: there
+    are none where they are not on this machine, or not sound."""
+    try:
+        return list(recognition.unread_weights(model))
+    except InputError:
+        return []
 
 
 def known_parts(cfg: RunConfig, cache: Path) -> tuple[PassTable | None, Encoders | None]:

@@ -6,10 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from app.form.plan_preview import THIS_MACHINE, PlanPreview, PlanPreviews
 from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
+from trainer.weights.forms import READ
 
 TRACED_WITHIN_S = 240
 
@@ -17,6 +20,17 @@ TRACED_WITHIN_S = 240
 def run(method: str) -> RunConfig:
     fields = ("model.family=flux2", "model.path=tiny", f"adapter.type={method}")
     return load_config_text("data: {path: .}", fields, Path("run.yaml")).config
+
+
+def test_weights_in_a_form_that_is_not_read_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    model = f"model={{family: flux2, options: {{architecture: dev}}, path: '{file}', base: '{tmp_path}'}}"
+    cfg = load_config_text("data: {path: .}", (model,), Path("run.yaml")).config
+    save_file({"a.weight": torch.ones(1)}, file)
+    assert PlanPreviews(tmp_path).of(cfg, "24gb", ()).plan is not None
+    save_file({"a.SCB": torch.ones(1)}, file)
+    note = f"model.path: {file}: 'a.SCB' is stored as bitsandbytes' int8, which is not read; {READ}"
+    assert PlanPreviews(tmp_path).of(cfg, "24gb", ()) == PlanPreview(note=note)
 
 
 @pytest.mark.slow

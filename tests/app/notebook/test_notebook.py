@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from markupsafe import Markup
 from PIL import Image
+from safetensors.torch import save_file
 
 from app import notebook
 from app.notebook import dashboard_widget, panels
@@ -305,6 +307,13 @@ def test_a_plan_shows_what_each_gpu_holds_and_what_would_make_it_fit():
     assert 'data-verdict="does not fit"' in shown
     assert "<li>fits with parallel.cpu_offload=true: " in shown
     assert "fits with" not in notebook.plan(config, "8x80gb")._repr_html_()
+
+
+def test_a_plan_names_weights_in_a_form_that_is_not_read(tmp_path: Path):
+    save_file({"a.SCB": torch.ones(1)}, file := tmp_path / "model.safetensors")
+    config = notebook.config("flux2-dev-lora-4gpu", f"model.path={file}", f"model.base={tmp_path}")
+    with pytest.raises(InputError, match=r"model\.safetensors: 'a\.SCB' is stored as bitsandbytes' int8, which is not"):
+        notebook.plan(config, "2x24gb")
 
 
 def test_what_fits_is_shown_fastest_first_and_can_be_started():
