@@ -16,6 +16,7 @@ from trainer.plan.memory import MemoryPlan, describe_trace, history_of
 from trainer.plan.picture import Outline, outline
 from trainer.plan.search.fixes import planned
 from trainer.plan.search.ladder import Rung, ways_to_fit
+from trainer.plan.simulate.references import references_of
 from trainer.plan.store import USUAL_TRACE_S, find_model, key_of, known_model, name_of, traced_peak, unread_weights
 from trainer.run.folder import shared_cache
 from trainer.system.errors import InputError
@@ -112,7 +113,7 @@ class PlanPreviews:
         """The plan and its fixes, made once for what a form shows again and again; None for a model without a table.
         Raises InputError for a model that is not known, or whose weights are in a form that is not read."""
         card, reserve = calibrate(cache, card)
-        key = cfg.model_dump_json(), card, reserve, cache
+        key = cfg.model_dump_json(), references_of(cfg), card, reserve, cache
         known = self._plans.pop(key, None)
         if known is None:
             if problems := unread_weights(cfg.model):

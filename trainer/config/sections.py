@@ -32,6 +32,8 @@ DEMO_CAPTIONER = DEMO.parent / "captioner"
 """The model of `--caption FOLDER --model demo`."""
 WEIGHT_FILES = (".safetensors", ".sft")
 """Ends of the names of single files with weights. A .sft is a safetensors file: FLUX.1 was first published so."""
+NUMBERED_FOLDER = re.compile(r".*?(\d+)")
+"""A folder in `data.references` with one reference image of each set, as control_1."""
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)(?<!\.sft)(?<!\.gguf)(?<!\.ckpt)", re.ASCII)
 HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[^\s:\[\]]+):(?P<port>\d{1,5})")
 

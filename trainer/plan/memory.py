@@ -13,12 +13,13 @@ from trainer.parallel.strategy import Strategy, ring_share
 from trainer.plan.hardware import CARDS, NETWORK, Card, Source
 from trainer.plan.search.decide import TIGHT, decide, decided, is_open
 from trainer.plan.simulate.phases import ASSUMED, TRAINING, Item, Phase, Reserve, phases_of
+from trainer.plan.simulate.references import references_of
 from trainer.plan.simulate.sizes import BITS, input_of, rank_of, sharding_of, strategy_of, trained
 from trainer.plan.simulate.steps import ModelPass
 from trainer.plan.simulate.storage import disk_of, host_of
 from trainer.plan.simulate.tables import Model
 from trainer.plan.simulate.timeline import Memory, Point, Sharding, history, least, simulate
-from trainer.system.amounts import GIB
+from trainer.system.amounts import GIB, counted
 
 Verdict = Literal["fits", "tight", "does not fit"]
 DECODING_TRAFFIC = 3
@@ -270,6 +271,8 @@ def describe(cfg: RunConfig) -> str:
     ranks = cfg.parallel.world_size
     example = size_title(cfg.data.all_sides) if trains_on(cfg) == "images" else f"{cfg.data.length} tokens"
     size = f"{example}, {cfg.train.micro_batch} per rank and pass"
+    if references := references_of(cfg):
+        size += f", {counted(references, 'reference')} of each"
     return f"{what}{rank}, base in {base}, {size}, {ranks} rank{'s' if ranks > 1 else ''}"
 
 

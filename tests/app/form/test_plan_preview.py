@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from app.form.plan_preview import THIS_MACHINE, PlanPreview, PlanPreviews
+from tests.plan.simulate.test_references import edit
 from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
 from trainer.weights.forms import READ
@@ -31,6 +32,17 @@ def test_weights_in_a_form_that_is_not_read_are_named(tmp_path: Path) -> None:
     save_file({"a.SCB": torch.ones(1)}, file)
     note = f"model.path: {file}: 'a.SCB' is stored as bitsandbytes' int8, which is not read; {READ}"
     assert PlanPreviews(tmp_path).of(cfg, "24gb", ()) == PlanPreview(note=note)
+
+
+def test_a_plan_counts_references_that_were_added_since(tmp_path: Path) -> None:
+    for folder in ("after", "before/1", "before/2"):
+        (tmp_path / folder).mkdir(parents=True)
+    cfg = edit(tmp_path, "parallel.strategy=none")
+    previews = PlanPreviews(tmp_path)
+    two = previews.of(cfg, "80gb", ()).plan
+    (tmp_path / "before" / "3").mkdir()
+    three = previews.of(cfg, "80gb", ()).plan
+    assert two is not None and three is not None and two.training.peak < three.training.peak
 
 
 @pytest.mark.slow

@@ -3,17 +3,14 @@ that are rejected in preference training. See DECISIONS 77."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
 
+from trainer.config.sections import NUMBERED_FOLDER
 from trainer.data.images.image_io import ImageFile, same_name
 from trainer.data.images.known_files import KnownFiles
-
-NUMBERED = re.compile(r".*?(\d+)")
-"""A folder with one reference image of each set."""
 
 
 @dataclass
@@ -125,7 +122,7 @@ class ReferenceNames:
     """
 
     def __init__(self, names: Collection[str]) -> None:
-        found = map(NUMBERED.fullmatch, {name.partition("/")[0] for name in names if "/" in name})
+        found = map(NUMBERED_FOLDER.fullmatch, {name.partition("/")[0] for name in names if "/" in name})
         self._folders = [folder for _, folder in sorted((int(match[1]), match[0]) for match in found if match)]
         self._names = names
 

@@ -11,6 +11,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import RankAdapter
 from trainer.parallel.strategy import TRAINED_BYTES, Strategy, choose_strategy, reshard_after_forward, shard_ranks
 from trainer.plan.hardware import Card
+from trainer.plan.simulate.references import references_of
 from trainer.plan.simulate.steps import ModelPass, PassInput
 from trainer.plan.simulate.timeline import Sharding
 from trainer.run.allocator import pins_exactly
@@ -31,8 +32,7 @@ def input_of(cfg: RunConfig) -> PassInput:
     if cfg.data.pack_tokens is not None:
         known = families_of(cfg.model.family)
         return PassInput(cfg.data.pack_tokens * (known.size_multiple if known else 1) ** 2, cfg.train.micro_batch)
-    count = max(1, len(cfg.data.reference_columns)) if cfg.data.has_references else 0
-    references = count * _images_per_reference(cfg)
+    references = references_of(cfg) * _images_per_reference(cfg)
     pair = 2 if cfg.objective.compares_pairs else 1
     side, images = _largest_pass(cfg)
     return PassInput((1 + references) * side**2, pair * images)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from trainer.config.schema import RunConfig
 from trainer.plan.simulate.phases import Item
+from trainer.plan.simulate.references import references_of
 from trainer.plan.simulate.sizes import BITS, checkpoint_bytes, trained
 from trainer.plan.simulate.steps import ModelPass, Unit
 from trainer.plan.simulate.tables import Model
@@ -37,7 +38,7 @@ def host_of(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Sha
 def disk_of(cfg: RunConfig, model: Model, model_pass: ModelPass) -> tuple[Item, ...]:
     """Return the files that a run writes. model_pass: a training pass."""
     encoders, pixels = model.encoders, cfg.data.all_sides[-1] ** 2
-    example = encoders.of_image(encoders.latents, pixels) + encoders.caption
+    example = (1 + references_of(cfg)) * encoders.of_image(encoders.latents, pixels) + encoders.caption
     kept = f"the last {cfg.checkpoint.keep} are kept" if cfg.checkpoint.keep > 1 else "the last one is kept"
     items = [
         Item("checkpoint", checkpoint_bytes(cfg, model_pass), f"each; {kept}"),
