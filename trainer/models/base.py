@@ -420,7 +420,7 @@ class ImageFamily(ModelFamily):
     """A model that generates images from captions, trained on latents and embeddings of frozen encoders."""
 
     trains_on = "images"
-    shift: ClassVar[Shift] = Shift()
+    shift: Shift = Shift()
     """The meaning of `objective.shift`, in flow matching."""
     reads_original_size: ClassVar[bool] = False
     """Whether a training example holds "original_size" (2,) int64: height and width in pixels of the image's file."""

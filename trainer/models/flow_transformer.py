@@ -48,12 +48,12 @@ class FlowTransformer(ImageFamily):
         InputError: `model.path` has no such transformer, or lacks the config of autoencoder or scheduler.
     """
 
-    network: ClassVar[Any]
+    network: Any
     """diffusers' class of the transformer."""
-    autoencoder: ClassVar[Autoencoder] = AUTOENCODER_KL
+    autoencoder: Autoencoder = AUTOENCODER_KL
     encoder_folders: tuple[str, ...] = ("text_encoder", "tokenizer", "vae")
     """Folders with the files that latents and embeddings are computed with."""
-    lora_loader: ClassVar[str]
+    lora_loader: str
     """diffusers' class that loads an adapter file into the transformer."""
     has_separate_alphas: ClassVar[bool] = False
     """Whether that class returns the alphas of a file separately from its tensors."""
@@ -69,11 +69,16 @@ class FlowTransformer(ImageFamily):
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
         self._folder = open_folder(model, self.architectures, self._write_tiny)
+        self.look()
         self._transformer = self._folder.config("transformer", self.network.__name__)
         self._vae = self._folder.read("vae/config.json")
         self._scheduler = self.fixed_scheduler or self._folder.read("scheduler/scheduler_config.json")
         # The config as the model reads it: fields that the file leaves out have their defaults.
         self._architecture: Any = self.build("transformer").config
+
+    def look(self) -> None:
+        """Take from the opened folder what the class leaves open; nothing by default."""
+        return
 
     @abstractmethod
     def predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
@@ -162,17 +167,17 @@ class FlowTransformer(ImageFamily):
         whole = self.size_multiple // self.autoencoder.pixels
         width, height = (side // self.size_multiple * whole for side in cfg.size)
         noise = rng.normal("sample", (self.latent_channels, height, width)).to(device)
-        scheduler = self.sampler(self.num_tokens(noise), cfg.steps, device)
+        scheduler = self.sampler(noise, cfg.steps)
         return self.autoencoder.decode(encoder, denoise(scheduler, noise, predict))
 
     def guided(self, predictions: Sequence[Tensor], guidance: float) -> Tensor:
         """Combine the predictions for prompt and negative prompt; one alone stays as it is."""
         return guided(predictions, guidance)
 
-    def sampler(self, num_tokens: int, num_steps: int, device: torch.device) -> Any:
-        """diffusers' scheduler for an image of `num_tokens` tokens, as the model's pipeline sets it."""
-        mu = linear_mu_of(self._scheduler, num_tokens)
-        return euler_scheduler(self._scheduler, num_steps, device, mu, sigmas=spaced_sigmas(num_steps))
+    def sampler(self, noise: Tensor, num_steps: int) -> Any:
+        """diffusers' scheduler for an image of the size of `noise`, (C, h, w), as the model's pipeline sets it."""
+        mu = linear_mu_of(self._scheduler, self.num_tokens(noise))
+        return euler_scheduler(self._scheduler, num_steps, noise.device, mu, sigmas=spaced_sigmas(num_steps))
 
     def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
         from diffusers.loaders import lora_pipeline

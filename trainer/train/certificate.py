@@ -297,9 +297,8 @@ class Examiner:
         family = self._family
         if not isinstance(family, FlowTransformer):
             return {}
-        tokens = family.num_tokens(latents)
-        sigmas = family.sampler(tokens, 4, torch.device("cpu")).sigmas.tolist()
-        factor = shift_factor(self._cfg.objective, family.shift, tokens)
+        sigmas = family.sampler(latents.cpu(), 4).sigmas.tolist()
+        factor = shift_factor(self._cfg.objective, family.shift, family.num_tokens(latents))
         return {"shift": factor, **{f"sampler's level {at + 1}": sigma for at, sigma in enumerate(sigmas)}}
 
     def _of_data(self, data: EncodedData) -> Iterator[Finding]:

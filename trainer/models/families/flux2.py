@@ -284,9 +284,9 @@ class Flux2(FlowTransformer):
         )[0]
         return unpack(packed[:, : height * width].float(), height, width)
 
-    def sampler(self, num_tokens: int, num_steps: int, device: torch.device) -> Any:
-        mu = empirical_mu(num_tokens, num_steps)
-        return euler_scheduler(self._scheduler, num_steps, device, mu, sigmas=spaced_sigmas(num_steps))
+    def sampler(self, noise: Tensor, num_steps: int) -> Any:
+        mu = empirical_mu(self.num_tokens(noise), num_steps)
+        return euler_scheduler(self._scheduler, num_steps, noise.device, mu, sigmas=spaced_sigmas(num_steps))
 
 
 FAMILY = Flux2

@@ -284,10 +284,10 @@ class Ideogram4(FlowTransformer):
             "tokenizer": ("transformers", "Qwen2TokenizerFast"),
         }
 
-    def sampler(self, num_tokens: int, num_steps: int, device: torch.device) -> Any:
-        mean = 0.5 * math.log(num_tokens / UNSHIFTED)
+    def sampler(self, noise: Tensor, num_steps: int) -> Any:
+        mean = 0.5 * math.log(self.num_tokens(noise) / UNSHIFTED)
         sigmas = logit_normal_sigmas(num_steps, mean, SAMPLER_STD)
-        return euler_scheduler(self._scheduler, num_steps, device, sigmas=sigmas)
+        return euler_scheduler(self._scheduler, num_steps, noise.device, sigmas=sigmas)
 
 
 FAMILY = Ideogram4

@@ -258,9 +258,9 @@ class Krea2(FlowTransformer):
             "tokenizer": ("transformers", "Qwen2TokenizerFast"),
         }
 
-    def sampler(self, num_tokens: int, num_steps: int, device: torch.device) -> Any:
-        mu = DISTILLED_MU if self.is_distilled else linear_mu_of(self._scheduler, num_tokens)
-        return euler_scheduler(self._scheduler, num_steps, device, mu, sigmas=spaced_sigmas(num_steps))
+    def sampler(self, noise: Tensor, num_steps: int) -> Any:
+        mu = DISTILLED_MU if self.is_distilled else linear_mu_of(self._scheduler, self.num_tokens(noise))
+        return euler_scheduler(self._scheduler, num_steps, noise.device, mu, sigmas=spaced_sigmas(num_steps))
 
     @property
     def _num_read(self) -> int:

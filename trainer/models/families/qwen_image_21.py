@@ -278,12 +278,12 @@ class QwenImage21(FlowTransformer):
         )
         return unpack(packed.float(), *latents.shape[-2:])
 
-    def sampler(self, num_tokens: int, num_steps: int, device: torch.device) -> Any:
+    def sampler(self, noise: Tensor, num_steps: int) -> Any:
         """diffusers' scheduler, with the folder's own noise levels if it has as many as there are steps."""
         own = json_of(self.folder, INDEX).get("sample_sigmas") or []
         sigmas = own if len(own) == num_steps else spaced_sigmas(num_steps)
-        mu = linear_mu_of(self._scheduler, num_tokens)
-        return euler_scheduler(self._scheduler, num_steps, device, mu, sigmas=sigmas)
+        mu = linear_mu_of(self._scheduler, self.num_tokens(noise))
+        return euler_scheduler(self._scheduler, num_steps, noise.device, mu, sigmas=sigmas)
 
     def write_tiny_encoders(self, folder: Path, configs: Mapping[str, Any]) -> Index:
         from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration

@@ -257,9 +257,10 @@ class Sd3(FlowTransformer):
         )[0]
         return velocity.float()
 
-    def sampler(self, num_tokens: int, num_steps: int, device: torch.device) -> Any:
+    def sampler(self, noise: Tensor, num_steps: int) -> Any:
         """Here the scheduler spaces the noise levels."""
-        return euler_scheduler(self._scheduler, num_steps, device, linear_mu_of(self._scheduler, num_tokens))
+        mu = linear_mu_of(self._scheduler, self.num_tokens(noise))
+        return euler_scheduler(self._scheduler, num_steps, noise.device, mu)
 
     def write_tiny_encoders(self, folder: Path, configs: Mapping[str, Any]) -> Index:
         from transformers import CLIPTextModelWithProjection

@@ -1,0 +1,412 @@
+"""The base of families that nobody wrote: what they need is concluded from the folder and diffusers' pipeline of it.
+
+`parts/image/observed.py` runs that pipeline without weights. In training and in samples the pipeline itself prepares
+what the transformer is called with; only its latents and its time are ours.
+
+Example keys: "latents" (C, h, w) fp32, normalised; "text_0" and so on, the tensors that `encode_prompt` returns,
+without batch dim but for those that a batch shares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from diffusers.loaders.peft import PeftAdapterMixin
+from PIL import Image
+from torch import Tensor, nn
+
+from trainer.config import families
+from trainer.config.schema import RunConfig
+from trainer.config.sections import family_names
+from trainer.config.size import Size
+from trainer.models.base import LoadModule, TextLength
+from trainer.models.flow_transformer import FlowTransformer, Index
+from trainer.models.objectives.base import Batch, Example
+from trainer.models.objectives.flow_matching import Shift, ShiftLine
+from trainer.models.parts.folder import TRANSFORMERS_STEM
+from trainer.models.parts.image.images import device_of, image_of, pixels_of
+from trainer.models.parts.image.observed import (
+    AUTOENCODER,
+    DENOISER,
+    INDEX,
+    SIZES,
+    Observed,
+    Parts,
+    Unknown,
+    computed_tensors,
+)
+from trainer.models.parts.image.vae import AUTOENCODER_KL, Autoencoder
+from trainer.parallel.parallelize import ShardSpec
+from trainer.system.errors import InputError
+from trainer.weights.files import Fused, WeightFiles, safetensors_in, stored_tensors
+
+PROBED = Size(512, 512)
+"""A third size, at which the line through the shifts of the other two is checked."""
+NOT_ADAPTED = r"(?!.*(?:norm|mod|ada|router|gate$|scale_shift|time))"
+"""Names in a block whose layers make its modulation, or choose experts: adapters leave them alone."""
+PREFIXES = r"(?:^|(?<=\.))(?:model|language_model|text_model)\."
+"""Levels of names that come and go between versions of transformers."""
+TOKEN_PIXELS = 16 * 16
+"""Pixels that count as one token, for the shift."""
+FILLER = " a"
+"""A word that makes a caption longer."""
+
+
+@dataclass(frozen=True)
+class Conclusions:
+    """What the folder and its pipeline say.
+
+    Attributes:
+        pipeline: Class of diffusers.
+        network: Class of the transformer.
+        autoencoder: Class of the autoencoder.
+        blocks: Class names of the transformer's blocks.
+        lists: Names of the lists that hold them.
+        pixels: Pixels along a side of a latent.
+        channels: Channels of the latents.
+        time: (argument, scale, offset): the transformer's time is scale * sigma + offset.
+        sign: 1 where it predicts the direction from data to noise, -1 for the opposite.
+        shift: The timestep shift.
+        in_fp32: Arguments that stay fp32 where the model computes in bf16.
+        guides_plainly: Whether guided samples are of the two predictions alone.
+    """
+
+    pipeline: str
+    network: str
+    autoencoder: str
+    blocks: tuple[str, ...]
+    lists: tuple[str, ...]
+    pixels: int
+    channels: int
+    time: tuple[str, float, float]
+    sign: float
+    shift: Shift
+    in_fp32: tuple[str, ...]
+    guides_plainly: bool
+
+    def __str__(self) -> str:
+        argument, scale, offset = self.time
+        time = f"{scale:g} * sigma" + (f" + {offset:g}" if offset else "")
+        shift = f"{self.shift.constant:g}" if self.shift.constant is not None else "by its tokens"
+        toward = "noise" if self.sign > 0 else "data"
+        sentence = (
+            f"{self.network} as {self.pipeline} calls it: blocks {', '.join(self.blocks)}; latents of {self.channels} "
+            f"channels and {self.pixels} pixels a side, from {self.autoencoder}; {argument} = {time}; predicts the "
+            f"direction to {toward}; shift {shift}"
+        )
+        other = (
+            ""
+            if self.guides_plainly
+            else (f". {self.pipeline} does more with guidance than samples here: theirs are of both predictions alone")
+        )
+        return sentence + other
+
+
+@dataclass(frozen=True)
+class ObservedEncoders:
+    """The text encoders in their pipeline."""
+
+    pipeline: Any
+    models: tuple[nn.Module, ...]
+
+
+class ObservedTransformer(FlowTransformer):
+    """A family whose class is the folder's own.
+
+    Raises:
+        InputError: Another family knows this transformer, something of it is not known, or the folder says something
+            else than the family's file.
+    """
+
+    stated: ClassVar[Conclusions | None] = None
+    """What the family's file says, for families that were written from a folder."""
+    model_files: ClassVar = {INDEX: ("_class_name", "")}
+    size_multiple = 32
+    token_side = 16
+
+    def look(self) -> None:
+        config = self._folder.read(f"{DENOISER}/config.json")
+        self._refuse_known(str(config.get("_class_name")))
+        try:
+            self.conclusions = self._conclude()
+        except Unknown as unknown:
+            raise InputError(
+                f"model.family: {self.config.family} cannot take {self._folder.path}: {unknown}. Such a model needs a "
+                "family of its own, see trainer/RECIPES.md"
+            ) from unknown
+        if self.stated is not None and self.conclusions != self.stated:
+            raise InputError(_difference(self.config.family, self._folder.path, self.stated, self.conclusions))
+        found, parts = self.conclusions, self._observed.parts
+        self.network, self.shift = parts.network, found.shift
+        returns_views = (parts.network.__name__, *found.blocks)
+        self.shard = ShardSpec(found.blocks, fp32_inputs=frozenset(found.in_fp32), returns_views=returns_views)
+        self.adapter_targets = {DENOISER: (rf"({'|'.join(found.lists)})\.\d+\.{NOT_ADAPTED}.+",)}
+        self.autoencoder = Autoencoder(
+            found.autoencoder,
+            found.pixels,
+            lambda config: parts.vae.from_config(dict(config)),
+            self._encoded,
+            self._decoded,
+            AUTOENCODER_KL.write_tiny,
+        )
+
+    def _refuse_known(self, network: str) -> None:
+        for name in family_names():
+            known = families.of(name)
+            files = known.model_files if known and name != self.config.family else {}
+            if files.get(f"{DENOISER}/config.json") == ("_class_name", network):
+                raise InputError(
+                    f"model.family: {self.config.family}, but {self._folder.path} holds a {network}, which {name} "
+                    f"knows; set model.family: {name}"
+                )
+
+    def _conclude(self) -> Conclusions:
+        self._observed = observed = Observed(Parts(self._folder))
+        layouts = [observed.layout(size) for size in SIZES]
+        pixels = SIZES[0].height // layouts[0].latents[1]
+        for size, layout in zip(SIZES, layouts, strict=True):
+            if (size.height, size.width) != tuple(pixels * side for side in layout.latents[1:]):
+                raise Unknown(f"{observed.parts.name} has latents of {layout.latents} for {size.width} x {size.height}")
+        if any("guidance" in name for name, value in observed.example.items() if isinstance(value, Tensor)):
+            raise Unknown(f"{observed.parts.network.__name__} embeds its guidance")
+        lists = {
+            name: sorted({type(block).__name__ for block in module})
+            for name, module in observed.transformer.named_children()
+            if isinstance(module, nn.ModuleList) and any(isinstance(part, nn.Linear) for part in module.modules())
+        }
+        if not lists:
+            raise Unknown(f"{observed.parts.network.__name__} has no list of blocks")
+        observed.shared  # noqa: B018 raises Unknown
+        return Conclusions(
+            pipeline=observed.parts.name,
+            network=observed.parts.network.__name__,
+            autoencoder=observed.parts.vae.__name__,
+            blocks=tuple(dict.fromkeys(kind for kinds in lists.values() for kind in kinds)),
+            lists=tuple(lists),
+            pixels=pixels,
+            channels=layouts[0].latents[0],
+            time=observed.time,
+            sign=layouts[0].sign,
+            shift=_shift(observed, pixels),
+            in_fp32=tuple(sorted(observed.in_fp32)),
+            guides_plainly=observed.guides_plainly,
+        )
+
+    @property
+    def model_spec(self) -> str:
+        return self.conclusions.network
+
+    @property
+    def latent_channels(self) -> int:
+        return self.conclusions.channels
+
+    @property
+    def text_recipe(self) -> str:
+        return repr(self.conclusions)
+
+    def build(self, component: str) -> nn.Module:
+        return computed_tensors(partial(self.network.from_config, self._transformer))[0]
+
+    def computed_buffers(self, component: str) -> Mapping[str, Tensor]:
+        return computed_tensors(partial(self.network.from_config, self._transformer))[1]
+
+    def layout(self, component: str) -> tuple[Fused, ...]:
+        return ()  # no other program has names of its own for this model
+
+    def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
+        concluded = f"model.family: {cfg.model.family} concluded of {self._folder.path}: {self.conclusions}"
+        return (*super().warnings(cfg), concluded)
+
+    def follow(self, cfg: RunConfig) -> None:
+        super().follow(cfg)
+        shapes = [self._text_shapes(self._encode(self._observed.pipeline, FILLER * count)) for count in (1, 9)]
+        if cfg.data.caption_dropout and cfg.train.micro_batch > 1 and shapes[0] != shapes[1]:
+            raise InputError(
+                f"data.caption_dropout: {cfg.data.caption_dropout} needs train.micro_batch: 1 here, since "
+                f"{self.conclusions.pipeline} does not pad captions: a dropped one cannot share a batch with others"
+            )
+
+    def fingerprint(self) -> str:
+        self.encoder_folders = (*self._observed.parts.encoders, *self._observed.parts.tokenizers, AUTOENCODER)
+        return super().fingerprint()
+
+    def image_encoder(self, load: LoadModule) -> nn.Module:
+        kind = self._observed.parts.vae
+        return _loaded(load, partial(kind.from_config, self._vae), self._folder.weights(AUTOENCODER), ())
+
+    def _encoded(self, vae: Any, image: Image.Image) -> Tensor:
+        layout, pixels = self._observed.layout(Size(*image.size)), pixels_of(image, device_of(vae))
+        found = vae.encode(pixels[:, :, None] if layout.has_frames else pixels)
+        latents = (found.latent_dist.mode() if "latent_dist" in found else found.latent).view(1, *layout.latents)
+        return (latents - layout.offset.to(latents)) / layout.scale.to(latents)
+
+    def _decoded(self, vae: Any, latents: Tensor) -> Image.Image:
+        layout = self._observed.layout(self._size(latents))
+        whole = latents * layout.scale.to(latents) + layout.offset.to(latents)
+        pixels = vae.decode(whole[:, :, None] if layout.has_frames else whole, return_dict=False)[0]
+        return image_of(pixels[:, :, 0] if layout.has_frames else pixels)
+
+    def text_encoder(self, load: LoadModule) -> ObservedEncoders:
+        models = {}
+        for component, kind in self._observed.parts.encoders.items():
+            config = kind.config_class.from_pretrained(self._folder.path / component)
+            build = partial(kind, config)
+            blocks = sorted(kind._no_split_modules or ())
+            models[component] = _loaded(load, build, self._encoder_weights(component, build), blocks)
+        return ObservedEncoders(self._observed.assemble(models), tuple(models.values()))
+
+    def _encoder_weights(self, component: str, build: Callable[[], nn.Module]) -> WeightFiles:
+        """The tensors of a text encoder, whatever levels the version that wrote the file had in its names."""
+        files = safetensors_in(self._folder.path / component, TRANSFORMERS_STEM)
+        names = {re.sub(PREFIXES, "", name): name for name in stored_tensors(computed_tensors(build)[0])}
+        return WeightFiles.read(files, lambda key: names.get(re.sub(PREFIXES, "", key)))
+
+    @torch.no_grad()
+    def encode_text(self, encoder: ObservedEncoders, caption: str) -> Example:
+        self._observed.device = device_of(encoder.models[0])
+        return {key: value.cpu() for key, value in self._encode(encoder.pipeline, caption).items()}
+
+    def _encode(self, pipeline: Any, caption: str) -> Example:
+        leaves = self._observed.encode(pipeline, caption)
+        shared = self._observed.shared
+        tensors = [(number, leaf) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        return {f"text_{number}": leaf if shared[number] else leaf[0] for number, leaf in tensors}
+
+    @staticmethod
+    def _text_shapes(example: Example) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(value.shape) for key, value in example.items() if key.startswith("text_"))
+
+    def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
+        """A caption is cut where an encoder sees as many tokens of it as of a text without end."""
+        most = self._tokens_seen(FILLER * 10_000)
+        return [self._lengths(caption, most) for caption in captions]
+
+    def _lengths(self, caption: str, most: Mapping[str, int]) -> tuple[TextLength, ...]:
+        seen, words = self._tokens_seen(caption), caption.split()
+        found = []
+        for encoder, count in seen.items():
+            is_cut = self._tokens_seen(caption + FILLER)[encoder] == count == most[encoder]
+            rest = self._unread(words, encoder, count) if is_cut else []
+            found.append(TextLength(encoder, count + max(is_cut, len(rest)), count, " ".join(rest)))
+        return tuple(found)
+
+    def _unread(self, words: Sequence[str], encoder: str, count: int) -> Sequence[str]:
+        """The words after the fewest that already give an encoder `count` tokens."""
+        prefixes = range(1, len(words) + 1)
+        fill = bisect_left(prefixes, count, key=lambda kept: self._tokens_seen(" ".join(words[:kept]))[encoder])
+        return words[fill + 1 :]
+
+    def _tokens_seen(self, caption: str) -> dict[str, int]:
+        """How many tokens of a caption each encoder is given."""
+        pipeline = self._observed.pipeline
+        self._observed.encode(pipeline, caption)
+        encoders = {key: pipeline.components[key] for key in self._observed.parts.encoders}
+        return {key: encoder.num_tokens for key, encoder in encoders.items()}
+
+    def batch_key(self, example: Example) -> Hashable:
+        return (*example["latents"].shape[-2:], *self._text_shapes(example))
+
+    def blank_text(self, num_tokens: int, dtype: torch.dtype) -> Example:
+        blank = self._encode(self._observed.pipeline, FILLER * num_tokens)
+        return {
+            key: torch.zeros_like(value, dtype=dtype if value.is_floating_point() else value.dtype)
+            for key, value in blank.items()
+        }
+
+    def num_tokens(self, latents: Tensor) -> int:
+        return latents.shape[-2] * latents.shape[-1] * self.autoencoder.pixels**2 // TOKEN_PIXELS
+
+    def sampler(self, noise: Tensor, num_steps: int) -> Any:
+        return self._observed.sampler(self._size(noise), num_steps, noise.device)
+
+    def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
+        denoiser: Any = model[DENOISER]
+        if not isinstance(denoiser, PeftAdapterMixin):
+            raise InputError(f"{file}: diffusers has no loader for adapters of this model")
+        denoiser.load_lora_adapter(file.parent, weight_name=file.name, local_files_only=True, low_cpu_mem_usage=True)
+
+    def predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
+        observed, count = self._observed, len(latents)
+        observed.device, size = latents.device, self._size(latents)
+        layout = observed.layout(size)
+        leaves = list(observed.example_text)
+        for number in range(len(leaves)):
+            if f"text_{number}" in batch:
+                value = batch[f"text_{number}"]
+                value = value.to(latents.dtype) if value.is_floating_point() else value
+                leaves[number] = value[0] if observed.shared[number] else value
+        arguments = observed.arguments(observed.text_of(leaves), size, count)
+        name, scale, offset = observed.time
+        packed = latents.flatten(1)[:, layout.into.to(latents.device)].unflatten(1, layout.input)
+        arguments |= {observed.latents_name: packed, name: (scale * sigma + offset).view(arguments[name].shape)}
+        predicted = model[DENOISER](**arguments)[0].float().flatten(1)
+        return layout.sign * predicted[:, layout.back.to(latents.device)].unflatten(1, latents.shape[1:])
+
+    def _size(self, latents: Tensor) -> Size:
+        """The size in pixels of the image of these latents, (..., h, w)."""
+        height, width = (side * self.autoencoder.pixels for side in latents.shape[-2:])
+        return Size(width, height)
+
+    @classmethod
+    def published(cls, architecture: str) -> dict[str, Any]:
+        raise InputError(f"{cls.__name__} has no published sizes; write them into its file")
+
+    @classmethod
+    def tiny(cls, architecture: str | None = None) -> dict[str, Any]:
+        raise InputError(f"model.path: tiny is not known of {cls.__name__}; write it into its file, or name a folder")
+
+    def write_tiny_encoders(self, folder: Path, configs: Mapping[str, Any]) -> Index:
+        raise NotImplementedError(f"{type(self).__name__} has no tiny model")
+
+
+def _loaded(load: LoadModule, build: Callable[[], Any], files: WeightFiles, blocks: Sequence[str]) -> Any:
+    """Load a module with the buffers that no file holds."""
+    empty, buffers = computed_tensors(build)
+    module = load(empty, files, blocks)
+    for path, value in buffers.items():
+        owner, _, name = path.rpartition(".")
+        setattr(module.get_submodule(owner), name, value.to(device_of(module)))
+    _let_states_be_recorded(module)
+    return module
+
+
+def _let_states_be_recorded(module: nn.Module) -> None:
+    """Tell transformers of a sharded encoder's classes: it finds the layers whose states it returns by the name of the
+    class that made the model, which sharding replaces."""
+    from transformers import PreTrainedModel
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(part)), part._can_record_outputs)
+
+
+def _shift(observed: Observed, pixels: int) -> Shift:
+    """The shift of the pipeline's samples: one factor, or one whose logarithm is linear in the tokens."""
+    sizes = (*SIZES, PROBED)
+    tokens = [size.width * size.height // TOKEN_PIXELS for size in sizes]
+    logs = [math.log(observed.shift(size)) for size in sizes]
+    if max(logs) - min(logs) < 1e-6:
+        return Shift(constant=round(math.exp(logs[0]), 6))
+    line = ShiftLine(tokens[0], tokens[1], round(logs[0], 6), round(logs[1], 6))
+    if abs(line.mu(tokens[2]) - logs[2]) > 1e-3:
+        raise Unknown(f"{observed.parts.name} shifts its noise levels by a rule that is not known")
+    return Shift(line=line)
+
+
+def _difference(family: str, folder: Path, stated: Conclusions, found: Conclusions) -> str:
+    other = [field for field, value in dataclasses.asdict(stated).items() if value != dataclasses.asdict(found)[field]]
+    field = other[0]
+    return (
+        f"model.family: {family} was written for {field} {getattr(stated, field)}, but {folder} and this version of "
+        f"diffusers have {getattr(found, field)}; write the family anew, or name the folder it was written for"
+    )
