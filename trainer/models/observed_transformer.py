@@ -178,6 +178,8 @@ class ObservedTransformer(FlowTransformer):
                 raise Unknown(f"{observed.parts.name} has latents of {layout.latents} for {size.width} x {size.height}")
         if any("guidance" in name for name, value in observed.example.items() if isinstance(value, Tensor)):
             raise Unknown(f"{observed.parts.network.__name__} embeds its guidance")
+        if observed.encoded_shape(SIZES[0]) != layouts[0].latents:
+            raise Unknown(f"{observed.parts.vae.__name__} encodes to {observed.encoded_shape(SIZES[0])}, not as it decodes")
         lists = {
             name: sorted({type(block).__name__ for block in module})
             for name, module in observed.transformer.named_children()
@@ -336,7 +338,7 @@ class ObservedTransformer(FlowTransformer):
 
     def predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
         observed, count = self._observed, len(latents)
-        observed.device, size = latents.device, self._size(latents)
+        size = self._size(latents)
         layout = observed.layout(size)
         leaves = list(observed.example_text)
         for number in range(len(leaves)):
@@ -344,7 +346,7 @@ class ObservedTransformer(FlowTransformer):
                 value = batch[f"text_{number}"]
                 value = value.to(latents.dtype) if value.is_floating_point() else value
                 leaves[number] = value[0] if observed.shared[number] else value
-        arguments = observed.arguments(observed.text_of(leaves), size, count)
+        arguments = observed.arguments(leaves, size, count, latents.device)
         name, scale, offset = observed.time
         packed = latents.flatten(1)[:, layout.into.to(latents.device)].unflatten(1, layout.input)
         arguments |= {observed.latents_name: packed, name: (scale * sigma + offset).view(arguments[name].shape)}

@@ -1,7 +1,7 @@
 """Models that no family here knows: a diffusers folder whose transformer, latents and scheduler are of known kinds.
 
-What is needed is concluded from the folder, see `trainer/models/observed_transformer.py`. Its tiny model is a
-Lumina-Image-2.0, and so are the sizes for planning before a download.
+What is needed is concluded from the folder, see `trainer/models/observed_transformer.py`. The tiny model is an
+Ovis-Image, and so are the sizes for plans before a download.
 """
 
 from __future__ import annotations
@@ -10,31 +10,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffusers.models.transformers.transformer_lumina2 import Lumina2Transformer2DModel
+from diffusers.models.transformers.transformer_ovis_image import OvisImageTransformer2DModel
 
 from trainer.models.flow_transformer import Index
 from trainer.models.observed_transformer import ObservedTransformer
 from trainer.models.parts.folder import write_random
-from trainer.models.parts.image.text_encoder import tiny_language_model, write_tiny_tokenizer
+from trainer.models.parts.image.text_encoder import (
+    NO_LAYER_TYPES,
+    QWEN3_4B,
+    tiny_language_model,
+    write_tiny_tokenizer,
+)
 from trainer.models.parts.image.vae import published_vae, tiny_vae
 
-ARCHITECTURE = "lumina-image-2.0"
-GEMMA2_2B = {
-    "vocab_size": 256000,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "layer_types": None,
+ARCHITECTURE = "ovis-image-7b"
+QWEN3_1_7B = QWEN3_4B | {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
 }
-"""Sizes of its text encoder; the types of the layers follow from their number."""
-MAX_TOKENS = 256
+MAX_TOKENS = 284
+"""Of its prompt with the words around it."""
 
 
 class Auto(ObservedTransformer):
-    network = Lumina2Transformer2DModel
+    network = OvisImageTransformer2DModel
     architectures = (ARCHITECTURE,)
     default_architecture = ARCHITECTURE
 
@@ -42,39 +43,37 @@ class Auto(ObservedTransformer):
     def published(cls, architecture: str) -> dict[str, Any]:
         return {
             "transformer": {
-                "in_channels": 16,
-                "hidden_size": 2304,
-                "num_layers": 26,
-                "num_refiner_layers": 2,
+                "in_channels": 64,
+                "out_channels": 64,
+                "num_layers": 6,
+                "num_single_layers": 27,
+                "attention_head_dim": 128,
                 "num_attention_heads": 24,
-                "num_kv_heads": 8,
-                "multiple_of": 256,
-                "axes_dim_rope": [32, 32, 32],
-                "axes_lens": [300, 512, 512],
-                "cap_feat_dim": GEMMA2_2B["hidden_size"],
+                "joint_attention_dim": QWEN3_1_7B["hidden_size"],
+                "axes_dims_rope": [16, 56, 56],
             },
             "vae": published_vae(latent_channels=16),
-            "text_encoder": GEMMA2_2B,
+            "text_encoder": QWEN3_1_7B | NO_LAYER_TYPES,
             "tokenizer": {"model_max_length": MAX_TOKENS},
         }
 
     @classmethod
     def tiny(cls, architecture: str | None = None) -> dict[str, Any]:
+        text = tiny_language_model(TINY_WIDTH, TINY_VOCABULARY, num_layers=2)
         return {
             "transformer": TINY_TRANSFORMER,
             "vae": tiny_vae(latent_channels=4, scaling_factor=0.3611, shift_factor=0.1159),
-            "text_encoder": tiny_language_model(TINY_WIDTH, TINY_VOCABULARY, num_layers=3)
-            | {"head_dim": TINY_WIDTH // 4, "sliding_window": MAX_TOKENS},
-            "scheduler": {"shift": 6.0},
+            "text_encoder": text | {"model_type": "qwen3", "head_dim": TINY_WIDTH // 4},
+            "scheduler": {"shift": 3.0, "use_dynamic_shifting": True},
         }
 
     def write_tiny_encoders(self, folder: Path, configs: Mapping[str, Any]) -> Index:
-        from transformers import Gemma2Config, Gemma2Model
+        from transformers import Qwen3Config, Qwen3Model
 
-        write_random(folder / "text_encoder", lambda: Gemma2Model(Gemma2Config(**configs["text_encoder"])))
+        write_random(folder / "text_encoder", lambda: Qwen3Model(Qwen3Config(**configs["text_encoder"])))
         write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY, MAX_TOKENS)
-        return "Lumina2Pipeline", {
-            "text_encoder": ("transformers", "Gemma2Model"),
+        return "OvisImagePipeline", {
+            "text_encoder": ("transformers", "Qwen3Model"),
             "tokenizer": ("transformers", "Qwen2TokenizerFast"),
         }
 
@@ -87,14 +86,12 @@ FAMILY = Auto
 TINY_WIDTH = 32
 TINY_VOCABULARY = 512
 TINY_TRANSFORMER = {
-    "in_channels": 4,
-    "hidden_size": 48,
-    "num_layers": 2,
-    "num_refiner_layers": 1,
-    "num_attention_heads": 3,
-    "num_kv_heads": 3,
-    "multiple_of": 16,
-    "axes_dim_rope": [4, 6, 6],
-    "axes_lens": [300, 64, 64],
-    "cap_feat_dim": TINY_WIDTH,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": TINY_WIDTH,
+    "axes_dims_rope": [4, 6, 6],
 }

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from trainer.config.size import Size
 from trainer.models.parts.folder import ModelFolder
-from trainer.models.parts.image.text_encoder import from_folder
+from trainer.models.parts.image.text_encoder import load_tokenizer
 from trainer.system.errors import InputError
 from trainer.weights.files import read_tensor
 
@@ -211,11 +212,14 @@ class Parts:
         named = {key: value for key, value in index.items() if _is_class(value)}
         self.settings = {key: value for key, value in index.items() if key not in named and not key.startswith("_")}
         self.missing = [key for key, value in named.items() if value[0] is None]
-        classes = {key: _class_of(str(named[key][0]), str(named[key][1]), key) for key in sorted(named.keys() - self.missing)}
+        classes = {
+            key: _class_of(str(named[key][0]), str(named[key][1]), key) for key in sorted(named.keys() - self.missing)
+        }
         models = {key: kind for key, kind in classes.items() if issubclass(kind, ModelMixin)}
         self.encoders = {key: kind for key, kind in classes.items() if issubclass(kind, PreTrainedModel)}
+        # A processor of images and text has a tokenizer, which is all that text alone needs.
         tokenizers = (PreTrainedTokenizerBase, ProcessorMixin)
-        self.tokenizers = {key: kind for key, kind in classes.items() if issubclass(kind, tokenizers)}
+        self.tokenizers = [key for key, kind in classes.items() if issubclass(kind, tokenizers)]
         known = {DENOISER, AUTOENCODER, SCHEDULER, *self.encoders, *self.tokenizers}
         for key in sorted({DENOISER, AUTOENCODER} - models.keys()):
             raise Unknown(f"{self.name} has no {key}")
@@ -303,7 +307,7 @@ class Observed:
         place = property(lambda _: self.device)  # a pipeline is where its models are, and these are nowhere
         kind = type(self.parts.name, (self.parts.pipeline,), {"_execution_device": place, "device": place})
         with self._known("made"):
-            tokenizers = {key: from_folder(part, folder.path / key) for key, part in self.parts.tokenizers.items()}
+            tokenizers = {key: load_tokenizer(folder, key) for key in self.parts.tokenizers}
             made = kind(**dict.fromkeys(self.parts.missing), **self.parts.settings, **models, **tokenizers, **encoders)
         made.set_progress_bar_config(disable=True)
         return made
@@ -340,13 +344,12 @@ class Observed:
             trace.calls.append({**bound.pop("kwargs", {}), **{k: v for k, v in bound.items() if k != "self"}})
             if answer is None:
                 raise _Enough
-            return (answer(trace.calls[-1]),)
+            return _Answer(answer(trace.calls[-1]))
 
-        def step(prediction: Tensor, timestep: Any, sample: Tensor, *_: Any, **options: Any) -> Any:
+        def step(prediction: Tensor, timestep: Any, sample: Tensor, *_: Any, **__: Any) -> Any:
             trace.predictions.append(prediction)
             trace.samples.append(sample)
-            ended = sample if latents is None else latents
-            return (ended,) if options.get("return_dict") is False else _Stepped(ended)
+            return _Answer(sample if latents is None else latents)
 
         def decode(given: Tensor, *_: Any, **__: Any) -> Any:
             trace.decoded = given
@@ -374,7 +377,8 @@ class Observed:
             "height": size.height,
             "width": size.width,
             "num_inference_steps": steps,
-            "use_resolution_binning": False,
+            "use_resolution_binning": False,  # sizes and prompts stay as they are
+            "enable_prompt_rewrite": False,
             "output_type": "pt",
         }
         changed = [
@@ -390,24 +394,31 @@ class Observed:
             pipe(**{key: value for key, value in options.items() if key in accepted})
         return trace
 
-    def arguments(self, text: Any, size: Size, count: int) -> dict[str, Any]:
+    def arguments(self, leaves: Sequence[Any], size: Size, count: int, device: torch.device) -> dict[str, Any]:
         """What the transformer is called with, with other latents and at another time.
 
         Args:
-            text: As `encode_prompt` returns it for `count` prompts.
+            leaves: Of what `encode_prompt` returns for `count` prompts.
             size: Size of the images.
             count: Images in the batch.
+            device: Where the text is, and the result.
         """
+        is_plan = any(isinstance(leaf, FakeTensor) for leaf in leaves)  # of a device that need not be here
+        self.device = torch.device("cpu") if is_plan else device
+        if is_plan:
+            with unset_fake_temporarily():
+                leaves = tree_map_only(FakeTensor, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), leaves)
+        text = tree_unflatten(list(leaves), tree_flatten(self._example.text)[1])
         found: dict[str, Any] = self.run(size, 1, prompts=[""] * count, text=text).calls[0]
-        placed: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.to(self.device), found)
+        placed: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.to(device), found)
         return placed
 
     def encode(self, pipeline: Any, prompt: str) -> list[Any]:
-        """The leaves of what `encode_prompt` of a pipeline returns for one prompt."""
+        """The leaves of what `encode_prompt` of a pipeline returns for one prompt. pipeline: a result of `assemble`."""
         given = {**self.encoding, "prompt": [prompt] if isinstance(self.encoding["prompt"], list) else prompt}
         if "device" in given:
             given["device"] = self.device
-        with _quiet():
+        with self._known("asked for a text") if pipeline is self.pipeline else _quiet():
             leaves: list[Any] = tree_flatten(pipeline.encode_prompt(**given))[0]
         return leaves
 
@@ -445,10 +456,6 @@ class Observed:
                 found.append(True)
         return found
 
-    def text_of(self, leaves: Sequence[Any]) -> Any:
-        """The leaves of a text in the form that `encode_prompt` returns."""
-        return tree_unflatten(list(leaves), tree_flatten(self._example.text)[1])
-
     @cached_property
     def example_text(self) -> list[Any]:
         """The leaves of a text."""
@@ -457,7 +464,9 @@ class Observed:
     def layout(self, size: Size) -> Layout:
         """How latents of this size are given to the transformer and come back."""
         if size not in self._layouts:
-            self._layouts[size] = self._observe(size)
+            self.device = torch.device("cpu")
+            with unset_fake_temporarily():
+                self._layouts[size] = self._observe(size)
         return self._layouts[size]
 
     def _observe(self, size: Size) -> Layout:
@@ -498,6 +507,15 @@ class Observed:
             offset,
             has_frames,
         )
+
+    def encoded_shape(self, size: Size) -> tuple[int, ...]:
+        """(C, h, w) of the latents that the autoencoder makes of an image."""
+        frames = [1] * self.layout(size).has_frames
+        with torch.device("meta"), self._known("asked for latents"):
+            vae = self.parts.vae.from_config(self.parts.folder.read(f"{AUTOENCODER}/config.json"))
+            found = vae.encode(torch.empty(1, 3, *frames, size.height, size.width))
+        latents = found.latent_dist.mode() if "latent_dist" in found else found.latent
+        return (latents.shape[1], *latents.shape[-2:])
 
     @cached_property
     def time(self) -> tuple[str, float, float]:
@@ -543,7 +561,7 @@ class Observed:
         leaves = [leaf.bfloat16() if _is_floating(leaf) else leaf for leaf in self.example_text]
         take_no_memory(self.transformer, torch.bfloat16)
         try:
-            found = self.arguments(self.text_of(leaves), SIZES[0], 1)
+            found = self.arguments(leaves, SIZES[0], 1, torch.device("cpu"))
         finally:
             take_no_memory(self.transformer, torch.float32)
         tensors = {key: tree_flatten(value)[0] for key, value in found.items()}
@@ -580,7 +598,7 @@ class Observed:
     def _known(self, what: str) -> Iterator[None]:
         """Turn any error of the pipeline's code into Unknown."""
         try:
-            with _quiet():
+            with _quiet(), unset_fake_temporarily():  # a plan has tensors without numbers, and runs depend on them
                 yield
         except (_Enough, Unknown):
             raise
@@ -603,15 +621,17 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-class _Stepped(tuple[Tensor]):
-    """A result of the scheduler that is read by name, or as a tuple."""
+class _Answer(tuple[Tensor]):
+    """The result of a transformer or a scheduler, which pipelines read by name or as a tuple."""
 
-    def __new__(cls, latents: Tensor) -> _Stepped:
-        return super().__new__(cls, (latents,))
+    def __new__(cls, tensor: Tensor) -> _Answer:
+        return super().__new__(cls, (tensor,))
 
     @property
-    def prev_sample(self) -> Tensor:
+    def sample(self) -> Tensor:
         return self[0]
+
+    prev_sample = sample
 
 
 def _is_floating(value: Any, dtype: torch.dtype | None = None) -> bool:
