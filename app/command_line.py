@@ -65,6 +65,7 @@ TAKEN_BY = {
     "keep": ("fit",),
     "price": ("fit", "film"),
     "write": ("fit", "import"),
+    "write_family": ("certify",),
     "prove": ("fit",),
     "json": ("plan",),
     "exactly": ("plan",),
@@ -207,6 +208,11 @@ def _parser() -> argparse.ArgumentParser:
         "--prove", action="store_const", const=True, help="train a few steps of what fits, on this machine (--fit)"
     )
     plans.add_argument("--write", type=Path, metavar="FILE", help="file for the config (--fit, --import)")
+    plans.add_argument(
+        "--write-family",
+        metavar="NAME",
+        help="keep what was concluded of a model without a family as a family of this name (--certify)",
+    )
     plans.add_argument(
         "--exactly", action="store_const", const=True, help="also trace the whole model, half a minute (--plan)"
     )
@@ -369,7 +375,7 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         from app import certify_command
 
         preset = preset_file(options.certify, options.runs / "presets")
-        return certify_command.certify(load_config(preset, options.overrides), options.runs)
+        return certify_command.certify(load_config(preset, options.overrides), options.runs, options.write_family)
     if options.fit is not None:
         return _fit(options)
     if options.rename is not None:

@@ -139,9 +139,7 @@ FOLDERS: dict[str, Folder] = {
         {"text_encoder": encoder("Qwen3Model", "Qwen3Config", LANGUAGE)},
         TEXT,
     ),
-    "BriaPipeline": Folder(
-        ("BriaTransformer2DModel", FLUX_SIZES), {"text_encoder": t5}, {"tokenizer": t5_tokenizer}
-    ),
+    "BriaPipeline": Folder(("BriaTransformer2DModel", FLUX_SIZES), {"text_encoder": t5}, {"tokenizer": t5_tokenizer}),
     "BriaFiboPipeline": Folder(
         ("BriaFiboTransformer2DModel", FLUX_SIZES | {"joint_attention_dim": 2 * WIDTH, "text_encoder_dim": WIDTH}),
         {"text_encoder": encoder("SmolLM3ForCausalLM", "SmolLM3Config", LANGUAGE | {"vocab_size": 128256})},

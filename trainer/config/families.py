@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
+import keyword
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +17,8 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from trainer.config.schema import RunConfig, nothing_frozen
-from trainer.config.sections import PORTABLE, SINGLE_FILES, AdapterSection, Section
-from trainer.system.errors import Problem, not_one_of
+from trainer.config.sections import PORTABLE, SINGLE_FILES, AdapterSection, Section, family_names
+from trainer.system.errors import InputError, Problem, not_one_of
 
 FACTS = Path(__file__).with_suffix(".json")
 
@@ -97,6 +99,7 @@ class FamilyFacts:
     size_multiple: int
     in_buckets: bool
     longest_side: int | None
+    is_concluded: bool
     frames: tuple[int, ...]
     distilled: tuple[Distilled, ...]
     edits: tuple[Edits, ...]
@@ -287,6 +290,14 @@ def wrong_sizes(cfg: RunConfig, longest: int | None, multiple: int) -> Iterator[
             for size in (cfg.sample.size, [max(1, round(side / multiple)) * multiple for side in cfg.sample.size])
         )
         yield Problem("sample.size", f"{given} is not in multiples of {multiple} pixels; use {near}")
+
+
+def check_new_name(name: str) -> None:
+    """Raise InputError unless a new family may have this name, which is that of its module."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name) or keyword.iskeyword(name):
+        raise InputError(f"--write-family {name}: not a name of small letters, digits and _, such as my_model")
+    if name in family_names():
+        raise InputError(f"--write-family {name}: there is a family of this name; choose another")
 
 
 @functools.cache

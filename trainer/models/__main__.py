@@ -1,15 +1,22 @@
-"""Writes config/families.json: facts of the families, read without importing them (`python -m trainer.models`)."""
+"""Writes config/families.json: facts of the families, read without importing them (`python -m trainer.models`).
+
+With `--write-family`, also the file of a family that was concluded, for `launch.py --certify`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 from trainer.config.families import FACTS, FamilyFacts
+from trainer.config.schema import RunConfig
 from trainer.models import families
 from trainer.models.base import ModelFamily
 from trainer.models.objectives.kinds import fields_of
+from trainer.system.errors import InputError
 
 
 def write_facts(path: Path) -> None:
@@ -37,6 +44,7 @@ def facts(family: str) -> FamilyFacts:
         size_multiple=kind.size_multiple,
         in_buckets=kind.in_buckets,
         longest_side=kind.longest_side,
+        is_concluded=kind.is_concluded,
         frames=kind.frames,
         distilled=kind.distilled,
         edits=kind.edits,
@@ -57,5 +65,25 @@ def _read_by(kind: type[ModelFamily], architecture: str) -> tuple[str, ...]:
     return tuple(field for field, is_read in marks.items() if is_read)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the facts; with `--write-family NAME`, first the file of a family of the run's config on stdin."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.models")
+    parser.add_argument("--write-family", metavar="NAME")
+    parser.add_argument("--cache", type=Path)
+    options = parser.parse_args()
+    if options.write_family:
+        from trainer.models.observed_transformer import ObservedTransformer
+        from trainer.models.parts.image.family_file import write_family
+
+        family = families.make(RunConfig.model_validate_json(sys.stdin.read()), options.cache)
+        assert isinstance(family, ObservedTransformer)
+        file = write_family(options.write_family, family.conclusions, family.folder.name)
+        sys.stdout.write(f"{file}: written; set model.family: {options.write_family}\n")
     write_facts(FACTS)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InputError as error:
+        raise SystemExit(str(error)) from error

@@ -140,6 +140,8 @@ class ModelFamily(ABC):
     """Whether images are cropped to the buckets of `data.resolution`; else `ImageFamily.drawn_size` scales each."""
     longest_side: int | None = None
     """Most pixels of the longest side of an image; None for no limit. The class has that of the published models."""
+    is_concluded: ClassVar[bool] = False
+    """Whether how the model is called was concluded of its folder: its certificate then decides whether it trains."""
     frames: ClassVar[tuple[int, ...]] = (1,)
     """The numbers of frames of what it trains on and draws, from few to many; 1 for stills."""
     weights_stem: ClassVar[str] = DIFFUSERS_STEM

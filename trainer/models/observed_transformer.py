@@ -130,6 +130,9 @@ class ObservedTransformer(FlowTransformer):
     stated: ClassVar[Conclusions | None] = None
     """What the family's file says, for families that were written from a folder."""
     model_files: ClassVar = {INDEX: ("_class_name", "")}
+    architectures: ClassVar[tuple[str, ...]] = ()
+    default_architecture = ""
+    is_concluded = True
     size_multiple = 32
     token_side = 16
 
@@ -178,15 +181,9 @@ class ObservedTransformer(FlowTransformer):
                 raise Unknown(f"{observed.parts.name} has latents of {layout.latents} for {size.width} x {size.height}")
         if any("guidance" in name for name, value in observed.example.items() if isinstance(value, Tensor)):
             raise Unknown(f"{observed.parts.network.__name__} embeds its guidance")
-        if observed.encoded_shape(SIZES[0]) != layouts[0].latents:
-            raise Unknown(f"{observed.parts.vae.__name__} encodes to {observed.encoded_shape(SIZES[0])}, not as it decodes")
-        lists = {
-            name: sorted({type(block).__name__ for block in module})
-            for name, module in observed.transformer.named_children()
-            if isinstance(module, nn.ModuleList) and any(isinstance(part, nn.Linear) for part in module.modules())
-        }
-        if not lists:
-            raise Unknown(f"{observed.parts.network.__name__} has no list of blocks")
+        if (encoded := observed.encoded_shape(SIZES[0])) != layouts[0].latents:
+            raise Unknown(f"{observed.parts.vae.__name__} encodes to {encoded}, and decodes {layouts[0].latents}")
+        lists = observed.block_lists()
         observed.shared  # noqa: B018 raises Unknown
         return Conclusions(
             pipeline=observed.parts.name,
@@ -242,14 +239,14 @@ class ObservedTransformer(FlowTransformer):
         return super().fingerprint()
 
     def image_encoder(self, load: LoadModule) -> nn.Module:
-        kind = self._observed.parts.vae
-        return _loaded(load, partial(kind.from_config, self._vae), self._folder.weights(AUTOENCODER), ())
+        build = partial(self._observed.parts.vae.from_config, self._vae)
+        return _loaded(load, build, self._folder.weights(AUTOENCODER), ())
 
     def _encoded(self, vae: Any, image: Image.Image) -> Tensor:
         layout, pixels = self._observed.layout(Size(*image.size)), pixels_of(image, device_of(vae))
         found = vae.encode(pixels[:, :, None] if layout.has_frames else pixels)
-        latents = (found.latent_dist.mode() if "latent_dist" in found else found.latent).view(1, *layout.latents)
-        return (latents - layout.offset.to(latents)) / layout.scale.to(latents)
+        whole: Tensor = found.latent_dist.mode() if "latent_dist" in found else found.latent
+        return (whole.view(1, *layout.latents) - layout.offset.to(whole)) / layout.scale.to(whole)
 
     def _decoded(self, vae: Any, latents: Tensor) -> Image.Image:
         layout = self._observed.layout(self._size(latents))
@@ -348,10 +345,9 @@ class ObservedTransformer(FlowTransformer):
                 leaves[number] = value[0] if observed.shared[number] else value
         arguments = observed.arguments(leaves, size, count, latents.device)
         name, scale, offset = observed.time
-        packed = latents.flatten(1)[:, layout.into.to(latents.device)].unflatten(1, layout.input)
-        arguments |= {observed.latents_name: packed, name: (scale * sigma + offset).view(arguments[name].shape)}
-        predicted = model[DENOISER](**arguments)[0].float().flatten(1)
-        return layout.sign * predicted[:, layout.back.to(latents.device)].unflatten(1, latents.shape[1:])
+        time = (scale * sigma + offset).view(arguments[name].shape)
+        arguments |= {observed.latents_name: layout.given(latents), name: time}
+        return layout.velocity(model[DENOISER](**arguments)[0].float())
 
     def _size(self, latents: Tensor) -> Size:
         """The size in pixels of the image of these latents, (..., h, w)."""
@@ -370,7 +366,7 @@ class ObservedTransformer(FlowTransformer):
         raise NotImplementedError(f"{type(self).__name__} has no tiny model")
 
 
-def _loaded(load: LoadModule, build: Callable[[], Any], files: WeightFiles, blocks: Sequence[str]) -> Any:
+def _loaded(load: LoadModule, build: Callable[[], nn.Module], files: WeightFiles, blocks: Sequence[str]) -> nn.Module:
     """Load a module with the buffers that no file holds."""
     empty, buffers = computed_tensors(build)
     module = load(empty, files, blocks)

@@ -85,7 +85,8 @@ def certify(
 ) -> Certificate | None:
     """Examine the base of a run before its first step, and write its certificate. Collective.
 
-    A model that is none is examined only on request, and no run spends more than `MOST_SHARE` on it.
+    A model that is none is examined only on request, and no run spends more than `MOST_SHARE` on it, but for a model
+    whose wiring was concluded.
 
     Args:
         model: The live components in evaluation, whose adapter changes nothing yet.
@@ -100,7 +101,7 @@ def certify(
         return None
     passes = math.ceil(cfg.train.batch_size / (cfg.train.micro_batch * world.data_size))
     count = pictures_within(steps, passes, cfg.data.has_references)
-    if is_requested:
+    if is_requested or (family.is_concluded and cfg.model.path not in MODEL_WORDS):
         count = MOST_PICTURES
     elif cfg.model.path in MODEL_WORDS or not count:
         return None

@@ -34,6 +34,7 @@ from trainer.run.events import Emit, State, ValidationEvent
 from trainer.run.folder import Request, RunDir
 from trainer.run.manifest import Progress, validation_losses
 from trainer.run.preemption import Preemption
+from trainer.system.errors import InputError
 from trainer.train.certificate import certify
 from trainer.train.numbers import NON_FINITE, WEIGHT, LateRead
 from trainer.train.setup import length_event, set_up, stop_requested, train_state
@@ -365,6 +366,12 @@ class Trainer:
                     self.log.note("sampling", line)
                 else:
                     self.log.warn(line)
+            if self.family.is_concluded and found.miswired and not self._is_certified_only:
+                raise InputError(
+                    f"model.family: {self.cfg.model.family} does not train {self.cfg.model.path}: how it is called was "
+                    f"concluded of its folder, and its certificate has a fault ({found.miswired[0].kind}, above). If "
+                    "you know better, set sample.every: 0, which draws no samples and certifies nothing"
+                )
 
     def save(self) -> None:
         """Begin a checkpoint; it is written while training goes on."""

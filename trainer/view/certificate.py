@@ -54,6 +54,8 @@ STAGES = {
     "drawn": "what the base predicts of its own pictures: the sampler, the weights, or how they are quantized",
 }
 """{stage: what to look at where its numbers differ}, each before those that follow from it."""
+WIRING = ("drawn", "captions", "references", "cache")
+"""Kinds of findings that only a base which is called wrongly has, or one whose weights are broken."""
 ALL = tuple(STAGES)
 OF_THE_BASE = tuple(stage for stage in STAGES if stage not in ("schedule", "targets"))
 Numbers = Mapping[str, float]
@@ -98,6 +100,11 @@ class Certificate:
     @property
     def is_green(self) -> bool:
         return not self.findings
+
+    @property
+    def miswired(self) -> tuple[Finding, ...]:
+        """The findings that no setting of a run can be the cause of."""
+        return tuple(found for found in self.findings if found.kind in WIRING)
 
     def lines(self) -> tuple[str, ...]:
         """One green line, or a sentence for each fault."""

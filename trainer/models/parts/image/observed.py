@@ -19,6 +19,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from diffusers.models.modeling_utils import ModelMixin
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
@@ -32,6 +34,7 @@ from trainer.weights.files import read_tensor
 
 INDEX = "model_index.json"
 DENOISER, AUTOENCODER, SCHEDULER = "transformer", "vae", "scheduler"
+PIPELINE = "the pipeline"
 LIBRARIES = ("diffusers", "transformers")
 """Libraries whose classes a folder may name."""
 EULER = "FlowMatchEulerDiscreteScheduler"
@@ -203,12 +206,11 @@ class Parts:
     """
 
     def __init__(self, folder: ModelFolder) -> None:
-        from diffusers.models.modeling_utils import ModelMixin
         from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
         self.folder = folder
         index = folder.read(INDEX)
-        self.pipeline = _class_of("diffusers", str(index.get("_class_name")), "the pipeline")
+        self.pipeline = _class_of("diffusers", str(index.get("_class_name")), PIPELINE)
         named = {key: value for key, value in index.items() if _is_class(value)}
         self.settings = {key: value for key, value in index.items() if key not in named and not key.startswith("_")}
         self.missing = [key for key, value in named.items() if value[0] is None]
@@ -244,7 +246,7 @@ def _class_of(library: str, name: str, part: str) -> Any:
     if library not in LIBRARIES:
         raise Unknown(f"{part} is {library}.{name}, code that the folder brings, which is never run")
     found = getattr(importlib.import_module(library), name, None)
-    if not isinstance(found, type):
+    if not isinstance(found, type) or (part == PIPELINE and not issubclass(found, DiffusionPipeline)):
         raise Unknown(f"{part} is {name}, which this version of {library} does not have; install a newer one")
     return found
 
@@ -272,6 +274,14 @@ class Layout:
     scale: Tensor
     offset: Tensor
     has_frames: bool
+
+    def given(self, latents: Tensor) -> Tensor:
+        """The transformer's input, (B, *input), of latents (B, C, h, w)."""
+        return latents.flatten(1)[:, self.into.to(latents.device)].view(-1, *self.input)
+
+    def velocity(self, prediction: Tensor) -> Tensor:
+        """The velocity, (B, C, h, w), of the transformer's prediction."""
+        return self.sign * prediction.flatten(1)[:, self.back.to(prediction.device)].view(-1, *self.latents)
 
 
 class Observed:
@@ -320,7 +330,7 @@ class Observed:
         prompts: Sequence[str] = PROMPTS[:1],
         negative: str | None = None,
         text: Any = None,
-        answer: Callable[[dict[str, Any]], Tensor] | None = None,
+        answer: Tensor | Callable[[dict[str, Any]], Tensor] | None = None,
         latents: Tensor | None = None,
     ) -> Trace:
         """Run the pipeline until it decodes, or calls its transformer.
@@ -331,7 +341,8 @@ class Observed:
             prompts: A batch of them.
             negative: What is guided away from; None for no guidance.
             text: What `encode_prompt` is made to return, for as many prompts.
-            answer: arguments of the transformer -> its prediction; without it, the run ends at the first call.
+            answer: The transformer's prediction, or what makes it of its arguments; without it, the run ends at the
+                first call.
             latents: What each step is made to end with.
 
         Raises:
@@ -344,7 +355,7 @@ class Observed:
             trace.calls.append({**bound.pop("kwargs", {}), **{k: v for k, v in bound.items() if k != "self"}})
             if answer is None:
                 raise _Enough
-            return _Answer(answer(trace.calls[-1]))
+            return _Answer(answer if isinstance(answer, Tensor) else answer(trace.calls[-1]))
 
         def step(prediction: Tensor, timestep: Any, sample: Tensor, *_: Any, **__: Any) -> Any:
             trace.predictions.append(prediction)
@@ -407,7 +418,7 @@ class Observed:
         self.device = torch.device("cpu") if is_plan else device
         if is_plan:
             with unset_fake_temporarily():
-                leaves = tree_map_only(FakeTensor, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), leaves)
+                leaves = tree_map_only(FakeTensor, _zeros_like, list(leaves))
         text = tree_unflatten(list(leaves), tree_flatten(self._example.text)[1])
         found: dict[str, Any] = self.run(size, 1, prompts=[""] * count, text=text).calls[0]
         placed: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.to(device), found)
@@ -473,11 +484,10 @@ class Observed:
         name, given = self.parts.name, self.run(size, 1).calls[0].get(self.latents_name)
         if not isinstance(given, Tensor):
             raise Unknown(f"{name} gives its latents as a {type(given).__name__}")
-        first = self.run(size, 1, answer=lambda _: torch.zeros(given.shape))
+        first = self.run(size, 1, answer=torch.zeros(given.shape))
         probes, outputs = probes_of(first.samples[0].shape), probes_of(given.shape)
         traces = [
-            self.run(size, 2, answer=lambda _, output=output: output, latents=probe)
-            for probe, output in zip(probes, outputs, strict=True)
+            self.run(size, 2, answer=output, latents=probe) for probe, output in zip(probes, outputs, strict=True)
         ]
         if any(len(trace.calls) != 2 or trace.decoded is None for trace in traces):
             raise Unknown(f"{name} calls its transformer not once a step without guidance, or decodes nothing")
@@ -508,6 +518,25 @@ class Observed:
             has_frames,
         )
 
+    def block_lists(self) -> dict[str, list[str]]:
+        """{list of the transformer: class names of the blocks in it}: of those that diffusers keeps whole, if it names
+        some.
+
+        Raises:
+            Unknown: There is none.
+        """
+        network = self.parts.network
+        named = {*(network._no_split_modules or ()), *(network._repeated_blocks or ())}
+        lists = {
+            name: sorted({type(block).__name__ for block in module})
+            for name, module in self.transformer.named_children()
+            if isinstance(module, nn.ModuleList) and any(isinstance(part, nn.Linear) for part in module.modules())
+        }
+        lists = {name: kinds for name, kinds in lists.items() if named.issuperset(kinds)} or lists
+        if not lists:
+            raise Unknown(f"{network.__name__} has no list of blocks")
+        return lists
+
     def encoded_shape(self, size: Size) -> tuple[int, ...]:
         """(C, h, w) of the latents that the autoencoder makes of an image."""
         frames = [1] * self.layout(size).has_frames
@@ -521,7 +550,7 @@ class Observed:
     def time(self) -> tuple[str, float, float]:
         """(argument, scale, offset) of the time that the transformer is given: scale * sigma + offset."""
         given = self.example[self.latents_name]
-        trace = self.run(SIZES[0], STEPS, answer=lambda _: torch.zeros(given.shape))
+        trace = self.run(SIZES[0], STEPS, answer=torch.zeros(given.shape))
         sigmas = [float(sigma) for sigma in self.pipeline.scheduler.sigmas[:STEPS]]
         tensors = {key for key, value in trace.calls[0].items() if isinstance(value, Tensor)} - {self.latents_name}
         changing = [key for key in sorted(tensors) if not torch.equal(trace.calls[0][key], trace.calls[-1][key])]
@@ -602,6 +631,8 @@ class Observed:
                 yield
         except (_Enough, Unknown):
             raise
+        except NameError as error:  # of what diffusers imports only where it is installed
+            raise Unknown(f"{self.parts.name} needs {error.name}, which is not installed") from error
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise Unknown(f"{self.parts.name} cannot be {what} without weights: {reason}") from error
@@ -632,6 +663,11 @@ class _Answer(tuple[Tensor]):
         return self[0]
 
     prev_sample = sample
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    """Zeros on the CPU, where a fake tensor is of a device that need not be here."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def _is_floating(value: Any, dtype: torch.dtype | None = None) -> bool:
