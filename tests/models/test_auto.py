@@ -36,12 +36,19 @@ from trainer.system.errors import InputError
 
 GUIDED = {"AuraFlowPipeline", "BriaPipeline", "OvisImagePipeline"}
 """Those whose guided samples are of both predictions alone."""
-KNOWN = GUIDED | {"BriaFiboPipeline", "HunyuanImagePipeline", "LongCatImagePipeline", "Lumina2Pipeline"}
+KNOWN = GUIDED | {
+    *("BriaFiboPipeline", "HunyuanImagePipeline", "LongCatImagePipeline", "Lumina2Pipeline"),
+    *("LuminaPipeline", "NucleusMoEImagePipeline"),
+}
 REFUSED = {
     "CogView4Pipeline": "CogView4Pipeline gives a timestep that is not linear in the noise level",
+    "CogView3PlusPipeline": "its scheduler is CogVideoXDDIMScheduler, not FlowMatchEulerDiscreteScheduler",
+    # Its transformer reads tokens that a language model samples for each image.
+    "GlmImagePipeline": "GlmImagePipeline cannot be run without weights: AttributeError: 'NoneType' object has no "
+    "attribute 'shape'",
     "HiDreamImagePipeline": "HiDreamImagePipeline has latents of (4, 90, 180) for 256 x 128",
     "Kandinsky5T2IPipeline": "Kandinsky5T2IPipeline has latents of (4, 80, 176) for 256 x 128",
-    "OmniGenPipeline": "OmniGenPipeline needs OmniGenMultiModalProcessor, which is not installed",
+    "HunyuanDiTPipeline": "its scheduler is DDPMScheduler, not FlowMatchEulerDiscreteScheduler",
     "PRXPipeline": "PRXPipeline needs ftfy, which is not installed",
     "PixArtSigmaPipeline": "its scheduler is DPMSolverMultistepScheduler, not FlowMatchEulerDiscreteScheduler",
     "SanaPipeline": "its scheduler is DPMSolverMultistepScheduler, not FlowMatchEulerDiscreteScheduler",
@@ -53,12 +60,16 @@ STEPS = 3
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The tiny folder of a pipeline, written once."""
+
     return once(lambda name: auto_folders.write(name, tmp_path_factory.mktemp("auto") / name))
 
 
 def pipeline_of(folder: Path) -> Any:
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
+    for guider in ("guider", "ocr_guider"):  # which guides whatever it is asked
+        if guider in pipeline.components:
+            pipeline.register_modules(**{guider: None})
     return pipeline
 
 
@@ -99,9 +110,9 @@ def drawn(pipeline: Any, size: tuple[int, int], guidance: float) -> tuple[Tensor
 
 
 @pytest.mark.parametrize(
-    ("name", "guidance"), [*((name, 1.0) for name in sorted(KNOWN)), *((name, 4.0) for name in sorted(GUIDED))]
+    ("name", "guidance", "size"),
+    [*((name, 1.0, (128, 64)) for name in sorted(KNOWN)), *((name, 4.0, (64, 96)) for name in sorted(GUIDED))],
 )
-@pytest.mark.parametrize("size", [(128, 64), (64, 96)])
 def test_a_sample_is_that_of_the_pipeline(
     name: str, guidance: float, size: tuple[int, int], folder_of: Callable[[str], Path], cache: Path
 ) -> None:
@@ -118,7 +129,8 @@ def test_a_sample_is_that_of_the_pipeline(
     negative = family.encode_text(texts, NEGATIVE) if guidance > 1 else None
     cfg = SampleConfig(size=size, steps=STEPS, guidance=guidance)
     family.sample(model_of(family), vae, family.encode_text(texts, PROMPT), negative, cfg, Given(noise))
-    torch.testing.assert_close(decoded[0], expected, atol=1e-5, rtol=1e-5)
+    # Guidance multiplies the last bits of a time of 1000 sigma, which sinusoids see.
+    torch.testing.assert_close(decoded[0], expected, atol=1e-5 if guidance == 1 else 5e-5, rtol=1e-5)
     assert (name in GUIDED) == family.conclusions.guides_plainly
 
 
@@ -153,7 +165,7 @@ def test_every_folder_is_taken_or_refused() -> None:
 @pytest.mark.parametrize(("name", "options"), [("sd3 sd3-medium", {"max_tokens": 256}), ("qwen_image qwen-image", {})])
 def test_the_loss_of_a_known_model_is_that_of_its_own_family(name: str, options: Any, cache: Path) -> None:
     class Concluded(ObservedTransformer):
-        def _refuse_known(self, network: str) -> None:
+        def refuse_known(self) -> None:
             return
 
     family, architecture = name.split()
@@ -207,14 +219,6 @@ def test_dropped_captions_of_other_lengths_need_batches_of_one(folder_of: Callab
     families.make(sections("BriaFiboPipeline", 1), cache)
     with pytest.raises(InputError, match=r"data\.caption_dropout: 0\.1 needs train\.micro_batch: 1 here"):
         families.make(sections("BriaFiboPipeline", 2), cache)
-
-
-def test_a_caption_that_is_cut_is_measured(cache: Path) -> None:
-    family = make("auto", cache)
-    (whole,), (cut,) = family.text_lengths(["a fox", "fox " * 300])
-    assert not whole.is_cut
-    assert cut.is_cut and cut.read == 284 and cut.rest == " ".join(["fox"] * len(cut.rest.split()))
-    assert 0 < len(cut.rest.split()) < 300
 
 
 def test_a_concluded_model_that_fails_its_certificate_is_not_trained(

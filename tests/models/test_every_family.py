@@ -96,6 +96,9 @@ def test_blocks_that_are_sharded_one_by_one_are_part_of_a_component(family: Any)
 
 def test_the_layout_names_every_tensor_of_the_denoiser_once(image_family: Any) -> None:
     layout = image_family.layout(image_family.components[0])
+    if image_family.is_concluded:
+        assert layout == ()  # no names but diffusers' are known
+        return
     parts = [part for tensor in layout for part in tensor.parts]
     assert sorted(parts) == sorted(image_family.build(image_family.components[0]).state_dict())
     assert len({tensor.name for tensor in layout}) == len(layout)

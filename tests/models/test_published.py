@@ -38,6 +38,7 @@ LANGUAGE_MODELS = {
 COUNTS = {
     "bagel 7b-mot": [14.607, VAE],
     **{f"causal_lm {name}": [count / 1e9] for name, count in LANGUAGE_MODELS.items()},
+    "auto ovis-image-7b": [7.370, 1.721, VAE],
     "chroma chroma1": [8.9, T5, VAE],
     "ernie_image ernie-image": [8.033, 3.429, VAE],
     "flux1 dev": [11.901, CLIP_L, T5, VAE],

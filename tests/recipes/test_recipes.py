@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from diffusers import AuraFlowPipeline
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
 from tests.app.browser import opened, serving, show, watch
+from tests.models import auto_folders
+from tests.models.common import edit_json
 from tests.recipes.copies import Copy, listed, toy
 from tests.runs import make_pictures
 
@@ -470,3 +473,31 @@ def test_a_new_panel_is_in_the_rail_before_the_one_listed_after_it_and_answers(
         page.get_by_label("Whom to greet").fill("<b>B</b>")
         page.get_by_role("button", name="Greet").click()
         expect(page.locator("#toy-greeting")).to_have_text("Hello <b>B</b>, your runs are in runs.")
+
+
+@pytest.mark.slow
+def test_a_concluded_family_is_kept_as_a_file_that_trains(tmp_path: Path) -> None:
+    copy, model = Copy(tmp_path), auto_folders.write("AuraFlowPipeline", tmp_path / "aura")
+    made = f"""
+from pathlib import Path
+from trainer.config.sections import ModelConfig, ObjectiveConfig
+from trainer.models import families
+from trainer.models.parts.image.family_file import write_family
+
+family = families.get("auto")(ModelConfig(family="auto", path="{model}"), ObjectiveConfig(), Path("cache"))
+write_family("aura", family.conclusions, "aura")
+"""
+    copy.python("-c", made)
+    copy.python("-m", "trainer.models")
+    assert copy.changed() == {"trainer/models/families/aura.py", FACTS}
+    prepare(copy, "adapter: {rank: 4}", "optim: {lr: 0.01}", "export: {dtype: fp32}")
+    copy.edit("toy.yaml", "{family: flux2, path: tiny}", f"{{family: aura, path: {model}}}")
+    trained(copy, "first")
+    (exported,) = (copy.path / "first" / "export").glob("*.safetensors")
+    pipeline = AuraFlowPipeline.from_pretrained(model)
+    pipeline.load_lora_weights(exported)
+    assert any("lora" in name for name, _ in pipeline.transformer.named_parameters())
+    # A folder that says something else than the file is refused.
+    edit_json(model / "scheduler" / "scheduler_config.json", shift=3.0)
+    with pytest.raises(AssertionError, match="model.family: aura was written for shift"):
+        trained(copy, "second")

@@ -17,6 +17,7 @@ from trainer.models import families
 from trainer.models.base import ModelFamily
 from trainer.models.objectives.kinds import fields_of
 from trainer.system.errors import InputError
+from trainer.system.terminal import say
 
 
 def write_facts(path: Path) -> None:
@@ -78,7 +79,7 @@ def main() -> None:
         family = families.make(RunConfig.model_validate_json(sys.stdin.read()), options.cache)
         assert isinstance(family, ObservedTransformer)
         file = write_family(options.write_family, family.conclusions, family.folder.name)
-        sys.stdout.write(f"{file}: written; set model.family: {options.write_family}\n")
+        say(f"{file}: written; set model.family: {options.write_family}")
     write_facts(FACTS)
 
 

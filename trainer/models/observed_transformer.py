@@ -23,11 +23,11 @@ import torch
 from diffusers.loaders.peft import PeftAdapterMixin
 from PIL import Image
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from trainer.config import families
 from trainer.config.schema import RunConfig
-from trainer.config.sections import family_names
 from trainer.config.size import Size
+from trainer.models import recognition
 from trainer.models.base import LoadModule, TextLength
 from trainer.models.flow_transformer import FlowTransformer, Index
 from trainer.models.objectives.base import Batch, Example
@@ -129,7 +129,7 @@ class ObservedTransformer(FlowTransformer):
 
     stated: ClassVar[Conclusions | None] = None
     """What the family's file says, for families that were written from a folder."""
-    model_files: ClassVar = {INDEX: ("_class_name", "")}
+    model_files: ClassVar = {INDEX: ("_class_name", ""), f"{DENOISER}/config.json": ("_class_name", "")}
     architectures: ClassVar[tuple[str, ...]] = ()
     default_architecture = ""
     is_concluded = True
@@ -137,8 +137,7 @@ class ObservedTransformer(FlowTransformer):
     token_side = 16
 
     def look(self) -> None:
-        config = self._folder.read(f"{DENOISER}/config.json")
-        self._refuse_known(str(config.get("_class_name")))
+        self.refuse_known()
         try:
             self.conclusions = self._conclude()
         except Unknown as unknown:
@@ -152,7 +151,7 @@ class ObservedTransformer(FlowTransformer):
         self.network, self.shift = parts.network, found.shift
         returns_views = (parts.network.__name__, *found.blocks)
         self.shard = ShardSpec(found.blocks, fp32_inputs=frozenset(found.in_fp32), returns_views=returns_views)
-        self.adapter_targets = {DENOISER: (rf"({'|'.join(found.lists)})\.\d+\.{NOT_ADAPTED}.+",)}
+        self.adapter_targets = {DENOISER: (self._targets(),)}
         self.autoencoder = Autoencoder(
             found.autoencoder,
             found.pixels,
@@ -162,15 +161,19 @@ class ObservedTransformer(FlowTransformer):
             AUTOENCODER_KL.write_tiny,
         )
 
-    def _refuse_known(self, network: str) -> None:
-        for name in family_names():
-            known = families.of(name)
-            files = known.model_files if known and name != self.config.family else {}
-            if files.get(f"{DENOISER}/config.json") == ("_class_name", network):
-                raise InputError(
-                    f"model.family: {self.config.family}, but {self._folder.path} holds a {network}, which {name} "
-                    f"knows; set model.family: {name}"
-                )
+    def _targets(self) -> str:
+        """The linear layers of the blocks, but those of NOT_ADAPTED."""
+        lists = "|".join(self.conclusions.lists)
+        linear = [name for name, part in self._observed.transformer.named_modules() if isinstance(part, nn.Linear)]
+        found = [re.fullmatch(rf"(?:{lists})\.\d+\.({NOT_ADAPTED}.+)", name) for name in linear]
+        inside = sorted({re.escape(match[1]) for match in found if match})
+        return rf"({lists})\.\d+\.({'|'.join(inside)})"
+
+    def refuse_known(self) -> None:
+        """Raise InputError for a model of which another family has a file."""
+        known = recognition.known_family(self._folder.path, self.config.family)
+        if known:
+            raise InputError(f"model.family: {self.config.family}, but {self._folder.path} {known}")
 
     def _conclude(self) -> Conclusions:
         self._observed = observed = Observed(Parts(self._folder))
@@ -285,39 +288,40 @@ class ObservedTransformer(FlowTransformer):
         return tuple(tuple(value.shape) for key, value in example.items() if key.startswith("text_"))
 
     def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
-        """A caption is cut where an encoder sees as many tokens of it as of a text without end."""
-        most = self._tokens_seen(FILLER * 10_000)
-        return [self._lengths(caption, most) for caption in captions]
+        """The most tokens that an encoder is given are those it is given of a text without end."""
+        pipeline = self._observed.pipeline
+        most = {key: len(ids) for key, ids in self._seen(FILLER * 10_000).items()}
+        found: list[list[TextLength]] = [[] for _ in captions]
+        for encoder, read in most.items():
+            own = encoder.replace("text_encoder", "tokenizer")
+            tokenizer = pipeline.components[own if own in pipeline.components else self._observed.parts.tokenizers[0]]
+            ids = tokenizer([FILLER, *captions], add_special_tokens=False, verbose=False).input_ids
+            around = len(self._seen(FILLER)[encoder]) - len(ids[0])
+            for caption, count, lengths in zip(captions, map(len, ids[1:]), found, strict=True):
+                rest = self._unread(caption, encoder) if count + around > read else ""
+                lengths.append(TextLength(encoder, count + around, read, rest))
+        return [tuple(lengths) for lengths in found]
 
-    def _lengths(self, caption: str, most: Mapping[str, int]) -> tuple[TextLength, ...]:
-        seen, words = self._tokens_seen(caption), caption.split()
-        found = []
-        for encoder, count in seen.items():
-            is_cut = self._tokens_seen(caption + FILLER)[encoder] == count == most[encoder]
-            rest = self._unread(words, encoder, count) if is_cut else []
-            found.append(TextLength(encoder, count + max(is_cut, len(rest)), count, " ".join(rest)))
-        return tuple(found)
+    def _unread(self, caption: str, encoder: str) -> str:
+        """The end of a caption without which an encoder is given the same tokens."""
+        whole = self._seen(caption)[encoder]
+        same = bisect_left(range(len(caption) + 1), True, key=lambda n: self._seen(caption[:n])[encoder] == whole)
+        return caption[same:]
 
-    def _unread(self, words: Sequence[str], encoder: str, count: int) -> Sequence[str]:
-        """The words after the fewest that already give an encoder `count` tokens."""
-        prefixes = range(1, len(words) + 1)
-        fill = bisect_left(prefixes, count, key=lambda kept: self._tokens_seen(" ".join(words[:kept]))[encoder])
-        return words[fill + 1 :]
-
-    def _tokens_seen(self, caption: str) -> dict[str, int]:
-        """How many tokens of a caption each encoder is given."""
+    def _seen(self, caption: str) -> dict[str, list[int]]:
+        """The tokens of a caption that each encoder is given."""
         pipeline = self._observed.pipeline
         self._observed.encode(pipeline, caption)
-        encoders = {key: pipeline.components[key] for key in self._observed.parts.encoders}
-        return {key: encoder.num_tokens for key, encoder in encoders.items()}
+        return {key: pipeline.components[key].tokens for key in self._observed.parts.encoders}
 
     def batch_key(self, example: Example) -> Hashable:
         return (*example["latents"].shape[-2:], *self._text_shapes(example))
 
     def blank_text(self, num_tokens: int, dtype: torch.dtype) -> Example:
-        blank = self._encode(self._observed.pipeline, FILLER * num_tokens)
+        with unset_fake_temporarily():  # the pipeline's code depends on tokens
+            blank = self._encode(self._observed.pipeline, FILLER * num_tokens)
         return {
-            key: torch.zeros_like(value, dtype=dtype if value.is_floating_point() else value.dtype)
+            key: torch.zeros(value.shape, dtype=dtype if value.is_floating_point() else value.dtype)
             for key, value in blank.items()
         }
 

@@ -15,13 +15,14 @@ from typing import Any
 from trainer.config import families
 from trainer.config.families import FamilyFacts
 from trainer.config.schema import RunConfig
-from trainer.config.sections import DEMO, MODEL_WORDS, ModelConfig
+from trainer.config.sections import DEMO, MODEL_WORDS, ModelConfig, family_names
 from trainer.system import files
 from trainer.system.errors import InputError, Problem
 from trainer.weights import forms
 from trainer.weights.headers import StoredTensor, read_header
 from trainer.weights.hub import find_folder
 
+DENOISER_CONFIG = "transformer/config.json"
 MOST_BYTES = 2**20
 """A config is a few kilobytes; a longer file is left to the loader."""
 MOST_TOKENIZER_BYTES = 2**27
@@ -45,7 +46,8 @@ def refused(model: ModelConfig) -> Iterator[Problem]:
         yield from wrong
         return
     field, path = ("model.base", model.base) if model.base else ("model.path", model.path)
-    reason = _reason(find_folder(field, path), known)
+    folder = find_folder(field, path)
+    reason = _reason(folder, known) or (known_family(folder, model.family) if known.is_concluded else "")
     if reason:
         yield Problem(field, f"{path}: {reason}")
 
@@ -129,6 +131,16 @@ def _unread_form(field: str, named: str, paths: Iterable[Path], config: Mapping[
         yield Problem(field, forms.refusal(named, key, f"{form} ({method} by its config.json)" if method else form))
     elif method and method not in forms.METHODS and (not tensors or forms.has_integers(tensors)):
         yield Problem(field, f"{named}: the weights are in {method} by config.json, which is not read; {forms.READ}")
+
+
+def known_family(folder: Path, family: str) -> str:
+    """Say which other family knows the model of a folder; "" where none does. family: one that concludes."""
+    network = json_of(folder, DENOISER_CONFIG).get("_class_name")
+    for name in family_names():
+        known = families.of(name) if name != family else None
+        if known and known.model_files.get(DENOISER_CONFIG) == ("_class_name", network):
+            return f"holds a {network}, which {name} knows; set model.family: {name}"
+    return ""
 
 
 def _reason(folder: Path, known: FamilyFacts) -> str:

@@ -17,7 +17,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from trainer.config.size import Size
 from trainer.models.parts.folder import ModelFolder
-from trainer.models.parts.image.text_encoder import load_tokenizer
+from trainer.models.parts.image.text_encoder import from_folder
 from trainer.system.errors import InputError
 from trainer.weights.files import read_tensor
 
@@ -140,8 +140,8 @@ class StandIn(nn.Module):
         self.gives_pooled_first = kind.__name__.endswith("WithProjection")
         text = config.get_text_config()
         self.width, self.depth = int(text.hidden_size), int(text.num_hidden_layers)
-        self.pooled = int(getattr(config, "projection_dim", None) or self.width)
-        self.num_tokens = 0
+        self.pooled = int(config.to_dict().get("projection_dim") or self.width)
+        self.tokens: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
         return self if name in self.PARTS else super().__getattr__(name)
@@ -151,7 +151,7 @@ class StandIn(nn.Module):
         from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
         kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        self.num_tokens = int(kept.sum(1).max())
+        self.tokens = input_ids[0][kept[0].bool()].tolist()
         number = (input_ids * kept).sum(1).remainder(997) / 997 + 1
         states = number[:, None, None].repeat(1, input_ids.shape[1], self.width)
         pooled = number[:, None].repeat(1, self.pooled)
@@ -175,7 +175,8 @@ def computed_tensors(build: Callable[[], nn.Module]) -> tuple[nn.Module, dict[st
     Returns:
         The module, and its computed buffers that no file holds, by name, on the CPU.
     """
-    with ParametersOnMeta():
+    with ParametersOnMeta(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tensors without numbers, which are not initialized
         module = build()
     stored = module.state_dict()
     buffers = {name: buffer for name, buffer in module.named_buffers() if name not in stored and not buffer.is_meta}
@@ -227,8 +228,11 @@ class Parts:
         known = {DENOISER, AUTOENCODER, SCHEDULER, *self.encoders, *self.tokenizers}
         for key in sorted({DENOISER, AUTOENCODER} - models.keys()):
             raise Unknown(f"{self.name} has no {key}")
+        accepted = inspect.signature(self.pipeline.__init__).parameters
         for key in sorted(classes.keys() - known):
-            raise Unknown(f"{self.name} also has {key}, a {classes[key].__name__}, whose use is not known")
+            if key in models or key not in accepted or accepted[key].default is not None:
+                raise Unknown(f"{self.name} also has {key}, a {classes[key].__name__}, whose use is not known")
+            self.missing.append(key)  # the pipeline also works without it, as without a guider
         scheduler = classes[SCHEDULER].__name__ if SCHEDULER in classes else "missing"
         if scheduler != EULER:
             raise Unknown(f"its scheduler is {scheduler}, not {EULER}")
@@ -247,7 +251,10 @@ def _is_class(value: Any) -> bool:
 def _class_of(library: str, name: str, part: str) -> Any:
     if library not in LIBRARIES:
         raise Unknown(f"{part} is {library}.{name}, code that the folder brings, which is never run")
-    found = getattr(importlib.import_module(library), name, None)
+    try:
+        found = getattr(importlib.import_module(library), name)
+    except AttributeError:
+        found = None
     if not isinstance(found, type) or (part == PIPELINE and not issubclass(found, DiffusionPipeline)):
         raise Unknown(f"{part} is {name}, which this version of {library} does not have; install a newer one")
     return found
@@ -261,6 +268,7 @@ class Layout:
         latents: (C, h, w).
         into: Which latent is in each place of the transformer's input, (n,).
         input: Shape of that input, without batch dim.
+        output: Shape of its prediction.
         back: Which number of the prediction belongs to each latent, (C * h * w,).
         sign: 1 where the prediction runs from data to noise, -1 where from noise to data.
         scale: The autoencoder's latents are latents * scale + offset, each (C, h, w).
@@ -271,6 +279,7 @@ class Layout:
     latents: tuple[int, int, int]
     into: Tensor
     input: tuple[int, ...]
+    output: tuple[int, ...]
     back: Tensor
     sign: float
     scale: Tensor
@@ -295,9 +304,10 @@ class Observed:
         self.latents_name = next(name for name in self.signature.parameters if name != "self")
         self.device = torch.device("cpu")
         self._layouts: dict[Size, Layout] = {}
-        with torch.device("meta"):
-            self.transformer = parts.network.from_config(parts.folder.config(DENOISER, parts.network.__name__))
-            self.vae = parts.vae.from_config(parts.folder.read(f"{AUTOENCODER}/config.json"))
+        config = parts.folder.config(DENOISER, parts.network.__name__)
+        self.transformer: Any = computed_tensors(partial(parts.network.from_config, config))[0]
+        config = parts.folder.read(f"{AUTOENCODER}/config.json")
+        self.vae: Any = computed_tensors(partial(parts.vae.from_config, config))[0]
         for model in (self.transformer, self.vae):
             take_no_memory(model, torch.float32)
         stored = parts.folder.weights(AUTOENCODER).entries
@@ -312,6 +322,7 @@ class Observed:
     def assemble(self, encoders: Mapping[str, Any]) -> Any:
         """Make diffusers' pipeline with these text encoders, and a transformer and an autoencoder without weights."""
         from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+        from transformers import AutoTokenizer
 
         folder = self.parts.folder
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(folder.read("scheduler/scheduler_config.json"))
@@ -319,7 +330,7 @@ class Observed:
         place = property(lambda _: self.device)  # a pipeline is where its models are, and these are nowhere
         kind = type(self.parts.name, (self.parts.pipeline,), {"_execution_device": place, "device": place})
         with self._known("made"):
-            tokenizers = {key: load_tokenizer(folder, key) for key in self.parts.tokenizers}
+            tokenizers = {key: from_folder(AutoTokenizer, folder.path / key) for key in self.parts.tokenizers}
             made = kind(**dict.fromkeys(self.parts.missing), **self.parts.settings, **models, **tokenizers, **encoders)
         made.set_progress_bar_config(disable=True)
         return made
@@ -393,6 +404,7 @@ class Observed:
             "use_resolution_binning": False,  # sizes and prompts stay as they are
             "enable_prompt_rewrite": False,
             "output_type": "pt",
+            "generator": torch.Generator(),  # the run's own random numbers stay as they are
         }
         changed = [
             (self.transformer, "forward", forward),
@@ -486,8 +498,16 @@ class Observed:
         name, given = self.parts.name, self.run(size, FEW).calls[0].get(self.latents_name)
         if not isinstance(given, Tensor):
             raise Unknown(f"{name} gives its latents as a {type(given).__name__}")
-        first = self.run(size, FEW, answer=torch.zeros(given.shape))
-        probes, outputs = probes_of(first.samples[0].shape), probes_of(given.shape)
+        # Some transformers also predict a variance, in as many channels more.
+        for shape in (given.shape, (given.shape[0], 2 * given.shape[1], *given.shape[2:])):
+            with contextlib.suppress(Unknown):
+                first = self.run(size, FEW, answer=torch.zeros(shape))
+                if first.predictions[0].shape == first.samples[0].shape:
+                    break
+        else:
+            self.run(size, FEW, answer=torch.zeros(given.shape))  # raises what is unknown, if it is that
+            raise Unknown(f"{name} makes a prediction of another size than its latents")
+        probes, outputs = probes_of(first.samples[0].shape), probes_of(shape)
         traces = [
             self.run(size, FEW, answer=output, latents=probe) for probe, output in zip(probes, outputs, strict=True)
         ]
@@ -513,6 +533,7 @@ class Observed:
             (channels, height, width),
             place[into.index],
             into.shape,
+            tuple(shape[1:]),
             back.index[out.index],
             float(back.factor),
             scale,
@@ -551,8 +572,7 @@ class Observed:
     @cached_property
     def time(self) -> tuple[str, float, float]:
         """(argument, scale, offset) of the time that the transformer is given: scale * sigma + offset."""
-        given = self.example[self.latents_name]
-        trace = self.run(SIZES[0], STEPS, answer=torch.zeros(given.shape))
+        trace = self.run(SIZES[0], STEPS, answer=torch.zeros(1, *self.layout(SIZES[0]).output))
         sigmas = [float(sigma) for sigma in self.pipeline.scheduler.sigmas[:STEPS]]
         tensors = {key for key, value in trace.calls[0].items() if isinstance(value, Tensor)} - {self.latents_name}
         changing = [key for key in sorted(tensors) if not torch.equal(trace.calls[0][key], trace.calls[-1][key])]
@@ -622,7 +642,7 @@ class Observed:
 
         def answer(call: dict[str, Any]) -> Tensor:
             values = torch.tensor([(5.0, 2.0, 0.0)[which] for which in items(call)])
-            return values.view(-1, *[1] * len(layout.input)).expand(-1, *layout.input)
+            return values.view(-1, *[1] * len(layout.output)).expand(-1, *layout.output)
 
         try:
             guided = self.run(SIZES[0], FEW, prompts=[prompt], negative=negative, answer=answer)
