@@ -38,7 +38,7 @@ whose gradient is nearly zero, and machines differ in that bit."""
 TOGETHER = 16
 FAMILIES = ("flux2", "flux1", "sd3", "sdxl")
 OTHERS = (
-    *("chroma", "ernie_image", "flux3", "ideogram4", "krea2", "qwen_image", "z_image"),
+    *("auto", "chroma", "ernie_image", "flux3", "ideogram4", "krea2", "qwen_image", "z_image"),
     *("flux1 kontext", "qwen_image qwen-image-edit-2509", "qwen_image qwen-image-edit-2511"),
     "qwen_image_21 qwen-image-2.1",
 )

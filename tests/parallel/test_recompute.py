@@ -114,6 +114,7 @@ FAMILIES = (
     "qwen_image_21",
     "z_image",
     "chroma",
+    "auto",
     "ernie_image",
     "ideogram4",
     "krea2",

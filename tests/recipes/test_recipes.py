@@ -499,5 +499,5 @@ write_family("aura", family.conclusions, "aura")
     assert any("lora" in name for name, _ in pipeline.transformer.named_parameters())
     # A folder that says something else than the file is refused.
     edit_json(model / "scheduler" / "scheduler_config.json", shift=3.0)
-    with pytest.raises(AssertionError, match="model.family: aura was written for shift"):
+    with pytest.raises(AssertionError, match=r"model\.family: aura was written for shift"):
         trained(copy, "second")
