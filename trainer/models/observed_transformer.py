@@ -98,17 +98,12 @@ class Conclusions:
         time = f"{scale:g} * sigma" + (f" + {offset:g}" if offset else "")
         shift = f"{self.shift.constant:g}" if self.shift.constant is not None else "by its tokens"
         toward = "noise" if self.sign > 0 else "data"
-        sentence = (
+        other = f". {self.pipeline} does more with guidance than samples here, which are of the two predictions alone"
+        return (
             f"{self.network} as {self.pipeline} calls it: blocks {', '.join(self.blocks)}; latents of {self.channels} "
             f"channels and {self.pixels} pixels a side, from {self.autoencoder}; {argument} = {time}; predicts the "
-            f"direction to {toward}; shift {shift}"
+            f"direction to {toward}; shift {shift}{'' if self.guides_plainly else other}"
         )
-        other = (
-            ""
-            if self.guides_plainly
-            else (f". {self.pipeline} does more with guidance than samples here: theirs are of both predictions alone")
-        )
-        return sentence + other
 
 
 @dataclass(frozen=True)
@@ -198,7 +193,7 @@ class ObservedTransformer(FlowTransformer):
             channels=layouts[0].latents[0],
             time=observed.time,
             sign=layouts[0].sign,
-            shift=_shift(observed, pixels),
+            shift=_shift(observed),
             in_fp32=tuple(sorted(observed.in_fp32)),
             guides_plainly=observed.guides_plainly,
         )
@@ -260,8 +255,7 @@ class ObservedTransformer(FlowTransformer):
     def text_encoder(self, load: LoadModule) -> ObservedEncoders:
         models = {}
         for component, kind in self._observed.parts.encoders.items():
-            config = kind.config_class.from_pretrained(self._folder.path / component)
-            build = partial(kind, config)
+            build = partial(_tied, kind, kind.config_class.from_pretrained(self._folder.path / component))
             blocks = sorted(kind._no_split_modules or ())
             models[component] = _loaded(load, build, self._encoder_weights(component, build), blocks)
         return ObservedEncoders(self._observed.assemble(models), tuple(models.values()))
@@ -292,7 +286,8 @@ class ObservedTransformer(FlowTransformer):
         pipeline = self._observed.pipeline
         most = {key: len(ids) for key, ids in self._seen(FILLER * 10_000).items()}
         found: list[list[TextLength]] = [[] for _ in captions]
-        for encoder, read in most.items():
+        # Some encoders are given parts of captions alone, as what is in quotes.
+        for encoder, read in ((key, count) for key, count in most.items() if count):
             own = encoder.replace("text_encoder", "tokenizer")
             tokenizer = pipeline.components[own if own in pipeline.components else self._observed.parts.tokenizers[0]]
             ids = tokenizer([FILLER, *captions], add_special_tokens=False, verbose=False).input_ids
@@ -351,7 +346,13 @@ class ObservedTransformer(FlowTransformer):
         name, scale, offset = observed.time
         time = (scale * sigma + offset).view(arguments[name].shape)
         arguments |= {observed.latents_name: layout.given(latents), name: time}
-        return layout.velocity(model[DENOISER](**arguments)[0].float())
+        predicted = model[DENOISER](**arguments)[0].float()
+        if predicted.shape[1:] != layout.output:
+            raise InputError(
+                f"model.family: {self.config.family}: {self.conclusions.network} predicts {list(predicted.shape[1:])} "
+                f"where {list(layout.output)} was concluded; such a model needs a family of its own"
+            )
+        return layout.velocity(predicted)
 
     def _size(self, latents: Tensor) -> Size:
         """The size in pixels of the image of these latents, (..., h, w)."""
@@ -368,6 +369,13 @@ class ObservedTransformer(FlowTransformer):
 
     def write_tiny_encoders(self, folder: Path, configs: Mapping[str, Any]) -> Index:
         raise NotImplementedError(f"{type(self).__name__} has no tiny model")
+
+
+def _tied(kind: Any, config: Any) -> Any:
+    """Build a text encoder whose head is its embedding, where the config says so."""
+    model = kind(config)
+    model.tie_weights()
+    return model
 
 
 def _loaded(load: LoadModule, build: Callable[[], nn.Module], files: WeightFiles, blocks: Sequence[str]) -> nn.Module:
@@ -392,7 +400,7 @@ def _let_states_be_recorded(module: nn.Module) -> None:
             dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(part)), part._can_record_outputs)
 
 
-def _shift(observed: Observed, pixels: int) -> Shift:
+def _shift(observed: Observed) -> Shift:
     """The shift of the pipeline's samples: one factor, or one whose logarithm is linear in the tokens."""
     sizes = (*SIZES, PROBED)
     tokens = [size.width * size.height // TOKEN_PIXELS for size in sizes]

@@ -233,6 +233,8 @@ class Parts:
             if key in models or key not in accepted or accepted[key].default is not None:
                 raise Unknown(f"{self.name} also has {key}, a {classes[key].__name__}, whose use is not known")
             self.missing.append(key)  # the pipeline also works without it, as without a guider
+        if not self.encoders:
+            raise Unknown(f"{self.name} has no text encoder")
         scheduler = classes[SCHEDULER].__name__ if SCHEDULER in classes else "missing"
         if scheduler != EULER:
             raise Unknown(f"its scheduler is {scheduler}, not {EULER}")
@@ -587,6 +589,9 @@ class Observed:
         levels = self.pipeline.scheduler.timesteps[:STEPS] / 1000
         if not torch.allclose(levels.double(), torch.tensor(sigmas).double(), atol=NEAR):
             raise Unknown("the scheduler's timesteps are not 1000 times its noise levels")
+        pair = self.run(SIZES[0], FEW, prompts=[PROMPTS[0]] * 2).calls[0][changing[0]]
+        if pair.numel() != 2:
+            raise Unknown(f"{self.parts.name} gives one {changing[0]} for a whole batch")
         return changing[0], round(scale, 4), round(offset, 4) + 0.0
 
     def sampler(self, size: Size, steps: int, device: torch.device) -> Any:
