@@ -35,6 +35,7 @@ DEMO = {"objective": {"shift": "none"}}
 BASES = (
     Base("flux2", path="demo", sections=DEMO),
     Base("chroma"),
+    Base("auto"),
     Base("ernie_image"),
     Base("flux1", "dev"),
     Base("flux1", "kontext", edits=True),
