@@ -221,11 +221,13 @@ class ObservedTransformer(FlowTransformer):
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
         concluded = f"model.family: {cfg.model.family} concluded of {self._folder.path}: {self.conclusions}"
-        return (*super().warnings(cfg), concluded)
+        unseen = ". Nothing examines it in a run without samples; launch.py --certify does"
+        is_drawn = cfg.sample.every and cfg.sample.prompts
+        return (*super().warnings(cfg), concluded if is_drawn else concluded + unseen)
 
     def follow(self, cfg: RunConfig) -> None:
         super().follow(cfg)
-        shapes = [self._text_shapes(self._encode(self._observed.pipeline, FILLER * count)) for count in (1, 9)]
+        shapes = [self._text_shapes(self._encode(self._observed.pipeline, FILLER * count)) for count in (1, 40)]
         if cfg.data.caption_dropout and cfg.train.micro_batch > 1 and shapes[0] != shapes[1]:
             raise InputError(
                 f"data.caption_dropout: {cfg.data.caption_dropout} needs train.micro_batch: 1 here, since "
