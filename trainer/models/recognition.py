@@ -108,7 +108,11 @@ def unread_weights(model: ModelConfig) -> Iterator[Problem]:
     if model.base:
         yield from _unread_form("model.path", model.path, [Path(model.path)], {})
         unused |= {name.rpartition("/")[0] for name in known.model_files}
-    for config in sorted([*folder.glob("config.json"), *folder.glob("*/config.json")]):
+    try:
+        configs = sorted([*folder.glob("config.json"), *folder.glob("*/config.json")])
+    except OSError:  # no folder can have this name, which others say
+        return
+    for config in configs:
         part = config.parent
         if part == folder or part.name not in unused:
             paths = [file for file in sorted(part.glob("*.safetensors")) if _COMPONENT_FILE.fullmatch(file.name)]

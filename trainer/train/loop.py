@@ -35,7 +35,6 @@ from trainer.run.folder import Request, RunDir
 from trainer.run.manifest import Progress, validation_losses
 from trainer.run.preemption import Preemption
 from trainer.system.errors import InputError
-from trainer.train.certificate import certify
 from trainer.train.numbers import NON_FINITE, WEIGHT, LateRead
 from trainer.train.setup import length_event, set_up, stop_requested, train_state
 from trainer.train.step_log import LaunchedStep, StepLog, StepNumbers
@@ -357,6 +356,8 @@ class Trainer:
 
     def _certify(self, drawn: Sequence[Path]) -> None:
         """Examine the base with the samples that it drew, on rank 0: see `trainer.view.certificate`."""
+        from trainer.train.certificate import certify  # imports diffusers, which the family imports lightly before
+
         with self._evaluating():
             where = (self.cfg, self.run, self.family, self.sampler, self.model, self.world)
             found = certify(*where, drawn, self.num_steps, self._is_certified_only)

@@ -145,7 +145,8 @@ def unread(tensors: Mapping[str, StoredTensor], forms: Mapping[str, LayerForm]) 
             yield key, f"{weight[1]} {list(weight[0])} with '{name}' {list(stored[0])}"
     four_bits = {key.partition(".quant_state.")[0] for key in tensors if ".quant_state.bitsandbytes__" in key}
     for key, (shape, dtype) in tensors.items():
-        is_codes = key.endswith(".weight") and len(shape) > 1 and has_integers({key: (shape, dtype)})
+        # An adapter is not stored in fewer bits: its reader says what else it needs.
+        is_codes = key.endswith(".weight") and ".lora_" not in key and has_integers({key: (shape, dtype)})
         if is_codes and key not in scaled and key not in four_bits:
             yield key, f"{dtype} {list(shape)} without scales"
 

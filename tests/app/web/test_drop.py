@@ -80,7 +80,7 @@ def test_lines_follow_the_pictures_and_no_run_is_started_of_what_the_window_does
     assert [writer["model"] for writer in state["captions"]["writers"]] == [*captioners(), "demo"]
     assert state["offered"]["data.validation"] == "1"
     assert state["rows"]["sample.prompts"].splitlines()[:2] == ["[trigger]", "[trigger], picture number 0"]
-    assert "19 of the other models need more than this machine has" in state["note"]
+    assert "20 of the other models need more than this machine has" in state["note"]
     again = call("state", folder=folder, known=seen["key"])
     assert again is None or again["lines"]["looks"] != state["looks"]
     other = make_pictures(tmp_path / "other")
