@@ -31,6 +31,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig, ObjectiveConfig, SampleConfig
 from trainer.models import families
 from trainer.models.observed_transformer import ObservedTransformer
+from trainer.models.parts.image import family_file
 from trainer.rng import SampleRng
 from trainer.system.errors import InputError
 
@@ -192,6 +193,10 @@ def test_a_model_that_a_family_knows_is_refused_by_the_familys_name(cache: Path)
         ("model_index.json", {"_class_name": "FarPipeline"}, "the pipeline is FarPipeline, which this version of"),
         ("model_index.json", {"_class_name": "AutoencoderKL"}, "the pipeline is AutoencoderKL, which"),
         ("model_index.json", {"vae": ["my_code", "Vae"]}, "vae is my_code.Vae, code that the folder brings"),
+        ("scheduler/scheduler_config.json", {"invert_sigmas": True}, "its scheduler counts noise levels upward"),
+        ("scheduler/scheduler_config.json", {"shift": -1.0}, "its scheduler has a shift of -1.0"),
+        ("text_encoder/config.json", {"d_model": "big"}, "AuraFlowPipeline cannot be made without weights"),
+        ("transformer/config.json", {"attention_head_dim": "x"}, "AuraFlowPipeline cannot be made without weights"),
         ("model_index.json", {"vae": [None, None]}, "AuraFlowPipeline has no vae"),
         ("model_index.json", {"refiner": ["diffusers", "AutoencoderKL"]}, "AuraFlowPipeline also has refiner, a Auto"),
         ("vae/config.json", {"latent_channels": 8}, "AutoencoderKL encodes to (8, 16, 32), and decodes (4, 16, 32)"),
@@ -219,6 +224,36 @@ def test_dropped_captions_of_other_lengths_need_batches_of_one(folder_of: Callab
     families.make(sections("BriaFiboPipeline", 1), cache)
     with pytest.raises(InputError, match=r"data\.caption_dropout: 0\.1 needs train\.micro_batch: 1 here"):
         families.make(sections("BriaFiboPipeline", 2), cache)
+
+
+def test_a_caption_without_a_mask_is_not_given_that_of_another(folder_of: Callable[[str], Path], cache: Path) -> None:
+    """The pipeline leaves the mask out where a caption fills its length."""
+    family = make("auto", cache, str(folder_of("NucleusMoEImagePipeline")))
+    texts, model = family.text_encoder(load), model_of(family)
+    masked = family.encode_text(texts, "a fox")
+    given: list[Any] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        given.append(kwargs["encoder_hidden_states_mask"])
+
+    model["transformer"].register_forward_pre_hook(note, with_kwargs=True)
+    for text in (masked, {key: value for key, value in masked.items() if key != "text_1"}):
+        item = {"latents": torch.zeros(4, 16, 16), **text}
+        family.loss(model, batch_of(family, [item]), SampleRng(0, [0]))
+    assert given[0] is not None and given[-1] is None
+    assert family.batch_key({"latents": torch.zeros(4, 16, 16), **masked}) != family.batch_key(
+        {"latents": torch.zeros(4, 16, 16), "text_0": masked["text_0"]}
+    )
+
+
+@pytest.mark.parametrize(("name", "origin"), [("none", "model"), ("mine", 'a"""\nimport os\n"""'), ("two", "a\\Nb")])
+def test_a_written_family_is_a_module_whatever_the_folders_name(
+    name: str, origin: str, folder_of: Callable[[str], Path], cache: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(family_file, "FOLDER", tmp_path)
+    family = make("auto", cache, str(folder_of("AuraFlowPipeline")))
+    code = compile(family_file.write_family(name, family.conclusions, origin).read_text(), "family", "exec")
+    assert "os" not in code.co_names
 
 
 def test_a_concluded_model_that_fails_its_certificate_is_not_trained(

@@ -167,7 +167,7 @@ class ObservedTransformer(FlowTransformer):
     def refuse_known(self) -> None:
         """Raise InputError for a model of which another family has a file."""
         known = recognition.known_family(self._folder.path, self.config.family)
-        if known:
+        if known and self.stated is None:
             raise InputError(f"model.family: {self.config.family}, but {self._folder.path} {known}")
 
     def _conclude(self) -> Conclusions:
@@ -258,7 +258,9 @@ class ObservedTransformer(FlowTransformer):
         models = {}
         for component, kind in self._observed.parts.encoders.items():
             build = partial(_tied, kind, kind.config_class.from_pretrained(self._folder.path / component))
-            blocks = sorted(kind._no_split_modules or ())
+            # One that sees parts of captions alone, as what is in quotes, is not called equally often by every rank.
+            is_called = bool(self._seen(FILLER)[component])
+            blocks = sorted(kind._no_split_modules or ()) if is_called else []
             models[component] = _loaded(load, build, self._encoder_weights(component, build), blocks)
         return ObservedEncoders(self._observed.assemble(models), tuple(models.values()))
 
@@ -275,13 +277,22 @@ class ObservedTransformer(FlowTransformer):
 
     def _encode(self, pipeline: Any, caption: str) -> Example:
         leaves = self._observed.encode(pipeline, caption)
-        shared = self._observed.shared
-        tensors = [(number, leaf) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        return {f"text_{number}": leaf if shared[number] else leaf[0] for number, leaf in tensors}
+        found = {}
+        for number, (leaf, one, is_shared) in enumerate(
+            zip(leaves, self._observed.example_text, self._observed.shared, strict=True)
+        ):
+            if isinstance(leaf, Tensor) and isinstance(one, Tensor):
+                found[f"text_{number}"] = leaf if is_shared else leaf[0]
+            elif leaf is not None and (isinstance(leaf, Tensor) or leaf != one):
+                raise InputError(
+                    f"model.family: {self.config.family}: {self.conclusions.pipeline}.encode_prompt gives another kind "
+                    f"of result {number} for '{caption[:40]}' than for others; such a model needs a family of its own"
+                )
+        return found
 
     @staticmethod
-    def _text_shapes(example: Example) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(value.shape) for key, value in example.items() if key.startswith("text_"))
+    def _text_shapes(example: Example) -> Hashable:
+        return tuple((key, *value.shape) for key, value in example.items() if key.startswith("text_"))
 
     def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
         """The most tokens that an encoder is given are those it is given of a text without end."""
@@ -308,11 +319,13 @@ class ObservedTransformer(FlowTransformer):
     def _seen(self, caption: str) -> dict[str, list[int]]:
         """The tokens of a caption that each encoder is given."""
         pipeline = self._observed.pipeline
+        for key in self._observed.parts.encoders:
+            pipeline.components[key].tokens = []
         self._observed.encode(pipeline, caption)
         return {key: pipeline.components[key].tokens for key in self._observed.parts.encoders}
 
     def batch_key(self, example: Example) -> Hashable:
-        return (*example["latents"].shape[-2:], *self._text_shapes(example))
+        return (*example["latents"].shape[-2:], self._text_shapes(example))
 
     def blank_text(self, num_tokens: int, dtype: torch.dtype) -> Example:
         with unset_fake_temporarily():  # the pipeline's code depends on tokens
@@ -344,6 +357,8 @@ class ObservedTransformer(FlowTransformer):
                 value = batch[f"text_{number}"]
                 value = value.to(latents.dtype) if value.is_floating_point() else value
                 leaves[number] = value[0] if observed.shared[number] else value
+            elif isinstance(leaves[number], Tensor):
+                leaves[number] = None  # such as the mask of a caption without padding
         arguments = observed.arguments(leaves, size, count, latents.device)
         name, scale, offset = observed.time
         time = (scale * sigma + offset).view(arguments[name].shape)

@@ -47,7 +47,9 @@ def refused(model: ModelConfig) -> Iterator[Problem]:
         return
     field, path = ("model.base", model.base) if model.base else ("model.path", model.path)
     folder = find_folder(field, path)
-    reason = _reason(folder, known) or (known_family(folder, model.family) if known.is_concluded else "")
+    reason = _reason(folder, known)
+    if not reason and known.is_concluded and not known.model_files[DENOISER_CONFIG][1]:
+        reason = known_family(folder, model.family)
     if reason:
         yield Problem(field, f"{path}: {reason}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,11 @@ def write_family(name: str, conclusions: Any, origin: str) -> Path:
     fields = dataclasses.fields(conclusions)
     lines = (f"        {field.name}={getattr(conclusions, field.name)!r}," for field in fields)
     source = SOURCE.format(
-        name="".join(part.capitalize() for part in name.split("_")),
+        name="".join(part.capitalize() for part in name.split("_")) + "Family",
         network=conclusions.network,
         pipeline=conclusions.pipeline,
         version=version("diffusers"),
-        origin=origin,
+        origin=re.sub(r"[^\w.-]", "_", origin, flags=re.ASCII),  # a stranger's text, which becomes code
         conclusions="\n".join(lines),
     )
     file = FOLDER / f"{name}.py"

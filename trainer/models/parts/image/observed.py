@@ -306,20 +306,23 @@ class Observed:
         self.latents_name = next(name for name in self.signature.parameters if name != "self")
         self.device = torch.device("cpu")
         self._layouts: dict[Size, Layout] = {}
-        config = parts.folder.config(DENOISER, parts.network.__name__)
-        self.transformer: Any = computed_tensors(partial(parts.network.from_config, config))[0]
-        config = parts.folder.read(f"{AUTOENCODER}/config.json")
-        self.vae: Any = computed_tensors(partial(parts.vae.from_config, config))[0]
-        for model in (self.transformer, self.vae):
-            take_no_memory(model, torch.float32)
-        stored = parts.folder.weights(AUTOENCODER).entries
-        for name, buffer in [*self.vae.named_buffers()]:  # what some latents are normalised with
-            if name in stored:
-                owner, _, own = name.rpartition(".")
-                setattr(self.vae.get_submodule(owner), own, read_tensor(stored[name]).to(buffer.dtype))
-        folder = parts.folder.path
-        configs = {key: kind.config_class.from_pretrained(folder / key) for key, kind in parts.encoders.items()}
-        self.pipeline = self.assemble({key: StandIn(parts.encoders[key], config) for key, config in configs.items()})
+        with self._known("made"):
+            config = parts.folder.config(DENOISER, parts.network.__name__)
+            self.transformer: Any = computed_tensors(partial(parts.network.from_config, config))[0]
+            config = parts.folder.read(f"{AUTOENCODER}/config.json")
+            self.vae: Any = computed_tensors(partial(parts.vae.from_config, config))[0]
+            for model in (self.transformer, self.vae):
+                take_no_memory(model, torch.float32)
+            stored = parts.folder.weights(AUTOENCODER).entries
+            for name, buffer in [*self.vae.named_buffers()]:  # what some latents are normalised with
+                if name in stored:
+                    owner, _, own = name.rpartition(".")
+                    setattr(self.vae.get_submodule(owner), own, read_tensor(stored[name]).to(buffer.dtype))
+            folder = parts.folder.path
+            configs = {key: kind.config_class.from_pretrained(folder / key) for key, kind in parts.encoders.items()}
+            self.pipeline = self.assemble(
+                {key: StandIn(parts.encoders[key], config) for key, config in configs.items()}
+            )
 
     def assemble(self, encoders: Mapping[str, Any]) -> Any:
         """Make diffusers' pipeline with these text encoders, and a transformer and an autoencoder without weights."""
@@ -576,6 +579,8 @@ class Observed:
         """(argument, scale, offset) of the time that the transformer is given: scale * sigma + offset."""
         trace = self.run(SIZES[0], STEPS, answer=torch.zeros(1, *self.layout(SIZES[0]).output))
         sigmas = [float(sigma) for sigma in self.pipeline.scheduler.sigmas[:STEPS]]
+        if sigmas[0] <= sigmas[-1]:
+            raise Unknown("its scheduler counts noise levels upward (invert_sigmas)")
         tensors = {key for key, value in trace.calls[0].items() if isinstance(value, Tensor)} - {self.latents_name}
         changing = [key for key in sorted(tensors) if not torch.equal(trace.calls[0][key], trace.calls[-1][key])]
         if len(changing) != 1 or trace.calls[0][changing[0]].numel() != 1:
@@ -613,7 +618,9 @@ class Observed:
         """The factor of the timestep shift of this size."""
         mu, config = self.run(size, STEPS).mu, self.pipeline.scheduler.config
         if not config.get("use_dynamic_shifting"):
-            return float(config.get("shift") or 1.0)
+            if not (factor := float(config.get("shift", 1.0))) > 0:
+                raise Unknown(f"its scheduler has a shift of {factor}")
+            return factor
         if mu is None:
             raise Unknown(f"{self.parts.name} gives no shift to a scheduler that needs one")
         return math.exp(mu) if config.get("time_shift_type", "exponential") == "exponential" else float(mu)
@@ -665,7 +672,7 @@ class Observed:
         try:
             with _quiet(), unset_fake_temporarily():  # a plan has tensors without numbers, and runs depend on them
                 yield
-        except (_Enough, Unknown):
+        except (_Enough, InputError):
             raise
         except NameError as error:  # of what diffusers imports only where it is installed
             raise Unknown(f"{self.parts.name} needs {error.name}, which is not installed") from error
