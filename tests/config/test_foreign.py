@@ -89,8 +89,8 @@ def test_images_behind_prompts_of_ai_toolkit_are_the_references_of_samples(
     found = imported({"x.yaml": yaml.safe_dump(job)}, FOLDER)
     sample = yaml.safe_load(found.text)["sample"]
     assert (sample["prompts"], sample.get("references")) == (prompts, references)
-    told = [line.partition("; ")[2] for line in lines(found) if "sample.samples -> " in line]
-    assert list(filter(None, told)) == whys
+    said = [line.partition("; ")[2] for line in lines(found) if "sample.samples -> " in line]
+    assert list(filter(None, said)) == whys
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

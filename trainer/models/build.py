@@ -49,7 +49,7 @@ from trainer.parallel.strategy import TRAINED_BYTES, Strategy
 from trainer.system.amounts import memory_size
 from trainer.system.errors import InputError
 from trainer.system.pinned import pin
-from trainer.weights.files import WeightFiles, give_storage
+from trainer.weights.files import WeightFiles, give_storage, set_buffers
 from trainer.weights.quantization import FORMATS, VERSION, Format, decoding_note, quantize_layers, quantized_layers
 from trainer.weights.quantized_experts import (
     encode_experts,
@@ -201,9 +201,7 @@ def load_model(
         added = {full.removeprefix(prefix) for full in injected.parameters if full.startswith(prefix)}
         bytes_read += loader.load(model[name], stored, added)
     for name, module in model.items():
-        for path, value in family.computed_buffers(name).items():
-            owner, _, buffer = path.rpartition(".")
-            setattr(module.get_submodule(owner), buffer, value.to(world.device))
+        set_buffers(module, {key: value.to(world.device) for key, value in family.computed_buffers(name).items()})
     offloaded = offload(model, chosen, family, world.device)
     if offloaded:
         size = memory_size(offloaded.num_bytes)

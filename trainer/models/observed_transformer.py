@@ -1,4 +1,4 @@
-"""The base of families that nobody wrote: what they need is concluded from the folder and diffusers' pipeline of it.
+"""The base of families without a file of their own: all is concluded from the folder and diffusers' pipeline of it.
 
 `parts/image/observed.py` runs that pipeline without weights. In training and in samples the pipeline itself prepares
 what the transformer is called with; only its latents and its time are ours.
@@ -13,7 +13,7 @@ import dataclasses
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ from trainer.models.parts.image.observed import (
 from trainer.models.parts.image.vae import AUTOENCODER_KL, Autoencoder
 from trainer.parallel.parallelize import ShardSpec
 from trainer.system.errors import InputError
-from trainer.weights.files import Fused, WeightFiles, safetensors_in, stored_tensors
+from trainer.weights.files import Fused, WeightFiles, safetensors_in, set_buffers, stored_tensors
 
 PROBED = Size(512, 512)
 """A third size, at which the line through the shifts of the other two is checked."""
@@ -124,7 +124,7 @@ class ObservedTransformer(FlowTransformer):
 
     stated: ClassVar[Conclusions | None] = None
     """What the family's file says, for families that were written from a folder."""
-    model_files: ClassVar = {INDEX: ("_class_name", ""), f"{DENOISER}/config.json": ("_class_name", "")}
+    model_files: ClassVar = {INDEX: ("_class_name", ""), recognition.DENOISER_CONFIG: ("_class_name", "")}
     architectures: ClassVar[tuple[str, ...]] = ()
     default_architecture = ""
     is_concluded = True
@@ -239,8 +239,8 @@ class ObservedTransformer(FlowTransformer):
         return super().fingerprint()
 
     def image_encoder(self, load: LoadModule) -> nn.Module:
-        build = partial(self._observed.parts.vae.from_config, self._vae)
-        return _loaded(load, build, self._folder.weights(AUTOENCODER), ())
+        built = computed_tensors(partial(self._observed.parts.vae.from_config, self._vae))
+        return _loaded(load, built, self._folder.weights(AUTOENCODER), ())
 
     def _encoded(self, vae: Any, image: Image.Image) -> Tensor:
         layout, pixels = self._observed.layout(Size(*image.size)), pixels_of(image, device_of(vae))
@@ -261,13 +261,14 @@ class ObservedTransformer(FlowTransformer):
             # One that sees parts of captions alone, as what is in quotes, is not called equally often by every rank.
             is_called = bool(self._seen(FILLER)[component])
             blocks = sorted(kind._no_split_modules or ()) if is_called else []
-            models[component] = _loaded(load, build, self._encoder_weights(component, build), blocks)
+            built = computed_tensors(build)
+            models[component] = _loaded(load, built, self._encoder_weights(component, built[0]), blocks)
         return ObservedEncoders(self._observed.assemble(models), tuple(models.values()))
 
-    def _encoder_weights(self, component: str, build: Callable[[], nn.Module]) -> WeightFiles:
+    def _encoder_weights(self, component: str, empty: nn.Module) -> WeightFiles:
         """The tensors of a text encoder, whatever levels the version that wrote the file had in its names."""
         files = safetensors_in(self._folder.path / component, TRANSFORMERS_STEM)
-        names = {re.sub(PREFIXES, "", name): name for name in stored_tensors(computed_tensors(build)[0])}
+        names = {re.sub(PREFIXES, "", name): name for name in stored_tensors(empty)}
         return WeightFiles.read(files, lambda key: names.get(re.sub(PREFIXES, "", key)))
 
     @torch.no_grad()
@@ -395,13 +396,13 @@ def _tied(kind: Any, config: Any) -> Any:
     return model
 
 
-def _loaded(load: LoadModule, build: Callable[[], nn.Module], files: WeightFiles, blocks: Sequence[str]) -> nn.Module:
-    """Load a module with the buffers that no file holds."""
-    empty, buffers = computed_tensors(build)
+def _loaded(
+    load: LoadModule, built: tuple[nn.Module, Mapping[str, Tensor]], files: WeightFiles, blocks: Sequence[str]
+) -> nn.Module:
+    """Load a module with the buffers that no file holds. built: the result of `computed_tensors`."""
+    empty, buffers = built
     module = load(empty, files, blocks)
-    for path, value in buffers.items():
-        owner, _, name = path.rpartition(".")
-        setattr(module.get_submodule(owner), name, value.to(device_of(module)))
+    set_buffers(module, {name: value.to(device_of(module)) for name, value in buffers.items()})
     _let_states_be_recorded(module)
     return module
 

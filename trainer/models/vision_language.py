@@ -29,7 +29,7 @@ from trainer.parallel.mesh import device_mesh
 from trainer.parallel.parallelize import COMPUTE_DTYPE
 from trainer.rng import derived_seed
 from trainer.system.errors import InputError
-from trainer.weights.files import WeightFiles, safetensors_in
+from trainer.weights.files import WeightFiles, safetensors_in, set_buffers
 from trainer.weights.hub import find_folder
 from trainer.weights.quantization import FORMATS, quantize_layers
 from trainer.weights.quantized_experts import is_quantizable, quantize_experts
@@ -279,9 +279,7 @@ class VisionLanguage:
         mesh = device_mesh(cfg.parallel, world, "full") if shares else None
         place_encoder(model, cfg, blocks, mesh, world.device)
         Loader(cfg, world, cache, listener or Listener()).load(model, files)
-        for name, value in source.computed_buffers().items():
-            owner, _, buffer = name.rpartition(".")
-            setattr(model.get_submodule(owner), buffer, value.to(world.device))
+        set_buffers(model, {name: value.to(world.device) for name, value in source.computed_buffers().items()})
         if shares:
             # `generate` would call the eyes by themselves, outside of the root's forward, which gathers their weights.
             model._supports_mm_encoder_outputs = lambda: False

@@ -147,6 +147,13 @@ def give_storage(module: nn.Module, device: torch.device, on_host: Iterable[nn.P
             setattr(part, name, getattr(first, first_name))
 
 
+def set_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Set buffers of a module. buffers: by their names in it."""
+    for path, value in buffers.items():
+        owner, _, name = path.rpartition(".")
+        setattr(module.get_submodule(owner), name, value)
+
+
 def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, as a file of the module stores them.
 

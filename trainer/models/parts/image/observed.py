@@ -2,8 +2,8 @@
 
 The pipeline of a folder runs whole, but its models are stand-ins that answer with chosen numbers and note what they are
 given. Numbers that come back in other places tell how latents become the transformer's input, how its prediction
-becomes a velocity, and what the autoencoder gets. What is no rearrangement of numbers with a scale and an offset, or
-not linear in the noise level, is refused by name.
+becomes a velocity, and what the autoencoder gets. Refused by name is what does more than move, scale and shift numbers,
+and a time that is not linear in the noise level.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainer.config.size import Size
 from trainer.models.parts.folder import ModelFolder
 from trainer.models.parts.image.text_encoder import from_folder
 from trainer.system.errors import InputError
-from trainer.weights.files import read_tensor
+from trainer.weights.files import read_tensor, set_buffers
 
 INDEX = "model_index.json"
 DENOISER, AUTOENCODER, SCHEDULER = "transformer", "vae", "scheduler"
@@ -314,10 +314,9 @@ class Observed:
             for model in (self.transformer, self.vae):
                 take_no_memory(model, torch.float32)
             stored = parts.folder.weights(AUTOENCODER).entries
-            for name, buffer in [*self.vae.named_buffers()]:  # what some latents are normalised with
-                if name in stored:
-                    owner, _, own = name.rpartition(".")
-                    setattr(self.vae.get_submodule(owner), own, read_tensor(stored[name]).to(buffer.dtype))
+            of_vae = {name: buffer.dtype for name, buffer in self.vae.named_buffers() if name in stored}
+            # What some latents are normalised with.
+            set_buffers(self.vae, {name: read_tensor(stored[name]).to(dtype) for name, dtype in of_vae.items()})
             folder = parts.folder.path
             configs = {key: kind.config_class.from_pretrained(folder / key) for key, kind in parts.encoders.items()}
             self.pipeline = self.assemble(
